@@ -1,0 +1,47 @@
+"""The one declaration of packages, dependencies and entry points; tools are configured in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="torchkv",
+    version="0.1.0",
+    description="A torch.distributed backend that moves the KV cache between prefill and decode",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    # Backends are packages of their own under backends/, found by entry point exactly as a third party's would be.
+    packages=["torchkv", *(f"torchkv.{name}" for name in find_packages("torchkv")), *find_packages("backends")],
+    package_dir={"": "backends", "torchkv": "torchkv"},
+    package_data={"torchkv": ["py.typed"], "torchkv_ucx": ["py.typed"], "torchkv_loopback": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "numba>=0.60",
+        "msgspec>=0.19",
+        "pyzmq>=26",
+        "ucxx-cu13>=0.52,<0.53; platform_system == 'Linux'",
+    ],
+    extras_require={
+        "demo": ["transformers>=5.0,<6", "accelerate>=1.0"],
+    },
+    entry_points={
+        "torchkv.backends": [
+            "ucx = torchkv_ucx:UCXTransport",
+            "loopback = torchkv_loopback:LoopbackTransport",
+        ],
+        "torch.distributed.backends": ["torchkv = torchkv.process_group:register_backend"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
+    ],
+)

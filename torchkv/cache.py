@@ -1,0 +1,206 @@
+"""KVCache: the tensors of one rank's pages, and where each page lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from torchkv import hostmem
+from torchkv.errors import LayoutMismatch, TransportUnavailable
+from torchkv.layout import KVLayout
+
+__all__ = ["KVCache", "Placement"]
+
+PAGE_ALIGN = 4096
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one component of one layer lies: page p starts ``offset + p * page_stride`` bytes into the storage."""
+
+    storage: int  # position in KVCache.storages
+    offset: int
+    page_stride: int
+
+
+class KVCache:
+    """Paged KV memory of one rank.
+
+    ``cache[name][i]`` is the tensor ``[num_pages, *layout.page_shape(name)]`` of component ``name`` in layer
+    ``layout.layers[i]``, or None where that layer lacks the component. ``cache.state(name)[i]`` is
+    ``[num_slots, *layout.state_shape(name)]``.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        tensors: Mapping[str, Sequence[torch.Tensor | None]],
+        *,
+        states: Mapping[str, Sequence[torch.Tensor | None]] | None = None,
+    ) -> None:
+        """Adopts an engine's own tensors without copying.
+
+        Each page must be contiguous; any stride between pages is fine. Raises ``LayoutMismatch`` naming the
+        component, layer and what differs.
+        """
+        self.layout = layout
+        self._tensors = _checked(
+            layout, "component", tensors, {c.name: layout.page_shape(c.name) for c in layout.components}
+        )
+        self._states = _checked(
+            layout, "state", states or {}, {s.name: layout.state_shape(s.name) for s in layout.states}
+        )
+        held = [t for rows in self._tensors.values() for t in rows if t is not None]
+        self.num_pages: int = _agree("num_pages", {int(t.shape[0]) for t in held})
+        self.num_slots: int = _agree(
+            "num_slots", {int(t.shape[0]) for r in self._states.values() for t in r if t is not None} or {0}
+        )
+        self.device = torch.device(_agree("device", {str(t.device) for t in held}))
+        self.storages: list[torch.Tensor] = []  # one uint8 tensor over each distinct storage
+        self.placements: dict[tuple[str, int], Placement] = {}
+        self._place()
+
+    @classmethod
+    def empty(
+        cls,
+        layout: KVLayout,
+        num_pages: int,
+        device: str | torch.device = "cuda",
+        num_slots: int = 0,
+        group: object | None = None,
+    ) -> KVCache:
+        """A new cache, uninitialised, in the memory that transports like best.
+
+        On the host that is one shared-memory segment, which peers on the same host load and store directly; it
+        disappears with its last holder. ``group`` matters only for transports with memory of their own.
+        Raises ``LayoutMismatch`` (sizes), ``TransportUnavailable`` (no such memory here).
+        """
+        if num_pages <= 0 or num_slots < 0:
+            raise LayoutMismatch(f"num_pages={num_pages} must be positive and num_slots={num_slots} not negative")
+        if torch.device(device).type != "cpu":
+            raise TransportUnavailable(
+                f"KVCache.empty(device={str(device)!r}): this version moves host memory only; pass device='cpu'"
+            )
+        shapes: list[tuple[bool, str, int, tuple[int, ...], torch.dtype]] = [
+            (False, c.name, layer, (num_pages, *layout.page_shape(c.name)), c.dtype)
+            for c in layout.components
+            for layer in layout.component_layers(c.name)
+        ]
+        shapes += [
+            (True, s.name, layer, (num_slots, *layout.state_shape(s.name)), s.dtype)
+            for s in layout.states
+            for layer in layout.layers
+            if num_slots and (s.layers is None or layer in s.layers)
+        ]
+        sizes = [-(-math.prod(shape) * dtype.itemsize // PAGE_ALIGN) * PAGE_ALIGN for *_, shape, dtype in shapes]
+        pool = hostmem.allocate(sum(sizes))
+        found: dict[tuple[bool, str, int], torch.Tensor] = {}
+        start = 0
+        for (is_state, name, layer, shape, dtype), size in zip(shapes, sizes, strict=True):
+            nbytes = math.prod(shape) * dtype.itemsize
+            found[is_state, name, layer] = pool[start : start + nbytes].view(dtype).view(shape)
+            start += size
+        return cls(
+            layout,
+            {c.name: [found.get((False, c.name, layer)) for layer in layout.layers] for c in layout.components},
+            states={s.name: [found.get((True, s.name, layer)) for layer in layout.layers] for s in layout.states}
+            if num_slots
+            else None,
+        )
+
+    def __getitem__(self, component: str) -> list[torch.Tensor | None]:
+        if component not in self._tensors:
+            raise LayoutMismatch(f"this cache has no component {component!r}; it has {', '.join(self._tensors)}")
+        return self._tensors[component]
+
+    @property
+    def k(self) -> list[torch.Tensor | None]:
+        return self["k"]
+
+    @property
+    def v(self) -> list[torch.Tensor | None]:
+        return self["v"]
+
+    def state(self, name: str) -> list[torch.Tensor | None]:
+        if name not in self._states:
+            raise LayoutMismatch(f"this cache has no state {name!r}; it has {', '.join(self._states) or 'none'}")
+        return self._states[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    def _place(self) -> None:
+        index: dict[int, int] = {}
+        for component in self.layout.components:
+            for layer, tensor in zip(self.layout.layers, self._tensors[component.name], strict=True):
+                if tensor is None:
+                    continue
+                storage = tensor.untyped_storage()
+                base = storage.data_ptr()
+                if base not in index:
+                    index[base] = len(self.storages)
+                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                    self.storages.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
+                self.placements[component.name, layer] = Placement(
+                    index[base], tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
+                )
+
+
+def _agree(what: str, values: set[_T]) -> _T:
+    if len(values) != 1:
+        raise LayoutMismatch(f"the tensors of one cache must agree on {what}, found {sorted(map(str, values))}")
+    return next(iter(values))
+
+
+def _checked(
+    layout: KVLayout,
+    kind: str,
+    given: Mapping[str, Sequence[torch.Tensor | None]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, list[torch.Tensor | None]]:
+    """``given`` with every tensor checked against the layout. Raises ``LayoutMismatch``."""
+    missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    if unknown or (missing and not (kind == "state" and not given)):
+        raise LayoutMismatch(f"the layout has {kind}s {sorted(shapes)}; missing {missing}, unknown {unknown}")
+    checked: dict[str, list[torch.Tensor | None]] = {}
+    for name, rows in given.items():
+        if len(rows) != len(layout.layers):
+            raise LayoutMismatch(
+                f"{kind} {name!r}: {len(rows)} tensors for {len(layout.layers)} layers; "
+                f"give None where a layer has none"
+            )
+        item = layout.component(name) if kind == "component" else next(s for s in layout.states if s.name == name)
+        for layer, tensor in zip(layout.layers, rows, strict=True):
+            has = item.layers is None or layer in item.layers
+            where = f"{kind} {name!r} of layer {layer}"
+            if (tensor is not None) != has:
+                raise LayoutMismatch(
+                    f"{where}: the layout says it {'exists' if has else 'does not exist'}, the tensors disagree"
+                )
+            if tensor is not None:
+                _check_tensor(where, tensor, shapes[name], item.dtype)
+        checked[name] = list(rows)
+    return checked
+
+
+def _check_tensor(where: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise LayoutMismatch(f"{where}: dtype {tensor.dtype}, the layout says {dtype}")
+    if tensor.dim() != len(shape) + 1 or tuple(tensor.shape[1:]) != shape or tensor.shape[0] == 0:
+        raise LayoutMismatch(
+            f"{where}: shape {tuple(tensor.shape)}, expected (number of pages, {', '.join(map(str, shape))})"
+        )
+    if not tensor[0].is_contiguous():
+        raise LayoutMismatch(f"{where}: a page has strides {tensor.stride()[1:]}; each page must be contiguous")
+    if tensor.shape[0] > 1 and tensor.stride(0) < math.prod(shape):
+        raise LayoutMismatch(
+            f"{where}: page stride {tensor.stride(0)} is less than a page of {math.prod(shape)} elements"
+        )

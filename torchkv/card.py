@@ -1,0 +1,188 @@
+"""What a rank publishes when it registers: who it is, what it holds, how to reach it. Hostile until checked."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import select
+from typing import Annotated
+
+import msgspec
+
+from torchkv.cache import KVCache, Placement
+from torchkv.errors import ProtocolError, make_error
+from torchkv.layout import KVLayout
+from torchkv.roster import Member
+from torchkv.transport import Region
+
+__all__ = [
+    "Card",
+    "PlacementCard",
+    "ProcessId",
+    "RegionCard",
+    "placement_cards",
+    "process_ended",
+    "region_card",
+    "this_process",
+    "watch_process",
+]
+
+MAX_CARD = 64 << 20
+MAX_NBYTES = 1 << 46
+
+Offset = Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process, unmistakably: its PID namespace and boot, its pid, and when it started (in clock ticks)."""
+
+    host: Annotated[str, msgspec.Meta(max_length=64)]
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    started: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class RegionCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    descriptor: Annotated[bytes, msgspec.Meta(max_length=4096)]
+    nbytes: Offset
+
+
+class PlacementCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    component: Name
+    layer: Count
+    region: Count
+    offset: Offset
+    page_stride: Offset
+
+
+class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One rank's answer in ``register``. A rank that could not take part sends ``error_kind`` and ``error_text``."""
+
+    rank: Count
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    instance: Name
+    process: ProcessId
+    endpoint: Name = ""
+    transport: Name = ""
+    address: Annotated[bytes, msgspec.Meta(max_length=16 << 10)] = b""
+    layout: Annotated[bytes, msgspec.Meta(max_length=64 << 10)] = b""
+    num_pages: Count = 0
+    num_slots: Count = 0
+    secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
+    regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
+    placements: Annotated[list[PlacementCard], msgspec.Meta(max_length=1 << 20)] = []
+    error_kind: Name = ""
+    error_text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Card:
+        """Raises ``ProtocolError`` for anything that is no card."""
+        if len(data) > MAX_CARD:
+            raise ProtocolError(f"registration card of {len(data)} bytes, the limit is {MAX_CARD}")
+        try:
+            return msgspec.msgpack.decode(data, type=Card)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"registration card does not decode: {error}; run one version of torchkv") from error
+
+    def raise_error(self) -> None:
+        """Raises what this rank reported, if it reported a failure."""
+        if self.error_kind:
+            raise make_error(self.error_kind, f"rank {self.rank} could not register: {self.error_text}")
+
+    def member(self) -> Member:
+        """Raises ``ProtocolError`` unless every page lies inside its region."""
+        layout = KVLayout.decode(self.layout) if self.layout else None
+        if layout is not None:
+            self._check_placements(layout)
+        return Member(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            instance=self.instance,
+            layout=layout,
+            num_pages=self.num_pages,
+            num_slots=self.num_slots,
+        )
+
+    def placement_map(self) -> dict[tuple[str, int], Placement]:
+        return {(p.component, p.layer): Placement(p.region, p.offset, p.page_stride) for p in self.placements}
+
+    def _check_placements(self, layout: KVLayout) -> None:
+        expected = {(c.name, layer) for c in layout.components for layer in layout.component_layers(c.name)}
+        if self.num_pages == 0 or {(p.component, p.layer) for p in self.placements} != expected:
+            raise ProtocolError(f"rank {self.rank}: its card's placements do not fit its layout")
+        for p in self.placements:
+            end = p.offset + (self.num_pages - 1) * p.page_stride + layout.page_nbytes(p.component)
+            if p.region >= len(self.regions) or end > self.regions[p.region].nbytes:
+                raise ProtocolError(
+                    f"rank {self.rank}: component {p.component!r} of layer {p.layer} ends at byte {end}, "
+                    f"outside its region {p.region}"
+                )
+
+
+def placement_cards(cache: KVCache) -> list[PlacementCard]:
+    """A cache's placements; regions are its storages, registered in order."""
+    return [
+        PlacementCard(component, layer, place.storage, place.offset, place.page_stride)
+        for (component, layer), place in cache.placements.items()
+    ]
+
+
+def region_card(region: Region) -> RegionCard:
+    return RegionCard(region.descriptor(), region.nbytes)
+
+
+@functools.cache
+def _host() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()
+
+
+def _started(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        # The command name, in parentheses, may hold anything; fields are counted from behind it.
+        return int(file.read().rpartition(")")[2].split()[19])
+
+
+def this_process() -> ProcessId:
+    return ProcessId(_host(), os.getpid(), _started(os.getpid()))
+
+
+def watch_process(process: ProcessId) -> int | None:
+    """A pidfd that turns readable when ``process`` has ended, all its threads included.
+
+    None if it runs on another host or in another PID namespace, where only its own word proves anything.
+    """
+    if process.host != _host():
+        return None
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return _always_readable()
+    except OSError:
+        return None
+    try:
+        same = _started(process.pid) == process.started
+    except OSError:
+        same = False
+    if not same:
+        os.close(fd)
+        return _always_readable()
+    return fd
+
+
+def process_ended(fd: int) -> bool:
+    """Whether the process behind a `watch_process` descriptor has ended."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _always_readable() -> int:
+    """Stands for a process that had ended before it could be watched."""
+    return os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -1,0 +1,185 @@
+"""The tensors that a KV cache is made of, and the limits on what may be declared about them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchkv.errors import LayoutMismatch
+
+__all__ = ["DTYPES", "DTYPE_NAMES", "Component", "State", "check_nbytes", "integer", "layer_ids"]
+
+Layers = Sequence[int]
+
+MAX_LAYERS = 4096  # held by one rank; bounds what a hostile peer can make us allocate
+MAX_LAYER_ID = (1 << 20) - 1
+MAX_EXTENT = 1 << 20  # heads, dim, tp_size
+MAX_STATE_DIMS = 8
+MAX_BYTES = 1 << 40  # of one page or one state slot: keeps every byte offset far inside int64
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+
+# The closed set of dtypes that a peer may name: those with a fixed number of bytes per element.
+_DTYPE_LIST = (
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPE_LIST}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def integer(field: str, value: Any, low: int, high: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not low <= number <= high:
+        raise LayoutMismatch(f"{field}={value!r:.80} is not allowed: give an int from {low} to {high}")
+    return number
+
+
+def _identifier(field: str, value: Any) -> None:
+    if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+        raise LayoutMismatch(
+            f"{field}={value!r:.80} is not allowed: give 1 to 64 ASCII letters, digits, '_', '-' or '.', "
+            "not starting with a digit"
+        )
+
+
+def _known_dtype(field: str, value: Any) -> None:
+    if not isinstance(value, torch.dtype) or value not in DTYPE_NAMES:
+        raise LayoutMismatch(f"{field}={value!r:.80} is not allowed: give one of torch.{', torch.'.join(DTYPES)}")
+
+
+def layer_ids(field: str, layers: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        given = list(itertools.islice(layers, MAX_LAYERS + 1))
+    except TypeError:
+        raise LayoutMismatch(f"{field}={layers!r:.80} is not allowed: give a sequence of layer ids") from None
+    if not 1 <= len(given) <= MAX_LAYERS:
+        raise LayoutMismatch(f"{field} names no layer or more than {MAX_LAYERS}: give 1 to {MAX_LAYERS} layer ids")
+    ids = sorted(integer(f"{field}[{i}]", layer, 0, MAX_LAYER_ID) for i, layer in enumerate(given))
+    for before, after in itertools.pairwise(ids):
+        if before == after:
+            raise LayoutMismatch(f"{field} names layer {after} twice: give each layer id once")
+    return tuple(ids)
+
+
+def check_nbytes(field: str, nbytes: int) -> None:
+    if nbytes > MAX_BYTES:
+        raise LayoutMismatch(f"{field} takes {nbytes} bytes: at most {MAX_BYTES} are allowed, make it smaller")
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A tensor with one row per token, head and layer: K, V, an MLA latent, indexer keys, scales.
+
+    heads, dim: *global* number of heads, and elements per head. sharded: heads are split over the
+    tensor-parallel ranks; otherwise every rank holds all of them. layers: global ids of the layers that have
+    it; None means every layer that a rank holds. Raises `LayoutMismatch`.
+    """
+
+    name: str
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    sharded: bool = True
+    layers: Layers | None = None
+
+    def __post_init__(self) -> None:
+        _identifier("Component.name", self.name)
+        where = f"component {self.name!r}: "
+        object.__setattr__(self, "heads", integer(where + "heads", self.heads, 1, MAX_EXTENT))
+        object.__setattr__(self, "dim", integer(where + "dim", self.dim, 1, MAX_EXTENT))
+        _known_dtype(where + "dtype", self.dtype)
+        if not isinstance(self.sharded, bool):
+            raise LayoutMismatch(f"{where}sharded={self.sharded!r} is not allowed: give True or False")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", layer_ids(where + "layers", self.layers))
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes of one head of one token."""
+        return self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor with one slot per request and layer: Mamba, GDN, KDA or convolution state.
+
+    shape: *global* shape of one slot. shard_dim: the dimension split over tensor-parallel ranks, None if
+    every rank holds all of it. shard_groups: global sizes that sum to ``shape[shard_dim]``, each split
+    separately (q|k|v of a convolution). layers: as in `Component`. Raises `LayoutMismatch`.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    shard_dim: int | None = None
+    shard_groups: Sequence[int] | None = None
+    layers: Layers | None = None
+
+    def __post_init__(self) -> None:
+        _identifier("State.name", self.name)
+        where = f"state {self.name!r}: "
+        _known_dtype(where + "dtype", self.dtype)
+        object.__setattr__(self, "shape", _extents(where + "shape", self.shape))
+        if not 1 <= len(self.shape) <= MAX_STATE_DIMS:
+            raise LayoutMismatch(f"{where}shape={self.shape}: give 1 to {MAX_STATE_DIMS} dimensions")
+        check_nbytes(where + "one slot", math.prod(self.shape) * self.dtype.itemsize)
+        if self.shard_dim is not None:
+            dim = integer(where + "shard_dim", self.shard_dim, 0, len(self.shape) - 1)
+            object.__setattr__(self, "shard_dim", dim)
+        if self.shard_groups is not None:
+            self._check_groups(where)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", layer_ids(where + "layers", self.layers))
+
+    def _check_groups(self, where: str) -> None:
+        groups = _extents(where + "shard_groups", self.shard_groups)
+        object.__setattr__(self, "shard_groups", groups)
+        total = None if self.shard_dim is None else self.shape[self.shard_dim]
+        if sum(groups) != total:
+            raise LayoutMismatch(
+                f"{where}shard_groups={groups} sum to {sum(groups)}: they must sum to shape[shard_dim], {total}"
+            )
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Global sizes along ``shard_dim`` that are sharded separately; empty if nothing is sharded."""
+        if self.shard_dim is None:
+            return ()
+        return (self.shape[self.shard_dim],) if self.shard_groups is None else tuple(self.shard_groups)
+
+
+def _extents(field: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise LayoutMismatch(f"{field}={values!r:.80} is not allowed: give a sequence of ints")
+    return tuple(integer(f"{field}[{i}]", value, 1, MAX_BYTES) for i, value in enumerate(values))

@@ -1,0 +1,287 @@
+"""The KV verbs of one rank: what `KVProcessGroup` offers beyond c10d, usable without c10d in tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchkv import arguments
+from torchkv.arguments import Layers, Pages
+from torchkv.cache import KVCache
+from torchkv.engine import Engine, SendPayload
+from torchkv.env import Options, seconds
+from torchkv.errors import LayoutMismatch, PeerLost, ProtocolError, TransferTimeout
+from torchkv.layout import KVLayout
+from torchkv.progress import Waker
+from torchkv.protocol.actions import SendOp
+from torchkv.protocol.receiver import Receive
+from torchkv.work import KVWork
+
+__all__ = ["KVEndpoint", "Peers"]
+
+Peers = int | str | Sequence[int]
+
+
+class KVEndpoint:
+    """The verbs, over an engine that something else drives. All methods are thread-safe."""
+
+    _options: Options
+    _engine: Engine | None
+    _cache: KVCache | None
+    _waker: Waker | None
+
+    # ------------------------------------------------------------------ receiver
+
+    def recv_pages(
+        self,
+        request: str,
+        pages: Pages,
+        src: Peers,
+        *,
+        prefix_tokens: int = 0,
+        state_slot: int | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> KVWork:
+        """Grants ``pages`` to a request and returns the work that completes when all of it is in them.
+
+        request: non-empty, at most 128 bytes in UTF-8. pages: own page ids, in order of position after the prefix.
+        src: a group rank, a list of them, or an instance name. prefix_tokens: tokens this rank already holds.
+        timeout: one total deadline, in seconds, instead of ``Options.grant_timeout`` and ``Options.timeout``.
+
+        Raises ``PageOutOfRange`` (repeated, out of range, leased or quarantined), ``LayoutMismatch`` (``src`` does
+        not hold every byte this rank does), ``ProtocolError`` (name in use, bad argument), ``PeerLost``.
+        """
+        engine, layout = self._registered("recv_pages")
+        request = arguments.as_request(request)
+        what = f"recv_pages({request!r})"
+        array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+        prefix = arguments.as_count(prefix_tokens, what=f"{what}: prefix_tokens")
+        total = None if timeout is None else seconds(timeout, f"{what}: timeout")
+        self._check_slot(what, state_slot, layout)
+        ranks = engine.roster.resolve(src, f"{what}: src")
+        if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
+            raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
+        receive: Receive
+
+        def wait_layer(layer: int, limit: float | None) -> None:
+            self._wait_layer(receive, layer, limit)
+
+        work = KVWork(what, wait_layer=wait_layer)
+        work._expect(1)
+        with engine.lock:
+            self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
+            receive = engine.receiver.post(
+                request, array, ranks, prefix_tokens=prefix, total=total, ticket=work, now=self._now()
+            )
+        self._wake()
+        return work
+
+    # ------------------------------------------------------------------ sender
+
+    def send_layer(
+        self, request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+    ) -> KVWork:
+        """Sends one layer to a destination whose layout matches page for page.
+
+        layer: global id. Otherwise as `send_pages`. Raises ``LayoutMismatch`` if heads, page size or order differ.
+        """
+        return self._send("send_layer", request, layer, pages, dst, start, event, page_for_page=True)
+
+    def send_slice(
+        self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+    ) -> KVWork:
+        """Sends only the bytes that both sides hold, for any pair of layouts. Otherwise as `send_pages`."""
+        return self._send("send_slice", request, layers, pages, dst, start, event)
+
+    def send_pages(
+        self,
+        request: str,
+        pages: Pages,
+        dst: Peers,
+        *,
+        layers: Layers = None,
+        start: int = 0,
+        event: Any = None,
+    ) -> KVWork:
+        """Sends pages to any destination, on the path that costs least. Never blocks.
+
+        pages: own page ids in order of position. dst: a group rank, a list of them, or an instance name.
+        layers: a global id, several, or None for all held. start: how many own pages after the receiver's prefix
+        the first of ``pages`` lies. event: an object with ``query() -> bool`` that says when the pages may be read.
+
+        The work completes when the bytes are visible in the receiver's pages and the source may be overwritten.
+        Raises ``PageOutOfRange``, ``ProtocolError``, the error of an earlier failure of this request.
+        """
+        return self._send("send_pages", request, layers, pages, dst, start, event)
+
+    def finish(self, request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
+        """Seals the request: nothing more will be sent. The work succeeds when every ``dst`` has succeeded.
+
+        aux: at most 64 KiB, delivered as ``rx.aux``. Raises ``ProtocolError`` naming the first layer and page that
+        is owed and was not sent; the request then stays open.
+        """
+        engine, layout = self._registered("finish")
+        request = arguments.as_request(request)
+        what = f"finish({request!r})"
+        data = arguments.as_aux(aux, what=what)
+        self._check_slot(what, state_slot, layout)
+        owed = self._owed(engine, engine.roster.resolve(dst, f"{what}: dst"))
+        work = KVWork(what)
+        with engine.lock:
+            self._check_open(engine, what)
+            for rank in owed:
+                engine.sender.check_finish(request, rank)
+            work._expect(len(owed))
+            for rank in owed:
+                engine.sender.finish(request, rank, aux=data, ticket=work, now=self._now())
+        self._wake()
+        return work
+
+    def prefix_tokens(self, request: str, dst: Peers) -> int:
+        """Tokens that the receiver already holds. Blocks until it has granted, or raises ``TransferTimeout``."""
+        engine, _ = self._registered("prefix_tokens")
+        request = arguments.as_request(request)
+        what = f"prefix_tokens({request!r})"
+        ranks = self._owed(engine, engine.roster.resolve(dst, f"{what}: dst"))
+        if not ranks:
+            raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
+        deadline = time.monotonic() + self._options.grant_timeout
+        with engine.changed:
+            while True:
+                self._check_open(engine, what)
+                self._check_alive(engine, ranks, what)
+                known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
+                if None not in known:
+                    engine.sender.check_prefixes(request, ranks)
+                    return int(known[0] or 0)
+                if not engine.changed.wait(deadline - time.monotonic()):
+                    raise TransferTimeout(
+                        f"{what}: rank {ranks[known.index(None)]} has not posted recv_pages within "
+                        f"{self._options.grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
+                    )
+
+    # ------------------------------------------------------------------ either side
+
+    def cancel(self, request: str) -> KVWork:
+        """Fails the request here and at its peers. Idempotent; does nothing for an ended or unknown request.
+
+        The work completes when nothing of the request can land any more: on a receiver when every writer has
+        drained, on a sender when this rank's own writes have.
+        """
+        engine, _ = self._registered("cancel")
+        request = arguments.as_request(request)
+        work = KVWork(f"cancel({request!r})")
+        with engine.lock:
+            self._check_open(engine, "cancel")
+            pending = engine.sender.cancel(request, work, self._now()) + engine.receiver.cancel(request, work)
+            work._expect(len(pending))
+        self._wake()
+        return work
+
+    def quarantined(self) -> dict[int, tuple[int, ...]]:
+        """Pages of failed requests that may still be written to -> the group ranks that may."""
+        engine, _ = self._registered("quarantined")
+        with engine.lock:
+            return engine.receiver.quarantined()
+
+    # ------------------------------------------------------------------ inside
+
+    def _send(
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers,
+        start: int,
+        event: Any,
+        *,
+        page_for_page: bool = False,
+    ) -> KVWork:
+        engine, layout = self._registered(verb)
+        request = arguments.as_request(request)
+        what = f"{verb}({request!r})"
+        array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+        held = arguments.as_layers(layers, layout, what=what)
+        start = arguments.as_count(start, what=f"{what}: start")
+        gate = arguments.as_event(event, what=what)
+        ranks = self._owed(engine, engine.roster.resolve(dst, f"{what}: dst"))
+        if page_for_page or self._options.path == "runs":
+            for rank in ranks:
+                self._check_page_for_page(engine, rank, what)
+        work = KVWork(what)
+        with engine.lock:
+            self._check_open(engine, what)
+            self._check_alive(engine, ranks, what)
+            for rank in ranks:
+                engine.sender.admit(request, rank, start=start, num_pages=len(array))
+            if len(ranks) > 1:
+                engine.sender.check_prefixes(request, ranks)
+            work._expect(len(ranks))
+            now = self._now()
+            for rank in ranks:
+                payload = SendPayload(array, gate, self._options.path)
+                op = SendOp(request, rank, ranks, held, start, len(array), work, payload)
+                engine.sender.submit(op, now)
+        self._wake()
+        return work
+
+    def _registered(self, verb: str) -> tuple[Engine, KVLayout]:
+        engine, cache = self._engine, self._cache
+        if engine is None:
+            raise ProtocolError(
+                f"{verb}: no cache is registered; call register(cache) on every rank of the group first"
+            )
+        if cache is None:
+            raise ProtocolError(f"{verb}: this rank registered no cache; pass one to register()")
+        return engine, cache.layout
+
+    def _check_open(self, engine: Engine, what: str) -> None:
+        if engine.closed:
+            raise ProtocolError(f"{what}: {engine.closed}")
+
+    def _check_alive(self, engine: Engine, ranks: Sequence[int], what: str) -> None:
+        for rank in ranks:
+            if rank in engine.lost:
+                raise PeerLost(f"{what}: {engine.lost[rank]}; use another rank, or make a new group")
+
+    def _check_page_for_page(self, engine: Engine, rank: int, what: str) -> None:
+        roster = engine.roster
+        writers = tuple(sorted({*roster.contributing(roster.siblings, rank), roster.rank}))
+        if not roster.plan(roster.rank, writers, rank).page_for_page:
+            raise LayoutMismatch(
+                f"{what}: the pages of this rank and of rank {rank} differ in heads, page size or order, so whole "
+                f"pages cannot be sent; use send_slice or send_pages"
+            )
+
+    def _check_slot(self, what: str, state_slot: int | None, layout: KVLayout) -> None:
+        if state_slot is not None and not layout.states:
+            raise ProtocolError(f"{what}: state_slot={state_slot!r}, but this layout has no state; leave it out")
+
+    def _owed(self, engine: Engine, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``ranks`` to which this rank owes anything; the rest need no grant and no bytes."""
+        for rank in ranks:
+            engine.roster.layout(rank)
+        return tuple(rank for rank in ranks if engine.roster.owes(engine.roster.rank, rank))
+
+    def _wait_layer(self, receive: Receive, layer: int, limit: float | None) -> None:
+        engine, layout = self._registered("wait_layer")
+        if layer not in layout.layers:
+            raise ProtocolError(f"wait_layer: this rank does not hold layer {layer!r}")
+        deadline = None if limit is None else time.monotonic() + limit
+        with engine.changed:
+            while not engine.receiver.layer_done(receive, layer):
+                left = None if deadline is None else deadline - time.monotonic()
+                if not engine.changed.wait(left) and left is not None:
+                    raise TransferTimeout(
+                        f"request {receive.request!r}: layer {layer} is not complete after {limit:g} s; it goes on"
+                    )
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _wake(self) -> None:
+        if self._waker is not None:
+            self._waker.wake()

@@ -1,0 +1,391 @@
+"""One rank's engine: protocol, sessions and transfers put together, advanced one ``step`` at a time.
+
+It owns no thread and reads no clock: `progress.ProgressThread` drives it in production, the loopback world in
+tests. State that callers and the driver share is guarded by ``lock``; everything else belongs to the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchkv.control import Control, PeerEvent, PeerState
+from torchkv.env import Options
+from torchkv.errors import AuthError, KVError, ProtocolError, TransferTimeout
+from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell
+from torchkv.protocol.instance import InstanceLeader
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.sender import Sender
+from torchkv.protocol.session import Session
+from torchkv.roster import Roster
+from torchkv.route import LocalPages, Route
+from torchkv.transfer import STEP_BYTES, Transfer
+from torchkv.transport import Int64Array, Transport
+from torchkv.wire import (
+    Abort,
+    Alive,
+    Attest,
+    Grant,
+    InstanceVerdict,
+    Message,
+    Outcome,
+    Post,
+    Quiesced,
+    Revoke,
+    Seal,
+    Verdict,
+    decode_frame,
+    encode_frame,
+)
+from torchkv.work import KVWork
+
+__all__ = ["Engine", "Event", "SendPayload"]
+
+log = logging.getLogger(__name__)
+
+TICK = 0.05
+MAX_ACTIVE = 64
+
+
+class Event(Protocol):
+    """Anything that says when data is ready; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class SendPayload:
+    """What the engine needs to execute a `SendOp`: this rank's page ids, what gates them, the path to take."""
+
+    pages: Int64Array
+    event: Event | None
+    path: str | None
+    started: bool = False
+
+
+class Engine:
+    """The moving parts of one registered rank."""
+
+    def __init__(
+        self,
+        *,
+        roster: Roster,
+        options: Options,
+        key: bytes,
+        transport: Transport,
+        control: Control,
+        local: LocalPages | None,
+        connect: Callable[[int], Route],
+    ) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # notified when a grant or a layer has arrived
+        self.roster = roster
+        self.options = options
+        timeouts = {"timeout": options.timeout, "grant_timeout": options.grant_timeout}
+        self.sender = Sender(roster, **timeouts)
+        self.receiver = Receiver(roster, **timeouts)
+        self.routes: dict[int, Route] = {}
+        self.lost: dict[int, str] = {}  # peers that do not answer -> why
+        self.dropped_frames = 0
+        self.closed = ""  # why no call is served any more
+        self._leader = InstanceLeader(roster, grant_timeout=options.grant_timeout)
+        self._key = key
+        self._transport = transport
+        self._control = control
+        self._local = local
+        self._connect = connect
+        self._sessions = {
+            rank: Session(roster.rank, roster.me.incarnation, member.incarnation)
+            for rank, member in roster.members.items()
+            if rank != roster.rank
+        }
+        self._talking: set[int] = set()  # sessions that may have something to send
+        self._to_self: deque[Message] = deque()
+        self._gated: list[tuple[SendOp, BoundGrant]] = []  # started, waiting for their event
+        self._queue: deque[Transfer] = deque()
+        self._active: deque[Transfer] = deque()
+        self._moved_at: dict[Transfer, float] = {}
+        self._by_op: dict[SendOp, Transfer] = {}
+        self._dying: set[int] = set()  # dead peers whose last writes may still land
+        self._next_tick = 0.0
+
+    # ------------------------------------------------------------------ driving
+
+    def step(self, now: float) -> bool:
+        """Advances everything without blocking. True if anything happened, so that another step is worth it."""
+        busy = self._hear(now)
+        busy |= self._look_at_peers(now)
+        with self.lock:
+            busy |= self._perform(now)
+        busy |= self._open_gates(now)
+        busy |= self._move(now)
+        if now >= self._next_tick:
+            self._next_tick = now + TICK
+            with self.lock:
+                self.sender.tick(now)
+                self.receiver.tick(now)
+                self._leader.tick(now)
+        with self.lock:
+            busy |= self._perform(now)
+        return self._speak(now) or busy
+
+    def next_wake(self, now: float) -> float:
+        """Seconds until ``step`` has something to do on its own."""
+        wake = self._next_tick
+        for rank in self._talking:
+            wake = min(wake, self._sessions[rank].next_poll)
+        if self._gated:
+            wake = min(wake, now + 0.001)
+        return max(0.0, wake - now)
+
+    @property
+    def moving(self) -> bool:
+        """Whether transfers are under way, which only the transport's progress advances."""
+        return bool(self._active or self._queue)
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether a caller has asked for something since the last step."""
+        return bool(self.sender.actions or self.receiver.actions)
+
+    def route(self, rank: int) -> Route:
+        """The way to ``rank``, made on first use. Driver's thread only."""
+        if rank not in self.routes:
+            self.routes[rank] = self._connect(rank)
+        return self.routes[rank]
+
+    def abandon(self, error: KVError) -> None:
+        """Fails every pending call, because the group goes away."""
+        with self.lock:
+            self.sender.abandon(error)
+            self.receiver.abandon(error)
+            self._perform(0.0)
+
+    # ------------------------------------------------------------------ control
+
+    def _hear(self, now: float) -> bool:
+        frames = self._control.receive()
+        for data in frames:
+            try:
+                frame = decode_frame(data, self._key)
+                session = self._sessions.get(frame.source)
+                if session is None:
+                    raise ProtocolError(f"control frame of rank {frame.source}, which is not in this group")
+                messages = session.receive(frame)
+            except (AuthError, ProtocolError) as error:
+                self.dropped_frames += 1
+                log.warning("rank %d dropped a control frame: %s", self.roster.rank, error)
+                continue
+            self._talking.add(frame.source)
+            for message in messages:
+                self._dispatch(frame.source, message, now)
+        return bool(frames)
+
+    def _dispatch(self, src: int, message: Message, now: float) -> None:
+        with self.lock:
+            try:
+                self._handle(src, message, now)
+            except (ProtocolError, KVError) as error:
+                self.dropped_frames += 1
+                log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, src, error)
+            self.changed.notify_all()
+
+    def _handle(self, src: int, message: Message, now: float) -> None:
+        match message:
+            case Grant():
+                self.sender.on_grant(src, message, now)
+            case Revoke():
+                self.sender.on_revoke(src, message)
+            case Verdict():
+                self.sender.on_verdict(src, message)
+            case Alive(to_writer=True):
+                self.sender.on_alive(src, message, now)
+            case Alive():
+                self.receiver.on_alive(src, message, now)
+            case Attest():
+                self.receiver.on_attest(src, message, now)
+            case Seal():
+                self.receiver.on_seal(src, message, now)
+            case Abort():
+                self.receiver.on_abort(src, message)
+            case Quiesced():
+                self.receiver.on_quiesced(src, message)
+            case Post():
+                self._leader.on_post(src, message, now)
+            case Outcome():
+                self._leader.on_outcome(src, message, now)
+            case InstanceVerdict():
+                self.receiver.on_instance_verdict(src, message)
+
+    def _speak(self, now: float) -> bool:
+        said = False
+        for rank in list(self._talking):
+            session = self._sessions[rank]
+            for frame in session.poll(now):
+                self._control.send(rank, encode_frame(frame, self._key))
+                said = True
+            if session.idle:
+                self._talking.discard(rank)
+        return said
+
+    def _look_at_peers(self, now: float) -> bool:
+        events = self._control.events(now)
+        for event in events:
+            self._on_peer(event, now)
+        for rank in list(self._dying):
+            route = self.routes.get(rank)
+            if route is None or route.channel is None or route.channel.drained:
+                self._dying.discard(rank)
+                with self.lock:
+                    self.receiver.peer_dead(rank)
+        return bool(events)
+
+    def _on_peer(self, event: PeerEvent, now: float) -> None:
+        log.info("rank %d: %s", self.roster.rank, event.reason)
+        with self.lock:
+            if event.state is PeerState.FOUND:
+                self.lost.pop(event.rank, None)
+                self._leader.peer_found(event.rank)
+                return
+            self.lost[event.rank] = event.reason
+            self.sender.peer_lost(event.rank, event.reason)
+            self.receiver.peer_lost(event.rank, event.reason)
+            self._leader.peer_lost(event.rank, now)
+            if event.state is PeerState.DEAD:
+                self.sender.peer_dead(event.rank)
+                self._dying.add(event.rank)
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ actions
+
+    def _perform(self, now: float) -> bool:
+        """Carries out what the state machines asked for. Under the lock."""
+        performed = False
+        while actions := self._take_actions():
+            performed = True
+            for action in actions:
+                self._act(action)
+            while self._to_self:
+                self._handle(self.roster.rank, self._to_self.popleft(), now)
+        return performed
+
+    def _take_actions(self) -> list[Action]:
+        taken: list[Action] = []
+        for machine in (self.sender, self.receiver, self._leader):
+            taken += machine.actions
+            machine.actions = []
+        return taken
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Tell(rank, message) if rank == self.roster.rank:
+                self._to_self.append(message)
+            case Tell(rank, message):
+                self._sessions[rank].send(message)
+                self._talking.add(rank)
+            case Settle(ticket, error, aux):
+                work: KVWork = ticket
+                work._settle(error, aux)
+                self.changed.notify_all()
+            case Account(ticket, nbytes, path):
+                ticket._account(nbytes, path)
+            case Start(op, grant):
+                self._gated.append((op, grant))
+            case Halt(op):
+                transfer = self._by_op.get(op)
+                if transfer is not None:
+                    transfer.halt()
+
+    # ------------------------------------------------------------------ transfers
+
+    def _open_gates(self, now: float) -> bool:
+        """Turns started ops into transfers as soon as their events are ready."""
+        if not self._gated:
+            return False
+        waiting: list[tuple[SendOp, BoundGrant]] = []
+        gated, self._gated = self._gated, []
+        for op, grant in gated:
+            payload: SendPayload = op.payload
+            error: KVError | None = None
+            try:
+                if not self.sender.wants(op):
+                    error = TransferTimeout(f"request {op.request!r} failed before its event was ready")
+                elif payload.event is not None and not payload.event.query():
+                    waiting.append((op, grant))
+                    continue
+                else:
+                    self._admit(op, grant, payload, now)
+                    continue
+            except KVError as raised:
+                error = raised
+            except Exception as raised:  # noqa: BLE001 - the caller's event object may raise anything
+                error = ProtocolError(f"request {op.request!r}: event.query() raised {raised!r}")
+            with self.lock:
+                self.sender.op_finished(op, error, flushed=True, now=now)
+        with self.lock:
+            self._gated.extend(waiting)
+        return len(waiting) < len(gated)
+
+    def _admit(self, op: SendOp, grant: BoundGrant, payload: SendPayload, now: float) -> None:
+        assert self._local is not None
+        route = self.route(op.dst)
+        path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+
+        def report(layers: tuple[int, ...], nbytes: int, path: str) -> None:
+            with self.lock:
+                self.sender.attest(op, layers, nbytes=nbytes, path=path if nbytes else "none")
+
+        transfer = Transfer(op, grant, pages=payload.pages, local=self._local, route=route, path=path, report=report)
+        self._by_op[op] = transfer
+        self._moved_at[transfer] = now
+        self._queue.append(transfer)
+
+    def _move(self, now: float) -> bool:
+        """A bounded step of the transport, and of active transfers in turn."""
+        moved = self._transport.progress()
+        while self._queue and len(self._active) < MAX_ACTIVE:
+            transfer = self._queue.popleft()
+            self._moved_at[transfer] = now
+            self._active.append(transfer)
+        budget = STEP_BYTES
+        for _ in range(len(self._active)):
+            if budget <= 0:
+                break
+            transfer = self._active.popleft()
+            self._active.append(transfer)
+            if nbytes := transfer.advance():
+                self._moved_at[transfer] = now
+                budget -= nbytes
+                moved = True
+            elif now - self._moved_at[transfer] > self.options.timeout and transfer.error is None:
+                transfer.fail(self._stuck(transfer.op))
+            if transfer.finished:
+                moved = True
+                self._active.remove(transfer)
+                self._finish(transfer, now)
+        return moved
+
+    def _finish(self, transfer: Transfer, now: float) -> None:
+        del self._by_op[transfer.op]
+        del self._moved_at[transfer]
+        if not transfer.flushed:
+            # The channel broke under us. A later request gets a new one, if the peer is still there.
+            broken = self.routes.pop(transfer.op.dst, None)
+            if broken is not None:
+                broken.close()
+        with self.lock:
+            self.sender.op_finished(transfer.op, transfer.error, flushed=transfer.flushed, now=now)
+
+    def _stuck(self, op: SendOp) -> TransferTimeout:
+        return TransferTimeout(
+            f"request {op.request!r} to rank {op.dst}: layers {list(op.layers)[:4]} made no progress for "
+            f"{self.options.timeout:g} s (Options.timeout); cancel({op.request!r}) and retry, or raise the limit"
+        )
+
+    def counters(self) -> Mapping[int, Mapping[str, object]]:
+        """Counters of every route, by rank and lane."""
+        return {rank: dict(route.counters) for rank, route in self.routes.items()}

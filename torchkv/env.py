@@ -1,0 +1,126 @@
+"""Settings: one typed object, each field also an environment variable ``TORCHKV_<FIELD>``.
+
+Argument beats environment beats default. A misspelt ``TORCHKV_*`` variable is reported, not ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import TypeVar
+
+from torchkv.errors import ProtocolError, TransportUnavailable
+
+__all__ = ["PATHS", "Options", "interface_from_env", "seconds", "warn_about_unknown_variables"]
+
+PREFIX = "TORCHKV_"
+PATHS = ("runs", "slices", "direct")
+
+# Variables that are not fields of Options.
+_OTHER = ("INTERFACE", "LOG_LEVEL")
+
+T = TypeVar("T")
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if text.lower() in {"0", "false", "no", "off", ""}:
+        return False
+    raise ValueError("expected one of 1, 0, true, false, yes, no, on, off")
+
+
+def _text_or_none(text: str) -> str | None:
+    return text or None
+
+
+def _float_or_none(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _setting(name: str, default: T, parse: Callable[[str], T]) -> T:
+    """A dataclass field that reads its variable when an Options is made, not when torchkv is imported."""
+
+    def read() -> T:
+        text = os.environ.get(PREFIX + name.upper())
+        if text is None:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ProtocolError(f"{PREFIX}{name.upper()}={text!r} is not a valid {name}: {error}") from error
+
+    made: T = field(default_factory=read)
+    return made
+
+
+def seconds(value: float | timedelta, what: str) -> float:
+    """``value`` in seconds. Raises ``ProtocolError`` unless it is positive."""
+    result = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if not result > 0:
+        raise ProtocolError(f"{what} must be a positive number of seconds or a timedelta, not {value!r}")
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one group; pass as ``pg_options``.
+
+    transport: name of an installed transport, or ``"auto"``.
+    path: force ``runs``, ``slices`` or ``direct`` for every transfer; None lets torchkv choose.
+    timeout: seconds without progress after which a granted request fails.
+    grant_timeout: seconds a sender waits for its grant, and a receiver for its first byte or seal.
+    heartbeat: seconds between heartbeats; a peer silent for five of them counts as lost.
+    staging_send, staging_recv: bytes of staging memory that ``staged_put`` may take (not used before it exists).
+    sm_budget: thread blocks that GPU copy kernels may take (not used on the host).
+    checksum: verify bytes end to end; refused until the staging path, which computes it, exists.
+    require: a path every peer must be reachable by (``"direct"``), else ``register`` raises.
+    min_gbps: least rate in GB/s (1e9 bytes/s) that ``register`` must measure to every peer, else it raises.
+    """
+
+    transport: str = _setting("transport", "auto", str)
+    path: str | None = _setting("path", None, _text_or_none)
+    timeout: float = _setting("timeout", 30.0, float)
+    grant_timeout: float = _setting("grant_timeout", 300.0, float)
+    heartbeat: float = _setting("heartbeat", 1.0, float)
+    staging_send: int = _setting("staging_send", 128 << 20, int)
+    staging_recv: int = _setting("staging_recv", 256 << 20, int)
+    sm_budget: int = _setting("sm_budget", 16, int)
+    checksum: bool = _setting("checksum", False, _flag)
+    require: str | None = _setting("require", None, _text_or_none)
+    min_gbps: float | None = _setting("min_gbps", None, _float_or_none)
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "grant_timeout", "heartbeat"):
+            object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
+        for name in ("path", "require"):
+            value = getattr(self, name)
+            if value is not None and value not in PATHS:
+                raise ProtocolError(f"Options.{name}={value!r} is not one of {', '.join(PATHS)}")
+        for name in ("staging_send", "staging_recv", "sm_budget"):
+            if getattr(self, name) <= 0:
+                raise ProtocolError(f"Options.{name}={getattr(self, name)!r} must be positive")
+        if self.min_gbps is not None and not self.min_gbps > 0:
+            raise ProtocolError(f"Options.min_gbps={self.min_gbps!r} must be positive, or None to measure nothing")
+        if self.checksum:
+            raise TransportUnavailable("Options.checksum: no path computes checksums in this version; leave it False")
+
+
+def interface_from_env() -> str | None:
+    """The address to listen on and to announce (``TORCHKV_INTERFACE``), or None to derive it."""
+    return os.environ.get(PREFIX + "INTERFACE") or None
+
+
+def warn_about_unknown_variables() -> list[str]:
+    """Warns of each ``TORCHKV_*`` variable that nothing reads, with the nearest name; returns those names."""
+    known = [PREFIX + f.name.upper() for f in fields(Options)] + [PREFIX + name for name in _OTHER]
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    for name in unknown:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        warnings.warn(f"environment variable {name} is not read by torchkv{hint}", stacklevel=2)
+    return unknown

@@ -1,0 +1,91 @@
+"""`KVProcessGroup.explain`: how a peer is reached, and why not better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchkv.errors import TransferTimeout
+from torchkv.probe import probe
+from torchkv.route import Counter, Route
+
+if TYPE_CHECKING:
+    from torchkv.engine import Engine
+    from torchkv.progress import ProgressThread
+    from torchkv.registration import Registration
+
+__all__ = ["Explanation", "explain"]
+
+PROBE_TIMEOUT = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """How this rank reaches a peer. ``str()`` is one readable line; ``as_dict()`` is for programs.
+
+    path: what ``send_pages`` would take: ``direct``, ``runs``, ``slices``, or ``none`` if nothing is owed.
+    link: what carries the bytes. why: why not a better path, or empty.
+    limit_gbps: measured rate of bulk bytes on this link, in 1e9 bytes/s; None if nothing is owed.
+    lanes: by lane, what it has carried so far. lost: why the peer counts as lost, or empty.
+    """
+
+    peer: int
+    instance: str
+    transport: str
+    path: str
+    link: str
+    why: str
+    limit_gbps: float | None
+    lanes: Mapping[str, Counter]
+    lost: str
+    dropped_frames: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        limit = "" if self.limit_gbps is None else f", limit {self.limit_gbps:.2f} GB/s"
+        lanes = "; ".join(f"{lane}: {c.nbytes} B in {c.spans} spans" for lane, c in self.lanes.items()) or "unused"
+        why = f" ({self.why})" if self.why else ""
+        lost = f" LOST: {self.lost}" if self.lost else ""
+        return f"rank {self.peer} ({self.instance}): {self.path} over {self.link}{limit}{why}; {lanes}{lost}"
+
+
+def explain(thread: ProgressThread, engine: Engine, registration: Registration, rank: int) -> Explanation:
+    """Runs on the caller's thread; everything about routes is asked of the progress thread."""
+    roster = engine.roster
+    member = roster.members[rank]
+    common: dict[str, Any] = {
+        "peer": rank,
+        "instance": member.instance,
+        "transport": thread.transport.name,
+        "lost": engine.lost.get(rank, ""),
+        "dropped_frames": engine.dropped_frames,
+    }
+    if not roster.owes(roster.rank, rank):
+        return Explanation(
+            path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
+        )
+    route = thread.call(lambda: engine.route(rank))
+    limit = None if common["lost"] else _measure(thread, registration, route)
+    plan = roster.plan(roster.rank, tuple(sorted({*roster.contributing(roster.siblings, rank), roster.rank})), rank)
+    path = route.path(forced=engine.options.path, page_for_page=plan.page_for_page)
+    return Explanation(
+        path=path,
+        link="local copy" if route.channel is None else "shared memory" if path == "direct" else route.lane,
+        why="" if path == "direct" else route.no_view or f"Options.path={engine.options.path!r}",
+        limit_gbps=limit,
+        lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in route.counters.items()},
+        **common,
+    )
+
+
+def _measure(thread: ProgressThread, registration: Registration, route: Route) -> float:
+    steps = thread.call(lambda: probe(route, registration.probe_region, registration.probe_target(route.rank)))
+    deadline = time.monotonic() + PROBE_TIMEOUT
+    while (rate := thread.call(lambda: next(steps))) is None:
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"explain({route.rank}): no rate measured within {PROBE_TIMEOUT:g} s")
+    return rate

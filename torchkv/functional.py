@@ -1,0 +1,104 @@
+"""The verbs as functions, in torch.distributed's style: ``torchkv.send_pages(..., group=None)``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torchkv.arguments import Layers, Pages
+from torchkv.cache import KVCache
+from torchkv.endpoint import Peers
+from torchkv.explain import Explanation
+from torchkv.process_group import current_group
+from torchkv.work import KVWork
+
+__all__ = [
+    "cancel",
+    "explain",
+    "finish",
+    "prefix_tokens",
+    "quarantined",
+    "recv_pages",
+    "register",
+    "send_layer",
+    "send_pages",
+    "send_slice",
+]
+
+Group = dist.ProcessGroup | None
+
+
+def register(cache: KVCache | None, instance: str | None = None, *, group: Group = None) -> None:
+    """`KVProcessGroup.register` on ``group``, or on the default group."""
+    current_group(group).register(cache, instance)
+
+
+def recv_pages(
+    request: str,
+    pages: Pages,
+    src: Peers,
+    *,
+    prefix_tokens: int = 0,
+    state_slot: int | None = None,
+    timeout: float | timedelta | None = None,
+    group: Group = None,
+) -> KVWork:
+    """`KVProcessGroup.recv_pages` on ``group``, or on the default group."""
+    return current_group(group).recv_pages(
+        request, pages, src, prefix_tokens=prefix_tokens, state_slot=state_slot, timeout=timeout
+    )
+
+
+def send_layer(
+    request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
+) -> KVWork:
+    """`KVProcessGroup.send_layer` on ``group``, or on the default group."""
+    return current_group(group).send_layer(request, layer, pages, dst, start=start, event=event)
+
+
+def send_slice(
+    request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
+) -> KVWork:
+    """`KVProcessGroup.send_slice` on ``group``, or on the default group."""
+    return current_group(group).send_slice(request, layers, pages, dst, start=start, event=event)
+
+
+def send_pages(
+    request: str,
+    pages: Pages,
+    dst: Peers,
+    *,
+    layers: Layers = None,
+    start: int = 0,
+    event: Any = None,
+    group: Group = None,
+) -> KVWork:
+    """`KVProcessGroup.send_pages` on ``group``, or on the default group."""
+    return current_group(group).send_pages(request, pages, dst, layers=layers, start=start, event=event)
+
+
+def finish(request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None, group: Group = None) -> KVWork:
+    """`KVProcessGroup.finish` on ``group``, or on the default group."""
+    return current_group(group).finish(request, dst, aux=aux, state_slot=state_slot)
+
+
+def prefix_tokens(request: str, dst: Peers, *, group: Group = None) -> int:
+    """`KVProcessGroup.prefix_tokens` on ``group``, or on the default group."""
+    return current_group(group).prefix_tokens(request, dst)
+
+
+def cancel(request: str, *, group: Group = None) -> KVWork:
+    """`KVProcessGroup.cancel` on ``group``, or on the default group."""
+    return current_group(group).cancel(request)
+
+
+def quarantined(*, group: Group = None) -> dict[int, tuple[int, ...]]:
+    """`KVProcessGroup.quarantined` on ``group``, or on the default group."""
+    return current_group(group).quarantined()
+
+
+def explain(peer: int, *, group: Group = None) -> Explanation:
+    """`KVProcessGroup.explain` on ``group``, or on the default group."""
+    return current_group(group).explain(peer)

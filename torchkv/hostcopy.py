@@ -1,0 +1,271 @@
+"""Strided copies between addresses of this process, compiled, without the GIL.
+
+A page transfer between host pools is bound by memory, so what counts is how the bytes travel:
+
+* Non-temporal stores. An ordinary store first reads the line that it overwrites and leaves it in the cache; a
+  receiver's pool is far larger than any cache.
+* Two runs in turn, four lines each. Pages are scattered, so each begins with misses in cache and TLB; a second,
+  independent run keeps the memory busy meanwhile. Four runs, or single lines in turn, were slower: too many
+  half-filled write-combining buffers.
+* Prefetching the first lines of the next two pages, and the next row of a strided source: the processor cannot
+  guess either.
+* No library memcpy for long runs to unaligned addresses: where it uses ``rep movsb`` that costs a factor of five.
+
+Addresses are plain integers. Nothing here checks them against any region: that is the caller's duty. Source and
+destination must not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from torchkv.errors import ProtocolError
+
+__all__ = ["Int64Array", "Rows", "copy_pairs", "copy_spans", "warm_up"]
+
+Int64Array = npt.NDArray[np.int64]
+Rows = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
+
+_LINE = 64  # bytes of a cache line
+_TURN = 4 * _LINE  # of two runs copied in turn, so much of one before the other
+_STREAM_MIN = 128  # bytes; shorter runs go through ordinary stores
+_AHEAD = 8 * _LINE  # prefetch so much of the next runs; the hardware prefetcher takes over from there
+
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+_BYTES = ir.IntType(8).as_pointer()
+_VECTOR = ir.VectorType(_INT64, 4)
+_VECTOR_NBYTES = 32
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _compiled(function: _F) -> _F:
+    try:
+        return cast(_F, numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:
+        # Neither the package's folder nor the user's cache folder can be written: compile in every process.
+        return cast(_F, numba.njit(nogil=True)(function))
+
+
+def _instruction(declare: Callable[..., Any]) -> Callable[..., None]:
+    """What compiled code calls: all arguments int64, no result. ``declare`` returns what emits the LLVM code."""
+    return cast(Callable[..., None], intrinsic(declare))
+
+
+def _emits(emit: Callable[..., None], arity: int) -> tuple[Any, Callable[..., Any]]:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        emit(builder, *args)
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * arity), codegen
+
+
+@_instruction
+def _memcpy(_typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    def emit(builder: Any, dst: Any, src: Any, nbytes: Any) -> None:
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_BYTES, _BYTES, _INT64])
+        volatile = ir.Constant(ir.IntType(1), 0)
+        builder.call(memcpy, [builder.inttoptr(dst, _BYTES), builder.inttoptr(src, _BYTES), nbytes, volatile])
+
+    return _emits(emit, 3)
+
+
+@_instruction
+def _stream_line(_typing: Any, dst: Any, src: Any) -> Any:
+    """Copies one line past the cache; ``dst`` must be a multiple of 64, ``src`` need not."""
+
+    def emit(builder: Any, dst: Any, src: Any) -> None:
+        pointer = _VECTOR.as_pointer()
+        offsets = [ir.Constant(_INT64, offset) for offset in range(0, _LINE, _VECTOR_NBYTES)]
+        vectors = [
+            builder.load(builder.inttoptr(builder.add(src, offset), pointer), align=1, typ=_VECTOR)
+            for offset in offsets
+        ]
+        once = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+        for offset, vector in zip(offsets, vectors, strict=True):
+            address = builder.inttoptr(builder.add(dst, offset), pointer)
+            builder.store(vector, address, align=_VECTOR_NBYTES).set_metadata("nontemporal", once)
+
+    return _emits(emit, 2)
+
+
+@_instruction
+def _prefetch(_typing: Any, address: Any) -> Any:
+    """A hint; harmless at any address, mapped or not."""
+
+    def emit(builder: Any, address: Any) -> None:
+        signature = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], signature)
+        read, keep, data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
+        builder.call(prefetch, [builder.inttoptr(address, _BYTES), read, keep, data])
+
+    return _emits(emit, 1)
+
+
+@_instruction
+def _fence(_typing: Any) -> Any:
+    """Non-temporal stores are not ordered with later ordinary ones (such as "the bytes are there") without it."""
+    return _emits(lambda builder: builder.fence("seq_cst"), 0)
+
+
+@_compiled
+def _copy_one(dst: int, src: int, nbytes: int) -> None:
+    if nbytes < _STREAM_MIN:
+        _memcpy(dst, src, nbytes)
+        return
+    done = -dst & (_LINE - 1)
+    if done > 0:
+        _memcpy(dst, src, done)
+    while done + _LINE <= nbytes:
+        _stream_line(dst + done, src + done)
+        done += _LINE
+    if done < nbytes:
+        _memcpy(dst + done, src + done, nbytes - done)
+
+
+@_compiled
+def _copy_two(dst0: int, src0: int, dst1: int, src1: int, nbytes: int) -> None:
+    if nbytes < _STREAM_MIN or (dst0 | dst1) & (_LINE - 1) != 0:
+        _copy_one(dst0, src0, nbytes)
+        _copy_one(dst1, src1, nbytes)
+        return
+    done = 0
+    while done + _TURN <= nbytes:
+        for at in range(done, done + _TURN, _LINE):
+            _stream_line(dst0 + at, src0 + at)
+        for at in range(done, done + _TURN, _LINE):
+            _stream_line(dst1 + at, src1 + at)
+        done += _TURN
+    if done < nbytes:
+        _copy_one(dst0 + done, src0 + done, nbytes - done)
+        _copy_one(dst1 + done, src1 + done, nbytes - done)
+
+
+@_compiled
+def _prefetch_run(dst: int, src: int, nbytes: int) -> None:
+    _prefetch(dst)  # one line, for the sake of its TLB entry
+    for at in range(0, min(nbytes, _AHEAD), _LINE):
+        _prefetch(src + at)
+
+
+@_compiled
+def _pairs(
+    src_ptr: int,
+    dst_ptr: int,
+    src_off: Int64Array,
+    dst_off: Int64Array,
+    first: int,
+    last: int,
+    n0: int,
+    s0: int,
+    d0: int,
+    n1: int,
+    s1: int,
+    d1: int,
+    run: int,
+) -> None:
+    ahead = min(run, _AHEAD)
+    source_strided = n1 > 1 and s1 != run
+    for i in range(first, last, 2):
+        k = min(i + 1, last - 1)
+        for j in range(i + 2, min(i + 4, last)):
+            _prefetch_run(dst_ptr + dst_off[j], src_ptr + src_off[j], run)
+        for a in range(n0):
+            for b in range(n1):
+                dst = dst_ptr + a * d0 + b * d1
+                src = src_ptr + a * s0 + b * s1
+                if source_strided:
+                    for at in range(s1, s1 + ahead, _LINE):
+                        _prefetch(src + src_off[i] + at)
+                        _prefetch(src + src_off[k] + at)
+                if i < k:
+                    _copy_two(dst + dst_off[i], src + src_off[i], dst + dst_off[k], src + src_off[k], run)
+                else:
+                    _copy_one(dst + dst_off[i], src + src_off[i], run)
+    _fence()
+
+
+@_compiled
+def _spans(
+    src_ptr: int,
+    dst_ptr: int,
+    src_off: Int64Array,
+    dst_off: Int64Array,
+    length: Int64Array,
+    first: int,
+    last: int,
+) -> None:
+    for i in range(first, last, 2):
+        k = min(i + 1, last - 1)
+        for j in range(i + 2, min(i + 4, last)):
+            _prefetch_run(dst_ptr + dst_off[j], src_ptr + src_off[j], length[j])
+        # Two spans go in turn for as long as both last, then the rest of the longer one.
+        both = min(length[i], length[k]) if i < k else 0
+        _copy_two(dst_ptr + dst_off[i], src_ptr + src_off[i], dst_ptr + dst_off[k], src_ptr + src_off[k], both)
+        for j in range(i, k + 1):
+            _copy_one(dst_ptr + dst_off[j] + both, src_ptr + src_off[j] + both, length[j] - both)
+    _fence()
+
+
+def copy_pairs(
+    src_ptr: int, dst_ptr: int, src_off: Int64Array, dst_off: Int64Array, first: int, last: int, rows: Rows
+) -> None:
+    """Copies the same pattern of runs between each pair of pages ``first <= i < last``.
+
+    src_off, dst_off: int64 ``[n]``, byte offsets of the pages from the addresses ``src_ptr`` and ``dst_ptr``.
+    rows: ``(n0, s0, d0, n1, s1, d1, run)``. For a < n0 and b < n1, ``run`` bytes go from offset
+    ``src_off[i] + a * s0 + b * s1`` to ``dst_off[i] + a * d0 + b * d1``; strides are in bytes.
+
+    When it returns, the bytes are visible to every thread and process that learns of it. Runs must not overlap.
+    Raises ``ProtocolError`` for offsets of the wrong kind and for counts out of range.
+    """
+    if min(rows[0], rows[3], rows[6]) < 0:
+        raise ProtocolError(f"rows {rows}: n0, n1 and run must not be negative")
+    _check(first, last, src_off, dst_off)
+    _pairs(src_ptr, dst_ptr, _frozen(src_off), _frozen(dst_off), first, last, *rows)
+
+
+def copy_spans(
+    src_ptr: int, dst_ptr: int, src_off: Int64Array, dst_off: Int64Array, length: Int64Array, first: int, last: int
+) -> None:
+    """Copies ``length[i]`` bytes from offset ``src_off[i]`` to ``dst_off[i]`` for ``first <= i < last``.
+
+    All three are int64 ``[n]``, in bytes; see `copy_pairs` for visibility, overlap and errors.
+    """
+    _check(first, last, src_off, dst_off, length)
+    if (length[first:last] < 0).any():
+        raise ProtocolError(f"a span among {first}..{last} has a negative length: {int(length[first:last].min())}")
+    _spans(src_ptr, dst_ptr, _frozen(src_off), _frozen(dst_off), _frozen(length), first, last)
+
+
+def warm_up() -> None:
+    """Loads the compiled kernels, or compiles them (seconds, once per machine where a cache can be written)."""
+    none = np.zeros(0, np.int64)
+    copy_pairs(0, 0, none, none, 0, 0, (0, 0, 0, 0, 0, 0, 0))
+    copy_spans(0, 0, none, none, none, 0, 0)
+
+
+def _check(first: int, last: int, *arrays: Int64Array) -> None:
+    for array in arrays:
+        if array.dtype != np.int64 or array.ndim != 1 or not array.flags.c_contiguous:
+            raise ProtocolError(
+                f"offsets must be contiguous one-dimensional int64, not {array.dtype} of shape {array.shape}"
+            )
+    if not 0 <= first <= last <= min(map(len, arrays)):
+        raise ProtocolError(f"entries {first}..{last} of offset arrays of lengths {[len(a) for a in arrays]}")
+
+
+def _frozen(array: Int64Array) -> Int64Array:
+    # numba would compile the kernel anew for each mixture of read-only and writable arrays.
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,313 @@
+"""What one rank holds of a KV cache, in global coordinates.
+
+A `KVLayout` names layers, kv heads, components and their page geometry. Everything that torchkv decides about
+bytes is a function of two layouts (see `torchkv.plan`), so this module refuses whatever contradicts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from torchkv import layout_codec
+from torchkv.component import (
+    MAX_EXTENT,
+    MAX_LAYERS,
+    Component,
+    State,
+    check_nbytes,
+    integer,
+    layer_ids,
+)
+from torchkv.errors import LayoutMismatch, ProtocolError
+
+__all__ = ["Component", "KVLayout", "Order", "State", "check_compatible", "first_difference", "shard_heads"]
+
+Order = Literal["NHD", "HND"]
+_Named = TypeVar("_Named", Component, State)
+
+MAX_COMPONENTS = 64
+MAX_PAGE_SIZE = 65536  # tokens
+
+
+def shard_heads(heads: int, *, tp_rank: int, tp_size: int) -> range:
+    """The global heads that rank ``tp_rank`` of ``tp_size`` holds of ``heads`` sharded ones.
+
+    Raises `LayoutMismatch` where neither number divides the other.
+    """
+    if max(heads, tp_size) % min(heads, tp_size):
+        raise LayoutMismatch(
+            f"tp_size={tp_size} cannot share heads={heads}: one must be a multiple of the other; "
+            "change tp_size or declare the component with sharded=False"
+        )
+    # Division, never modulo: neighbouring ranks hold the replicas of one head.
+    first = tp_rank * heads // tp_size
+    return range(first, first + max(1, heads // tp_size))
+
+
+@dataclass(frozen=True, init=False)
+class KVLayout:
+    """What one rank holds: layers, heads, page size and page order of each component, and state.
+
+    components: the per-token tensors. num_layers: layers of the target model; ids from ``num_layers`` on are
+    draft layers. page_size: tokens per page. order: pages are (page_size, heads, dim) for ``"NHD"`` and
+    (heads, page_size, dim) for ``"HND"``. layers: global ids held here (PP), default ``range(num_layers)``.
+    states: fixed-size tensors, one slot a request. Hashable and comparable. Raises `LayoutMismatch` with the
+    field and its limits.
+    """
+
+    components: tuple[Component, ...]
+    num_layers: int
+    page_size: int
+    order: Order
+    tp_rank: int
+    tp_size: int
+    layers: tuple[int, ...]
+    states: tuple[State, ...]
+
+    def __init__(
+        self,
+        components: Iterable[Component],
+        *,
+        num_layers: int,
+        page_size: int,
+        order: Order = "NHD",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        layers: Iterable[int] | None = None,
+        states: Iterable[State] = (),
+    ) -> None:
+        count = integer("num_layers", num_layers, 1, MAX_LAYERS)
+        size = integer("tp_size", tp_size, 1, MAX_EXTENT)
+        values = {
+            "components": _members("components", components, Component),
+            "num_layers": count,
+            "page_size": integer("page_size", page_size, 1, MAX_PAGE_SIZE),
+            "order": order,
+            "tp_rank": integer("tp_rank", tp_rank, 0, size - 1),
+            "tp_size": size,
+            "layers": tuple(range(count)) if layers is None else layer_ids("layers", layers),
+            "states": _members("states", states, State),
+        }
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+        self._check()
+
+    def _check(self) -> None:
+        if self.order not in ("NHD", "HND"):
+            raise LayoutMismatch(f"order={self.order!r} is not allowed: give 'NHD' or 'HND'")
+        if not self.components and not self.states:
+            raise LayoutMismatch("components=() is not allowed: give at least one Component or State")
+        for component in self.components:
+            self.component_heads(component.name)
+            check_nbytes(f"a page of component {component.name!r}", self.page_nbytes(component.name))
+        for state in self.states:
+            for group in state.groups:
+                if group % self.tp_size:
+                    raise LayoutMismatch(
+                        f"state {state.name!r}: tp_size={self.tp_size} does not divide the sharded size "
+                        f"{group}; change tp_size, shard_dim or shard_groups"
+                    )
+
+    @classmethod
+    def gqa(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        order: Order = "NHD",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        layers: Iterable[int] | None = None,
+        states: Iterable[State] = (),
+    ) -> KVLayout:
+        """Multi-head, grouped-query or multi-query attention: sharded components ``"k"`` and ``"v"``.
+
+        num_kv_heads: global. v_head_dim: elements of a V head, default ``head_dim``. The rest: see `KVLayout`.
+        """
+        v_dim = head_dim if v_head_dim is None else v_head_dim
+        return cls(
+            (Component("k", num_kv_heads, head_dim, dtype), Component("v", num_kv_heads, v_dim, dtype)),
+            num_layers=num_layers,
+            page_size=page_size,
+            order=order,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            layers=layers,
+            states=states,
+        )
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        order: Order = "NHD",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        layers: Iterable[int] | None = None,
+        states: Iterable[State] = (),
+    ) -> KVLayout:
+        """Multi-head latent attention: ``"latent"``, ``latent_dim + rope_dim`` wide, whole on every rank."""
+        latent = integer("latent_dim", latent_dim, 1, MAX_EXTENT)
+        width = latent + integer("rope_dim", rope_dim, 0, MAX_EXTENT - latent)
+        return cls(
+            (Component("latent", 1, width, dtype, sharded=False),),
+            num_layers=num_layers,
+            page_size=page_size,
+            order=order,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            layers=layers,
+            states=states,
+        )
+
+    @property
+    def heads(self) -> range:
+        """Global kv heads on this rank: those of the first sharded component, else of the first component."""
+        for component in self.components:
+            if component.sharded:
+                return self.component_heads(component.name)
+        return self.component_heads(self.components[0].name) if self.components else range(0)
+
+    def component(self, name: str) -> Component:
+        """The component called ``name``. Raises `LayoutMismatch`."""
+        return _find("component", name, self.components)
+
+    def state(self, name: str) -> State:
+        """The state called ``name``. Raises `LayoutMismatch`."""
+        return _find("state", name, self.states)
+
+    def component_heads(self, name: str) -> range:
+        """Global heads of component ``name`` held here."""
+        component = self.component(name)
+        if not component.sharded:
+            return range(component.heads)
+        return shard_heads(component.heads, tp_rank=self.tp_rank, tp_size=self.tp_size)
+
+    def component_layers(self, name: str) -> tuple[int, ...]:
+        """Global ids of the held layers that have component ``name``, ascending."""
+        return self._held(self.component(name).layers)
+
+    def state_layers(self, name: str) -> tuple[int, ...]:
+        """Global ids of the held layers that have state ``name``, ascending."""
+        return self._held(self.state(name).layers)
+
+    def _held(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        if layers is None:
+            return self.layers
+        having = frozenset(layers)
+        return tuple(layer for layer in self.layers if layer in having)
+
+    def page_shape(self, name: str) -> tuple[int, int, int]:
+        """Shape of a page of one layer: (page_size, heads, dim) for NHD, (heads, page_size, dim) for HND."""
+        heads, dim = len(self.component_heads(name)), self.component(name).dim
+        return (self.page_size, heads, dim) if self.order == "NHD" else (heads, self.page_size, dim)
+
+    def page_nbytes(self, name: str) -> int:
+        """Bytes of one page of one layer of component ``name``."""
+        return self.page_size * len(self.component_heads(name)) * self.component(name).head_nbytes
+
+    def itemsize(self, name: str) -> int:
+        """Bytes of one element of component ``name``."""
+        return self.component(name).dtype.itemsize
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """Local shape of one slot of state ``name``."""
+        state = self.state(name)
+        local = list(state.shape)
+        if state.shard_dim is not None:
+            local[state.shard_dim] //= self.tp_size
+        return tuple(local)
+
+    def encode(self) -> bytes:
+        """The layout as bytes for a peer. Raises `LayoutMismatch` if it takes more than 64 KiB."""
+        return layout_codec.pack(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> KVLayout:
+        """The layout that a peer encoded. Raises `ProtocolError` for anything malformed or out of bounds."""
+        fields = layout_codec.unpack(data)
+        try:
+            return cls(**fields)
+        except LayoutMismatch as error:
+            raise ProtocolError(f"a peer's layout contradicts itself: {error}") from error
+
+
+def _members(field: str, given: Iterable[_Named], kind: type[_Named]) -> tuple[_Named, ...]:
+    members = tuple(given)
+    if len(members) > MAX_COMPONENTS:
+        raise LayoutMismatch(f"{field} has {len(members)} entries: at most {MAX_COMPONENTS} are allowed")
+    seen: set[str] = set()
+    for member in members:
+        if not isinstance(member, kind):
+            raise LayoutMismatch(f"{field} holds {member!r}: give torchkv.{kind.__name__} objects")
+        if member.name in seen:
+            raise LayoutMismatch(f"{field} names {member.name!r} twice: give each its own name")
+        seen.add(member.name)
+    return members
+
+
+def _find(kind: str, name: str, members: tuple[_Named, ...]) -> _Named:
+    for member in members:
+        if member.name == name:
+            return member
+    known = ", ".join(member.name for member in members) or "none"
+    raise LayoutMismatch(f"this layout has no {kind} {name!r} (it has: {known}); use one of those names")
+
+
+def first_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
+    """The first field that keeps pages of ``a`` from moving into pages of ``b``: (field, a's, b's value)."""
+    if a.num_layers != b.num_layers:
+        return "num_layers", a.num_layers, b.num_layers
+    small, large = sorted((a.page_size, b.page_size))
+    if large % small:
+        return "page_size (one must divide the other)", a.page_size, b.page_size
+    for kind, ours, theirs in (("component", a.components, b.components), ("state", a.states, b.states)):
+        difference = _member_difference(kind, ours, theirs)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _member_difference(
+    kind: str, ours: Sequence[Component | State], theirs: Sequence[Component | State]
+) -> tuple[str, Any, Any] | None:
+    names_a, names_b = sorted(member.name for member in ours), sorted(member.name for member in theirs)
+    if names_a != names_b:
+        return f"{kind} names", names_a, names_b
+    by_name = {member.name: member for member in theirs}
+    fields = ("heads", "dim", "dtype", "sharded") if kind == "component" else ("shape", "dtype", "shard_dim", "groups")
+    for member in ours:
+        for field in fields:
+            mine, other = getattr(member, field), getattr(by_name[member.name], field)
+            if mine != other:
+                return f"{kind} {member.name!r}: {field}", mine, other
+    return None
+
+
+def check_compatible(a: KVLayout, b: KVLayout, *, rank_a: int, rank_b: int) -> None:
+    """Raises `LayoutMismatch`, naming both ranks, the field and both values, if they cannot be reconciled.
+
+    Component and state names, global sizes, dtypes, sharding and num_layers must agree, and page sizes divide
+    one another; tp_rank, tp_size, layers, order and page size may differ.
+    """
+    difference = first_difference(a, b)
+    if difference is not None:
+        field, value_a, value_b = difference
+        raise LayoutMismatch(
+            f"the layouts of rank {rank_a} and rank {rank_b} cannot be reconciled: {field} is {value_a!r} on "
+            f"rank {rank_a} and {value_b!r} on rank {rank_b}; register layouts of the same model, or put ranks "
+            "that never talk to each other in separate groups"
+        )

@@ -1,0 +1,250 @@
+"""KVProcessGroup: a c10d process group with KV verbs. Importing torchkv registers it as backend ``"torchkv"``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+
+from torchkv.cache import KVCache
+from torchkv.card import Card
+from torchkv.control import ZmqControl
+from torchkv.endpoint import KVEndpoint
+from torchkv.env import Options, warn_about_unknown_variables
+from torchkv.errors import KVError, ProtocolError, TransportUnavailable
+from torchkv.explain import Explanation, explain
+from torchkv.progress import ProgressThread
+from torchkv.registration import (
+    Registration,
+    choose_transport,
+    failure_card,
+    new_incarnation,
+    new_secret,
+)
+
+__all__ = ["KVProcessGroup", "register_backend"]
+
+BACKEND = "torchkv"
+
+# Every c10d operation, under its old and new names: each is forwarded in Python to an inner, plain ProcessGroup.
+# Inheriting them instead deadlocks: the C++ trampoline keeps the GIL while gloo's thread waits for it.
+_FORWARDED = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+
+
+class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
+    """A process group whose members exchange KV cache pages; all of c10d's collectives work on it too.
+
+    Made by ``dist.init_process_group("torchkv")`` or ``dist.new_group(backend="torchkv", pg_options=Options(...))``.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, options: Options) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]  # the stubs know only (store, ...)
+        self._store = store
+        self._options = options
+        self._thread: ProgressThread | None = None
+        self._engine = None
+        self._cache = None
+        self._waker = None
+        self._registering = threading.Lock()
+        self._inner = dist.ProcessGroup(store, rank, size)
+        cpu = torch.device("cpu")
+        gloo_type = dist.ProcessGroup.BackendType.GLOO
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo._set_sequence_number_for_group()
+        # On this object too: c10d keeps the group's name, devices and shutdown in its backends.
+        for group in (self._inner, self):
+            group._register_backend(cpu, gloo_type, gloo)
+            group._set_default_backend(gloo_type)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl_type = dist.ProcessGroup.BackendType.NCCL
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, nccl_options)
+            nccl._set_sequence_number_for_group()
+            for group in (self._inner, self):
+                group._register_backend(torch.device("cuda"), nccl_type, nccl)
+
+    # ------------------------------------------------------------------ registration
+
+    def register(self, cache: KVCache | None, instance: str | None = None) -> None:
+        """Publishes this rank's cache to the group. Collective, once per group, before any verb.
+
+        cache: this rank's pages, or None to join without any. instance: the serving instance this rank belongs to;
+        None makes it one of its own, ``rank<r>``. Ranks of one instance succeed or fail together.
+
+        Raises on *all* ranks: ``LayoutMismatch`` naming both ranks, the field and both values,
+        ``TransportUnavailable``, ``ProtocolError``.
+        """
+        with self._registering:
+            if self._engine is not None:
+                raise ProtocolError("register: this group has a cache already; one cache per rank and group")
+            rank = self.rank()
+            name = f"rank{rank}" if instance is None else instance
+            incarnation = new_incarnation()
+            thread: ProgressThread | None = None
+            try:
+                try:
+                    self._check_register(cache, name)
+                    thread = self._start()
+                    registration = Registration(
+                        rank=rank,
+                        instance=name,
+                        cache=cache,
+                        options=self._options,
+                        transport=thread.transport,
+                        control=thread.control,
+                        incarnation=incarnation,
+                        secret=new_secret(),
+                    )
+                    card = thread.call(registration.card)
+                except KVError as error:
+                    self._exchange(failure_card(rank, incarnation, name, error))
+                    raise
+                cards = self._exchange(card)
+                engine = thread.call(lambda: registration.engine(cards))
+                thread.engine = engine
+                failure: KVError | None = None
+                try:
+                    thread.call(lambda: registration.warm(engine))
+                except KVError as error:
+                    failure = error
+                outcome = card if failure is None else failure_card(rank, incarnation, name, failure)
+                for other in self._exchange(outcome):
+                    other.raise_error()
+            except BaseException:
+                if thread is not None:
+                    thread.stop()
+                raise
+            self._thread, self._waker, self._cache = thread, thread.waker, cache
+            self._registration = registration
+            self._engine = engine
+
+    def _check_register(self, cache: KVCache | None, instance: str) -> None:
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ProtocolError(f"register: cache is a {type(cache).__name__}; give a KVCache or None")
+        if not isinstance(instance, str) or not 1 <= len(instance.encode()) <= 128:
+            raise ProtocolError(f"register: instance={instance!r} must be a str of 1 to 128 bytes")
+        if cache is not None and cache.device.type != "cpu":
+            raise TransportUnavailable(f"register: a cache on {cache.device}; this version moves host memory only")
+
+    def _start(self) -> ProgressThread:
+        transport = choose_transport(self._options.transport)
+        return ProgressThread(f"{self.rank()}", lambda: (transport(), ZmqControl(heartbeat=self._options.heartbeat)))
+
+    def _exchange(self, card: Card) -> list[Card]:
+        """Every rank's card, in rank order. Collective, over tensors: nothing received is unpickled."""
+        data = card.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size())]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self)
+        width = max(int(size) for size in sizes)
+        mine = torch.zeros(width, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size())]
+        dist.all_gather(everyone, mine, group=self)
+        return [Card.decode(row[: int(size)].numpy().tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+
+    # ------------------------------------------------------------------ reports
+
+    def explain(self, peer: int) -> Explanation:
+        """How this rank reaches ``peer``: path, link, why not a better one, measured limit, counters per lane."""
+        engine, _ = self._registered("explain")
+        assert self._thread is not None
+        (rank,) = engine.roster.resolve(peer, "explain: peer")
+        return explain(self._thread, engine, self._registration, rank)
+
+    # ------------------------------------------------------------------ c10d
+
+    def shutdown(self) -> None:
+        """Ends everything this group started; called by ``dist.destroy_process_group``. Pending requests fail."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def split_group(self, *_args: Any, **_kwargs: Any) -> None:
+        """Not supported: in some torch releases it crashes on a group made in Python."""
+        raise ProtocolError("split_group is not supported by torchkv groups; use dist.new_group(ranks)")
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: KVProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"c10d's ``{name}``, done by gloo on host tensors and NCCL on CUDA tensors."
+    return method
+
+
+for _name in _FORWARDED:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(KVProcessGroup, _name, _forward(_name))
+
+
+def _create(backend_options: _DistributedBackendOptions, options: object) -> KVProcessGroup:
+    if options is None:
+        options = Options()
+    if not isinstance(options, Options):
+        raise ProtocolError(f"pg_options is a {type(options).__name__}; give a torchkv.Options")
+    warn_about_unknown_variables()
+    timeout = backend_options.timeout
+    if timeout <= timedelta(0):
+        timeout = dist.constants.default_pg_timeout
+    return KVProcessGroup(
+        backend_options.store, backend_options.group_rank, backend_options.group_size, timeout, options
+    )
+
+
+def register_backend() -> None:
+    """Registers the c10d backend ``"torchkv"``. Idempotent."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def current_group(group: dist.ProcessGroup | None) -> KVProcessGroup:
+    """``group``, or the default group. Raises ``ProtocolError`` if it is no torchkv group."""
+    if group is None:
+        if not dist.is_initialized():
+            raise ProtocolError('no process group: call dist.init_process_group("torchkv") first, or pass group=')
+        group = dist.group.WORLD
+    if not isinstance(group, KVProcessGroup):
+        raise ProtocolError(f'{group!r} is no torchkv group; make it with dist.new_group(backend="torchkv")')
+    return group

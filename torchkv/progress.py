@@ -1,0 +1,164 @@
+"""The progress thread: one per registered group, owner of its transport, its sockets and its engine."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from torchkv.control import Control
+from torchkv.engine import Engine
+from torchkv.errors import KVError, TransferCancelled
+from torchkv.transport import Transport
+
+__all__ = ["ProgressThread", "Waker"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# PyDLL keeps the GIL during the call. os.eventfd_write would release it, and the thread just woken would take it
+# and run while the caller waits: 20 us and more on the caller's thread, for a system call of one.
+_libc = ctypes.PyDLL(None)
+_libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+
+
+class Waker:
+    """Wakes the progress thread out of its sleep; nearly free while it is awake."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.asleep = False
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.asleep = False
+            _libc.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        self.asleep = False
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return  # something else ended the sleep
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _Call(Generic[T]):
+    """A function to run on the progress thread, and its result."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._function = function
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self._function())
+        except Exception as error:  # noqa: BLE001 - whatever it raised belongs to the caller who waits for it
+            self.future.set_exception(error)
+
+
+class ProgressThread:
+    """Runs an engine's steps, and sleeps when there are none to run.
+
+    The transport and the control channel are made on this thread, by ``make``, because both belong to the thread
+    that makes them. ``call`` runs a function there; the engine is added once the group knows its members.
+    """
+
+    def __init__(self, name: str, make: Callable[[], tuple[Transport, Control]]) -> None:
+        self.waker = Waker()
+        self.engine: Engine | None = None
+        self._make = make
+        self._calls: deque[_Call[Any]] = deque()
+        self._stopping = False
+        self._ready: Future[tuple[Transport, Control]] = Future()
+        self._crash: BaseException | None = None
+        # A daemon, so that a program that never destroys its group can still exit.
+        self._thread = threading.Thread(target=self._run, name=f"torchkv-{name}", daemon=True)
+        self._thread.start()
+        try:
+            self.transport, self.control = self._ready.result()
+        except BaseException:
+            self._thread.join()
+            self.waker.close()
+            raise
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Runs ``function`` on the progress thread and returns or raises what it does."""
+        call = _Call(function)
+        self._calls.append(call)
+        self.waker.wake()
+        return call.future.result()
+
+    def stop(self) -> None:
+        """Fails what is pending, closes transport and sockets, ends the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._stopping = True
+            self.waker.wake()
+            self._thread.join()
+            self.waker.close()
+
+    def _run(self) -> None:
+        try:
+            transport, control = self._make()
+        except BaseException as error:  # noqa: BLE001 - handed to the constructor, which raises it
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result((transport, control))
+        try:
+            while not self._stopping:
+                self._turn(transport, control)
+        except Exception as error:
+            log.exception("the progress thread failed; every pending request fails")
+            self._crash = error
+        finally:
+            self._close(transport, control)
+
+    def _turn(self, transport: Transport, control: Control) -> None:
+        while self._calls:
+            self._calls.popleft().run()
+        engine = self.engine
+        now = time.monotonic()
+        if engine is None:
+            busy = transport.progress()
+            wait = 1.0
+        else:
+            busy = engine.step(now)
+            wait = engine.next_wake(time.monotonic())
+        if busy or wait <= 0:
+            return
+        self.waker.asleep = True
+        fd = None
+        # Whatever was enqueued before `asleep` was set did not wake us: look once more.
+        if not (self._calls or self._stopping or (engine is not None and engine.has_actions)):
+            fd = transport.arm()
+            if fd is not None:
+                control.sleep(wait, (self.waker.fd, fd))
+        self.waker.clear()
+
+    def _close(self, transport: Transport, control: Control) -> None:
+        engine, self.engine = self.engine, None
+        self._stopping = True
+        reason = "the group was destroyed" if self._crash is None else f"the progress thread failed: {self._crash!r}"
+        if engine is not None:
+            engine.abandon(TransferCancelled(reason))
+            engine.closed = reason
+        while self._calls:
+            self._calls.popleft().future.set_exception(TransferCancelled(reason))
+        for close in (
+            *(route.close for route in (engine.routes.values() if engine else ())),
+            transport.close,
+            control.close,
+        ):
+            try:
+                close()
+            except (KVError, OSError) as error:
+                log.warning("while closing: %s", error)

@@ -1,0 +1,93 @@
+"""What the state machines ask their driver to do. They never do it themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torchkv.errors import KVError
+from torchkv.plan import PairPlan
+from torchkv.transport import Int64Array
+from torchkv.wire import Message
+
+__all__ = ["Account", "Action", "BoundGrant", "Halt", "SendOp", "Settle", "Start", "Tell", "Ticket"]
+
+Ticket: TypeAlias = Any  # the driver's own handle of a pending call; the protocol only hands it back
+
+
+@dataclass(eq=False, slots=True)
+class SendOp:
+    """One verb towards one destination, ``dst``; ``dsts`` are all destinations of that call.
+
+    ``start`` and ``num_pages`` count this rank's pages after the prefix.
+    """
+
+    request: str
+    dst: int
+    dsts: tuple[int, ...]
+    layers: tuple[int, ...]
+    start: int
+    num_pages: int
+    ticket: Ticket
+    payload: Any = None  # the driver's: page ids and the event that gates them
+    moved: bool = False  # set by the driver when bytes moved; cleared when the receiver has been told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundGrant:
+    """A receiver's permission to write: ``pages`` are its page ids, in order of position after the prefix."""
+
+    dst: int
+    generation: int
+    request: str
+    prefix_tokens: int
+    pages: Int64Array = field(repr=False)
+    plan: PairPlan = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.pages) * self.plan.dst_page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send ``message`` to ``rank``, reliably and in order."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Transfer ``op`` under ``grant`` once its event is ready; report with ``op_finished`` exactly once."""
+
+    op: SendOp
+    grant: BoundGrant
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Stop ``op``: post nothing more, and report ``op_finished`` when nothing of it can land any more."""
+
+    op: SendOp
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Complete the call behind ``ticket``, with ``error`` or successfully."""
+
+    ticket: Ticket
+    error: KVError | None = None
+    aux: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Bytes have moved for the call behind ``ticket``, on ``path``."""
+
+    ticket: Ticket
+    nbytes: int
+    path: str
+
+
+Action: TypeAlias = Tell | Start | Halt | Settle | Account

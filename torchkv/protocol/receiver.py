@@ -1,0 +1,388 @@
+"""The receiving side: grants, leases, coverage, and revocation up to quiescence.
+
+    LIVE --all writers sealed and covered--> COMPLETE --instance verdict--> succeeded (leases end)
+      \\                                        \\
+       +--------- failure or cancel -------------+--> REVOKING --every writer quiescent--> ended (leases end)
+
+The call fails at once; its pages stay leased until no write can land on them any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torchkv.errors import (
+    KVError,
+    PageOutOfRange,
+    PeerLost,
+    ProtocolError,
+    TransferCancelled,
+    TransferTimeout,
+    error_kind,
+    make_error,
+)
+from torchkv.plan import PairPlan, seal_matches
+from torchkv.protocol.actions import Account, Action, Settle, Tell, Ticket
+from torchkv.protocol.coverage import Coverage
+from torchkv.roster import Roster
+from torchkv.transport import Int64Array
+from torchkv.wire import (
+    MAX_TEXT,
+    Abort,
+    Alive,
+    Attest,
+    Grant,
+    InstanceVerdict,
+    Outcome,
+    Post,
+    Quiesced,
+    Revoke,
+    Seal,
+    Verdict,
+    pack_pages,
+)
+
+__all__ = ["Receive", "Receiver"]
+
+
+@dataclass(eq=False, slots=True)
+class _Writer:
+    """What one contributing writer owes and has attested."""
+
+    plan: PairPlan
+    attested: dict[int, Coverage] = field(default_factory=dict)  # layer -> tokens visible here
+    sealed: int | None = None  # its page count
+    aux: bytes = b""
+    quiescent: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Receive:
+    """One `recv_pages` call: a generation of a request."""
+
+    request: str
+    generation: int
+    pages: Int64Array
+    prefix_tokens: int
+    num_tokens: int
+    writers: dict[int, _Writer]
+    ticket: Ticket
+    born: float
+    total: float | None  # one deadline for everything, if the caller gave one
+    heard: float | None = None  # when a writer last showed progress
+    told_alive: float = 0.0
+    complete_at: float | None = None
+    error: KVError | None = None
+    ended: bool = False
+    cancels: list[Ticket] = field(default_factory=list)
+
+    @property
+    def aux(self) -> bytes:
+        return next((writer.aux for writer in self.writers.values() if writer.aux), b"")
+
+    def pending_writers(self) -> tuple[int, ...]:
+        """Writers whose writes may still land."""
+        return tuple(rank for rank, writer in self.writers.items() if not writer.quiescent)
+
+
+class Receiver:
+    """All receives of this rank. Not thread-safe: the caller serialises. See `Sender` for ``actions``."""
+
+    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float) -> None:
+        self._roster = roster
+        self._timeout = timeout
+        self._grant_timeout = grant_timeout
+        self._next_generation = 1
+        self._receives: dict[int, Receive] = {}  # by generation: live and revoking
+        self._live: dict[str, Receive] = {}
+        self._leases: Int64Array = np.zeros(roster.me.num_pages, dtype=np.int64)  # page -> generation, 0 = free
+        self.actions: list[Action] = []
+
+    # ---------------------------------------------------------------- the caller's calls
+
+    def post(
+        self,
+        request: str,
+        pages: Int64Array,
+        src: tuple[int, ...],
+        *,
+        prefix_tokens: int,
+        total: float | None,
+        ticket: Ticket,
+        now: float,
+    ) -> Receive:
+        """Grants ``pages`` to the contributing writers among ``src``. Raises with nothing leased or sent."""
+        if request in self._live:
+            raise ProtocolError(
+                f"recv_pages({request!r}): this request is being received already on rank {self._roster.rank}; "
+                f"wait for it or cancel({request!r}) first"
+            )
+        page_size = self._roster.layout(self._roster.rank).page_size
+        self._check_pages(request, pages)
+        names = self._roster.contributing(src, self._roster.rank)
+        for rank in names:
+            writer_page_size = self._roster.layout(rank).page_size
+            if prefix_tokens % writer_page_size:
+                raise ProtocolError(
+                    f"recv_pages({request!r}): prefix_tokens={prefix_tokens} is not a multiple of the page size "
+                    f"{writer_page_size} of writer rank {rank}; round it down to one"
+                )
+        receive = Receive(
+            request=request,
+            generation=self._next_generation,
+            pages=pages,
+            prefix_tokens=prefix_tokens,
+            num_tokens=len(pages) * page_size,
+            writers={rank: _Writer(self._roster.plan(rank, names, self._roster.rank)) for rank in names},
+            ticket=ticket,
+            born=now,
+            total=total,
+        )
+        self._next_generation += 1
+        self._receives[receive.generation] = self._live[request] = receive
+        self._leases[pages] = receive.generation
+        grant = Grant(request, receive.generation, prefix_tokens, pack_pages(pages), list(names))
+        self.actions.extend(Tell(rank, grant) for rank in names)
+        if len(self._roster.siblings) > 1:
+            post = Post(request, receive.generation, prefix_tokens, receive.num_tokens, page_size)
+            self.actions.append(Tell(self._roster.siblings[0], post))
+        return receive
+
+    def cancel(self, request: str, ticket: Ticket) -> list[Ticket]:
+        """Fails the live receive of ``request``. Returns ``ticket`` once per receive whose end will settle it."""
+        pending: list[Ticket] = []
+        for receive in [receive for receive in self._receives.values() if receive.request == request]:
+            receive.cancels.append(ticket)
+            pending.append(ticket)
+            if receive.error is None:
+                where = f"its receiver, rank {self._roster.rank}"
+                self._fail(receive, TransferCancelled(f"request {request!r} was cancelled on {where}"))
+            else:
+                self._end_if_quiescent(receive)
+        return pending
+
+    def layer_done(self, receive: Receive, layer: int) -> bool:
+        """Whether every byte of ``layer`` is here. Raises the receive's error."""
+        if receive.error is not None:
+            raise receive.error
+        return receive.ended or all(
+            self._covered(receive, writer, layer) for writer in receive.writers.values() if layer in writer.plan.layers
+        )
+
+    def quarantined(self) -> dict[int, tuple[int, ...]]:
+        """Page -> ranks that may still write to it, for every page of a failed request."""
+        return {
+            int(page): receive.pending_writers()
+            for receive in self._receives.values()
+            if receive.error is not None
+            for page in receive.pages
+        }
+
+    # ---------------------------------------------------------------- what peers say
+
+    def on_attest(self, src: int, message: Attest, now: float) -> None:
+        found = self._writer(src, message.generation)
+        if found is None:
+            return
+        receive, writer = found
+        lo, hi = message.lo, min(message.hi, receive.num_tokens)
+        for layer in message.layers:
+            if layer in writer.plan.layers:
+                writer.attested.setdefault(layer, Coverage()).add(lo, hi)
+        self.actions.append(Account(receive.ticket, message.nbytes, message.path))
+        receive.heard = now
+        self._complete_if_covered(receive, now)
+
+    def on_seal(self, src: int, message: Seal, now: float) -> None:
+        found = self._writer(src, message.generation)
+        if found is None:
+            return
+        receive, writer = found
+        receive.heard = now
+        plan = writer.plan
+        # A sealed writer has flushed everything and writes no more, so its word is also its quiescence.
+        writer.sealed, writer.aux, writer.quiescent = message.num_pages, message.aux, True
+        if problem := self._bad_seal(receive, src, message, plan):
+            self._fail(receive, ProtocolError(problem))
+            return
+        auxes = {w.aux for w in receive.writers.values() if w.aux}
+        if len(auxes) > 1:
+            error = f"request {receive.request!r}: two writers sent unlike aux bytes; let one of them send it"
+            self._fail(receive, ProtocolError(error))
+            return
+        self._complete_if_covered(receive, now)
+
+    def on_abort(self, src: int, message: Abort) -> None:
+        found = self._writer(src, message.generation)
+        if found is not None:
+            self._fail(found[0], make_error(message.kind, message.text))
+
+    def on_quiesced(self, src: int, message: Quiesced) -> None:
+        receive = self._receives.get(message.generation)
+        if receive is None or receive.error is None or src not in receive.writers:
+            return
+        receive.writers[src].quiescent = True
+        self._end_if_quiescent(receive)
+
+    def on_alive(self, src: int, message: Alive, now: float) -> None:
+        found = self._writer(src, message.generation)
+        if found is not None:
+            found[0].heard = now
+
+    def on_instance_verdict(self, src: int, message: InstanceVerdict) -> None:
+        receive = self._receives.get(message.generation)
+        if receive is None or receive.error is not None or src != self._roster.siblings[0]:
+            return
+        if message.kind:
+            self._fail(receive, make_error(message.kind, message.text), tell_instance=False)
+        elif receive.complete_at is not None:
+            self._succeed(receive)
+
+    def peer_lost(self, rank: int, reason: str) -> None:
+        """``rank`` does not answer: receives that still need something from it fail."""
+        leader = self._roster.siblings[0] if self._roster.siblings else None
+        for receive in [receive for receive in self._receives.values() if receive.error is None]:
+            writer = receive.writers.get(rank)
+            if (writer is not None and writer.sealed is None) or (rank == leader and rank != self._roster.rank):
+                self._fail(receive, PeerLost(f"request {receive.request!r}: {reason}"))
+
+    def peer_dead(self, rank: int) -> None:
+        """The process of ``rank`` has ended and nothing that it wrote can land here any more."""
+        for receive in list(self._receives.values()):
+            if rank in receive.writers and receive.error is not None:
+                receive.writers[rank].quiescent = True
+                self._end_if_quiescent(receive)
+
+    def abandon(self, error: KVError) -> None:
+        """The group goes away: every pending call ends now."""
+        for receive in list(self._receives.values()):
+            if receive.error is None:
+                self._fail(receive, type(error)(f"request {receive.request!r}: {error}"))
+            self.actions.extend(Settle(ticket, error) for ticket in receive.cancels)
+            receive.cancels = []
+
+    def tick(self, now: float) -> None:
+        """Deadlines and signs of life; call a few times a second."""
+        for receive in [receive for receive in self._receives.values() if receive.error is None]:
+            deadline, text = self._deadline(receive)
+            if now >= deadline:
+                waiting = [rank for rank, writer in receive.writers.items() if writer.sealed is None]
+                whom = f"writer ranks {waiting}" if waiting else f"the other ranks of {self._roster.me.instance!r}"
+                error = TransferTimeout(
+                    f"request {receive.request!r}: {text}, waiting for {whom}; its pages stay leased until those "
+                    f"ranks are quiescent (see error.pages_safe and quarantined()); retry, or raise the limit"
+                )
+                self._fail(receive, error)
+            elif now >= receive.told_alive + self._timeout / 4:
+                receive.told_alive = now
+                alive = Alive(receive.generation, True)
+                self.actions.extend(Tell(rank, alive) for rank, w in receive.writers.items() if w.sealed is not None)
+
+    # ---------------------------------------------------------------- inside
+
+    def _check_pages(self, request: str, pages: Int64Array) -> None:
+        num_pages = self._roster.me.num_pages
+        where = f"recv_pages({request!r}) on rank {self._roster.rank}"
+        outside = pages[(pages < 0) | (pages >= num_pages)]
+        if len(outside):
+            raise PageOutOfRange(f"{where}: page {int(outside[0])} is outside this cache's [0, {num_pages})")
+        values, counts = np.unique(pages, return_counts=True)
+        if len(values) != len(pages):
+            raise PageOutOfRange(f"{where}: page {int(values[counts > 1][0])} is named twice; give each page once")
+        taken = pages[self._leases[pages] != 0]
+        if len(taken):
+            page = int(taken[0])
+            holder = self._receives[int(self._leases[page])]
+            if holder.error is None:
+                state = "is leased to"
+                advice = f"wait for that request or cancel({holder.request!r})"
+            else:
+                state = f"is quarantined: ranks {list(holder.pending_writers())} may still write to it for the failed"
+                advice = f"use other pages, or wait until cancel({holder.request!r}) completes"
+            raise PageOutOfRange(f"{where}: page {page} {state} request {holder.request!r}; {advice}")
+
+    def _writer(self, src: int, generation: int) -> tuple[Receive, _Writer] | None:
+        """The live receive that ``src`` writes to, or None: late and foreign messages change nothing."""
+        receive = self._receives.get(generation)
+        if receive is None or receive.error is not None or src not in receive.writers:
+            return None
+        return receive, receive.writers[src]
+
+    def _bad_seal(self, receive: Receive, src: int, seal: Seal, plan: PairPlan) -> str | None:
+        granted = len(receive.pages)
+        if seal.num_pages == 0:
+            owes = any(plan.owed(layer, receive.num_tokens) for layer in plan.layers)
+        else:
+            owes = not seal_matches(seal.num_pages, plan.src_page_size, granted, plan.dst_page_size)
+        if not owes:
+            return None
+        return (
+            f"request {receive.request!r}: rank {src} sealed {seal.num_pages} pages of {plan.src_page_size} tokens, "
+            f"but {granted} pages of {plan.dst_page_size} tokens are granted behind a prefix of "
+            f"{receive.prefix_tokens} tokens; send exactly the pages after the prefix"
+        )
+
+    def _covered(self, receive: Receive, writer: _Writer, layer: int) -> bool:
+        limit = receive.num_tokens
+        if writer.sealed is not None:
+            limit = min(limit, writer.sealed * writer.plan.src_page_size)
+        attested = writer.attested.get(layer)
+        return all(attested is not None and attested.gap(lo, hi) is None for lo, hi in writer.plan.owed(layer, limit))
+
+    def _complete_if_covered(self, receive: Receive, now: float) -> None:
+        if receive.complete_at is not None or any(writer.sealed is None for writer in receive.writers.values()):
+            return
+        for writer in receive.writers.values():
+            if not all(self._covered(receive, writer, layer) for layer in writer.plan.layers):
+                return
+        receive.complete_at = now
+        if len(self._roster.siblings) > 1:
+            outcome = Outcome(receive.request, receive.generation, "", "")
+            self.actions.append(Tell(self._roster.siblings[0], outcome))
+        else:
+            self._succeed(receive)
+
+    def _succeed(self, receive: Receive) -> None:
+        verdict = Verdict(receive.generation)
+        self.actions.extend(Tell(rank, verdict) for rank in receive.writers)
+        self._end(receive)
+        self.actions.append(Settle(receive.ticket, aux=receive.aux))
+
+    def _fail(self, receive: Receive, error: KVError, *, tell_instance: bool = True) -> None:
+        assert receive.error is None
+        error._pages_safe = lambda: receive.ended
+        receive.error = error
+        del self._live[receive.request]
+        kind, text = error_kind(error), str(error)[:MAX_TEXT]
+        self.actions.append(Settle(receive.ticket, error))
+        self.actions.extend(Tell(rank, Revoke(receive.generation, kind, text)) for rank in receive.writers)
+        if tell_instance and len(self._roster.siblings) > 1:
+            outcome = Outcome(receive.request, receive.generation, kind, text)
+            self.actions.append(Tell(self._roster.siblings[0], outcome))
+        self._end_if_quiescent(receive)
+
+    def _end_if_quiescent(self, receive: Receive) -> None:
+        if receive.error is not None and not receive.pending_writers():
+            self._end(receive)
+
+    def _end(self, receive: Receive) -> None:
+        receive.ended = True
+        self._leases[receive.pages] = 0
+        del self._receives[receive.generation]
+        if self._live.get(receive.request) is receive:
+            del self._live[receive.request]
+        self.actions.extend(Settle(ticket) for ticket in receive.cancels)
+        receive.cancels = []
+
+    def _deadline(self, receive: Receive) -> tuple[float, str]:
+        if receive.total is not None:
+            return receive.born + receive.total, f"not complete within recv_pages(timeout={receive.total:g})"
+        if receive.complete_at is not None:
+            text = f"no verdict of the instance within {self._grant_timeout:g} s (Options.grant_timeout)"
+            return receive.complete_at + self._grant_timeout, text
+        if receive.heard is None:
+            text = f"no byte and no seal within {self._grant_timeout:g} s (Options.grant_timeout)"
+            return receive.born + self._grant_timeout, text
+        return receive.heard + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"

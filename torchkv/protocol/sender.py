@@ -1,0 +1,465 @@
+"""The sending side: the lives of (request, destination), from their first verb to the receiver's verdict.
+
+    no life --verb--> WAITING --grant--> BOUND --finish, all flushed--> SEALED --verdict--> ended
+                         \\                 \\                              \\
+                          +-----------------+--- failure or cancel --------+--> TOMBSTONE --cancel, drained--> ended
+
+A tombstone answers every verb with the error that made it, until the caller cancels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchkv.errors import (
+    KVError,
+    PageOutOfRange,
+    PeerLost,
+    ProtocolError,
+    TransferCancelled,
+    TransferTimeout,
+    error_kind,
+    make_error,
+)
+from torchkv.plan import first_page_outside, seal_matches
+from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Ticket
+from torchkv.protocol.coverage import Coverage
+from torchkv.roster import Roster
+from torchkv.wire import MAX_TEXT, Abort, Alive, Attest, Grant, Quiesced, Revoke, Seal, Verdict, unpack_pages
+
+__all__ = ["Sender"]
+
+MAX_QUEUED_OPS = 8192  # per life, before its grant
+MAX_QUEUED_PAGES = 1 << 22  # per rank, before their grants
+MAX_REFUSALS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    ticket: Ticket
+    aux: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Life:
+    request: str
+    dst: int
+    born: float
+    grant: BoundGrant | None = None
+    queue: deque[SendOp] = field(default_factory=deque)
+    running: dict[SendOp, None] = field(default_factory=dict)
+    given: dict[int, Coverage] = field(default_factory=dict)  # layer -> pages given, in this rank's pages
+    num_pages: int = 0  # one past the highest page given
+    finish: _Finish | None = None
+    sealed_at: float | None = None
+    heard: float = 0.0  # when the receiver last showed progress, once sealed
+    error: KVError | None = None
+    refused: bool = False  # failed before its grant, and a grant has since been answered with that
+    revoked: bool = False  # the receiver waits for Quiesced
+    tainted: bool = False  # a channel broke under this life: bytes may land after it
+    cancels: list[Ticket] = field(default_factory=list)
+
+    @property
+    def drained(self) -> bool:
+        """Whether this rank writes nothing more and reads its source pages no more."""
+        return not self.running
+
+
+class Sender:
+    """All lives of this rank's sends. Not thread-safe: the caller serialises.
+
+    Every method that may change something appends to ``actions``; the driver takes and performs them.
+    """
+
+    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float) -> None:
+        self._roster = roster
+        self._timeout = timeout
+        self._grant_timeout = grant_timeout
+        self._lives: dict[tuple[str, int], _Life] = {}
+        self._by_generation: dict[tuple[int, int], _Life] = {}
+        self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for a life
+        self._refusals: dict[tuple[str, int], float] = {}  # lives cancelled before their grant -> when to forget
+        self._tainted: set[tuple[int, int]] = set()  # ended generations that can never be called quiescent
+        self._queued_pages = 0
+        self.actions: list[Action] = []
+
+    # ---------------------------------------------------------------- the caller's verbs
+
+    def admit(self, request: str, dst: int, *, start: int, num_pages: int) -> None:
+        """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
+        life = self._lives.get((request, dst))
+        if life is not None:
+            self._check_open(life)
+        grant = self._grant_of(request, dst)
+        if grant is not None:
+            _check_range(grant, start, num_pages)
+        elif life is not None and len(life.queue) >= MAX_QUEUED_OPS:
+            raise ProtocolError(
+                f"request {request!r} to rank {dst}: {len(life.queue)} transfers wait for its grant, the limit; "
+                f"try again once rank {dst} has posted recv_pages",
+                retryable=True,
+            )
+        if grant is None and self._queued_pages + num_pages > MAX_QUEUED_PAGES:
+            raise ProtocolError(
+                f"request {request!r} to rank {dst}: {self._queued_pages} pages wait for grants on this rank, "
+                f"the limit is {MAX_QUEUED_PAGES}; try again once some receiver has posted",
+                retryable=True,
+            )
+
+    def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
+        """One verb towards several receivers means one suffix: the prefixes known so far must be equal."""
+        known = {dst: grant.prefix_tokens for dst in dsts if (grant := self._grant_of(request, dst)) is not None}
+        if len(set(known.values())) > 1:
+            raise ProtocolError(
+                f"request {request!r}: its receivers hold unequal prefixes (rank -> tokens: {known}); "
+                f"use one call a receiver, each with the pages after its own prefix"
+            )
+
+    def submit(self, op: SendOp, now: float) -> None:
+        """Queues or starts ``op``, which ``admit`` has accepted under the same lock."""
+        life = self._life(op.request, op.dst, now)
+        for layer in op.layers:
+            life.given.setdefault(layer, Coverage()).add(op.start, op.start + op.num_pages)
+        life.num_pages = max(life.num_pages, op.start + op.num_pages)
+        if life.grant is None:
+            life.queue.append(op)
+            self._queued_pages += op.num_pages
+        else:
+            self._start(life, op)
+
+    def check_finish(self, request: str, dst: int) -> None:
+        """Raises unless ``finish`` would be accepted now. Changes nothing."""
+        life = self._lives.get((request, dst))
+        if life is not None:
+            self._check_open(life)
+        grant = self._grant_of(request, dst)
+        if problem := self._unfinished(request, dst, life, grant):
+            raise ProtocolError(f"finish({request!r}) to rank {dst}: {problem}")
+
+    def finish(self, request: str, dst: int, *, aux: bytes, ticket: Ticket, now: float) -> None:
+        """Seals the life as soon as all its transfers are flushed. ``check_finish`` has accepted it."""
+        life = self._life(request, dst, now)
+        life.finish = _Finish(ticket, aux)
+        self._seal_if_done(life, now)
+
+    def cancel(self, request: str, ticket: Ticket, now: float) -> list[Ticket]:
+        """Fails every life of ``request``. Returns ``ticket`` once per life whose end will settle it."""
+        pending: list[Ticket] = []
+        for key in [key for key in self._unbound if key[0] == request and key not in self._lives]:
+            grant = self._unbound.pop(key)
+            self._tell_abort(grant, TransferCancelled(f"rank {self._roster.rank} cancelled request {request!r}"))
+        for life in [life for life in self._lives.values() if life.request == request]:
+            life.cancels.append(ticket)
+            pending.append(ticket)
+            if life.grant is None and not life.refused:
+                self._refuse_next(life, now)
+            if life.error is None:
+                error = TransferCancelled(
+                    f"request {request!r} to rank {life.dst} was cancelled on rank {self._roster.rank}"
+                )
+                self._fail(life, error)
+            else:
+                self._after_drain(life)
+        return pending
+
+    def prefix_tokens(self, request: str, dst: int) -> int | None:
+        """The prefix the receiver holds, or None while no grant is here. Raises a tombstone's error."""
+        life = self._lives.get((request, dst))
+        if life is not None and life.error is not None:
+            raise life.error
+        grant = self._grant_of(request, dst)
+        return None if grant is None else grant.prefix_tokens
+
+    # ---------------------------------------------------------------- the driver's reports
+
+    def wants(self, op: SendOp) -> bool:
+        """Whether ``op``, once started, should still move: its life has not failed meanwhile."""
+        return self._lives[(op.request, op.dst)].error is None
+
+    def attest(self, op: SendOp, layers: tuple[int, ...], *, nbytes: int, path: str) -> None:
+        """These layers of ``op`` are visible in the receiver's memory."""
+        life = self._lives[(op.request, op.dst)]
+        assert life.grant is not None
+        self.actions.append(Account(op.ticket, nbytes, path))
+        if life.error is None and layers and op.num_pages:
+            page_size = life.grant.plan.src_page_size
+            lo, hi = op.start * page_size, (op.start + op.num_pages) * page_size
+            self._tell(op.dst, Attest(life.grant.generation, list(layers), lo, hi, nbytes, path))
+
+    def op_finished(self, op: SendOp, error: KVError | None, *, flushed: bool, now: float) -> None:
+        """This rank will write nothing more for ``op``: all is attested, or it failed.
+
+        ``flushed`` is False if bytes may still be on their way to the receiver and nobody can tell (its channel
+        broke). The receiver is then never told that this rank is quiescent; only this process's end proves it.
+        """
+        life = self._lives[(op.request, op.dst)]
+        del life.running[op]
+        life.tainted |= not flushed
+        if error is None and life.error is None:
+            self.actions.append(Settle(op.ticket))
+            self._seal_if_done(life, now)
+            return
+        self.actions.append(Settle(op.ticket, life.error or error))
+        if life.error is None and error is not None:
+            self._fail(life, error)
+        else:
+            self._after_drain(life)
+
+    def on_grant(self, src: int, message: Grant, now: float) -> None:
+        """A receiver granted pages to this rank. Raises ``ProtocolError`` if the grant itself is malformed."""
+        writers = tuple(message.writers)
+        if list(writers) != sorted(set(writers)) or self._roster.rank not in writers:
+            raise ProtocolError(f"grant of rank {src} names writers {list(writers)}, unsorted or without this rank")
+        for rank in writers:
+            if rank not in self._roster.members:
+                raise ProtocolError(f"grant of rank {src} names rank {rank}, which is not in this group")
+        grant = BoundGrant(
+            dst=src,
+            generation=message.generation,
+            request=message.request,
+            prefix_tokens=message.prefix_tokens,
+            pages=unpack_pages(message.pages, self._roster.members[src].num_pages),
+            plan=self._roster.plan(self._roster.rank, writers, src),
+        )
+        key = (message.request, src)
+        life = self._lives.get(key)
+        if life is None and self._refusals.pop(key, 0.0) > now:
+            self._tell_abort(
+                grant, TransferCancelled(f"rank {self._roster.rank} cancelled request {message.request!r} earlier")
+            )
+        elif life is not None and life.grant is None and life.error is not None and not life.refused:
+            life.refused = True
+            self._tell_abort(grant, life.error)
+        elif life is not None and life.grant is None and life.error is None:
+            if self._refusals.pop(key, 0.0) > now:
+                self._tell_abort(
+                    grant, TransferCancelled(f"rank {self._roster.rank} cancelled an earlier {message.request!r}")
+                )
+            else:
+                self._bind(life, grant, now)
+        else:
+            self._unbound[key] = grant
+
+    def on_revoke(self, src: int, message: Revoke) -> None:
+        """The receiver failed the request: stop, drain, answer."""
+        life = self._by_generation.get((src, message.generation))
+        if life is None:
+            for key in [k for k, g in self._unbound.items() if (g.dst, g.generation) == (src, message.generation)]:
+                del self._unbound[key]
+            if (src, message.generation) not in self._tainted:
+                self._tell(src, Quiesced(message.generation))
+            return
+        life.revoked = True
+        if life.error is None:
+            self._fail(life, make_error(message.kind, message.text), tell=False)
+        else:
+            self._after_drain(life)
+
+    def on_verdict(self, src: int, message: Verdict) -> None:
+        """The receiver has everything: the life ends."""
+        life = self._by_generation.get((src, message.generation))
+        if life is None or life.error is not None or life.sealed_at is None:
+            return
+        assert life.finish is not None
+        self.actions.append(Settle(life.finish.ticket))
+        self._end(life)
+
+    def on_alive(self, src: int, message: Alive, now: float) -> None:
+        life = self._by_generation.get((src, message.generation))
+        if life is not None:
+            life.heard = now
+
+    def peer_lost(self, rank: int, reason: str) -> None:
+        """``rank`` does not answer: every life towards it fails."""
+        for life in [life for life in self._lives.values() if life.dst == rank and life.error is None]:
+            self._fail(life, PeerLost(f"request {life.request!r}: {reason}"))
+
+    def peer_dead(self, rank: int) -> None:
+        """The process of ``rank`` has ended: its grants are void."""
+        for key in [key for key in self._unbound if key[1] == rank]:
+            del self._unbound[key]
+
+    def abandon(self, error: KVError) -> None:
+        """The group goes away: every pending call ends now."""
+        for life in list(self._lives.values()):
+            if life.error is None:
+                self._fail(life, type(error)(f"request {life.request!r}: {error}"))
+            self.actions.extend(Settle(op.ticket, life.error) for op in life.running)
+            self.actions.extend(Settle(ticket, error) for ticket in life.cancels)
+            life.running.clear()
+            life.cancels.clear()
+
+    def tick(self, now: float) -> None:
+        """Deadlines and signs of life; call a few times a second."""
+        for key in [key for key, until in self._refusals.items() if until <= now]:
+            del self._refusals[key]
+        for life in list(self._lives.values()):
+            if life.error is not None:
+                continue
+            if life.grant is None and now >= life.born + self._grant_timeout:
+                self._fail(life, self._late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout"))
+            elif life.sealed_at is not None and now >= life.heard + self._timeout:
+                self._fail(life, self._late(life, "has not reported its verdict", self._timeout, "timeout"))
+            elif any(op.moved for op in life.running):
+                for op in life.running:
+                    op.moved = False
+                assert life.grant is not None
+                self._tell(life.dst, Alive(life.grant.generation, False))
+
+    # ---------------------------------------------------------------- inside
+
+    def _check_open(self, life: _Life) -> None:
+        if life.error is not None:
+            raise life.error
+        if life.finish is not None:
+            raise ProtocolError(
+                f"request {life.request!r} to rank {life.dst} is finished already; wait for its finish() work to "
+                f"complete before using the name again, or cancel({life.request!r})"
+            )
+
+    def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
+        """The grant that binds this life, or would bind the one that begins now."""
+        life = self._lives.get((request, dst))
+        return self._unbound.get((request, dst)) if life is None else life.grant
+
+    def _life(self, request: str, dst: int, now: float) -> _Life:
+        life = self._lives.get((request, dst))
+        if life is None:
+            life = self._lives[(request, dst)] = _Life(request, dst, now)
+            if (grant := self._unbound.pop((request, dst), None)) is not None:
+                self._bind(life, grant, now)
+        return life
+
+    def _bind(self, life: _Life, grant: BoundGrant, now: float) -> None:
+        life.grant = grant
+        life.heard = now
+        self._by_generation[(life.dst, grant.generation)] = life
+        waiting, life.queue = life.queue, deque()
+        self._queued_pages -= sum(op.num_pages for op in waiting)
+        problem: KVError | None = None
+        for op in waiting:
+            try:
+                _check_range(grant, op.start, op.num_pages)
+                self.check_prefixes(life.request, op.dsts)
+            except (PageOutOfRange, ProtocolError) as error:
+                problem = error
+        if problem is None and life.finish is not None:
+            text = self._unfinished(life.request, life.dst, life, grant)
+            problem = None if text is None else ProtocolError(f"finish({life.request!r}) to rank {life.dst}: {text}")
+        if problem is not None:
+            self.actions.extend(Settle(op.ticket, problem) for op in waiting)
+            self._fail(life, problem)
+            return
+        for op in waiting:
+            self._start(life, op)
+        self._seal_if_done(life, now)
+
+    def _start(self, life: _Life, op: SendOp) -> None:
+        assert life.grant is not None
+        life.running[op] = None
+        self.actions.append(Start(op, life.grant))
+
+    def _unfinished(self, request: str, dst: int, life: _Life | None, grant: BoundGrant | None) -> str | None:
+        """What is still owed if the request were sealed now, in words; None if nothing, as far as is known."""
+        num_pages = 0 if life is None else life.num_pages
+        if grant is None:
+            if num_pages == 0:
+                return None  # legal if the grant turns out to have no pages
+            plan = self._roster.plan(self._roster.rank, self._likely_writers(dst), dst)
+            limit = num_pages * plan.src_page_size
+        else:
+            plan = grant.plan
+            limit = grant.num_tokens
+            if num_pages == 0:
+                first = next((layer for layer in plan.layers if plan.owed(layer, limit)), None)
+                return None if first is None else f"nothing was sent, but layer {first} page 0 is owed; send it first"
+            if not seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
+                return (
+                    f"layer {plan.layers[0]} page {num_pages} is missing: {num_pages} pages of {plan.src_page_size} "
+                    f"tokens were sent, but {len(grant.pages)} pages of {plan.dst_page_size} tokens are granted "
+                    f"behind a prefix of {grant.prefix_tokens} tokens; send the rest, or cancel"
+                )
+            limit = min(limit, num_pages * plan.src_page_size)
+        for layer in plan.layers:
+            given = None if life is None else life.given.get(layer)
+            for lo, hi in plan.owed(layer, limit):
+                first_page, last_page = lo // plan.src_page_size, -(-hi // plan.src_page_size)
+                missing = first_page if given is None else given.gap(first_page, last_page)
+                if missing is not None:
+                    return f"layer {layer} page {missing} (counted after the prefix) was not sent; send it, or cancel"
+        return None
+
+    def _likely_writers(self, dst: int) -> tuple[int, ...]:
+        """Before the grant names the writers: the ranks of this instance that would contribute."""
+        return self._roster.contributing(self._roster.siblings, dst)
+
+    def _seal_if_done(self, life: _Life, now: float) -> None:
+        if life.error is not None or life.finish is None or life.grant is None or life.sealed_at is not None:
+            return
+        if life.running or life.queue:
+            return
+        life.sealed_at = life.heard = now
+        self._tell(life.dst, Seal(life.grant.generation, life.num_pages, life.finish.aux))
+
+    def _fail(self, life: _Life, error: KVError, *, tell: bool = True) -> None:
+        assert life.error is None
+        error._pages_safe = lambda: life.drained
+        life.error = error
+        self._queued_pages -= sum(op.num_pages for op in life.queue)
+        self.actions.extend(Settle(op.ticket, error) for op in life.queue)
+        life.queue.clear()
+        if life.finish is not None:
+            self.actions.append(Settle(life.finish.ticket, error))
+        self.actions.extend(Halt(op) for op in life.running)
+        if tell and life.grant is not None:
+            self._tell_abort(life.grant, error)
+        self._after_drain(life)
+
+    def _after_drain(self, life: _Life) -> None:
+        if life.running or life.error is None:
+            return
+        if life.revoked and life.grant is not None and not life.tainted:
+            life.revoked = False
+            self._tell(life.dst, Quiesced(life.grant.generation))
+        if life.cancels:
+            self.actions.extend(Settle(ticket) for ticket in life.cancels)
+            life.cancels = []
+            self._end(life)
+
+    def _end(self, life: _Life) -> None:
+        del self._lives[(life.request, life.dst)]
+        if life.grant is not None:
+            del self._by_generation[(life.dst, life.grant.generation)]
+            if life.tainted:
+                self._tainted.add((life.dst, life.grant.generation))
+
+    def _refuse_next(self, life: _Life, now: float) -> None:
+        """The grant meant for this life is still to come: it must not bind a later one."""
+        if len(self._refusals) >= MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+        self._refusals[(life.request, life.dst)] = now + self._grant_timeout
+
+    def _tell(self, rank: int, message: Attest | Seal | Abort | Quiesced | Alive) -> None:
+        self.actions.append(Tell(rank, message))
+
+    def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
+        self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
+
+    def _late(self, life: _Life, what: str, limit: float, option: str) -> TransferTimeout:
+        return TransferTimeout(
+            f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
+            f"cancel({life.request!r}) and retry, or raise the limit"
+        )
+
+
+def _check_range(grant: BoundGrant, start: int, num_pages: int) -> None:
+    outside = first_page_outside(start, num_pages, grant.plan.src_page_size, grant.num_tokens)
+    if outside is not None:
+        raise PageOutOfRange(
+            f"request {grant.request!r} to rank {grant.dst}: page {outside} (counted after the prefix, "
+            f"{grant.plan.src_page_size} tokens each) lies outside the grant of {len(grant.pages)} pages of "
+            f"{grant.plan.dst_page_size} tokens behind a prefix of {grant.prefix_tokens} tokens; "
+            f"send only pages after the prefix"
+        )

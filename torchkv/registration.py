@@ -1,0 +1,204 @@
+"""``register``: every rank publishes its card, checks everybody else's, and builds its engine. All or none."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from torchkv import hostcopy, hostmem
+from torchkv.cache import KVCache
+from torchkv.card import Card, placement_cards, region_card, this_process
+from torchkv.control import Control
+from torchkv.engine import Engine
+from torchkv.env import Options
+from torchkv.errors import KVError, LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
+from torchkv.probe import PROBE_BYTES
+from torchkv.roster import Roster
+from torchkv.route import LocalPages, Route
+from torchkv.transport import Region, RemoteView, Transport, load_transport
+
+__all__ = ["Exchange", "Registration", "choose_transport", "failure_card", "new_incarnation", "new_secret"]
+
+# Gives every rank's bytes to every rank, in rank order. Collective.
+Exchange = Callable[[bytes], Sequence[bytes]]
+
+AUTO = ("ucx",)
+
+
+def choose_transport(name: str) -> type[Transport]:
+    """The transport class for ``Options.transport``. Raises ``TransportUnavailable`` with every reason."""
+    reasons: list[str] = []
+    for candidate in AUTO if name == "auto" else (name,):
+        cls = load_transport(candidate)
+        reason = cls.available()
+        if reason is None:
+            return cls
+        reasons.append(f"{candidate}: {reason}")
+    raise TransportUnavailable(f"no transport works here: {'; '.join(reasons)}")
+
+
+@dataclass(kw_only=True)
+class Registration:
+    """Local facts of one rank's registration, and the steps in which it becomes an engine.
+
+    All methods run on the thread that owns transport and control.
+    """
+
+    rank: int
+    instance: str
+    cache: KVCache | None
+    options: Options
+    transport: Transport
+    control: Control
+    incarnation: int
+    secret: bytes
+
+    def __post_init__(self) -> None:
+        self._regions: list[Region] = []
+        self._cards: dict[int, Card] = {}
+
+    def card(self) -> Card:
+        """Registers the cache's memory and describes this rank. Raises ``TransportUnavailable``."""
+        card = Card(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            instance=self.instance,
+            process=this_process(),
+            endpoint=self.control.endpoint,
+            transport=self.transport.name,
+            secret=self.secret,
+        )
+        if self.cache is None:
+            return card
+        if self.cache.layout.states:
+            names = ", ".join(state.name for state in self.cache.layout.states)
+            raise TransportUnavailable(
+                f"the layout declares state ({names}), which this version cannot transfer yet; a request would "
+                f"never be complete without it, so it is refused"
+            )
+        self._probe_memory = hostmem.allocate(PROBE_BYTES)
+        for storage in (*self.cache.storages, self._probe_memory):
+            self._regions.append(self.transport.register(storage))
+        hostcopy.warm_up()
+        return msgspec.structs.replace(
+            card,
+            address=self.transport.address(),
+            layout=self.cache.layout.encode(),
+            num_pages=self.cache.num_pages,
+            num_slots=self.cache.num_slots,
+            regions=[region_card(region) for region in self._regions],
+            placements=placement_cards(self.cache),
+        )
+
+    def engine(self, cards: Sequence[Card]) -> Engine:
+        """Checks all cards and connects the control channel. Raises ``LayoutMismatch``, ``ProtocolError``."""
+        for card in cards:
+            card.raise_error()
+        self._check_cards(cards)
+        self._cards = {card.rank: card for card in cards}
+        roster = Roster(self.rank, [card.member() for card in cards])
+        roster.check()
+        for card in cards:
+            if card.rank != self.rank:
+                self.control.connect(card.rank, card.endpoint, card.process)
+        return Engine(
+            roster=roster,
+            options=self.options,
+            key=min(cards, key=lambda card: card.rank).secret,
+            transport=self.transport,
+            control=self.control,
+            local=self._local_pages(),
+            connect=self._connect,
+        )
+
+    def warm(self, engine: Engine) -> None:
+        """Makes the routes that requests will need, and refuses what ``Options.require`` rules out."""
+        if self.cache is None:
+            return
+        for rank, member in engine.roster.members.items():
+            if rank == self.rank or member.layout is None or member.instance == self.instance:
+                continue
+            if engine.roster.owes(self.rank, rank):
+                route = engine.route(rank)
+                route.path(forced=self.options.require, page_for_page=True)
+
+    @property
+    def probe_region(self) -> Region:
+        """This rank's scratch memory for measuring."""
+        return self._regions[-1]
+
+    def probe_target(self, rank: int) -> int:
+        """The index of ``rank``'s scratch memory among its regions."""
+        return len(self._cards[rank].regions) - 1
+
+    # ------------------------------------------------------------------ inside
+
+    def _check_cards(self, cards: Sequence[Card]) -> None:
+        if [card.rank for card in cards] != list(range(len(cards))):
+            raise ProtocolError(f"registration cards of ranks {[card.rank for card in cards]}, expected one per rank")
+        names = {card.transport for card in cards}
+        if len(names) != 1:
+            raise TransportUnavailable(f"ranks chose different transports: {sorted(names)}; set Options.transport")
+        if len(cards[0].secret) < 16:
+            raise ProtocolError("rank 0 published no secret for the control channel")
+
+    def _local_pages(self) -> LocalPages | None:
+        if self.cache is None:
+            return None
+        return LocalPages(
+            layout=self.cache.layout,
+            placements=self.cache.placements,
+            storage_ptrs=[storage.data_ptr() for storage in self.cache.storages],
+            regions=[region.index for region in self._regions],
+        )
+
+    def _connect(self, rank: int) -> Route:
+        """Made on first use, because most pairs of a large group never talk."""
+        card = self._cards[rank]
+        layout = card.member().layout
+        if layout is None:
+            raise LayoutMismatch(f"rank {rank} registered no cache")
+        if rank == self.rank:
+            here = torch.device("cpu")
+            views: list[RemoteView | None] = [RemoteView(r.ptr, r.nbytes, here) for r in self._regions]
+            return Route(rank=rank, layout=layout, placements=card.placement_map(), channel=None, views=views)
+        channel = self.transport.connect(card.address, [region.descriptor for region in card.regions])
+        views = []
+        why = ""
+        for index, region in enumerate(card.regions):
+            view = channel.view(index)
+            if view is not None and view.nbytes < region.nbytes:
+                channel.close()
+                raise ProtocolError(
+                    f"rank {rank}: region {index} of {region.nbytes} bytes is mapped with {view.nbytes}"
+                )
+            if view is None and not why:
+                why = channel.why_no_view(index)
+            views.append(view)
+        return Route(
+            rank=rank, layout=layout, placements=card.placement_map(), channel=channel, views=views, no_view=why
+        )
+
+
+def failure_card(rank: int, incarnation: int, instance: str, error: KVError) -> Card:
+    """What a rank publishes that cannot take part, so that no other rank waits for it."""
+    return Card(
+        rank=rank,
+        incarnation=incarnation,
+        instance=instance,
+        process=this_process(),
+        error_kind=error_kind(error),
+        error_text=str(error)[:4096],
+    )
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(32)
+
+
+def new_incarnation() -> int:
+    return secrets.randbits(62)

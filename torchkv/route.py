@@ -1,0 +1,92 @@
+"""The way to one peer: its channel, where its pages lie, and which of them loads and stores reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchkv.cache import Placement
+from torchkv.errors import TransportUnavailable
+from torchkv.layout import KVLayout
+from torchkv.transport import Channel, RemoteView
+
+__all__ = ["Counter", "LocalPages", "Route"]
+
+
+@dataclass(slots=True)
+class Counter:
+    """What one lane has carried: ``transfers`` verbs' shares, ``spans`` descriptors or rows, ``nbytes``, seconds."""
+
+    transfers: int = 0
+    spans: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPages:
+    """This rank's own pages: address of each storage, and its region index in the transport."""
+
+    layout: KVLayout
+    placements: Mapping[tuple[str, int], Placement]
+    storage_ptrs: Sequence[int]
+    regions: Sequence[int]
+
+    def ptr(self, component: str, layer: int) -> int:
+        place = self.placements[component, layer]
+        return self.storage_ptrs[place.storage] + place.offset
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Route:
+    """From this rank to ``rank``. ``channel`` is None towards itself, where everything is a local copy."""
+
+    rank: int
+    layout: KVLayout
+    placements: Mapping[tuple[str, int], Placement]
+    channel: Channel | None
+    views: Sequence[RemoteView | None]  # by region of the peer
+    no_view: str = ""  # why not every region has a view
+    counters: dict[str, Counter] = field(default_factory=dict)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every page of the peer can be stored to."""
+        return all(self.views[place.storage] is not None for place in self.placements.values())
+
+    def ptr(self, component: str, layer: int) -> int:
+        """Address in this process of the peer's tensor. Only if ``direct``."""
+        place = self.placements[component, layer]
+        view = self.views[place.storage]
+        assert view is not None
+        return view.ptr + place.offset
+
+    def path(self, *, forced: str | None, page_for_page: bool) -> str:
+        """``direct``, ``runs`` or ``slices``. Raises ``TransportUnavailable`` if the forced one cannot work."""
+        if forced == "direct" and not self.direct:
+            raise TransportUnavailable(f"path 'direct' to rank {self.rank}: {self.no_view}; leave Options.path unset")
+        if forced in {"runs", "slices"} and self.channel is None:
+            raise TransportUnavailable(
+                f"path {forced!r} to rank {self.rank}, which is this rank itself: a local copy is always 'direct'"
+            )
+        if forced is not None:
+            return forced
+        if self.direct:
+            return "direct"
+        return "runs" if page_for_page else "slices"
+
+    @property
+    def lane(self) -> str:
+        """What carries bytes on this route, for people and tests."""
+        if self.channel is None:
+            return "local"
+        return self.channel.link or "put"
+
+    def count(self, lane: str, *, transfers: int = 0, spans: int = 0, nbytes: int = 0) -> None:
+        counter = self.counters.setdefault(lane, Counter())
+        counter.transfers += transfers
+        counter.spans += spans
+        counter.nbytes += nbytes
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()

@@ -1,0 +1,256 @@
+"""What a transport must do, and how transports are found.
+
+A *transport* moves bytes one-sidedly between registered memory of two processes. It knows nothing of pages,
+layouts or requests. torchkv finds transports through the entry-point group ``torchkv.backends``; the shipped
+ones (``ucx``, ``loopback``) use the same door as a third party's. ``tests/contract`` is the executable form of
+this contract: a new transport is done when that suite passes over it.
+
+Ownership and threads. A transport object and all its channels, regions and completions belong to one thread,
+which creates it, calls ``progress()`` until nothing is pending, and closes it. Only the static ``available()``
+and ``wakeup_fd`` may be touched from elsewhere. Nothing blocks except ``close()``.
+
+Completion. ``put`` completes when its *source* may be overwritten. ``flush`` completes when every put posted on
+that channel before it is *visible to loads of the peer's CPU (or GPU)*. A peer is told of bytes only after the
+flush. ``Completion.cancel()`` stops what is not yet posted; ``done`` still turns true only when nothing that was
+posted can touch memory any more.
+
+Trust. Offsets are checked against both regions before anything is posted (``ProtocolError``), because some
+transports write wherever they are told. ``address()`` and region descriptors are opaque bytes for the same
+transport in a peer; decoding them must bound-check every field and must never unpickle.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchkv.errors import KVError, TransportUnavailable
+
+__all__ = [
+    "Batch",
+    "Capabilities",
+    "Channel",
+    "Completion",
+    "Int64Array",
+    "Region",
+    "RemoteView",
+    "Revoke",
+    "Transport",
+    "installed_transports",
+    "load_transport",
+]
+
+Int64Array = npt.NDArray[np.int64]
+
+ENTRY_POINT_GROUP = "torchkv.backends"
+
+
+class Revoke(enum.Enum):
+    """Who can end a writer's ability to write, i.e. what proves that a page is quiescent."""
+
+    RECEIVER = "receiver"  # the receiver can fence off the writer by itself
+    WRITER_ACK = "writer's ack"  # only the writer's own word
+    WRITER_DEATH = "writer's death"  # the end of the writer's process also proves it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a transport can do.
+
+    devices: torch device types whose memory it can register (``"cpu"``, ``"cuda"``).
+    stream_ordered: channels have ``put_on_stream``.
+    dynamic_members: peers may come and go during the transport's life.
+    revoke: what proves quiescence, see `Revoke`.
+    """
+
+    devices: frozenset[str]
+    stream_ordered: bool
+    dynamic_members: bool
+    revoke: frozenset[Revoke]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One-sided writes, as parallel int64 arrays of one length n (n may be 0).
+
+    local_region[i], remote_region[i]: index into the regions registered here, and into the ``regions`` given to
+    ``connect``. Offsets and lengths are in bytes from the start of the region.
+    """
+
+    local_region: Int64Array
+    local_offset: Int64Array
+    remote_region: Int64Array
+    remote_offset: Int64Array
+    length: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.length.sum())
+
+
+class Completion(Protocol):
+    """The state of a put or flush; advances only inside ``Transport.progress()``."""
+
+    @property
+    def done(self) -> bool:
+        """True once nothing of this operation can touch memory any more, whether it succeeded or not."""
+
+    @property
+    def error(self) -> KVError | None:
+        """Why it failed, or None. Meaningful once ``done``."""
+
+    def cancel(self) -> None:
+        """Stop posting. What was posted runs to its end; a stopped put ends with ``TransferCancelled``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteView:
+    """A peer's region, mapped into this process: loads and stores at [ptr, ptr + nbytes) reach its memory."""
+
+    ptr: int
+    nbytes: int
+    device: torch.device
+
+
+class Region(ABC):
+    """A registered span of local memory. Kept alive, with its tensor, until ``Transport.deregister``."""
+
+    index: int  # position in registration order; what Batch.local_region holds
+    ptr: int
+    nbytes: int
+    device: torch.device
+
+    @abstractmethod
+    def descriptor(self) -> bytes:
+        """Opaque bytes from which a peer's transport reaches this region. At most 4 KiB."""
+
+
+class Channel(ABC):
+    """The way to one peer."""
+
+    @property
+    @abstractmethod
+    def link(self) -> str:
+        """What carries puts, for people: e.g. ``"tcp/lo"``, ``"cma/memory"``. May be empty before the first put."""
+
+    @abstractmethod
+    def put(self, batch: Batch) -> Completion:
+        """Write each span to the peer. Raises ``ProtocolError`` (offset outside a region), ``PeerLost``.
+
+        Spans of one batch must not overlap at the destination; their order is unspecified.
+        """
+
+    @abstractmethod
+    def flush(self) -> Completion:
+        """Completes when all earlier puts of this channel are visible at the peer."""
+
+    @abstractmethod
+    def signal(self, slot: int, value: int) -> Completion:
+        """Store ``value`` (int64) in the peer's signal ``slot`` (0..63), ordered after all earlier puts."""
+
+    @abstractmethod
+    def view(self, region: int) -> RemoteView | None:
+        """The peer's region mapped here, or None where loads and stores cannot reach it."""
+
+    def why_no_view(self, region: int) -> str:
+        """Why ``view(region)`` is None, in words."""
+        return f"transport lane {self.link!r} maps no memory of the peer (region {region})"
+
+    @property
+    @abstractmethod
+    def drained(self) -> bool:
+        """After the peer's *process has ended*: true once nothing that it wrote can land here any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the channel and unmaps its views. Pending puts end with an error."""
+
+
+class Transport(ABC):
+    """A way to move bytes between processes. Constructed by the thread that will own it."""
+
+    name: str
+    capabilities: Capabilities
+
+    @staticmethod
+    @abstractmethod
+    def available() -> str | None:
+        """None if this transport can work here, else the reason and the command that mends it."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor in the kind of memory this transport likes best. Raises ``TransportUnavailable``."""
+
+    @abstractmethod
+    def register(self, tensor: torch.Tensor) -> Region:
+        """Registers the whole storage of ``tensor``. Raises ``TransportUnavailable`` with the reason."""
+
+    @abstractmethod
+    def deregister(self, region: Region) -> None:
+        """Undoes ``register``. No put of the region may be pending."""
+
+    @abstractmethod
+    def address(self) -> bytes:
+        """Opaque bytes from which a peer connects. At most 16 KiB."""
+
+    @abstractmethod
+    def connect(self, address: bytes, regions: Sequence[bytes]) -> Channel:
+        """A channel to the peer that published ``address`` and region descriptors ``regions``.
+
+        Raises ``ProtocolError`` for bytes that do not decode, ``TransportUnavailable`` where no lane reaches it.
+        """
+
+    @abstractmethod
+    def read_signal(self, slot: int) -> int:
+        """The value last stored by a peer's ``Channel.signal`` in this transport's ``slot``; 0 at first."""
+
+    @abstractmethod
+    def progress(self) -> bool:
+        """Advances everything pending without blocking. True if anything moved."""
+
+    @abstractmethod
+    def arm(self) -> int | None:
+        """A file descriptor that turns readable when ``progress()`` has work; call right before sleeping on it.
+
+        None: there is work already (or the transport cannot sleep): call ``progress()`` instead.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes channels, regions and the transport itself. Idempotent."""
+
+
+def installed_transports() -> dict[str, type[Transport]]:
+    """Name -> class of every installed transport, ours and others'. A broken one raises at ``load_transport``."""
+    found: dict[str, type[Transport]] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+        found[entry.name] = load_transport(entry.name)
+    return found
+
+
+def load_transport(name: str) -> type[Transport]:
+    """The transport class registered under ``name``. Raises ``TransportUnavailable`` naming what is installed."""
+    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in entries:
+        raise TransportUnavailable(
+            f"no transport named {name!r} is installed (found: {', '.join(sorted(entries)) or 'none'}); "
+            f"install the package that provides it under the entry-point group {ENTRY_POINT_GROUP!r}"
+        )
+    try:
+        cls = entries[name].load()
+    except ImportError as error:
+        raise TransportUnavailable(f"transport {name!r} cannot be imported: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Transport)):
+        raise TransportUnavailable(f"entry point {name!r} is not a torchkv Transport: {cls!r}")
+    return cls

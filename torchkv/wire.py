@@ -1,0 +1,227 @@
+"""The control messages and how they look as bytes: typed, bounded, versioned, authenticated.
+
+A frame is a fixed header, a MAC and at most one message. Messages name things by handle (generation, layer, page)
+and never by address. Nothing received is unpickled or evaluated: msgspec decodes into the types below and refuses
+everything else, including unknown fields and anything over its bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
+import numpy as np
+
+from torchkv.errors import AuthError, ProtocolError
+from torchkv.transport import Int64Array
+
+__all__ = [
+    "MAX_AUX",
+    "MAX_FRAME",
+    "MAX_PAGES",
+    "MAX_REQUEST_BYTES",
+    "Abort",
+    "Alive",
+    "Attest",
+    "Frame",
+    "Grant",
+    "InstanceVerdict",
+    "Message",
+    "Outcome",
+    "Post",
+    "Quiesced",
+    "Revoke",
+    "Seal",
+    "Verdict",
+    "decode_frame",
+    "encode_frame",
+    "pack_pages",
+    "unpack_pages",
+]
+
+MAX_REQUEST_BYTES = 128
+MAX_AUX = 64 << 10
+MAX_PAGES = 1 << 20
+MAX_RANKS = 1 << 14
+MAX_LAYERS = 1 << 14
+MAX_TEXT = 2048
+MAX_FRAME = MAX_PAGES * 8 + MAX_AUX + (64 << 10)
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+Request: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_BYTES)]
+Kind: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag_field="t"):
+    """Base of all control messages. ``generation`` names one `recv_pages` of the receiving rank."""
+
+
+class Grant(Message, frozen=True, tag="grant"):
+    """Receiver -> writer: you may write these pages of mine, in order of position after the prefix."""
+
+    request: Request
+    generation: Count
+    prefix_tokens: Count
+    pages: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
+    writers: Annotated[list[Rank], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class Attest(Message, frozen=True, tag="attest"):
+    """Writer -> receiver: tokens [lo, hi) of these layers are visible in your memory, as far as they are mine."""
+
+    generation: Count
+    layers: Annotated[list[Layer], msgspec.Meta(max_length=MAX_LAYERS)]
+    lo: Count
+    hi: Count
+    nbytes: Count
+    path: Kind
+
+
+class Seal(Message, frozen=True, tag="seal"):
+    """Writer -> receiver: that was everything: ``num_pages`` of my pages, counted after the prefix, and the aux."""
+
+    generation: Count
+    num_pages: Count
+    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX)]
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Writer -> receiver: this request has failed (or is refused) here, for this reason."""
+
+    generation: Count
+    kind: Kind
+    text: Text
+
+
+class Quiesced(Message, frozen=True, tag="quiesced"):
+    """Writer -> receiver: nothing that I wrote under this grant can land any more."""
+
+    generation: Count
+
+
+class Revoke(Message, frozen=True, tag="revoke"):
+    """Receiver -> writer: this request has failed for this reason; stop, drain and answer ``Quiesced``."""
+
+    generation: Count
+    kind: Kind
+    text: Text
+
+
+class Verdict(Message, frozen=True, tag="verdict"):
+    """Receiver -> writer: the request succeeded on every rank of the receiving instance."""
+
+    generation: Count
+
+
+class Alive(Message, frozen=True, tag="alive"):
+    """Either way: this request is still making progress here."""
+
+    generation: Count
+    to_writer: bool
+
+
+class Post(Message, frozen=True, tag="post"):
+    """Rank -> lowest rank of its instance: I have posted this request, for so many tokens."""
+
+    request: Request
+    generation: Count
+    prefix_tokens: Count
+    num_tokens: Count
+    page_size: Count
+
+
+class Outcome(Message, frozen=True, tag="outcome"):
+    """Rank -> lowest rank of its instance: all is here (empty kind), or it failed."""
+
+    request: Request
+    generation: Count
+    kind: Kind
+    text: Text
+
+
+class InstanceVerdict(Message, frozen=True, tag="instance"):
+    """Lowest rank -> rank of its instance: all of us succeeded (empty kind), or somebody failed."""
+
+    generation: Count
+    kind: Kind
+    text: Text
+
+
+AnyMessage: TypeAlias = (
+    Grant | Attest | Seal | Abort | Quiesced | Revoke | Verdict | Alive | Post | Outcome | InstanceVerdict
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+# magic and version, source rank, source incarnation, target incarnation, sequence number, acknowledged up to
+_HEADER = struct.Struct("<4sIQQQQ")
+_MAGIC = b"tkv1"
+_MAC_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One datagram. ``seq`` 0 carries no message: it only acknowledges everything up to ``ack``."""
+
+    source: int
+    incarnation: int
+    target: int
+    seq: int
+    ack: int
+    message: Message | None
+
+
+def encode_frame(frame: Frame, key: bytes) -> bytes:
+    """The frame as bytes, with a keyed BLAKE2b MAC over header and body."""
+    header = _HEADER.pack(_MAGIC, frame.source, frame.incarnation, frame.target, frame.seq, frame.ack)
+    body = b"" if frame.message is None else _encoder.encode(frame.message)
+    return header + _mac(key, header, body) + body
+
+
+def decode_frame(data: bytes, key: bytes) -> Frame:
+    """The frame that ``data`` holds. Raises ``AuthError`` (wrong MAC) or ``ProtocolError`` (anything else)."""
+    start = _HEADER.size + _MAC_BYTES
+    if not start <= len(data) <= MAX_FRAME:
+        raise ProtocolError(f"control frame of {len(data)} bytes, outside [{start}, {MAX_FRAME}]")
+    header, mac, body = data[: _HEADER.size], data[_HEADER.size : start], data[start:]
+    if not hmac.compare_digest(mac, _mac(key, header, body)):
+        raise AuthError("control frame with a wrong MAC: the sender does not hold this group's key")
+    magic, source, incarnation, target, seq, ack = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise ProtocolError(f"control frame of version {magic!r}, this is {_MAGIC!r}: run one version of torchkv")
+    if (seq == 0) != (body == b""):
+        raise ProtocolError("control frame whose sequence number and body disagree")
+    try:
+        message = _decoder.decode(body) if body else None
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"control message does not decode: {error}") from error
+    return Frame(source, incarnation, target, seq, ack, message)
+
+
+def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
+    digest = hashlib.blake2b(header, key=key, digest_size=_MAC_BYTES)
+    digest.update(body)
+    return digest.digest()
+
+
+def pack_pages(pages: Int64Array) -> bytes:
+    """Page ids as little-endian int64."""
+    return pages.astype("<i8", copy=False).tobytes()
+
+
+def unpack_pages(data: bytes, num_pages: int) -> Int64Array:
+    """Page ids, each checked to lie in [0, num_pages). Raises ``ProtocolError``."""
+    if len(data) % 8:
+        raise ProtocolError(f"page list of {len(data)} bytes is not a whole number of int64")
+    pages = np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
+    if len(pages) and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
+        raise ProtocolError(f"page list names a page outside [0, {num_pages})")
+    return pages

@@ -1,0 +1,150 @@
+"""The handle of a pending call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchkv.errors import KVError, ProtocolError, TransferTimeout
+
+__all__ = ["KVWork"]
+
+
+class KVWork(dist.Work):
+    """A `torch.distributed.Work` for KV transfers; completes exactly once, successfully or with a `KVError`.
+
+    bytes: KV bytes moved so far.
+    path: ``runs``, ``slices``, ``staged``, ``direct``, ``none`` (nothing had to move) or ``mixed``.
+    seconds: from the call to completion (so far, while pending).
+    aux: for receives, the bytes that the sender attached to ``finish``; empty before completion.
+    """
+
+    def __init__(self, what: str, *, wait_layer: Callable[[int, float | None], None] | None = None) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.aux = b""
+        self._what = what
+        self._parts = 0
+        self._wait_layer = wait_layer
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+        self._paths: set[str] = set()
+        self._error: KVError | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    # ------------------------------------------------------------------ torch.distributed.Work
+
+    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
+        """Blocks until completion; True on success.
+
+        ``timeout``: a timedelta, or seconds; zero means the operation's own deadline. Raises the error with which
+        the operation failed, or ``TransferTimeout`` when ``timeout`` runs out, which leaves the request alive.
+        """
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        if not self._done.wait(limit if limit > 0 else None):
+            raise TransferTimeout(f"{self._what}: not complete after wait({limit:g} s); the request goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> KVError | None:
+        """The error with which the operation failed, or None."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """KV transfers have no result tensors."""
+        return []
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that completes with this work, with its error if it fails."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done.is_set():
+                    self._resolve(self._future)
+            return self._future
+
+    # ------------------------------------------------------------------ more than c10d has
+
+    @property
+    def path(self) -> str:
+        paths = self._paths - {"none"}
+        return "none" if not paths else paths.pop() if len(paths) == 1 else "mixed"
+
+    @property
+    def seconds(self) -> float:
+        return (time.perf_counter() if self._ended is None else self._ended) - self._began
+
+    def wait_source(self, timeout: timedelta | float = timedelta(0)) -> bool:
+        """Blocks until the source pages may be overwritten. Like ``wait``, which it may precede."""
+        return self.wait(timeout)
+
+    def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Orders what is enqueued on ``stream`` from now on after this work; never raises for a failed one.
+
+        A failed request releases the stream too: check ``exception()`` before using results. On host memory the
+        calling thread is the stream, so this blocks it.
+        """
+        self._done.wait()
+
+    def wait_layer(self, layer: int, timeout: timedelta | float = timedelta(0)) -> bool:
+        """For receives: blocks until every byte of ``layer`` (a global id) is in its pages.
+
+        Raises as ``wait`` does, and ``ProtocolError`` for a layer this rank does not hold or a send's work.
+        """
+        if self._wait_layer is None:
+            raise ProtocolError(f"{self._what}: wait_layer is for receives; use wait()")
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        self._wait_layer(layer, limit if limit > 0 else None)
+        return True
+
+    # ------------------------------------------------------------------ for the engine
+
+    def _expect(self, parts: int) -> None:
+        """How many parts must settle; with none, the work is complete. Called once, before any can settle."""
+        self._parts = parts
+        if parts == 0:
+            self._complete()
+
+    def _account(self, nbytes: int, path: str) -> None:
+        self.bytes += nbytes
+        self._paths.add(path)
+
+    def _settle(self, error: KVError | None, aux: bytes = b"") -> None:
+        """One part is over. The first error decides; completion waits for all parts."""
+        assert self._parts > 0
+        self._error = self._error or error
+        self._parts -= 1
+        if self._parts == 0:
+            self.aux = aux
+            self._complete()
+
+    def _complete(self) -> None:
+        with self._lock:
+            self._ended = time.perf_counter()
+            self._done.set()
+            if self._future is not None:
+                self._resolve(self._future)
+
+    def _resolve(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result([])
+        else:
+            future.set_exception(self._error)
