@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,20 +18,30 @@ from torchkv.wire import MAX_AUX, MAX_PAGES, MAX_REQUEST_BYTES
 if TYPE_CHECKING:
     from torchkv.engine import Event
 
-__all__ = ["Layers", "Pages", "as_aux", "as_count", "as_event", "as_layers", "as_pages", "as_request"]
+__all__ = [
+    "Layers",
+    "Pages",
+    "Peers",
+    "as_aux",
+    "as_count",
+    "as_event",
+    "as_layers",
+    "as_pages",
+    "as_request",
+]
 
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 Layers = int | Sequence[int] | None
+Peers = int | str | Sequence[int]
 
 
 def as_request(request: str) -> str:
-    if not isinstance(request, str):
-        raise ProtocolError(f"request is a {type(request).__name__}; name requests with a str")
-    size = len(request.encode("utf-8", errors="surrogatepass"))
+    try:
+        size = len(request.encode())
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ProtocolError(f"request {request!r} is no valid name: {error}; name requests with a str") from error
     if not 1 <= size <= MAX_REQUEST_BYTES:
         raise ProtocolError(f"request name of {size} bytes in UTF-8; it must have 1 to {MAX_REQUEST_BYTES}")
-    if not request.isprintable() and not _encodable(request):
-        raise ProtocolError(f"request name {request!r} is not valid Unicode text")
     return request
 
 
@@ -39,6 +50,19 @@ def as_pages(pages: Pages, *, num_pages: int, what: str) -> Int64Array:
 
     Raises ``ProtocolError`` for a wrong type, dtype or shape, ``PageOutOfRange`` for a wrong id.
     """
+    # The common case first: this runs on the caller's critical path.
+    plain = type(pages) is np.ndarray and pages.dtype == np.int64 and pages.ndim == 1
+    array: Int64Array = pages if plain else _as_int64(pages, what)  # type: ignore[assignment]  # just checked
+    if len(array) > MAX_PAGES:
+        raise ProtocolError(f"{what}: {len(array)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
+    ids, bad = copy_ids(array, num_pages)
+    if bad >= 0:
+        raise PageOutOfRange(f"{what}: page {array[bad]} is outside this cache's [0, {num_pages})")
+    copied: Int64Array = ids
+    return copied
+
+
+def _as_int64(pages: Pages, what: str) -> Int64Array:
     if isinstance(pages, torch.Tensor):
         if pages.device.type != "cpu":
             raise TransportUnavailable(f"{what}: page ids on {pages.device}; this version takes them on the host")
@@ -51,41 +75,49 @@ def as_pages(pages: Pages, *, num_pages: int, what: str) -> Int64Array:
         )
     else:
         try:
-            array = np.asarray(pages)
+            array = np.asarray(pages) if len(pages) else np.zeros(0, dtype=np.int64)
         except (TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"{what}: pages cannot be read as integers: {error}") from error
-        if not len(pages):
-            array = np.zeros(0, dtype=np.int64)
     if array.ndim != 1:
         raise ProtocolError(f"{what}: pages has shape {array.shape}; give one dimension")
     if array.dtype.kind not in "iu":
         raise ProtocolError(f"{what}: pages has dtype {array.dtype}; give integers")
-    if len(array) > MAX_PAGES:
-        raise ProtocolError(f"{what}: {len(array)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
-    ids = array.astype(np.int64)
-    # Unsigned 64-bit ids beyond int64 come out negative, so this sees them too.
-    if len(ids) and (ids.min() < 0 or ids.max() >= num_pages):
-        bad = array[(ids < 0) | (ids >= num_pages)][0]
-        raise PageOutOfRange(f"{what}: page {bad} is outside this cache's [0, {num_pages})")
-    return ids
+    # Unsigned 64-bit ids beyond int64 come out negative, so the range check sees them too.
+    return array.astype(np.int64)
+
+
+# Compiled for the GIL's sake, not for speed: numpy releases it for more than 500 elements, and whenever a caller
+# lets go of it, the progress thread takes it and the caller waits.
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]  # numba ships no types
+def copy_ids(source: Int64Array, limit: int) -> tuple[Int64Array, int]:
+    """A copy of page ids, and the position of the first outside [0, limit), or -1."""
+    target = np.empty(len(source), np.int64)
+    for i in range(len(source)):
+        if source[i] < 0 or source[i] >= limit:
+            return target, i
+        target[i] = source[i]
+    return target, -1
 
 
 def as_layers(layers: Layers, layout: KVLayout, *, what: str) -> tuple[int, ...]:
     """Global layer ids held here, ascending. Raises ``ProtocolError`` for one that this rank does not hold."""
     if layers is None:
         return layout.layers
+    if type(layers) is int and layers in layout.layers:
+        return (layers,)
     given = (layers,) if isinstance(layers, int | np.integer) else tuple(layers)
-    # A set pays off for many layers only; one layer is the common call, on the caller's critical path.
-    held = set(layout.layers) if len(given) > 4 else layout.layers
+    held = set(layout.layers)
     for layer in given:
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer not in held:
             raise ProtocolError(f"{what}: layer {layer!r} is not held by this rank, which holds {_span(layout.layers)}")
     return tuple(sorted({int(layer) for layer in given}))
 
 
-def as_count(value: int, *, what: str) -> int:
+def as_count(value: int, *, what: str, name: str) -> int:
+    if type(value) is int and 0 <= value < 1 << 40:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 40:
-        raise ProtocolError(f"{what}={value!r} must be an integer of at least 0")
+        raise ProtocolError(f"{what}: {name}={value!r} must be an integer of at least 0")
     return int(value)
 
 
@@ -103,14 +135,6 @@ def as_aux(aux: bytes, *, what: str) -> bytes:
             f"{what}: aux of {len(bytes(aux))} bytes, the limit is {MAX_AUX}; send the rest another way"
         )
     return bytes(aux)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _span(layers: tuple[int, ...]) -> str:

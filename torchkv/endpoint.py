@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchkv import arguments
-from torchkv.arguments import Layers, Pages
+from torchkv.arguments import Layers, Pages, Peers
 from torchkv.cache import KVCache
 from torchkv.engine import Engine, SendPayload
 from torchkv.env import Options, seconds
@@ -20,8 +20,6 @@ from torchkv.protocol.receiver import Receive
 from torchkv.work import KVWork
 
 __all__ = ["KVEndpoint", "Peers"]
-
-Peers = int | str | Sequence[int]
 
 
 class KVEndpoint:
@@ -57,10 +55,10 @@ class KVEndpoint:
         request = arguments.as_request(request)
         what = f"recv_pages({request!r})"
         array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
-        prefix = arguments.as_count(prefix_tokens, what=f"{what}: prefix_tokens")
+        prefix = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
         total = None if timeout is None else seconds(timeout, f"{what}: timeout")
         self._check_slot(what, state_slot, layout)
-        ranks = engine.roster.resolve(src, f"{what}: src")
+        ranks = engine.roster.resolve(src, what, "src")
         if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
             raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
         receive: Receive
@@ -127,7 +125,7 @@ class KVEndpoint:
         what = f"finish({request!r})"
         data = arguments.as_aux(aux, what=what)
         self._check_slot(what, state_slot, layout)
-        owed = self._owed(engine, engine.roster.resolve(dst, f"{what}: dst"))
+        owed = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
         work = KVWork(what)
         with engine.lock:
             self._check_open(engine, what)
@@ -144,7 +142,7 @@ class KVEndpoint:
         engine, _ = self._registered("prefix_tokens")
         request = arguments.as_request(request)
         what = f"prefix_tokens({request!r})"
-        ranks = self._owed(engine, engine.roster.resolve(dst, f"{what}: dst"))
+        ranks = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
         if not ranks:
             raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
         deadline = time.monotonic() + self._options.grant_timeout
@@ -205,9 +203,9 @@ class KVEndpoint:
         what = f"{verb}({request!r})"
         array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
         held = arguments.as_layers(layers, layout, what=what)
-        start = arguments.as_count(start, what=f"{what}: start")
+        start = arguments.as_count(start, what=what, name="start")
         gate = arguments.as_event(event, what=what)
-        ranks = self._owed(engine, engine.roster.resolve(dst, f"{what}: dst"))
+        ranks = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
         if page_for_page or self._options.path == "runs":
             for rank in ranks:
                 self._check_page_for_page(engine, rank, what)
@@ -248,9 +246,7 @@ class KVEndpoint:
                 raise PeerLost(f"{what}: {engine.lost[rank]}; use another rank, or make a new group")
 
     def _check_page_for_page(self, engine: Engine, rank: int, what: str) -> None:
-        roster = engine.roster
-        writers = tuple(sorted({*roster.contributing(roster.siblings, rank), roster.rank}))
-        if not roster.plan(roster.rank, writers, rank).page_for_page:
+        if not engine.roster.page_for_page(rank):
             raise LayoutMismatch(
                 f"{what}: the pages of this rank and of rank {rank} differ in heads, page size or order, so whole "
                 f"pages cannot be sent; use send_slice or send_pages"
@@ -264,7 +260,7 @@ class KVEndpoint:
         """Those of ``ranks`` to which this rank owes anything; the rest need no grant and no bytes."""
         for rank in ranks:
             engine.roster.layout(rank)
-        return tuple(rank for rank in ranks if engine.roster.owes(engine.roster.rank, rank))
+        return tuple(rank for rank in ranks if engine.roster.owes(rank))
 
     def _wait_layer(self, receive: Receive, layer: int, limit: float | None) -> None:
         engine, layout = self._registered("wait_layer")

@@ -60,8 +60,11 @@ def _setting(name: str, default: T, parse: Callable[[str], T]) -> T:
 
 def seconds(value: float | timedelta, what: str) -> float:
     """``value`` in seconds. Raises ``ProtocolError`` unless it is positive."""
-    result = value.total_seconds() if isinstance(value, timedelta) else float(value)
-    if not result > 0:
+    try:
+        result = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    except (TypeError, ValueError):
+        result = 0.0
+    if not result > 0 or isinstance(value, str | bytes):
         raise ProtocolError(f"{what} must be a positive number of seconds or a timedelta, not {value!r}")
     return result
 

@@ -64,14 +64,13 @@ def explain(thread: ProgressThread, engine: Engine, registration: Registration, 
         "lost": engine.lost.get(rank, ""),
         "dropped_frames": engine.dropped_frames,
     }
-    if not roster.owes(roster.rank, rank):
+    if not roster.owes(rank):
         return Explanation(
             path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
         )
     route = thread.call(lambda: engine.route(rank))
     limit = None if common["lost"] else _measure(thread, registration, route)
-    plan = roster.plan(roster.rank, tuple(sorted({*roster.contributing(roster.siblings, rank), roster.rank})), rank)
-    path = route.path(forced=engine.options.path, page_for_page=plan.page_for_page)
+    path = route.path(forced=engine.options.path, page_for_page=roster.page_for_page(rank))
     return Explanation(
         path=path,
         link="local copy" if route.channel is None else "shared memory" if path == "direct" else route.lane,

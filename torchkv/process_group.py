@@ -180,8 +180,10 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         """How this rank reaches ``peer``: path, link, why not a better one, measured limit, counters per lane."""
         engine, _ = self._registered("explain")
         assert self._thread is not None
-        (rank,) = engine.roster.resolve(peer, "explain: peer")
-        return explain(self._thread, engine, self._registration, rank)
+        ranks = engine.roster.resolve(peer, "explain", "peer")
+        if len(ranks) != 1:
+            raise ProtocolError(f"explain: peer={peer!r} names ranks {list(ranks)}; name one")
+        return explain(self._thread, engine, self._registration, ranks[0])
 
     # ------------------------------------------------------------------ c10d
 

@@ -122,7 +122,7 @@ class Registration:
         for rank, member in engine.roster.members.items():
             if rank == self.rank or member.layout is None or member.instance == self.instance:
                 continue
-            if engine.roster.owes(self.rank, rank):
+            if engine.roster.owes(rank):
                 route = engine.route(rank)
                 route.path(forced=self.options.require, page_for_page=True)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import SupportsIndex, cast
 
 from torchkv.errors import LayoutMismatch, ProtocolError
 from torchkv.layout import KVLayout, check_compatible
@@ -35,7 +37,13 @@ class Roster:
         self.instances: dict[str, tuple[int, ...]] = {}
         for member in sorted(members, key=lambda member: member.rank):
             self.instances[member.instance] = (*self.instances.get(member.instance, ()), member.rank)
+        self.siblings: tuple[int, ...] = tuple(
+            r for r in self.instances[self.me.instance] if self.members[r].layout is not None
+        )
+        # On the caller's critical path: computed once a pair.
         self.plan = lru_cache(maxsize=4096)(self._plan)
+        self.contributing = lru_cache(maxsize=4096)(self._contributing)
+        self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
 
     def check(self) -> None:
         """Raises ``LayoutMismatch`` for the first pair of ranks whose layouts cannot be reconciled."""
@@ -49,26 +57,25 @@ class Roster:
                 check_compatible(layout, member.layout, rank_a=rank, rank_b=member.rank)
             seen[member.layout] = member.rank
 
-    @property
-    def siblings(self) -> tuple[int, ...]:
-        """Ranks of this rank's own instance that hold a cache, this one included."""
-        return tuple(r for r in self.instances[self.me.instance] if self.members[r].layout is not None)
-
-    def resolve(self, peers: int | str | Sequence[int], what: str) -> tuple[int, ...]:
+    def resolve(self, peers: int | str | Sequence[int], what: str, name: str) -> tuple[int, ...]:
         """``src`` or ``dst`` as ranks: a rank, a list of ranks, or the name of an instance."""
+        if type(peers) is int and peers in self.members:
+            return (peers,)
         if isinstance(peers, str):
             if peers not in self.instances:
                 known = ", ".join(sorted(self.instances))
-                raise ProtocolError(f"{what}={peers!r} is no instance of this group; it has {known}")
+                raise ProtocolError(f"{what}: {name}={peers!r} is no instance of this group; it has {known}")
             return self.instances[peers]
-        ranks = (peers,) if isinstance(peers, int) else tuple(peers)
-        if not ranks:
-            raise ProtocolError(f"{what} is empty; name at least one rank or an instance")
-        for rank in ranks:
-            if isinstance(rank, bool) or not isinstance(rank, int) or rank not in self.members:
-                raise ProtocolError(f"{what} names {rank!r}, which is no rank of this group (size {len(self.members)})")
+        given: tuple[object, ...] = tuple(peers) if isinstance(peers, Iterable) else (peers,)
+        if not given:
+            raise ProtocolError(f"{what}: {name} is empty; name at least one rank or an instance")
+        for rank in given:
+            if isinstance(rank, bool) or not isinstance(rank, SupportsIndex) or int(rank) not in self.members:
+                size = len(self.members)
+                raise ProtocolError(f"{what}: {name} names {rank!r}, which is no rank of this group (size {size})")
+        ranks = tuple(operator.index(cast(SupportsIndex, rank)) for rank in given)
         if len(set(ranks)) != len(ranks):
-            raise ProtocolError(f"{what}={list(ranks)} names a rank twice")
+            raise ProtocolError(f"{what}: {name}={list(ranks)} names a rank twice")
         return ranks
 
     def layout(self, rank: int) -> KVLayout:
@@ -77,8 +84,10 @@ class Roster:
             raise LayoutMismatch(f"rank {rank} registered no cache, so no page can go to it or come from it")
         return layout
 
-    def contributing(self, src: Sequence[int], reader: int) -> tuple[int, ...]:
-        """Those of ``src`` whose layout intersects the reader's, in rank order."""
+    def _contributing(self, src: tuple[int, ...], reader: int) -> tuple[int, ...]:
+        """Those of ``src`` whose layout intersects the reader's, in rank order; none if it has no layout."""
+        if self.members[reader].layout is None:
+            return ()
         return contributing(self._holders(src), self.layout(reader))
 
     def gap(self, src: Sequence[int], reader: int) -> str | None:
@@ -89,11 +98,14 @@ class Roster:
         """What ``writer`` writes into ``reader`` when ``writers`` contribute."""
         return compile_plan(writer, {rank: self.layout(rank) for rank in writers}, self.layout(reader))
 
-    def owes(self, writer: int, reader: int) -> bool:
-        """Whether the two layouts intersect at all."""
-        if self.members[writer].layout is None or self.members[reader].layout is None:
-            return False
-        return bool(self.contributing([writer], reader))
+    def _page_for_page(self, reader: int) -> bool:
+        """Whether whole pages of this rank are whole pages of the reader."""
+        writers = tuple(sorted({*self.contributing(self.siblings, reader), self.rank}))
+        return self.plan(self.rank, writers, reader).page_for_page
+
+    def owes(self, reader: int) -> bool:
+        """Whether this rank's layout and the reader's intersect at all."""
+        return bool(self.contributing((self.rank,), reader))
 
     def _holders(self, ranks: Sequence[int]) -> dict[int, KVLayout]:
         return {r: layout for r in sorted(ranks) if (layout := self.members[r].layout) is not None}

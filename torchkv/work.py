@@ -15,6 +15,9 @@ from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
 __all__ = ["KVWork"]
 
+# Guards the making and resolving of futures, of all works: both are rare and brief.
+_futures = threading.Lock()
+
 
 class KVWork(dist.Work):
     """A `torch.distributed.Work` for KV transfers; completes exactly once, successfully or with a `KVError`.
@@ -36,9 +39,11 @@ class KVWork(dist.Work):
         self._ended: float | None = None
         self._paths: set[str] = set()
         self._error: KVError | None = None
-        self._done = threading.Event()
-        self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
+        self._is_done = False
+        # A latch: held until completion. An Event would do, at ten times the cost on the caller's critical path.
+        self._latch = threading.Lock()
+        self._latch.acquire()
 
     # ------------------------------------------------------------------ torch.distributed.Work
 
@@ -49,17 +54,17 @@ class KVWork(dist.Work):
         the operation failed, or ``TransferTimeout`` when ``timeout`` runs out, which leaves the request alive.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        if not self._done.wait(limit if limit > 0 else None):
+        if not self._wait_done(limit):
             raise TransferTimeout(f"{self._what}: not complete after wait({limit:g} s); the request goes on")
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
 
     def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+        return self._is_done and self._error is None
 
     def exception(self) -> KVError | None:
         """The error with which the operation failed, or None."""
@@ -74,10 +79,10 @@ class KVWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that completes with this work, with its error if it fails."""
-        with self._lock:
+        with _futures:
             if self._future is None:
                 self._future = torch.futures.Future()
-                if self._done.is_set():
+                if self._is_done:
                     self._resolve(self._future)
             return self._future
 
@@ -102,7 +107,7 @@ class KVWork(dist.Work):
         A failed request releases the stream too: check ``exception()`` before using results. On host memory the
         calling thread is the stream, so this blocks it.
         """
-        self._done.wait()
+        self._wait_done(0)
 
     def wait_layer(self, layer: int, timeout: timedelta | float = timedelta(0)) -> bool:
         """For receives: blocks until every byte of ``layer`` (a global id) is in its pages.
@@ -137,11 +142,18 @@ class KVWork(dist.Work):
             self._complete()
 
     def _complete(self) -> None:
-        with self._lock:
+        with _futures:
             self._ended = time.perf_counter()
-            self._done.set()
+            self._is_done = True
+            self._latch.release()
             if self._future is not None:
                 self._resolve(self._future)
+
+    def _wait_done(self, limit: float) -> bool:
+        """Blocks until completion, or for ``limit`` seconds if that is positive. Whether it is complete."""
+        if not self._is_done and self._latch.acquire(timeout=limit if limit > 0 else -1):
+            self._latch.release()  # for the next waiter
+        return self._is_done
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:

@@ -1,0 +1,107 @@
+"""A Hugging Face cache that keeps keys and values in the pages of a ``torchkv.KVCache``.
+
+Token t of the request lives, on every layer, in slot ``t % page_size`` of page ``pages[t // page_size]``. These
+are the very pages that torchkv sends from and writes into: there is no copy in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import torchkv
+
+
+class PagedLayer(CacheLayerMixin):
+    """Keys and values of one layer, for one request (batch size 1).
+
+    ``stores``: token-major views of the layer's pages, [num_pages, page_size, heads, dim]: two of them (keys and
+    values), or one whose rows are the two side by side (the MLA latent and its rotary part).
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        stores: Sequence[torch.Tensor],
+        pages: torch.Tensor,
+        *,
+        length: int,
+        on_update: Callable[[], None] | None,
+    ) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._stores = stores
+        self._pages = pages
+        self._length = length
+        self._on_update = on_update
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [1, heads, new tokens, dim]; return everything cached, [1, heads, all tokens, dim]."""
+        first, self._length = self._length, self._length + key_states.shape[2]
+        page, slot = self._locate(first, self._length)
+        rows = [key_states, value_states]
+        if len(self._stores) == 1:
+            rows = [torch.cat(rows, dim=-1)]
+        for store, new in zip(self._stores, rows, strict=True):
+            store[page, slot] = new[0].transpose(0, 1)
+        if self._on_update is not None:
+            self._on_update()
+        return self._gather(key_states.shape[-1])
+
+    def _gather(self, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        page, slot = self._locate(0, self._length)
+        # Contiguous, as a cache without pages would be: attention then runs the same arithmetic in the same order.
+        cached = [store[page, slot].transpose(0, 1).contiguous()[None] for store in self._stores]
+        if len(cached) == 1:
+            return cached[0][..., :key_dim], cached[0][..., key_dim:]
+        return cached[0], cached[1]
+
+    def _locate(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        page_size = self._stores[0].shape[1]
+        token = torch.arange(first, last, device=self._pages.device)
+        return self._pages[token // page_size], token % page_size
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pages exist from the start."""
+
+    def get_seq_length(self) -> int:
+        """Tokens cached so far."""
+        return self._length
+
+    def get_max_length(self) -> int:
+        """Tokens that fit."""
+        return len(self._pages) * self._stores[0].shape[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens attended to by a forward of ``query_length`` tokens, offset of the first)."""
+        return self._length + query_length, 0
+
+
+def paged_cache(
+    kv_cache: torchkv.KVCache,
+    pages: Sequence[int],
+    *,
+    length: int = 0,
+    on_layer: Callable[[int], None] | None = None,
+) -> Cache:
+    """A cache for one request that owns ``pages``, of which the first ``length`` tokens are already filled.
+
+    ``on_layer(layer)`` is called whenever a layer's new keys and values are in its pages.
+    """
+    layout = kv_cache.layout
+    page_ids = torch.tensor(pages, dtype=torch.int64, device=kv_cache[layout.components[0].name][0].device)
+    layers = []
+    for i, layer in enumerate(layout.layers):
+        tensors = [kv_cache[component.name][i] for component in layout.components]
+        stores = [tensor if layout.order == "NHD" else tensor.transpose(1, 2) for tensor in tensors]
+        on_update = None if on_layer is None else functools.partial(on_layer, layer)
+        layers.append(PagedLayer(stores, page_ids, length=length, on_update=on_update))
+    return Cache(layers=layers)

@@ -1,0 +1,282 @@
+"""Prefill a prompt on some ranks, decode it on others, and check the result against one process that does both.
+
+    torchrun --standalone --nproc-per-node 3 examples/disaggregated_generate.py --model llama --prefill 2 --decode 1
+
+Ranks 0..P-1 prefill with tensor parallelism P, ranks P..P+D-1 decode with tensor parallelism D. Each layer's pages
+leave with torchkv the moment the layer has computed them; nothing but pages and the first token crosses over.
+The first decode rank then runs the whole model on its own and compares tokens and logits. The last line says PASS
+or FAIL, and every rank exits with 0 or 1. Needs transformers (pip install "torchkv[demo]"), downloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from disagg import generation, models
+from disagg.command_line import parse_args, read_prompt
+from disagg.paged_cache import paged_cache
+from disagg.progress import Progress
+from disagg.tensor_parallel import shard
+from torch import nn
+from transformers import PreTrainedConfig
+
+import torchkv
+
+REQUEST = "demo-0"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What this rank does: ``name`` is "prefill" or "decode", and also the name of the torchkv instance."""
+
+    name: str
+    tp_rank: int
+    tp_size: int
+    tp_group: dist.ProcessGroup
+    page_size: int
+    order: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank's model, its pages, and the process group that moves them. ``pages`` has room for the prompt and,
+    on the decode side, for the new tokens."""
+
+    args: argparse.Namespace
+    role: Role
+    config: PreTrainedConfig
+    model: nn.Module
+    prompt: torch.Tensor
+    kv: torchkv.KVProcessGroup
+    kv_cache: torchkv.KVCache
+    pages: list[int]
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a decode rank has to show: its receive (``nbytes``: of all decode ranks), what it generated from the pages,
+    and with --corrupt what it generated after one page was flipped."""
+
+    received: torchkv.KVWork
+    nbytes: int
+    generated: generation.Generation
+    corrupted: generation.Generation | None
+
+
+def assign_role(args: argparse.Namespace) -> Role:
+    """This rank's role. Collective: every rank takes part in making both tensor-parallel groups."""
+    rank = dist.get_rank()
+    backend = {"cpu": "gloo", "cuda": "nccl"}[args.device]
+    world = range(args.prefill + args.decode)
+    groups = {
+        "prefill": dist.new_group(world[: args.prefill], backend=backend),
+        "decode": dist.new_group(world[args.prefill :], backend=backend),
+    }
+    if rank < args.prefill:
+        return Role("prefill", rank, args.prefill, groups["prefill"], args.page_size, "NHD")
+    return Role("decode", rank - args.prefill, args.decode, groups["decode"], args.decode_page_size, args.order)
+
+
+def build_engine(args: argparse.Namespace, role: Role, device: torch.device) -> Engine:
+    """The model shard and the page pool of this rank, registered with torchkv. Collective."""
+    kv = dist.group.WORLD
+    config = models.make_config(args.model, layers=args.layers, hidden=args.hidden)
+    prompt = read_prompt(args, device)
+    layout = models.kv_layout(
+        config, page_size=role.page_size, order=role.order, tp_rank=role.tp_rank, tp_size=role.tp_size
+    )
+    model = models.build(config, seed=args.seed, device=device)
+    shard(model, config, layout.heads, rank=role.tp_rank, size=role.tp_size, group=role.tp_group)
+
+    new_tokens = args.new_tokens if role.name == "decode" else 0
+    pages_needed = -(-(prompt.shape[1] + new_tokens) // role.page_size)
+    # A pool in use: the request gets scattered pages, others on each side.
+    pool_size = 2 * pages_needed
+    shuffle = torch.Generator().manual_seed(2 * args.seed + (role.name == "decode"))
+    pages = torch.randperm(pool_size, generator=shuffle)[:pages_needed].tolist()
+    kv_cache = torchkv.KVCache.empty(layout, pool_size, device=device)
+    for component in layout.components:
+        for tensor in kv_cache[component.name]:
+            tensor.fill_(float("nan"))  # what is used without having been computed or received spoils every logit
+    kv.register(kv_cache, instance=role.name)
+    label = f"{role.name} (TP {role.tp_size})"
+    progress = Progress(label, quiet=role.tp_rank > 0)
+    progress.say(
+        f"{args.model}, {args.layers} layers, width {args.hidden}; prompt of {prompt.shape[1]} tokens in "
+        f"{pages_needed} of {pool_size} pages ({role.page_size} tokens, {role.order})"
+    )
+    return Engine(args, role, config, model, prompt, kv, kv_cache, pages, progress)
+
+
+def layer_sender(engine: Engine) -> Callable[[int], torchkv.KVWork]:
+    """The verb that suits this pair of layouts: whole pages if both sides cut the cache alike, else slices."""
+    args, kv, pages = engine.args, engine.kv, engine.pages
+    if args.path != "auto":
+        return lambda layer: kv.send_pages(REQUEST, pages, "decode", layers=layer)
+    alike = args.page_size == args.decode_page_size
+    if args.model != "deepseek_v3":  # MLA has one latent per token: no heads to divide or to order
+        alike = alike and args.prefill == args.decode and args.order == "NHD"
+    if alike:
+        return lambda layer: kv.send_layer(REQUEST, layer, pages, "decode")
+    return lambda layer: kv.send_slice(REQUEST, layer, pages, "decode")
+
+
+def prefill(engine: Engine) -> None:
+    """Compute the prompt's cache, hand each layer to torchkv as soon as it is there, then seal the request."""
+    progress, layers = engine.progress, engine.config.num_hidden_layers
+    send = layer_sender(engine)
+    sends: list[torchkv.KVWork] = []
+
+    def on_layer(layer: int) -> None:
+        sends.append(send(layer))
+        progress.step("layers computed and on their way:", len(sends), layers)
+
+    cache = paged_cache(engine.kv_cache, engine.pages, on_layer=on_layer)
+    dist.barrier()  # only so that both sides print times from one common start
+    progress.restart()
+    first = generation.first_token(engine.model, engine.prompt, cache)
+    computed = progress.seconds()
+    engine.kv.finish(REQUEST, "decode", aux=first.to_bytes(4, "little")).wait()
+    exposed = progress.seconds() - computed
+
+    nbytes = sum(work.bytes for work in sends)
+    # From the call to all bytes visible on the other side, while this rank computes the next layer on the same cores.
+    per_layer = statistics.median(work.seconds for work in sends)
+    paths = ", ".join(sorted({work.path for work in sends}))
+    progress.say(
+        f"{engine.prompt.shape[1]} tokens computed in {computed:.2f} s; this rank sent {nbytes / 1e6:.2f} MB, "
+        f"{len(engine.pages)} pages x {layers} layers, path {paths}: {1e3 * per_layer:.1f} ms a layer beside the "
+        f"computation ({nbytes / layers / per_layer / 1e9:.2f} GB/s); all confirmed {1e3 * exposed:.1f} ms later"
+    )
+    progress.say(f"link to {engine.kv.explain(engine.args.prefill)}")
+
+
+def decode(engine: Engine) -> Decoded:
+    """Receive the cache and generate from it; with --corrupt, once more after flipping one page."""
+    args, progress, layers = engine.args, engine.progress, engine.kv_cache.layout.layers
+    granted = engine.pages[: -(-engine.prompt.shape[1] // engine.role.page_size)]
+    received = engine.kv.recv_pages(REQUEST, granted, "prefill")
+    dist.barrier()
+    progress.restart()
+    for done, layer in enumerate(layers, start=1):
+        received.wait_layer(layer)
+        progress.step("layers received:", done, len(layers))
+    received.wait()
+    first = int.from_bytes(received.aux, "little")
+    nbytes = torch.tensor([received.bytes], device=engine.prompt.device)
+    dist.all_reduce(nbytes, group=engine.role.tp_group)
+
+    generated, corrupted = generate(engine, first), None
+    if args.corrupt:
+        if engine.role.tp_rank == 0:
+            corrupt_one_page(engine, granted)
+        corrupted = generate(engine, first)
+    return Decoded(received, int(nbytes), generated, corrupted)
+
+
+def generate(engine: Engine, first: int) -> generation.Generation:
+    """New tokens from the received cache; they overwrite what an earlier call added behind the prompt."""
+    args, progress = engine.args, engine.progress
+    prompt_tokens = engine.prompt.shape[1]
+    return generation.continue_from(
+        engine.model,
+        paged_cache(engine.kv_cache, engine.pages, length=prompt_tokens),
+        first,
+        prompt_tokens=prompt_tokens,
+        new_tokens=args.new_tokens,
+        on_token=lambda done: progress.step("tokens generated:", done, args.new_tokens),
+    )
+
+
+def corrupt_one_page(engine: Engine, granted: Sequence[int]) -> None:
+    """The negative control: flip the signs in one received page of one layer, a mild and finite error."""
+    layout = engine.kv_cache.layout
+    name, layer, page = layout.components[0].name, len(layout.layers) // 2, granted[len(granted) // 2]
+    engine.kv_cache[name][layer][page].neg_()
+    engine.progress.say(f"--corrupt: flipped the signs in page {page} of component {name!r}, layer {layer}")
+
+
+def check(engine: Engine, decoded: Decoded) -> tuple[bool, str]:
+    """Compare with the whole model in this one process; whether all is well, and the verdict in a line."""
+    args, say = engine.args, engine.progress.say
+    say("computing the single-process reference")
+    whole = models.build(engine.config, seed=args.seed, device=engine.prompt.device)
+    reference = generation.single_process(whole, engine.prompt, new_tokens=args.new_tokens)
+    # With one rank on each side both runs do the same arithmetic in the same order: the same bits.
+    exact = args.prefill == args.decode == 1
+    allowed = 0.0 if exact else generation.rounding_allowance(reference, engine.config)
+    result = generation.compare(decoded.generated, reference, allowed=allowed)
+
+    say(f"text: {models.render(decoded.generated.tokens)}")
+    say(f"tokens equal: {'yes' if result.tokens_equal else 'NO'} ({args.new_tokens} tokens)")
+    rule = "bitwise: both runs do the same maths" if exact else "float32 sums in another order"
+    say(
+        f"logits: largest difference {result.difference:.1e}, allowed {allowed:.1e} ({rule}); "
+        f"changing a token would take {result.closest_call:.1e}"
+    )
+    ok = result.tokens_equal and result.logits_equal
+    verdict = (
+        f"{args.model}, prefill TP {args.prefill} -> decode TP {args.decode}: "
+        f"tokens {'equal' if result.tokens_equal else 'DIFFER'}, "
+        f"logits {'equal' if result.logits_equal else 'DIFFER'}, "
+        f"{decoded.nbytes / 1e6:.2f} MB received, path {decoded.received.path}"
+    )
+    if decoded.corrupted is not None:
+        control = generation.compare(decoded.corrupted, reference, allowed=allowed)
+        noticed = not control.logits_equal
+        say(
+            f"with the flipped page: largest difference {control.difference:.1e}, tokens equal: "
+            f"{'yes' if control.tokens_equal else 'no'}"
+        )
+        ok = ok and noticed
+        verdict += f"; the flipped page was {'noticed' if noticed else 'NOT noticed'}"
+    return ok, verdict
+
+
+def run(args: argparse.Namespace) -> tuple[bool, str]:
+    """This rank's part. Every rank learns whether all went well; only the first decode rank has the verdict."""
+    device = torch.device(args.device)
+    engine = build_engine(args, assign_role(args), device)
+    ok, verdict = False, ""
+    if engine.role.name == "prefill":
+        prefill(engine)
+    else:
+        decoded = decode(engine)
+        if engine.role.tp_rank == 0:
+            ok, verdict = check(engine, decoded)
+            if not ok:
+                # Before any rank can exit with 1, upon which torchrun ends the others.
+                print(f"FAIL {verdict}", flush=True)
+    shared = torch.tensor([ok], dtype=torch.int64, device=device)
+    dist.broadcast(shared, src=args.prefill)
+    return bool(shared.item()), verdict
+
+
+def main() -> int:
+    """Run and report; the exit code."""
+    args = parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    path = None if args.path == "auto" else args.path
+    dist.init_process_group("torchkv", pg_options=torchkv.Options(transport=args.transport, path=path))
+    rank = dist.get_rank()
+    try:
+        ok, verdict = run(args)
+    except torchkv.KVError as error:
+        print(f"FAIL rank {rank}: {error}", flush=True)
+        raise
+    dist.destroy_process_group()
+    if ok and verdict:
+        print(f"PASS {verdict}", flush=True)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

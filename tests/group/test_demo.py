@@ -1,0 +1,102 @@
+"""The demo, run as a user runs it: torchrun, real processes, real models, small sizes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the demo's models come from transformers (extra 'demo')")
+
+DEMO = Path(__file__).parents[2] / "examples" / "disaggregated_generate.py"
+SMALL = ("--prompt-tokens", "200", "--new-tokens", "8", "--layers", "2")
+DEADLINE = 100.0
+
+
+def run_demo(ranks: int, *arguments: str) -> tuple[int, list[str]]:
+    """Exit code and lines of stdout and stderr together. Kills every rank when the deadline passes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    process = subprocess.Popen(
+        [*command, str(DEMO), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"the demo did not end within {DEADLINE:.0f} s; it printed:\n{output}")
+    return process.returncode, output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (3, ("--model", "llama", "--prefill", "2", "--decode-page-size", "64", "--order", "HND")),
+        (3, ("--model", "deepseek_v3", "--decode", "2")),
+    ],
+    ids=["llama-2to1-pages-16to64-HND", "deepseek_v3-1to2"],
+)
+def test_tokens_and_logits_equal_those_of_one_process(ranks: int, arguments: tuple[str, ...]) -> None:
+    code, lines = run_demo(ranks, *arguments, *SMALL)
+    assert code == 0, "\n".join(lines)
+    assert lines[-1].startswith("PASS "), lines[-1]
+    assert "tokens equal, logits equal" in lines[-1]
+
+
+def test_same_maths_gives_the_same_bits_and_a_flipped_page_is_noticed() -> None:
+    code, lines = run_demo(2, "--model", "qwen3", "--corrupt", *SMALL)
+    assert code == 0, "\n".join(lines)
+    assert lines[-1].startswith("PASS "), lines[-1]
+    assert "the flipped page was noticed" in lines[-1]
+    assert any("largest difference 0.0e+00, allowed 0.0e+00" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--prefill", "2"], "--prefill 2 and --decode 1 do not add up to the 2 ranks started"),
+        (["--page-size", "0"], "--page-size must be at least 1, not 0"),
+        (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each other"),
+        (["--prompt-file", "missing.txt"], "--prompt-file missing.txt: no such file"),
+        (["--device", "cuda"], "moves host memory only"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_with_a_reason(
+    arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(DEMO.parent))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    from disagg.command_line import parse_args
+
+    assert parse_args([]).decode_page_size == 16
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(arguments)
+    assert exit_.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [0.002, float("nan")])
+def test_the_judge_sees_one_wrong_logit_and_one_wrong_token(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DEMO.parent))
+    from disagg.generation import Generation, compare
+
+    logits = torch.randn(7, 20)
+    reference = Generation(list(range(8)), logits)
+    same = compare(Generation(list(range(8)), logits + 0.0005), reference, allowed=0.001)
+    assert same.tokens_equal
+    assert same.logits_equal
+
+    off = logits.clone()
+    off[3, 4] += error
+    assert not compare(Generation(list(range(8)), off), reference, allowed=0.001).logits_equal
+    assert not compare(Generation([*range(7), 99], logits), reference, allowed=0.001).tokens_equal

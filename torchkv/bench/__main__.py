@@ -1,0 +1,106 @@
+"""Command line of the benchmark. Exit code 1 if a byte was wrong or a gate was missed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import torch
+
+from torchkv.bench.cases import CASES
+from torchkv.bench.local import PlanResult, plan_rate
+from torchkv.bench.pair import Result, run_case
+from torchkv.bench.post import PostResult, post_cost
+
+HEADER = (
+    f"{'case':22} {'lane':14} {'path':7} {'bytes':>10} {'pages':>7} {'layers':>6} {'GB/s':>7} {'p50_us':>10} "
+    f"{'p99_us':>10} {'post_us':>8} {'limit':>12} {'GB/s':>7} {'ratio':>6} {'gate':>5} {'#wrong':>7}"
+)
+
+
+def main() -> int:
+    args = _parse()
+    out = sys.stderr if args.json else sys.stdout
+    _say(out, f"# torchkv {_version()} bench: {_machine()}; every run byte-checked, fresh random bytes, shuffled pages")
+    rows: list[dict[str, Any]] = [{"machine": _machine()}]
+    failed = False
+    plan = plan_rate()
+    _say(out, _plan_line(plan))
+    rows.append({"plan": asdict(plan), "ratio": plan.ratio})
+    post = post_cost()
+    _say(out, _post_line(post))
+    rows.append({"post": asdict(post)})
+    _say(out, HEADER)
+    for case in CASES:
+        if args.only and args.only not in f"{case.name} {case.tls or ''}":
+            continue
+        result = run_case(case, nbytes=args.mib << 20, repeats=args.repeats)
+        _say(out, _line(result))
+        rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
+        failed |= not result.passed
+    if args.json:
+        json.dump(rows, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    return int((failed and not args.report_only) or any(row.get("wrong") for row in rows))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m torchkv.bench", description=__doc__)
+    parser.add_argument("--mib", type=int, default=256, help="payload of each run in MiB (default 256)")
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each case (default 9)")
+    parser.add_argument("--only", default="", help="run only the cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
+    parser.add_argument("--report-only", action="store_true", help="missed gates do not fail; wrong bytes still do")
+    args = parser.parse_args()
+    if args.mib < 1 or args.repeats < 1:
+        parser.error("--mib and --repeats must be at least 1")
+    return args
+
+
+def _say(out: TextIO, line: str) -> None:
+    out.write(line + "\n")
+    out.flush()
+
+
+def _line(r: Result) -> str:
+    name = r.case.name + (f" [{r.case.tls}]" if r.case.tls else "")
+    gate = "-" if r.case.gate is None else f"{r.case.gate:g}"
+    return (
+        f"{name:22} {r.lane:14} {r.path:7} {r.nbytes:10} {r.pages:7} {r.layers:6} {r.gbps:7.2f} {r.p50_us:10.0f} "
+        f"{r.p99_us:10.0f} {r.post_us:8.1f} {r.case.limit:>12} {r.limit_gbps:7.2f} {r.ratio:6.2f} {gate:>5} {r.wrong:7}"
+    )
+
+
+def _plan_line(plan: PlanResult) -> str:
+    return (
+        f"plan: {plan.descriptors} descriptors in {plan.numpy_us:.0f} us, nested Python loops {plan.loops_us:.0f} us: "
+        f"{plan.ratio:.0f}x (gate 100x)"
+    )
+
+
+def _post_line(post: PostResult) -> str:
+    return (
+        f"post: send_layer of {post.pages} pages returns in p50 {post.array_us:.1f} us (int64 array, gate 20 us), "
+        f"p99 {post.array_p99_us:.1f} us; as a list p50 {post.list_us:.1f} us"
+    )
+
+
+def _version() -> str:
+    import torchkv
+
+    return torchkv.__version__
+
+
+def _machine() -> str:
+    return (
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Two processes that run one case: a writer, which measures, and a reader, which checks every byte."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchkv.bench.cases import Case
+from torchkv.bench.processes import run_two
+from torchkv.bench.rivals import memcpy_rate, serve_python_puts, time_python_puts
+from torchkv.cache import KVCache
+from torchkv.process_group import current_group
+
+__all__ = ["Result", "run_case"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One row. Rates in 1e9 bytes/s, times in microseconds."""
+
+    case: Case
+    nbytes: int
+    pages: int
+    layers: int
+    gbps: float
+    limit_gbps: float
+    p50_us: float
+    p99_us: float
+    post_us: float
+    path: str
+    lane: str
+    wrong: int
+
+    @property
+    def ratio(self) -> float:
+        return self.gbps / self.limit_gbps
+
+    @property
+    def passed(self) -> bool:
+        return self.wrong == 0 and (self.case.gate is None or self.ratio >= self.case.gate)
+
+
+def run_case(case: Case, *, nbytes: int, repeats: int) -> Result:
+    """Runs ``case`` in two fresh processes."""
+    environment = {} if case.tls is None else {"UCX_TLS": case.tls}
+    measured, wrong = run_two(_write, _read, case, nbytes, repeats, environment=environment, path=case.path)
+    return Result(case=case, wrong=wrong, **measured)
+
+
+def _write(case: Case, nbytes: int, repeats: int) -> dict[str, Any]:
+    layout, reader, num_pages = case.layouts(nbytes)
+    cache = KVCache.empty(layout, num_pages, device="cpu")
+    kv = current_group(None)
+    kv.register(cache, instance="writer")
+    pages = np.random.default_rng().permutation(num_pages)
+    seconds: list[float] = []
+    post: list[float] = []
+    work = None
+    for turn in range(repeats + 1):
+        _fill(cache, seed=turn)
+        dist.broadcast(torch.from_numpy(pages), 0)
+        dist.barrier()
+        began = time.perf_counter()
+        work = kv.send_pages(f"run{turn}", pages, 1)
+        posted = time.perf_counter()
+        work.wait()
+        ended = time.perf_counter()
+        kv.finish(f"run{turn}", 1).wait()
+        if turn:  # the first run maps the peer's memory and faults it in
+            seconds.append(ended - began)
+            post.append(posted - began)
+    assert work is not None
+    payload = 2 * len(layout.layers) * num_pages * reader.page_nbytes("k")
+    if case.limit == "memcpy":
+        limit = memcpy_rate(payload)
+    else:
+        limit = time_python_puts(reader.page_nbytes("k") // case.page_size)
+    lanes = kv.explain(1).lanes
+    return {
+        "nbytes": payload,
+        "pages": num_pages,
+        "layers": len(layout.layers),
+        "gbps": payload / statistics.median(seconds) / 1e9,
+        "limit_gbps": limit,
+        "p50_us": 1e6 * statistics.median(seconds),
+        "p99_us": 1e6 * float(np.percentile(seconds, 99)),
+        "post_us": 1e6 * statistics.median(post),
+        "path": work.path,
+        "lane": max(lanes, key=lambda lane: lanes[lane].nbytes),
+    }
+
+
+def _read(case: Case, nbytes: int, repeats: int) -> int:
+    writer_layout, layout, num_pages = case.layouts(nbytes)
+    cache = KVCache.empty(layout, num_pages, device="cpu")
+    kv = current_group(None)
+    kv.register(cache, instance="reader")
+    source = KVCache.empty(writer_layout, num_pages, device="cpu")
+    pages = np.random.default_rng().permutation(num_pages)
+    sent = torch.zeros(num_pages, dtype=torch.int64)
+    wrong = 0
+    for turn in range(repeats + 1):
+        for storage in cache.storages:
+            storage.fill_(0xDD)
+        rx = kv.recv_pages(f"run{turn}", pages, 0)
+        dist.broadcast(sent, 0)
+        dist.barrier()
+        rx.wait()
+        _fill(source, seed=turn)
+        wrong += _count_wrong(source, cache, sent.numpy(), pages)
+    if case.limit != "memcpy":
+        serve_python_puts(layout.page_nbytes("k") // case.page_size)
+    return wrong
+
+
+def _fill(cache: KVCache, *, seed: int) -> None:
+    """The same random bytes for the same seed, in both processes."""
+    for number, storage in enumerate(cache.storages):
+        generator = np.random.default_rng((seed, number))
+        array = storage.numpy()
+        array.view(np.uint64)[:] = generator.integers(0, 1 << 64, len(array) // 8, dtype=np.uint64)
+
+
+def _count_wrong(source: KVCache, got: KVCache, src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> int:
+    heads = got.layout.heads
+    wrong = 0
+    for name in ("k", "v"):
+        for want, have in zip(source[name], got[name], strict=True):
+            assert want is not None
+            assert have is not None
+            expected = want.view(torch.int16)[torch.from_numpy(src)][:, :, heads.start : heads.stop]
+            wrong += int((expected != have.view(torch.int16)[torch.from_numpy(dst)]).sum()) * 2
+    return wrong

@@ -1,0 +1,79 @@
+"""How long a verb keeps its caller: ``send_layer`` of a thousand pages, with a real receiver in another process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchkv.bench.processes import run_two
+from torchkv.cache import KVCache
+from torchkv.layout import KVLayout
+from torchkv.process_group import KVProcessGroup, current_group
+
+__all__ = ["PostResult", "post_cost"]
+
+PAGES = 1000
+LAYERS = 32
+ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostResult:
+    """Microseconds from the call of ``send_layer`` to its return."""
+
+    pages: int
+    array_us: float
+    array_p99_us: float
+    list_us: float
+
+
+def post_cost() -> PostResult:
+    measured, _ = run_two(_write, _read)
+    return PostResult(pages=PAGES, **measured)
+
+
+def _layout() -> KVLayout:
+    return KVLayout.gqa(num_layers=LAYERS, num_kv_heads=2, head_dim=8, page_size=4, dtype=torch.bfloat16)
+
+
+def _write() -> dict[str, float]:
+    kv = current_group(None)
+    kv.register(KVCache.empty(_layout(), PAGES, device="cpu"), instance="writer")
+    array = np.random.default_rng().permutation(PAGES)
+    as_array = _post(kv, "array", array)
+    as_list = _post(kv, "list", array.tolist())
+    return {
+        "array_us": 1e6 * statistics.median(as_array),
+        "array_p99_us": 1e6 * float(np.percentile(as_array, 99)),
+        "list_us": 1e6 * statistics.median(as_list),
+    }
+
+
+def _post(kv: KVProcessGroup, name: str, pages: Sequence[int] | np.ndarray[Any, Any]) -> list[float]:
+    seconds: list[float] = []
+    send: Callable[..., Any] = kv.send_layer
+    for turn in range(ROUNDS):
+        request = f"{name}{turn}"
+        kv.prefix_tokens(request, 1)
+        for layer in range(LAYERS):
+            began = time.perf_counter()
+            send(request, layer, pages, 1)
+            seconds.append(time.perf_counter() - began)
+            # A model computes between two layers; here the sender merely lets its progress thread work.
+            time.sleep(0.0005)
+        kv.finish(request, 1).wait()
+    return seconds
+
+
+def _read() -> None:
+    kv = current_group(None)
+    kv.register(KVCache.empty(_layout(), PAGES, device="cpu"), instance="reader")
+    for name in ("array", "list"):
+        for turn in range(ROUNDS):
+            kv.recv_pages(f"{name}{turn}", np.random.default_rng().permutation(PAGES), 0).wait()
