@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from torchkv.card import ProcessId, process_ended, watch_process
 from torchkv.env import interface_from_env
+from torchkv.errors import TransportUnavailable
 from torchkv.wire import MAX_FRAME
 
 __all__ = ["Control", "PeerEvent", "PeerState", "ZmqControl", "listen_address"]
@@ -108,9 +109,12 @@ class ZmqControl:
         self._poller = zmq.Poller()
         try:
             port = self._inbox.bind_to_random_port(f"tcp://{listen_address()}")
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self.close()
-            raise
+            raise TransportUnavailable(
+                f"the control channel cannot listen on {listen_address()}: {error}; set TORCHKV_INTERFACE to an "
+                f"address of this host, or leave it unset"
+            ) from error
         self._poller.register(self._inbox, zmq.POLLIN)
         self.endpoint = f"tcp://{listen_address()}:{port}"
 

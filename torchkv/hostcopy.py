@@ -17,6 +17,7 @@ destination must not overlap.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -38,6 +39,8 @@ _LINE = 64  # bytes of a cache line
 _TURN = 4 * _LINE  # of two runs copied in turn, so much of one before the other
 _STREAM_MIN = 128  # bytes; shorter runs go through ordinary stores
 _AHEAD = 8 * _LINE  # prefetch so much of the next runs; the hardware prefetcher takes over from there
+
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
@@ -113,8 +116,16 @@ def _prefetch(_typing: Any, address: Any) -> Any:
 
 @_instruction
 def _fence(_typing: Any) -> Any:
-    """Non-temporal stores are not ordered with later ordinary ones (such as "the bytes are there") without it."""
-    return _emits(lambda builder: builder.fence("seq_cst"), 0)
+    """Orders the streamed bytes before any later store, such as the one that says "the bytes are there"."""
+
+    def emit(builder: Any) -> None:
+        builder.fence("seq_cst")
+        if _IS_X86:
+            # LLVM's fence becomes a locked instruction here, which is not promised to order non-temporal stores.
+            sfence = builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), ()))
+            builder.call(sfence, ())
+
+    return _emits(emit, 0)
 
 
 @_compiled

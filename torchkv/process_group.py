@@ -15,8 +15,9 @@ from torchkv.cache import KVCache
 from torchkv.card import Card
 from torchkv.control import ZmqControl
 from torchkv.endpoint import KVEndpoint
+from torchkv.engine import Engine
 from torchkv.env import Options, warn_about_unknown_variables
-from torchkv.errors import KVError, ProtocolError, TransportUnavailable
+from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.explain import Explanation, explain
 from torchkv.progress import ProgressThread
 from torchkv.registration import (
@@ -109,39 +110,23 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         with self._registering:
             if self._engine is not None:
                 raise ProtocolError("register: this group has a cache already; one cache per rank and group")
-            rank = self.rank()
-            name = f"rank{rank}" if instance is None else instance
+            name = f"rank{self.rank()}" if instance is None else instance
             incarnation = new_incarnation()
             thread: ProgressThread | None = None
             try:
                 try:
                     self._check_register(cache, name)
                     thread = self._start()
-                    registration = Registration(
-                        rank=rank,
-                        instance=name,
-                        cache=cache,
-                        options=self._options,
-                        transport=thread.transport,
-                        control=thread.control,
-                        incarnation=incarnation,
-                        secret=new_secret(),
-                    )
+                    registration = self._registration_of(cache, name, incarnation, thread)
                     card = thread.call(registration.card)
-                except KVError as error:
-                    self._exchange(failure_card(rank, incarnation, name, error))
+                except Exception as error:
+                    # Whatever it was, the others wait for this rank's card.
+                    self._exchange(failure_card(self.rank(), incarnation, error))
                     raise
                 cards = self._exchange(card)
-                engine = thread.call(lambda: registration.engine(cards))
-                thread.engine = engine
-                failure: KVError | None = None
-                try:
-                    thread.call(lambda: registration.warm(engine))
-                except KVError as error:
-                    failure = error
-                outcome = card if failure is None else failure_card(rank, incarnation, name, failure)
-                for other in self._exchange(outcome):
+                for other in cards:
                     other.raise_error()
+                engine = self._engine_of(thread, registration, cards, incarnation)
             except BaseException:
                 if thread is not None:
                     thread.stop()
@@ -150,11 +135,49 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
             self._registration = registration
             self._engine = engine
 
+    def _registration_of(
+        self, cache: KVCache | None, instance: str, incarnation: int, thread: ProgressThread
+    ) -> Registration:
+        return Registration(
+            rank=self.rank(),
+            instance=instance,
+            cache=cache,
+            options=self._options,
+            transport=thread.transport,
+            control=thread.control,
+            incarnation=incarnation,
+            secret=new_secret(),
+        )
+
+    def _engine_of(
+        self, thread: ProgressThread, registration: Registration, cards: list[Card], incarnation: int
+    ) -> Engine:
+        """This rank's engine, once every rank has one. Raises if any rank fails to make its own."""
+        outcome = cards[self.rank()]
+        failure: Exception | None = None
+        try:
+            engine = thread.call(lambda: registration.engine(cards))
+            thread.engine = engine
+            thread.call(lambda: registration.warm(engine))
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failure = error
+            outcome = failure_card(self.rank(), incarnation, error)
+        outcomes = self._exchange(outcome)
+        if failure is not None:
+            raise failure
+        for other in outcomes:
+            other.raise_error()
+        return engine
+
     def _check_register(self, cache: KVCache | None, instance: str) -> None:
         if cache is not None and not isinstance(cache, KVCache):
             raise ProtocolError(f"register: cache is a {type(cache).__name__}; give a KVCache or None")
-        if not isinstance(instance, str) or not 1 <= len(instance.encode()) <= 128:
-            raise ProtocolError(f"register: instance={instance!r} must be a str of 1 to 128 bytes")
+        try:
+            size = len(instance.encode()) if isinstance(instance, str) else 0
+        except UnicodeEncodeError:
+            size = 0
+        if not 1 <= size <= 128:
+            raise ProtocolError(f"register: instance={instance!r:.80} must be a str of 1 to 128 bytes in UTF-8")
         if cache is not None and cache.device.type != "cpu":
             raise TransportUnavailable(f"register: a cache on {cache.device}; this version moves host memory only")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from torchkv.card import Card, placement_cards, region_card, this_process
 from torchkv.control import Control
 from torchkv.engine import Engine
 from torchkv.env import Options
-from torchkv.errors import KVError, LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
-from torchkv.probe import PROBE_BYTES
+from torchkv.errors import LayoutMismatch, ProtocolError, TransferTimeout, TransportUnavailable, error_kind
+from torchkv.probe import PROBE_BYTES, probe
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route
 from torchkv.transport import Region, RemoteView, Transport, load_transport
@@ -125,6 +126,8 @@ class Registration:
             if engine.roster.owes(rank):
                 route = engine.route(rank)
                 route.path(forced=self.options.require, page_for_page=True)
+                if self.options.min_gbps is not None:
+                    self._check_rate(route, self.options.min_gbps)
 
     @property
     def probe_region(self) -> Region:
@@ -136,6 +139,20 @@ class Registration:
         return len(self._cards[rank].regions) - 1
 
     # ------------------------------------------------------------------ inside
+
+    def _check_rate(self, route: Route, least: float) -> None:
+        deadline = time.monotonic() + self.options.timeout
+        for rate in probe(route, self.probe_region, self.probe_target(route.rank)):
+            self.transport.progress()
+            if rate is not None and rate < least:
+                raise TransportUnavailable(
+                    f"the link to rank {route.rank} ({route.lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
+                    f"{least:g}; see explain({route.rank}) for why it is no better, or lower the limit"
+                )
+            if time.monotonic() > deadline:
+                raise TransferTimeout(
+                    f"no rate measured to rank {route.rank} within {self.options.timeout:g} s (Options.timeout)"
+                )
 
     def _check_cards(self, cards: Sequence[Card]) -> None:
         if [card.rank for card in cards] != list(range(len(cards))):
@@ -184,15 +201,15 @@ class Registration:
         )
 
 
-def failure_card(rank: int, incarnation: int, instance: str, error: KVError) -> Card:
+def failure_card(rank: int, incarnation: int, error: Exception) -> Card:
     """What a rank publishes that cannot take part, so that no other rank waits for it."""
     return Card(
         rank=rank,
         incarnation=incarnation,
-        instance=instance,
+        instance="",
         process=this_process(),
         error_kind=error_kind(error),
-        error_text=str(error)[:4096],
+        error_text=str(error).encode(errors="backslashreplace").decode()[:4096],
     )
 
 

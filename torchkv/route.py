@@ -62,12 +62,10 @@ class Route:
 
     def path(self, *, forced: str | None, page_for_page: bool) -> str:
         """``direct``, ``runs`` or ``slices``. Raises ``TransportUnavailable`` if the forced one cannot work."""
+        if self.channel is None:
+            return "direct"  # whatever is forced: a local copy has no other path
         if forced == "direct" and not self.direct:
             raise TransportUnavailable(f"path 'direct' to rank {self.rank}: {self.no_view}; leave Options.path unset")
-        if forced in {"runs", "slices"} and self.channel is None:
-            raise TransportUnavailable(
-                f"path {forced!r} to rank {self.rank}, which is this rank itself: a local copy is always 'direct'"
-            )
         if forced is not None:
             return forced
         if self.direct:

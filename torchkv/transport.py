@@ -46,6 +46,7 @@ __all__ = [
     "Transport",
     "installed_transports",
     "load_transport",
+    "transport_names",
 ]
 
 Int64Array = npt.NDArray[np.int64]
@@ -231,12 +232,14 @@ class Transport(ABC):
         """Closes channels, regions and the transport itself. Idempotent."""
 
 
+def transport_names() -> list[str]:
+    """Names of all installed transports, ours and others'."""
+    return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+
+
 def installed_transports() -> dict[str, type[Transport]]:
-    """Name -> class of every installed transport, ours and others'. A broken one raises at ``load_transport``."""
-    found: dict[str, type[Transport]] = {}
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
-        found[entry.name] = load_transport(entry.name)
-    return found
+    """Name -> class of every installed transport. Raises ``TransportUnavailable`` for one that does not load."""
+    return {name: load_transport(name) for name in transport_names()}
 
 
 def load_transport(name: str) -> type[Transport]:

@@ -1,0 +1,169 @@
+"""``python -m torchkv.doctor``: what works on this machine, what does not, and what to do about it.
+
+Exit code 0: all is well; 1: something is slower or narrower than it could be; 2: transfers would fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from torchkv.bench.cases import CASES, Case
+from torchkv.bench.pair import run_case
+from torchkv.card import this_process, watch_process
+from torchkv.control import listen_address
+from torchkv.env import PREFIX, Options, warn_about_unknown_variables
+from torchkv.errors import KVError
+from torchkv.hostmem import allocate, open_segment, share
+from torchkv.transport import load_transport, transport_names
+
+__all__ = ["Finding", "examine", "main"]
+
+LEVELS = ("ok", "warn", "FAIL")
+PAYLOAD = 16 << 20
+PACKAGES = (
+    *("torchkv", "ucxx-cu13", "libucx-cu13", "ucxx-cu12", "libucx-cu12", "ucx-py-cu12", "ucx-py-cu13"),
+    *("numba", "pyzmq", "msgspec"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. level: ``ok``, ``warn`` or ``FAIL``."""
+
+    level: str
+    subject: str
+    text: str
+
+
+def examine(*, transfers: bool = True) -> Iterator[Finding]:
+    """Looks at everything, the quick things first. ``transfers`` also moves bytes between two processes."""
+    yield _versions()
+    yield from _settings()
+    yield _devices()
+    yield from _transports()
+    yield _attempt("host memory", _shared_memory)
+    yield _attempt("liveness", _pidfd)
+    yield _attempt("listening", lambda: f"control channel binds {listen_address()} (TORCHKV_INTERFACE changes it)")
+    if transfers:
+        for case in CASES:
+            if case.name.startswith(("pages 64", "slices")):
+                yield _transfer(case)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m torchkv.doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--quick", action="store_true", help="start no second process and move no bytes")
+    args = parser.parse_args()
+    findings = []
+    for finding in examine(transfers=not args.quick):
+        findings.append(finding)
+        if not args.json:
+            sys.stdout.write(f"[{finding.level:4}] {finding.subject:24} {finding.text}\n")
+            sys.stdout.flush()
+    if args.json:
+        json.dump([asdict(finding) for finding in findings], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    return max(LEVELS.index(finding.level) for finding in findings)
+
+
+def _versions() -> Finding:
+    found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            note = " (ignored: UCXX is its successor)" if package.startswith("ucx-py") else ""
+            found.append(f"{package} {version(package)}{note}")
+    return Finding("ok", "versions", " | ".join(found))
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        options = Options()
+    except KVError as error:
+        yield Finding("FAIL", "settings", str(error))
+        return
+    changed = [f.name for f in fields(Options) if PREFIX + f.name.upper() in os.environ]
+    shown = ", ".join(f"{name}={getattr(options, name)!r} (environment)" for name in changed) or "all defaults"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_about_unknown_variables()
+    yield Finding("warn" if caught else "ok", "settings", "; ".join([shown, *(str(w.message) for w in caught)]))
+    if os.environ.get("TORCH_LOGS") == "":
+        yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import: unset it")
+
+
+def _devices() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("ok", "GPUs", "none; this version moves host memory")
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Finding("warn", "GPUs", f"{names}; this version moves host memory only")
+
+
+def _transports() -> Iterator[Finding]:
+    names = transport_names()
+    if "ucx" not in names:
+        yield Finding("FAIL", "transport ucx", "not installed: reinstall torchkv, its entry points are missing")
+    for name in names:
+        try:
+            cls = load_transport(name)
+            reason = cls.available()
+        except KVError as error:
+            reason = str(error)
+        if reason is None:
+            devices = ", ".join(sorted(cls.capabilities.devices))
+            yield Finding("ok", f"transport {name}", f"works on {devices} memory")
+        else:
+            yield Finding("FAIL" if name == "ucx" else "warn", f"transport {name}", reason)
+
+
+def _shared_memory() -> str:
+    tensor = allocate(1 << 20)
+    descriptor = share(tensor)
+    assert descriptor is not None, "fresh host memory is always shareable"
+    segment = open_segment(descriptor)
+    try:
+        tensor.fill_(7)
+    finally:
+        segment.close()
+    return "memfd segments can be mapped by other processes of this user: same-host transfers are plain stores"
+
+
+def _pidfd() -> str:
+    fd = watch_process(this_process())
+    if fd is None:
+        raise KVError("pidfd_open does not work: a dead peer is noticed by heartbeat only, and never proved dead")
+    os.close(fd)
+    return "pidfds work: the death of a peer on this host is noticed at once, and proved"
+
+
+def _attempt(subject: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding("ok", subject, look())
+    except (KVError, OSError) as error:
+        return Finding("warn", subject, str(error))
+
+
+def _transfer(case: Case) -> Finding:
+    name = f"{case.name} [{case.tls}]" if case.tls else case.name
+    try:
+        result = run_case(case, nbytes=PAYLOAD, repeats=3)
+    except KVError as error:
+        return Finding("FAIL", name, str(error).strip().splitlines()[-1])
+    if result.wrong:
+        return Finding("FAIL", name, f"{result.wrong} wrong bytes over {result.lane}")
+    return Finding("ok", name, f"{result.gbps:.2f} GB/s over {result.lane}, path {result.path}, every byte right")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
