@@ -32,6 +32,8 @@ __all__ = [
 
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 Layers = int | Sequence[int] | None
+
+_INT64_MAX = (1 << 63) - 1
 Peers = int | str | Sequence[int]
 
 
@@ -66,7 +68,9 @@ def _as_int64(pages: Pages, what: str) -> Int64Array:
     if isinstance(pages, torch.Tensor):
         if pages.device.type != "cpu":
             raise TransportUnavailable(f"{what}: page ids on {pages.device}; this version takes them on the host")
-        array: npt.NDArray[np.generic] = pages.detach().numpy()
+        if pages.is_floating_point() or pages.is_complex() or pages.layout is not torch.strided:
+            raise ProtocolError(f"{what}: pages is a {pages.layout} tensor of {pages.dtype}; give integers")
+        array: npt.NDArray[np.generic] = pages.numpy()
     elif isinstance(pages, np.ndarray):
         array = pages
     elif isinstance(pages, str | bytes) or not isinstance(pages, Sequence):
@@ -82,7 +86,8 @@ def _as_int64(pages: Pages, what: str) -> Int64Array:
         raise ProtocolError(f"{what}: pages has shape {array.shape}; give one dimension")
     if array.dtype.kind not in "iu":
         raise ProtocolError(f"{what}: pages has dtype {array.dtype}; give integers")
-    # Unsigned 64-bit ids beyond int64 come out negative, so the range check sees them too.
+    if array.dtype.kind == "u" and len(array) and int(array.max()) > _INT64_MAX:
+        raise PageOutOfRange(f"{what}: page {array.max()} is outside every cache; page ids are int64")
     return array.astype(np.int64)
 
 
@@ -105,6 +110,8 @@ def as_layers(layers: Layers, layout: KVLayout, *, what: str) -> tuple[int, ...]
         return layout.layers
     if type(layers) is int and layers in layout.layers:
         return (layers,)
+    if not isinstance(layers, int | np.integer | Sequence | np.ndarray):
+        raise ProtocolError(f"{what}: layers={layers!r:.80} names no layer; this rank holds {_span(layout.layers)}")
     given = (layers,) if isinstance(layers, int | np.integer) else tuple(layers)
     held = set(layout.layers)
     for layer in given:

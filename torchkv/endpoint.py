@@ -206,9 +206,11 @@ class KVEndpoint:
         start = arguments.as_count(start, what=what, name="start")
         gate = arguments.as_event(event, what=what)
         ranks = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
-        if page_for_page or self._options.path == "runs":
+        if page_for_page:
             for rank in ranks:
-                self._check_page_for_page(engine, rank, what)
+                self._check_page_for_page(engine, rank, f"{what}: use send_slice or send_pages")
+        if self._options.path is not None:
+            self._check_forced_path(engine, ranks, what)
         work = KVWork(what)
         with engine.lock:
             self._check_open(engine, what)
@@ -245,12 +247,21 @@ class KVEndpoint:
             if rank in engine.lost:
                 raise PeerLost(f"{what}: {engine.lost[rank]}; use another rank, or make a new group")
 
-    def _check_page_for_page(self, engine: Engine, rank: int, what: str) -> None:
+    def _check_page_for_page(self, engine: Engine, rank: int, advice: str) -> None:
         if not engine.roster.page_for_page(rank):
             raise LayoutMismatch(
-                f"{what}: the pages of this rank and of rank {rank} differ in heads, page size or order, so whole "
-                f"pages cannot be sent; use send_slice or send_pages"
+                f"{advice}: the pages of this rank and of rank {rank} differ in heads, page size or order, so whole "
+                f"pages cannot be sent"
             )
+
+    def _check_forced_path(self, engine: Engine, ranks: tuple[int, ...], what: str) -> None:
+        forced = self._options.path
+        for rank in ranks:
+            if forced == "runs":
+                self._check_page_for_page(engine, rank, f"{what}: leave Options.path unset, it is {forced!r}")
+            route = engine.routes.get(rank)  # not made yet towards siblings; then the transfer itself finds out
+            if route is not None:
+                route.path(forced=forced, page_for_page=True)
 
     def _check_slot(self, what: str, state_slot: int | None, layout: KVLayout) -> None:
         if state_slot is not None and not layout.states:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchkv.errors import TransferTimeout
-from torchkv.probe import probe
-from torchkv.route import Counter, Route
+from torchkv.route import Counter
 
 if TYPE_CHECKING:
     from torchkv.engine import Engine
@@ -17,8 +14,6 @@ if TYPE_CHECKING:
     from torchkv.registration import Registration
 
 __all__ = ["Explanation", "explain"]
-
-PROBE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +64,7 @@ def explain(thread: ProgressThread, engine: Engine, registration: Registration, 
             path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
         )
     route = thread.call(lambda: engine.route(rank))
-    limit = None if common["lost"] else _measure(thread, registration, route)
+    limit = None if common["lost"] else registration.measure(thread, route)
     path = route.path(forced=engine.options.path, page_for_page=roster.page_for_page(rank))
     return Explanation(
         path=path,
@@ -79,12 +74,3 @@ def explain(thread: ProgressThread, engine: Engine, registration: Registration, 
         lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in route.counters.items()},
         **common,
     )
-
-
-def _measure(thread: ProgressThread, registration: Registration, route: Route) -> float:
-    steps = thread.call(lambda: probe(route, registration.probe_region, registration.probe_target(route.rank)))
-    deadline = time.monotonic() + PROBE_TIMEOUT
-    while (rate := thread.call(lambda: next(steps))) is None:
-        if time.monotonic() > deadline:
-            raise TransferTimeout(f"explain({route.rank}): no rate measured within {PROBE_TIMEOUT:g} s")
-    return rate

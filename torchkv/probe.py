@@ -8,20 +8,34 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchkv import hostcopy
+from torchkv.errors import TransferTimeout
+from torchkv.progress import ProgressThread
 from torchkv.route import Route
 from torchkv.transport import Batch, Region
 
-__all__ = ["PROBE_BYTES", "probe"]
+__all__ = ["PROBE_BYTES", "measure"]
 
 PROBE_BYTES = 4 << 20
 REPEATS = 8
+TIMEOUT = 10.0
 
 
-def probe(route: Route, source: Region, target: int) -> Iterator[float | None]:
-    """Yields None while it works, at last the best rate in GB/s (1e9 bytes/s) over a few repeats.
+def measure(thread: ProgressThread, route: Route, source: Region, target: int) -> float:
+    """The best rate to a peer in GB/s (1e9 bytes/s). Called from any thread but the progress thread.
 
-    ``source``: the local scratch region; ``target``: index of the peer's. What is written there means nothing.
+    ``source``: this rank's scratch region; ``target``: index of the peer's. Raises ``TransferTimeout``, ``PeerLost``.
     """
+    steps = thread.call(lambda: _probe(route, source, target))
+    deadline = time.monotonic() + TIMEOUT
+    # Step by step, so that the progress thread can serve requests in between.
+    while (rate := thread.call(lambda: next(steps))) is None:
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"no rate to rank {route.rank} could be measured within {TIMEOUT:g} s")
+    return rate
+
+
+def _probe(route: Route, source: Region, target: int) -> Iterator[float | None]:
+    """Yields None while it works, at last the best rate over a few repeats. What it writes means nothing."""
     best = 0.0
     view = route.views[target]
     zero = np.zeros(1, dtype=np.int64)

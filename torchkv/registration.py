@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,9 @@ from torchkv.card import Card, placement_cards, region_card, this_process
 from torchkv.control import Control
 from torchkv.engine import Engine
 from torchkv.env import Options
-from torchkv.errors import LayoutMismatch, ProtocolError, TransferTimeout, TransportUnavailable, error_kind
-from torchkv.probe import PROBE_BYTES, probe
+from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
+from torchkv.probe import PROBE_BYTES, measure
+from torchkv.progress import ProgressThread
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route
 from torchkv.transport import Region, RemoteView, Transport, load_transport
@@ -126,33 +126,24 @@ class Registration:
             if engine.roster.owes(rank):
                 route = engine.route(rank)
                 route.path(forced=self.options.require, page_for_page=True)
-                if self.options.min_gbps is not None:
-                    self._check_rate(route, self.options.min_gbps)
 
-    @property
-    def probe_region(self) -> Region:
-        """This rank's scratch memory for measuring."""
-        return self._regions[-1]
+    def measure(self, thread: ProgressThread, route: Route) -> float:
+        """The rate to a peer's scratch memory in GB/s. Not to be called on the progress thread."""
+        return measure(thread, route, self._regions[-1], len(self._cards[route.rank].regions) - 1)
 
-    def probe_target(self, rank: int) -> int:
-        """The index of ``rank``'s scratch memory among its regions."""
-        return len(self._cards[rank].regions) - 1
+    def check_rates(self, thread: ProgressThread, engine: Engine) -> None:
+        """Raises ``TransportUnavailable`` if a route is slower than ``Options.min_gbps``."""
+        if self.options.min_gbps is None:
+            return
+        for rank, route in engine.routes.items():
+            rate = self.measure(thread, route)
+            if rate < self.options.min_gbps:
+                raise TransportUnavailable(
+                    f"the link to rank {rank} ({route.lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
+                    f"{self.options.min_gbps:g}; see explain({rank}) for why it is no better, or lower the limit"
+                )
 
     # ------------------------------------------------------------------ inside
-
-    def _check_rate(self, route: Route, least: float) -> None:
-        deadline = time.monotonic() + self.options.timeout
-        for rate in probe(route, self.probe_region, self.probe_target(route.rank)):
-            self.transport.progress()
-            if rate is not None and rate < least:
-                raise TransportUnavailable(
-                    f"the link to rank {route.rank} ({route.lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
-                    f"{least:g}; see explain({route.rank}) for why it is no better, or lower the limit"
-                )
-            if time.monotonic() > deadline:
-                raise TransferTimeout(
-                    f"no rate measured to rank {route.rank} within {self.options.timeout:g} s (Options.timeout)"
-                )
 
     def _check_cards(self, cards: Sequence[Card]) -> None:
         if [card.rank for card in cards] != list(range(len(cards))):
