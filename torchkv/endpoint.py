@@ -131,6 +131,7 @@ class KVEndpoint:
             self._check_open(engine, what)
             for rank in owed:
                 engine.sender.check_finish(request, rank)
+            self._check_alive(engine, owed, what)
             work._expect(len(owed))
             for rank in owed:
                 engine.sender.finish(request, rank, aux=data, ticket=work, now=self._now())
@@ -214,9 +215,9 @@ class KVEndpoint:
         work = KVWork(what)
         with engine.lock:
             self._check_open(engine, what)
-            self._check_alive(engine, ranks, what)
-            for rank in ranks:
+            for rank in ranks:  # first: a tombstone repeats its own error
                 engine.sender.admit(request, rank, start=start, num_pages=len(array))
+            self._check_alive(engine, ranks, what)
             if len(ranks) > 1:
                 engine.sender.check_prefixes(request, ranks)
             work._expect(len(ranks))

@@ -110,6 +110,10 @@ class Engine:
         self._active: deque[Transfer] = deque()
         self._moved_at: dict[Transfer, float] = {}
         self._by_op: dict[SendOp, Transfer] = {}
+        self._completed: deque[KVWork] = deque()  # their callbacks are still to run
+        self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
+        self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
+        self._dead: set[int] = set()  # for ever: nothing is said to them any more
         self._dying: set[int] = set()  # dead peers whose last writes may still land
         self._next_tick = 0.0
 
@@ -121,6 +125,7 @@ class Engine:
         busy |= self._look_at_peers(now)
         with self.lock:
             busy |= self._perform(now)
+        self._announce()
         busy |= self._open_gates(now)
         busy |= self._move(now)
         if now >= self._next_tick:
@@ -131,6 +136,7 @@ class Engine:
                 self._leader.tick(now)
         with self.lock:
             busy |= self._perform(now)
+        self._announce()
         return self._speak(now) or busy
 
     def next_wake(self, now: float) -> float:
@@ -164,6 +170,7 @@ class Engine:
             self.sender.abandon(error)
             self.receiver.abandon(error)
             self._perform(0.0)
+        self._announce()
 
     # ------------------------------------------------------------------ control
 
@@ -223,6 +230,7 @@ class Engine:
 
     def _speak(self, now: float) -> bool:
         said = False
+        self._talking -= self._dead
         for rank in list(self._talking):
             session = self._sessions[rank]
             for frame in session.poll(now):
@@ -237,12 +245,33 @@ class Engine:
         for event in events:
             self._on_peer(event, now)
         for rank in list(self._dying):
-            route = self.routes.get(rank)
-            if route is None or route.channel is None or route.channel.drained:
+            if self._drained(rank):
                 self._dying.discard(rank)
+                for route in self._broken.pop(rank, ()):
+                    route.close()
                 with self.lock:
                     self.receiver.peer_dead(rank)
         return bool(events)
+
+    def _drained(self, rank: int) -> bool:
+        """Whether nothing that the dead ``rank`` wrote can land here any more."""
+        routes = self._broken.get(rank, []) + ([self.routes[rank]] if rank in self.routes else [])
+        return rank not in self._unwatched and all(r.channel is None or r.channel.drained for r in routes)
+
+    def _watch(self, rank: int) -> None:
+        """Before ``rank`` may write here: the route on which its last writes could be seen to land, if it dies."""
+        try:
+            self.route(rank)
+        except KVError as error:
+            self._unwatched.add(rank)
+            log.warning(
+                "rank %d: no route to writer %d (%s): if it dies, its pages stay quarantined",
+                self.roster.rank,
+                rank,
+                error,
+            )
+        else:
+            self._unwatched.discard(rank)
 
     def _on_peer(self, event: PeerEvent, now: float) -> None:
         log.info("rank %d: %s", self.roster.rank, event.reason)
@@ -258,6 +287,7 @@ class Engine:
             if event.state is PeerState.DEAD:
                 self.sender.peer_dead(event.rank)
                 self._dying.add(event.rank)
+                self._dead.add(event.rank)
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ actions
@@ -273,6 +303,11 @@ class Engine:
                 self._handle(self.roster.rank, self._to_self.popleft(), now)
         return performed
 
+    def _announce(self) -> None:
+        """Runs the callbacks of completed works. Without the lock, because they may call verbs."""
+        while self._completed:
+            self._completed.popleft()._announce()
+
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []
         for machine in (self.sender, self.receiver, self._leader):
@@ -284,12 +319,17 @@ class Engine:
         match action:
             case Tell(rank, message) if rank == self.roster.rank:
                 self._to_self.append(message)
+            case Tell(rank, _) if rank in self._dead:
+                pass
             case Tell(rank, message):
+                if isinstance(message, Grant):
+                    self._watch(rank)
                 self._sessions[rank].send(message)
                 self._talking.add(rank)
             case Settle(ticket, error, aux):
                 work: KVWork = ticket
-                work._settle(error, aux)
+                if work._settle(error, aux):
+                    self._completed.append(work)
                 self.changed.notify_all()
             case Account(ticket, nbytes, path):
                 ticket._account(nbytes, path)
@@ -372,11 +412,11 @@ class Engine:
     def _finish(self, transfer: Transfer, now: float) -> None:
         del self._by_op[transfer.op]
         del self._moved_at[transfer]
-        if not transfer.flushed:
-            # The channel broke under us. A later request gets a new one, if the peer is still there.
-            broken = self.routes.pop(transfer.op.dst, None)
-            if broken is not None:
-                broken.close()
+        dst = transfer.op.dst
+        if not transfer.flushed and self.routes.get(dst) is transfer.route:
+            # The channel broke under us. A later request gets a new one, if the peer is still there. The old one
+            # stays open: were the peer dead, it would be what shows that the peer's own writes have landed.
+            self._broken.setdefault(dst, []).append(self.routes.pop(dst))
         with self.lock:
             self.sender.op_finished(transfer.op, transfer.error, flushed=transfer.flushed, now=now)
 

@@ -105,9 +105,12 @@ class Options:
             if value is not None and value not in PATHS:
                 raise ProtocolError(f"Options.{name}={value!r} is not one of {', '.join(PATHS)}")
         for name in ("staging_send", "staging_recv", "sm_budget"):
-            if getattr(self, name) <= 0:
-                raise ProtocolError(f"Options.{name}={getattr(self, name)!r} must be positive")
-        if self.min_gbps is not None and not self.min_gbps > 0:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                raise ProtocolError(f"Options.{name}={value!r} must be a positive int")
+        if not isinstance(self.transport, str):
+            raise ProtocolError(f"Options.transport={self.transport!r} must be the name of a transport, or 'auto'")
+        if self.min_gbps is not None and not (isinstance(self.min_gbps, int | float) and self.min_gbps > 0):
             raise ProtocolError(f"Options.min_gbps={self.min_gbps!r} must be positive, or None to measure nothing")
         if self.checksum:
             raise TransportUnavailable("Options.checksum: no path computes checksums in this version; leave it False")

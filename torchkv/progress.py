@@ -149,8 +149,10 @@ class ProgressThread:
         self._stopping = True
         reason = "the group was destroyed" if self._crash is None else f"the progress thread failed: {self._crash!r}"
         if engine is not None:
+            with engine.changed:
+                engine.closed = reason
+                engine.changed.notify_all()  # also those who wait for something that is no work
             engine.abandon(TransferCancelled(reason))
-            engine.closed = reason
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
         for close in (

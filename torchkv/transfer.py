@@ -53,7 +53,7 @@ class Transfer:
         self._grant = grant
         self._pages = pages
         self._local = local
-        self._route = route
+        self.route = route
         self._path = path
         self._report = report
         self._pending: deque[tuple[Completion, int]] = deque()
@@ -91,7 +91,7 @@ class Transfer:
     def _direct(self) -> Iterator[int]:
         """Stores straight into the peer's pages."""
         spans = 0
-        lane = "local" if self._route.channel is None else "view"
+        lane = "local" if self.route.channel is None else "view"
         for layers in self._groups():
             total = 0
             for slab in self._plan.slabs_for(layers):
@@ -100,14 +100,14 @@ class Transfer:
                         total += nbytes
                         spans += rows
                         yield nbytes
-            self._route.count(lane, nbytes=total)
+            self.route.count(lane, nbytes=total)
             self._report(layers, total, "direct")
-        self._route.count(lane, transfers=1, spans=spans)
+        self.route.count(lane, transfers=1, spans=spans)
 
     def _copy(self, slab: Slab, layer: int) -> Iterator[tuple[int, int]]:
         """Copies one component of one layer; yields (bytes, rows) a step."""
         src_ptr = self._local.ptr(slab.component, layer)
-        dst_ptr = self._route.ptr(slab.component, layer)
+        dst_ptr = self.route.ptr(slab.component, layer)
         if slab.rows.per_pair == 1 and slab.rows.run < SHORT_RUN:
             src_off, dst_off, length = self._spans_of(slab, layer)
             ends = np.cumsum(length)
@@ -128,7 +128,7 @@ class Transfer:
 
     def _puts(self) -> Iterator[int]:
         """One-sided writes through the transport: one batch per component and layer, a flush per group."""
-        route = self._route
+        route = self.route
         assert route.channel is not None
         spans = 0
         for layers in self._groups():
@@ -163,8 +163,8 @@ class Transfer:
             yield nbytes
 
     def _flush(self) -> Iterator[int]:
-        assert self._route.channel is not None
-        flush = self._route.channel.flush()
+        assert self.route.channel is not None
+        flush = self.route.channel.flush()
         while not flush.done:
             yield 0
         if flush.error is not None:
@@ -206,7 +206,7 @@ class Transfer:
 
     def _key(self, slab: Slab, layer: int) -> _Key:
         src_stride = self._local.placements[slab.component, layer].page_stride
-        dst_stride = self._route.placements[slab.component, layer].page_stride
+        dst_stride = self.route.placements[slab.component, layer].page_stride
         return (slab.component, slab.heads.start, slab.holders, slab.index, src_stride, dst_stride)
 
     def _offsets_of(self, slab: Slab, layer: int) -> tuple[Int64Array, Int64Array]:
@@ -234,7 +234,7 @@ class Transfer:
     def _batch(self, slab: Slab, layer: int) -> Batch:
         src, dst, length = self._spans_of(slab, layer)
         ours = self._local.placements[slab.component, layer]
-        theirs = self._route.placements[slab.component, layer]
+        theirs = self.route.placements[slab.component, layer]
         return Batch(
             local_region=np.full(len(src), self._local.regions[ours.storage], dtype=np.int64),
             local_offset=src + ours.offset,

@@ -132,26 +132,35 @@ class KVWork(dist.Work):
         self.bytes += nbytes
         self._paths.add(path)
 
-    def _settle(self, error: KVError | None, aux: bytes = b"") -> None:
-        """One part is over. The first error decides; completion waits for all parts."""
+    def _settle(self, error: KVError | None, aux: bytes = b"") -> bool:
+        """One part is over. The first error decides; completion waits for all parts. True if it was the last.
+
+        The engine then calls `_announce`, which may run callbacks, without holding any lock.
+        """
         assert self._parts > 0
         self._error = self._error or error
         self._parts -= 1
         if self._parts == 0:
             self.aux = aux
             self._complete()
+        return self._is_done
 
     def _complete(self) -> None:
         with _futures:
             self._ended = time.perf_counter()
             self._is_done = True
             self._latch.release()
-            if self._future is not None:
-                self._resolve(self._future)
+
+    def _announce(self) -> None:
+        """Resolves the future, if somebody has asked for it. Its callbacks may call any verb."""
+        with _futures:
+            future = self._future
+        if future is not None and not future.done():
+            self._resolve(future)
 
     def _wait_done(self, limit: float) -> bool:
         """Blocks until completion, or for ``limit`` seconds if that is positive. Whether it is complete."""
-        if not self._is_done and self._latch.acquire(timeout=limit if limit > 0 else -1):
+        if not self._is_done and self._latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX) if limit > 0 else -1):
             self._latch.release()  # for the next waiter
         return self._is_done
 

@@ -65,6 +65,5 @@ CASES = (
         path="slices",
         tls="tcp",
         limit="python puts",
-        gate=5.0,
     ),
 )

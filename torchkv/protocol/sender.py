@@ -122,7 +122,8 @@ class Sender:
         life = self._life(op.request, op.dst, now)
         for layer in op.layers:
             life.given.setdefault(layer, Coverage()).add(op.start, op.start + op.num_pages)
-        life.num_pages = max(life.num_pages, op.start + op.num_pages)
+        if op.num_pages:  # an empty chunk promises nothing, wherever it starts
+            life.num_pages = max(life.num_pages, op.start + op.num_pages)
         if life.grant is None:
             life.queue.append(op)
             self._queued_pages += op.num_pages

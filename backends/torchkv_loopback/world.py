@@ -1,0 +1,221 @@
+"""A simulated world: a virtual clock, datagrams that get lost, and nodes that die, freeze or lose sight of each other.
+
+Nothing here reads the real clock or starts a thread, and all chance comes from one seeded generator: the same
+seed and the same calls give the same run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from torchkv.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from torchkv_loopback.transport import LoopbackTransport
+
+__all__ = ["Faults", "Mortal", "World"]
+
+Link = tuple[int, int]  # source node, destination node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """How badly the network behaves.
+
+    drop, duplicate: probability that a datagram is lost, or delivered twice. min_delay, max_delay: bounds in
+    seconds of every delay: a datagram's, and each half of the way of a piece of a put (read, then land).
+    survive: probability that a piece which a killed writer had in flight still lands. window: spans that one
+    round of progress posts for one put. pieces: into how many pieces such a window is cut at most.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    min_delay: float = 1e-6
+    max_delay: float = 1e-5
+    survive: float = 0.5
+    window: int = 8192
+    pieces: int = 8
+
+
+class Mortal(Protocol):
+    """What hears that a node has ended: a channel of ``node`` towards it."""
+
+    node: int
+
+    def lose(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Node:
+    inbox: list[bytes] = field(default_factory=list)
+    alive: bool = True
+    paused: bool = False
+    channels: list[Mortal] = field(default_factory=list)  # others' channels towards this node
+    signals: list[int] = field(default_factory=lambda: [0] * 64)
+
+
+class World:
+    """Nodes, the clock and everything in flight between them.
+
+    Nodes are numbered from 0 in order of `add_node`. ``self_driven``: each transport's ``progress()`` moves the
+    clock on by itself, because nobody else calls `advance`.
+    """
+
+    def __init__(self, seed: int = 0, *, faults: Faults | None = None, self_driven: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.faults = Faults() if faults is None else faults
+        self.self_driven = self_driven
+        self.now = 0.0
+        self.identity = self.random.getrandbits(64)
+        self.in_flight: Counter[Link] = Counter()  # pieces of puts that may still land
+        self.transports: dict[int, LoopbackTransport] = {}  # open ones, by node
+        self._nodes: list[_Node] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._scheduled = 0
+        self._cut: set[Link] = set()
+        self._held: dict[Link, list[Callable[[], None]]] = {}
+
+    # ------------------------------------------------------------------ time
+
+    def schedule(self, delay: float, action: Callable[[], None]) -> None:
+        """Runs ``action`` ``delay`` seconds from now; of two at one time, the one scheduled first."""
+        heapq.heappush(self._events, (self.now + delay, self._scheduled, action))
+        self._scheduled += 1
+
+    def delay(self) -> float:
+        """A random delay within the bounds of the faults, in seconds."""
+        return self.random.uniform(self.faults.min_delay, self.faults.max_delay)
+
+    @property
+    def next_event(self) -> float | None:
+        """When the next event is due, or None if nothing is scheduled."""
+        return self._events[0][0] if self._events else None
+
+    def run_due(self) -> bool:
+        """Runs every event that is due by now. True if there was one."""
+        ran = False
+        while self._events and self._events[0][0] <= self.now:
+            heapq.heappop(self._events)[2]()
+            ran = True
+        return ran
+
+    def advance(self, limit: float | None = None) -> bool:
+        """Moves the clock to the next event, or to ``limit`` if that is earlier, and runs what is due.
+
+        False if there is neither.
+        """
+        times = [time for time in (self.next_event, limit) if time is not None]
+        if not times:
+            return False
+        self.now = max(self.now, min(times))
+        self.run_due()
+        return True
+
+    # ------------------------------------------------------------------ nodes
+
+    def add_node(self) -> int:
+        self._nodes.append(_Node())
+        return len(self._nodes) - 1
+
+    def exists(self, node: int) -> bool:
+        return 0 <= node < len(self._nodes)
+
+    def alive(self, node: int) -> bool:
+        return self._nodes[node].alive
+
+    def paused(self, node: int) -> bool:
+        return self._nodes[node].paused
+
+    def kill(self, node: int) -> None:
+        """Ends a node at once. Each piece it has in flight still lands or vanishes at random."""
+        self.remove(node, f"node {node} was killed")
+        for link in [link for link in self._held if link[0] == node]:
+            self._release(link)
+
+    def remove(self, node: int, reason: str) -> None:
+        """The node is gone; channels towards it learn so after a while."""
+        found = self._nodes[node]
+        if not found.alive:
+            return
+        found.alive = False
+        found.inbox.clear()
+        for channel in found.channels:
+            self.schedule(self.delay(), lambda channel=channel: channel.lose(reason))  # type: ignore[misc]
+        found.channels.clear()
+
+    def pause(self, node: int) -> None:
+        """Stops the node as SIGSTOP does: it takes no step, but what it has posted still lands."""
+        self._nodes[node].paused = True
+
+    def resume(self, node: int) -> None:
+        self._nodes[node].paused = False
+
+    def sever(self, src: int, dst: int) -> None:
+        """Breaks the channels from ``src`` to ``dst``, though both live; what they have in flight still lands."""
+        for channel in [channel for channel in self._nodes[dst].channels if channel.node == src]:
+            self._nodes[dst].channels.remove(channel)
+            channel.lose(f"the link from node {src} to node {dst} broke")
+
+    def watch(self, node: int, channel: Mortal) -> None:
+        """``channel.lose`` is called some time after ``node`` has ended."""
+        if self.alive(node):
+            self._nodes[node].channels.append(channel)
+        else:
+            channel.lose(f"node {node} has ended")
+
+    def unwatch(self, node: int, channel: Mortal) -> None:
+        self._nodes[node].channels = [known for known in self._nodes[node].channels if known is not channel]
+
+    def signals(self, node: int) -> list[int]:
+        """The 64 signal slots of a node."""
+        return self._nodes[node].signals
+
+    # ------------------------------------------------------------------ links
+
+    def partition(self, src: int, dst: int) -> None:
+        """Cuts one direction: datagrams are lost, pieces of puts wait until `heal` (or the writer's death)."""
+        self._cut.add((src, dst))
+
+    def heal(self, src: int, dst: int) -> None:
+        self._cut.discard((src, dst))
+        self._release((src, dst))
+
+    def reaches(self, src: int, dst: int) -> bool:
+        """Whether the direction is not cut. A dead writer's pieces have left it already, so nothing holds them."""
+        return (src, dst) not in self._cut
+
+    def hold(self, src: int, dst: int, action: Callable[[], None]) -> None:
+        """Runs ``action`` some time after the direction has healed."""
+        self._held.setdefault((src, dst), []).append(action)
+
+    def _release(self, link: Link) -> None:
+        for action in self._held.pop(link, []):
+            self.schedule(self.delay(), action)
+
+    # ------------------------------------------------------------------ datagrams
+
+    def send(self, src: int, dst: int, data: bytes) -> None:
+        """A datagram: lost, doubled and delayed as the faults say."""
+        if not (self.alive(src) and self.reaches(src, dst)):
+            return
+        copies = 1 + (self.random.random() < self.faults.duplicate)
+        for _ in range(copies):
+            if self.random.random() >= self.faults.drop:
+                self.schedule(self.delay(), lambda: self._deliver(src, dst, data))
+
+    def receive(self, dst: int) -> list[bytes]:
+        """The datagrams that have arrived at ``dst`` since the last call."""
+        node = self._nodes[dst]
+        arrived, node.inbox = node.inbox, []
+        return arrived
+
+    def _deliver(self, src: int, dst: int, data: bytes) -> None:
+        if not self.exists(dst):
+            raise ProtocolError(f"datagram of node {src} to node {dst}, which does not exist")
+        if self._nodes[dst].alive and self.reaches(src, dst):
+            self._nodes[dst].inbox.append(data)

@@ -1,0 +1,266 @@
+"""The way to one peer over UCX: an endpoint, the peer's regions, and a queue of operations."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchkv import hostmem
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
+from torchkv.transport import Batch, Channel, Int64Array, RemoteView
+from torchkv_ucx import pump
+from torchkv_ucx.libucp import LibUCP
+from torchkv_ucx.mailbox import SIGNAL_NBYTES, SLOTS, Mailbox
+from torchkv_ucx.operation import FlushOperation, Link, Operation, PutOperation, SignalOperation, VectoredPut
+from torchkv_ucx.process import LocalProcess
+from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
+from torchkv_ucx.wire import AddressBlob, RegionBlob
+
+__all__ = ["UCXChannel"]
+
+# UCX holds one TCP connection per pair, reads it to its end before it reports the endpoint as failed, and closes
+# it then; over cma the writer's own process stores. So a failed endpoint of an ended process is quiet at once; the
+# rounds let UCX finish what it has put off (discarding lanes, purging requests).
+_SMALL = 32 << 10  # bytes a span, on average, below which system calls dominate (measured)
+_ROUNDS_AFTER_DEATH = 3
+_CLOSE_SECONDS = 5.0  # for UCX to give back requests after a forced close, which is a matter of milliseconds
+
+
+class UCXChannel(Channel):
+    """See `torchkv.transport.Channel`. Made by ``UCXTransport.connect``."""
+
+    def __init__(
+        self,
+        library: LibUCP,
+        worker: int,
+        endpoint: Any,
+        peer: AddressBlob,
+        regions: Sequence[RegionBlob],
+        local: LocalRegions,
+        mailbox: Mailbox,
+        mailbox_memh: int,
+    ) -> None:
+        self._library = library
+        self._endpoint = endpoint
+        self._handle = int(endpoint.handle)
+        self._peer = f"peer process {peer.pid}"
+        self._local = local
+        self._mailbox = mailbox
+        self._mailbox_memh = mailbox_memh
+        self._shares = [(blob.share, blob.nbytes) for blob in regions]
+        self._views: dict[int, hostmem.Segment | None] = {}
+        self._link = Link(library.functions, worker, self._handle, self._describe)
+        self._link_text = ""
+        self._failure: KVError | None = None
+        self._closed = False
+        self._rounds_after_death = 0
+        self._unstepped = False  # an operation came after the last step
+        self._queue: deque[Operation] = deque()
+        self._posted: list[Operation] = []
+        self._peer_mailbox = peer.mailbox.base
+        self._remote = RemoteRegions(
+            np.array([blob.base for blob in regions], dtype=np.int64),
+            np.array([blob.nbytes for blob in regions], dtype=np.int64),
+            np.zeros(len(regions), dtype=np.int64),
+        )
+        self._mailbox_rkey = np.zeros(1, dtype=np.int64)
+        # Before the greeting: if that gets through, the process behind this pid was and is the peer.
+        self._process = _local_process(peer.pid)
+        self._unpack_rkeys(peer.mailbox, regions)
+        # Without traffic of its own UCX would neither connect nor notice that the peer has died.
+        self._greeting = FlushOperation(self._link, f"connecting to {self._peer}")
+        self._enqueue(self._greeting)
+
+    def _unpack_rkeys(self, mailbox: RegionBlob, regions: Sequence[RegionBlob]) -> None:
+        try:
+            self._mailbox_rkey[0] = self._library.unpack_rkey(self._handle, mailbox.rkey)
+            for index, blob in enumerate(regions):
+                if blob.nbytes:
+                    self._remote.rkey[index] = self._library.unpack_rkey(self._handle, blob.rkey)
+        except TransportUnavailable:
+            self._destroy_rkeys()
+            raise
+
+    def _destroy_rkeys(self) -> None:
+        for rkeys in (self._mailbox_rkey, self._remote.rkey):
+            for rkey in rkeys[rkeys != 0]:
+                self._library.destroy_rkey(int(rkey))
+            rkeys[:] = 0
+
+    @property
+    def link(self) -> str:
+        if not self._link_text and self._greeting.done and self._failure is None and not self._closed:
+            self._link_text = self._library.put_lanes(self._handle)
+        return self._link_text
+
+    def put(self, batch: Batch) -> PutOperation:
+        self._require_usable()
+        spans = resolve(batch, self._local, self._remote, self._peer)
+        name = f"put of {len(spans.length)} spans to {self._peer}"
+        if self._process is not None and _are_small(spans.length) and self.link.startswith("cma"):
+            operation: PutOperation = VectoredPut(self._link, name, spans, self._process)
+        else:
+            operation = PutOperation(self._link, name, spans)
+        self._enqueue(operation)
+        return operation
+
+    def flush(self) -> FlushOperation:
+        self._require_usable()
+        operation = FlushOperation(self._link, f"flush to {self._peer}")
+        self._enqueue(operation)
+        return operation
+
+    def signal(self, slot: int, value: int) -> SignalOperation:
+        self._require_usable()
+        if not 0 <= slot < SLOTS:
+            raise ProtocolError(f"signal slot {slot} to {self._peer}: allowed are 0..{SLOTS - 1}")
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ProtocolError(f"signal value {value} to {self._peer} does not fit int64")
+        target = self._peer_mailbox + slot * SIGNAL_NBYTES
+        operation = SignalOperation(
+            self._link, f"signal {slot} to {self._peer}", self._mailbox, value, target, self._mailbox_memh,
+            self._mailbox_rkey,
+        )  # fmt: skip
+        self._enqueue(operation)
+        return operation
+
+    def view(self, region: int) -> RemoteView | None:
+        if self._closed:
+            raise ProtocolError(f"view of region {region}: the channel to {self._peer} is closed")
+        if not 0 <= region < len(self._shares):
+            raise ProtocolError(f"{self._peer} has no region {region}: it published {len(self._shares)}")
+        if region not in self._views:
+            self._views[region] = self._map(region)
+        segment = self._views[region]
+        if segment is None:
+            return None
+        return RemoteView(segment.ptr, self._shares[region][1], torch.device("cpu"))
+
+    def _map(self, region: int) -> hostmem.Segment | None:
+        share, nbytes = self._shares[region]
+        if not share:
+            return None
+        try:
+            segment = hostmem.open_segment(share)
+        except TransportUnavailable:  # another host or container: puts still reach it
+            return None
+        if segment.nbytes < nbytes:
+            segment.close()
+            raise ProtocolError(
+                f"{self._peer} published region {region} with {nbytes} bytes over a segment of {segment.nbytes}"
+            )
+        return segment
+
+    @property
+    def drained(self) -> bool:
+        return self._rounds_after_death >= _ROUNDS_AFTER_DEATH
+
+    @property
+    def _alive(self) -> bool:
+        return self._endpoint is not None and bool(self._endpoint.alive)
+
+    @property
+    def idle(self) -> bool:
+        """No operation is under way."""
+        return not self._queue and not self._posted
+
+    def uses_local(self, region: int) -> bool:
+        """Whether an unfinished put reads from local region ``region``."""
+        return any(
+            isinstance(operation, PutOperation) and operation.uses_local(region)
+            for operation in (*self._posted, *self._queue)
+        )
+
+    def _enqueue(self, operation: Operation) -> None:
+        self._queue.append(operation)
+        self._unstepped = True
+
+    def step(self, budget_ns: int) -> bool:
+        """Advances the operations for about ``budget_ns``. True if anything moved."""
+        self._unstepped = False
+        if self._failure is None and not self._alive:
+            self._fail(PeerLost(f"UCX has lost {self._peer}: its process has ended or the network to it is down"))
+        moved = False
+        for operation in self._posted:
+            moved = operation.step(budget_ns) or moved
+        while self._queue:
+            operation = self._queue[0]
+            moved = operation.step(budget_ns) or moved
+            if not operation.posted:
+                break
+            self._queue.popleft()
+            self._posted.append(operation)
+            self._settle(operation)
+        for operation in self._posted:
+            self._settle(operation)
+        self._posted = [operation for operation in self._posted if not operation.done]
+        return moved
+
+    def note_round(self) -> None:
+        """Told once per round of progress, after all steps; feeds ``drained``."""
+        if self._failure is not None and self.idle and not self._alive and not self._closed:
+            self._rounds_after_death = min(self._rounds_after_death + 1, _ROUNDS_AFTER_DEATH)
+
+    @property
+    def wants_progress(self) -> bool:
+        """Progress would change something though UCX reports no event."""
+        return self._unstepped or (self._failure is not None and not self._closed and not self.drained)
+
+    def _settle(self, operation: Operation) -> None:
+        """A failed operation takes the channel with it: what follows could not be vouched for."""
+        if operation.done and operation.failed and self._failure is None:
+            assert operation.error is not None
+            self._fail(operation.error)
+
+    def _fail(self, failure: KVError) -> None:
+        self._failure = failure
+        for operation in (*self._posted, *self._queue):
+            operation.stop(failure)
+
+    def _describe(self, status: int, what: str) -> KVError:
+        return self._library.error(status, what, peer_alive=self._alive)
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise ProtocolError(f"the channel to {self._peer} is closed")
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._fail(PeerLost(f"the channel to {self._peer} was closed"))
+        # A forced close, since the endpoint detects failures: it waits for no peer. Requests end with it; keys and
+        # sources must outlive them.
+        self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while not self.idle and time.monotonic() < deadline:
+            pump.advance(self._link.functions, self._link.worker, 100_000)
+            self.step(100_000)
+        self._destroy_rkeys()
+        if self._process is not None:
+            self._process.close()
+        for segment in self._views.values():
+            if segment is not None:
+                segment.close()
+        self._views.clear()
+        self._endpoint = None  # holds UCXX's worker, and with it UCX's file descriptors
+
+
+def _local_process(pid: int) -> LocalProcess | None:
+    """The peer, if it may be a process of this host; whether it is, the lane that UCX chooses tells later."""
+    try:
+        return LocalProcess(pid)
+    except OSError:
+        return None
+
+
+def _are_small(length: Int64Array) -> bool:
+    """Whether system calls, rather than bytes, would dominate puts of these lengths."""
+    return len(length) > 1 and int(length.sum()) < len(length) * _SMALL

@@ -1,0 +1,131 @@
+"""The UCX settings torchkv needs. They are read when UCX loads, so they must stand before ``import ucxx``.
+
+A variable the user has set always wins. The reasons, one per setting:
+
+* ``RNDV_THRESH=inf``: with peer-failure detection on, UCX refuses shared-memory copy lanes (cma) as long as
+  rendezvous is possible at all, and quietly falls back to TCP. torchkv sends no tagged messages: nothing is lost.
+* ``PROTO_EMULATION_ENABLE=n``: a put that no lane can do fails at once, instead of crawling through active
+  messages. TCP has a true put lane and does not need the emulation.
+* ``MEMTYPE_CACHE=n``: the cache misjudges memory that was allocated before UCX hooked the allocator.
+* ``ERROR_SIGNALS=``: UCX must not replace the signal handlers of the Python program it is a guest in.
+* ``LOG_LEVEL=fatal``: what fails comes back as a typed error; UCX would also log one line for every put that a
+  dead peer has left in the socket, by the thousand.
+* ``CM_REUSEADDR=y``: a restarted process can listen on the port of its former life.
+* ``NET_DEVICES``: UCX listens on *every* interface by default, and whoever completes its handshake may write
+  into registered memory. torchkv opens only the interface the job runs on, see `net_devices`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from functools import cache
+from pathlib import Path
+
+from torchkv.env import interface_from_env
+from torchkv.errors import TransportUnavailable
+
+__all__ = ["context_config", "net_devices", "prepare"]
+
+_SETTINGS = {
+    "UCX_RNDV_THRESH": "inf",
+    "UCX_PROTO_EMULATION_ENABLE": "n",
+    "UCX_MEMTYPE_CACHE": "n",
+    "UCX_ERROR_SIGNALS": "",
+    "UCX_CM_REUSEADDR": "y",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_LOG_FILE": "stderr",  # the default, stdout, is where programs print their results
+}
+
+# What ``import ucxx`` itself writes into the environment where the user has set nothing.
+_SET_BY_UCXX = {"UCX_RNDV_THRESH": "8192"}
+
+_SIOCGIFADDR = 0x8915
+
+
+def prepare() -> None:
+    """Writes torchkv's UCX settings into the environment, where the user has set nothing.
+
+    Raises ``TransportUnavailable`` if ``TORCHKV_INTERFACE`` names no address or interface of this host.
+    """
+    context_config()
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if "UCX_NET_DEVICES" not in os.environ:
+        os.environ["UCX_NET_DEVICES"] = net_devices()
+
+
+@cache
+def context_config() -> dict[str, str]:
+    """Settings for each context: those that somebody else's earlier ``import ucxx`` has spoiled.
+
+    Answered once, before torchkv itself imports UCXX: until then what stands in the environment is the user's.
+    """
+    if "ucxx" not in sys.modules:
+        return {}
+    spoiled = [name for name, value in _SET_BY_UCXX.items() if os.environ.get(name) == value]
+    return {name.removeprefix("UCX_"): _SETTINGS[name] for name in spoiled}
+
+
+def net_devices() -> str:
+    """The value for ``UCX_NET_DEVICES``: ``lo`` for a job on this host, else the interface the job runs on.
+
+    ``TORCHKV_INTERFACE`` (an address of this host, or the name of an interface) decides; without it the route
+    towards ``MASTER_ADDR`` does. RDMA devices are added for a job across hosts, since UCX lists them by names of
+    their own.
+    """
+    wanted = interface_from_env()
+    if wanted is None:
+        wanted = _address_towards(os.environ.get("MASTER_ADDR", "localhost"))
+    names = [name for _, name in socket.if_nameindex()]
+    if wanted in names:
+        device = wanted
+    elif _is_loopback(wanted):
+        device = "lo"
+    else:
+        device = next((name for name in names if _address_of(name) == wanted), "")
+    if not device:
+        raise TransportUnavailable(
+            f"no network interface of this host has the address {wanted!r} (interfaces: {', '.join(names)}); "
+            "set TORCHKV_INTERFACE to an IPv4 address or interface of this host, or UCX_NET_DEVICES yourself"
+        )
+    return device if device == "lo" else ",".join([device, *_rdma_ports()])
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _address_towards(host: str) -> str:
+    """The local IPv4 address from which packets to ``host`` leave."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # a datagram socket: finds the route, sends nothing
+        except OSError as error:
+            raise TransportUnavailable(
+                f"MASTER_ADDR={host!r} cannot be reached over IPv4 ({error}); set TORCHKV_INTERFACE or UCX_NET_DEVICES"
+            ) from error
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _address_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # the interface has no IPv4 address
+            return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def _rdma_ports() -> list[str]:
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    return [f"{port.parent.parent.name}:{port.name}" for port in ports]

@@ -1,0 +1,192 @@
+"""libucp's C API, as far as UCXX does not wrap it: memory handles, remote keys, and what an endpoint is made of.
+
+UCXX gives context, worker and endpoint; their raw handles go in here. Nothing in this module is on the hot path
+(see `pump`). Structures follow ``ucp.h``; each has a field mask, and spare room for later UCX releases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchkv.errors import KVError, PeerLost, TransportUnavailable
+from torchkv.transport import Int64Array
+
+__all__ = ["FUNCTIONS", "LibUCP", "load", "request_params"]
+
+# The C functions that compiled code calls, in the order in which `pump` indexes their addresses.
+FUNCTIONS = (
+    "ucp_put_nbx",
+    "ucp_ep_flush_nbx",
+    "ucp_request_check_status",
+    "ucp_request_free",
+    "ucp_worker_progress",
+    "clock_gettime",
+    "process_vm_writev",
+)
+
+_OK, _BUSY = 0, -15
+_FIELD_MEMORY_TYPE, _FIELD_MEMH = 1 << 6, 1 << 8
+_MEMORY_TYPE_HOST = 0
+_LANE = re.compile(r"lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+?)(?:\.\d+)?\s(?P<roles>.*)")
+
+# UCS_ERR_*: IO_ERROR, UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET
+_PEER_LOST = frozenset({-3, -6, -16, -20, -23, -24, -25})
+_FIRST_LINK_ERROR, _LAST_ENDPOINT_ERROR = -40, -89
+
+
+class _MemMapParams(ctypes.Structure):
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("address", ctypes.c_void_p),
+        ("length", ctypes.c_size_t),
+        ("flags", ctypes.c_uint),
+        ("prot", ctypes.c_uint),
+        ("memory_type", ctypes.c_int),
+        ("exported_memh_buffer", ctypes.c_void_p),
+        ("spare", ctypes.c_uint64 * 8),
+    )
+
+
+class LibUCP:
+    """The functions of the libucp that UCXX has loaded into this process."""
+
+    def __init__(self, path: str) -> None:
+        self._ucp = ctypes.CDLL(path)
+        self._ucs = ctypes.CDLL(path.replace("libucp", "libucs"))
+        self._c = ctypes.CDLL(None)
+        pointer, status = ctypes.c_void_p, ctypes.c_int8  # ucs_status_t is a packed, signed enum
+        self._mem_map = self._bind("ucp_mem_map", status, pointer, pointer, pointer)
+        self._mem_unmap = self._bind("ucp_mem_unmap", status, pointer, pointer)
+        self._rkey_pack = self._bind("ucp_rkey_pack", status, pointer, pointer, pointer, pointer)
+        self._rkey_buffer_release = self._bind("ucp_rkey_buffer_release", None, pointer)
+        self._rkey_unpack = self._bind("ucp_ep_rkey_unpack", status, pointer, pointer, pointer)
+        self._rkey_destroy = self._bind("ucp_rkey_destroy", None, pointer)
+        self._get_efd = self._bind("ucp_worker_get_efd", status, pointer, pointer)
+        self._arm = self._bind("ucp_worker_arm", status, pointer)
+        self._print_info = self._bind("ucp_ep_print_info", None, pointer, pointer)
+        self._status_string: Callable[[int], bytes] = self._ucs.ucs_status_string
+        self._ucs.ucs_status_string.restype = ctypes.c_char_p
+        self._ucs.ucs_status_string.argtypes = (status,)
+        self._c.fdopen.restype = pointer
+        self._c.fclose.argtypes = (pointer,)
+        self.functions: Int64Array = np.array([self._address(name) for name in FUNCTIONS], dtype=np.int64)
+
+    def _bind(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function = getattr(self._ucp, name)
+        function.restype, function.argtypes = result, arguments
+        bound: Callable[..., Any] = function
+        return bound
+
+    def _address(self, name: str) -> int:
+        library = self._ucp if name.startswith("ucp_") else self._c
+        address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def map_memory(self, context: int, address: int, nbytes: int) -> int:
+        """Registers host memory; returns its ``ucp_mem_h``. Raises ``TransportUnavailable``."""
+        params = _MemMapParams(field_mask=1 | 2 | 16, address=address, length=nbytes, memory_type=_MEMORY_TYPE_HOST)
+        memh = ctypes.c_void_p()
+        status = self._mem_map(context, ctypes.byref(params), ctypes.byref(memh))
+        if status != _OK or memh.value is None:
+            raise TransportUnavailable(
+                f"UCX cannot register {nbytes} bytes of host memory: {self.describe(status)}; check `ulimit -l`"
+            )
+        return memh.value
+
+    def unmap_memory(self, context: int, memh: int) -> None:
+        self._mem_unmap(context, memh)
+
+    def pack_rkey(self, context: int, memh: int) -> bytes:
+        """The remote key of registered memory, as bytes for a peer."""
+        buffer, size = ctypes.c_void_p(), ctypes.c_size_t()
+        status = self._rkey_pack(context, memh, ctypes.byref(buffer), ctypes.byref(size))
+        if status != _OK or buffer.value is None:
+            raise TransportUnavailable(f"UCX cannot export registered memory: {self.describe(status)}")
+        packed = ctypes.string_at(buffer.value, size.value)
+        self._rkey_buffer_release(buffer)
+        return packed
+
+    def unpack_rkey(self, endpoint: int, packed: bytes) -> int:
+        """The ``ucp_rkey_h`` of a peer's memory on ``endpoint``. Raises ``TransportUnavailable``."""
+        # UCX parses without knowing the length: zeros behind the key keep a truncated one from reading astray.
+        buffer = ctypes.create_string_buffer(packed, len(packed) + (1 << 15))
+        rkey = ctypes.c_void_p()
+        status = self._rkey_unpack(endpoint, ctypes.addressof(buffer), ctypes.byref(rkey))
+        if status != _OK or rkey.value is None:
+            raise TransportUnavailable(f"no UCX lane reaches the peer's memory: {self.describe(status)}")
+        return rkey.value
+
+    def destroy_rkey(self, rkey: int) -> None:
+        self._rkey_destroy(rkey)
+
+    def event_fd(self, worker: int) -> int:
+        """The worker's event descriptor; it stays UCX's own."""
+        fd = ctypes.c_int()
+        status = self._get_efd(worker, ctypes.byref(fd))
+        if status != _OK:
+            raise TransportUnavailable(f"UCX gives no event descriptor: {self.describe(status)}")
+        return fd.value
+
+    def arm(self, worker: int) -> bool:
+        """True if the event descriptor will report the next event; False if there is work already."""
+        status: int = self._arm(worker)
+        if status not in (_OK, _BUSY):
+            raise TransportUnavailable(f"UCX cannot arm its event descriptor: {self.describe(status)}")
+        return status == _OK
+
+    def put_lanes(self, endpoint: int) -> str:
+        """What carries puts on ``endpoint``, e.g. ``"cma/memory"``; lanes joined by ``+``; ``""`` if none yet."""
+        fd = os.memfd_create("ucp-ep-info", os.MFD_CLOEXEC)
+        try:
+            stream = self._c.fdopen(os.dup(fd), b"w")
+            self._print_info(endpoint, stream)
+            self._c.fclose(stream)
+            text = os.pread(fd, 1 << 16, 0).decode("ascii", "replace")
+        finally:
+            os.close(fd)
+        lanes = [match for match in map(_LANE.search, text.splitlines()) if match]
+        puts = [f"{lane['transport']}/{lane['device']}" for lane in lanes if re.search(r"\brma(_bw)?\b", lane["roles"])]
+        if puts:
+            return "+".join(dict.fromkeys(puts))
+        return "+".join(f"{lane['transport']}/{lane['device']} (emulated put)" for lane in lanes[:1])
+
+    def describe(self, status: int) -> str:
+        return f"{self._status_string(status).decode('ascii', 'replace')} (ucs_status {status})"
+
+    def error(self, status: int, what: str, *, peer_alive: bool) -> KVError:
+        """The typed error for a failed operation. ``what`` names operation and peer."""
+        cancelled_alive = status == -16 and peer_alive  # what UCX says where no lane can do the put
+        lost = status in _PEER_LOST or _LAST_ENDPOINT_ERROR <= status <= _FIRST_LINK_ERROR
+        if lost and not cancelled_alive:
+            return PeerLost(f"{what} failed: {self.describe(status)}; the peer's process has probably ended")
+        return TransportUnavailable(
+            f"{what} failed: {self.describe(status)}; UCX_LOG_LEVEL=info UCX_PROTO_INFO=used show why"
+        )
+
+
+@cache
+def load() -> LibUCP:
+    """The libucp that UCXX uses. Call after ``import ucxx``; which file that is, only the process map tells."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "/libucp.so" in path or "/libucp-" in path:
+            return LibUCP(path)
+    raise TransportUnavailable("UCXX is imported but has not loaded libucp; reinstall ucxx-cu13 and libucx-cu13")
+
+
+def request_params(*, with_memory: bool) -> Int64Array:
+    """A ``ucp_request_param_t`` as int64 words; word 8 is the memory handle, set per put."""
+    words = np.zeros(24, dtype=np.int64)
+    if with_memory:
+        words[0] = _FIELD_MEMORY_TYPE | _FIELD_MEMH
+        words[6] = _MEMORY_TYPE_HOST
+    return words

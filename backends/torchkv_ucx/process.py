@@ -1,0 +1,59 @@
+"""A peer process on this host, as the kernel knows it: to write into its memory, and to see that it still lives."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+
+from torchkv.errors import KVError, PeerLost, TransportUnavailable
+from torchkv.transport import Int64Array
+
+__all__ = ["LocalProcess"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Vector(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class LocalProcess:
+    """Opened while the peer is known to live, so that its pid cannot mean another process unnoticed."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ``OSError`` if there is no such process, or the kernel has no pidfds."""
+        self.pid = pid
+        self._fd: int | None = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    @property
+    def ended(self) -> bool:
+        return self._fd is None or bool(self._poll.poll(0))
+
+    def why_not_written(self, what: str, source: Int64Array, target: Int64Array, length: Int64Array) -> KVError:
+        """The error for a vectored write that the kernel refused at one of these spans: tries them one by one."""
+        for src, dst, nbytes in zip(source.tolist(), target.tolist(), length.tolist(), strict=True):
+            local, remote = _Vector(src, nbytes), _Vector(dst, nbytes)
+            done = _libc.process_vm_writev(
+                self.pid,
+                ctypes.byref(local),
+                ctypes.c_ulong(1),
+                ctypes.byref(remote),
+                ctypes.c_ulong(1),
+                ctypes.c_ulong(0),
+            )
+            if done != nbytes:
+                code = ctypes.get_errno() if done < 0 else errno.EFAULT
+                text = f"{what}: process_vm_writev into process {self.pid} failed: {os.strerror(code)}"
+                return TransportUnavailable(text) if code in {errno.EPERM, errno.ENOSYS} else PeerLost(text)
+        return PeerLost(f"{what}: process_vm_writev into process {self.pid} failed once and then worked: not trusted")
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,280 @@
+"""The compiled inner loop: posts puts, drives UCX, reaps what has finished. No Python per descriptor, no GIL.
+
+C functions are called through their addresses, which arrive as plain integers: so the machine code does not
+depend on where libucp was loaded, and numba can keep it on disk between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from torchkv.transport import Int64Array
+
+__all__ = [
+    "COUNT",
+    "CURSOR",
+    "RING_COLUMNS",
+    "STATE_WORDS",
+    "STATUS",
+    "STOPPED",
+    "VECTOR",
+    "WINDOW",
+    "advance",
+    "post_flush",
+    "pump",
+    "reap",
+    "write_vectors",
+]
+
+# What one put may have outstanding. Over TCP a request ends only when the peer's progress has answered, so that
+# small puts need many; bytes are bounded as well, because what is posted cannot be cancelled.
+WINDOW = 8192
+_WINDOW_NBYTES = 16 << 20
+
+# Words of an operation's state: next span to post; oldest request in the ring; requests outstanding; bytes
+# outstanding; first failure; whether to post no more.
+CURSOR, _HEAD, COUNT, _NBYTES, STATUS, STOPPED, STATE_WORDS = 0, 1, 2, 3, 4, 5, 6
+
+# Columns of the ring.
+_REQUEST, _LENGTH, RING_COLUMNS = 0, 1, 2
+
+# Indices into the table of function addresses; the order is libucp.FUNCTIONS.
+_PUT, _FLUSH, _CHECK, _FREE, _PROGRESS, _CLOCK, _WRITEV = 0, 1, 2, 3, 4, 5, 6
+
+_INPROGRESS = 1
+_LAST_ERROR = -100  # a result in (_LAST_ERROR, 0) is a status, not a request
+_CLOCK_MONOTONIC = 1
+_PARAM_MEMH = 8  # word of ucp_request_param_t
+_BURST = 32  # puts between two looks at the clock
+VECTOR = 256  # spans of one vectored write
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    """Machine code that runs without the GIL, kept on disk where numba finds a place to keep it."""
+    try:
+        return cast(_Function, numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # no writable place: compiled anew in every process
+        return cast(_Function, numba.njit(nogil=True)(function))
+
+
+def _c_function(arity: int, result_bits: int, *, signed: bool) -> Any:
+    """An intrinsic ``call(address, *arguments)`` for a C function of ``arity`` integer or pointer arguments."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
+        prototype = ir.FunctionType(result, [word] * arity)
+        value = builder.call(builder.inttoptr(arguments[0], prototype.as_pointer()), arguments[1:])
+        if result_bits == 0:
+            return ir.Constant(word, 0)
+        if result_bits == 64:
+            return value
+        return builder.sext(value, word) if signed else builder.zext(value, word)
+
+    signature = types.int64(*[types.int64] * (arity + 1))
+    if arity == 1:
+        return intrinsic(lambda typing, f, a: (signature, codegen))
+    if arity == 2:
+        return intrinsic(lambda typing, f, a, b: (signature, codegen))
+    assert arity == 6
+    return intrinsic(lambda typing, f, a, b, c, d, e, g: (signature, codegen))
+
+
+_call_put = _c_function(6, 64, signed=True)
+_call_flush = _c_function(2, 64, signed=True)
+_call_check = _c_function(1, 8, signed=True)
+_call_free = _c_function(1, 0, signed=True)
+_call_progress = _c_function(1, 32, signed=False)
+_call_clock = _c_function(2, 32, signed=True)
+
+
+@_compiled
+def _now(functions: Int64Array, clock: Int64Array) -> int:
+    _call_clock(functions[_CLOCK], _CLOCK_MONOTONIC, clock.ctypes.data)
+    now: int = clock[0] * 1_000_000_000 + clock[1]
+    return now
+
+
+@_compiled
+def reap(functions: Int64Array, ring: Int64Array, state: Int64Array) -> int:
+    """Frees requests that have finished, oldest first; returns how many. The first failure stays in the state."""
+    reaped = 0
+    while state[COUNT] > 0:
+        head = state[_HEAD]
+        status = _call_check(functions[_CHECK], ring[head, _REQUEST])
+        if status == _INPROGRESS:
+            break
+        _call_free(functions[_FREE], ring[head, _REQUEST])
+        if status != 0 and state[STATUS] == 0:
+            state[STATUS] = status
+        state[_HEAD] = (head + 1) % len(ring)
+        state[COUNT] -= 1
+        state[_NBYTES] -= ring[head, _LENGTH]
+        reaped += 1
+    return reaped
+
+
+@_compiled
+def _note(result: int, nbytes: int, ring: Int64Array, state: Int64Array) -> None:
+    """Files what a posting call returned: done at once, an error, or a request to wait for."""
+    if result == 0:
+        return
+    if _LAST_ERROR <= result < 0:
+        if state[STATUS] == 0:
+            state[STATUS] = result
+        return
+    place = (state[_HEAD] + state[COUNT]) % len(ring)
+    ring[place, _REQUEST] = result
+    ring[place, _LENGTH] = nbytes
+    state[COUNT] += 1
+    state[_NBYTES] += nbytes
+
+
+@_compiled
+def _post_burst(
+    functions: Int64Array,
+    endpoint: int,
+    params: Int64Array,
+    source: Int64Array,
+    target: Int64Array,
+    length: Int64Array,
+    local_region: Int64Array,
+    remote_region: Int64Array,
+    memhs: Int64Array,
+    rkeys: Int64Array,
+    ring: Int64Array,
+    state: Int64Array,
+) -> int:
+    """Posts up to a burst of puts from the cursor on, as far as the window allows; returns how many."""
+    posted = 0
+    while posted < _BURST and state[STATUS] == 0 and state[COUNT] < len(ring) and state[CURSOR] < len(length):
+        i = state[CURSOR]
+        if state[COUNT] > 0 and state[_NBYTES] + length[i] > _WINDOW_NBYTES:
+            break
+        state[CURSOR] = i + 1
+        posted += 1
+        if length[i] == 0:
+            continue
+        params[_PARAM_MEMH] = memhs[local_region[i]]
+        result = _call_put(
+            functions[_PUT],
+            endpoint,
+            source[i],
+            length[i],
+            target[i],
+            rkeys[remote_region[i]],
+            params.ctypes.data,
+        )
+        _note(result, length[i], ring, state)
+    return posted
+
+
+@_compiled
+def pump(
+    functions: Int64Array,
+    worker: int,
+    endpoint: int,
+    params: Int64Array,
+    source: Int64Array,
+    target: Int64Array,
+    length: Int64Array,
+    local_region: Int64Array,
+    remote_region: Int64Array,
+    memhs: Int64Array,
+    rkeys: Int64Array,
+    ring: Int64Array,
+    state: Int64Array,
+    budget_ns: int,
+) -> bool:
+    """Posts and reaps until all is posted, nothing moves, or the budget is spent. True if anything moved.
+
+    source, target, length: int64[n], absolute addresses here and at the peer, and bytes.
+    memhs, rkeys: handles by region index. ring, state: see the constants above.
+    """
+    clock = np.empty(2, dtype=np.int64)
+    deadline = _now(functions, clock) + budget_ns
+    moved = False
+    while True:
+        step = reap(functions, ring, state)
+        if state[STOPPED] == 0:
+            step += _post_burst(
+                functions, endpoint, params, source, target, length, local_region, remote_region, memhs, rkeys,
+                ring, state,
+            )  # fmt: skip
+        moved = moved or step > 0
+        posted_all = state[CURSOR] == len(length) or state[STOPPED] != 0 or state[STATUS] != 0
+        if posted_all and state[COUNT] == 0:
+            return moved
+        if step < _BURST:
+            worked = _call_progress(functions[_PROGRESS], worker)
+            moved = moved or worked > 0
+            if worked == 0 and step == 0:
+                return moved
+        if _now(functions, clock) > deadline:
+            return moved
+
+
+@_compiled
+def post_flush(functions: Int64Array, endpoint: int, params: Int64Array, ring: Int64Array, state: Int64Array) -> None:
+    """Posts an endpoint flush; its request, if it is not done at once, goes to the ring."""
+    _note(_call_flush(functions[_FLUSH], endpoint, params.ctypes.data), 0, ring, state)
+
+
+@_compiled
+def advance(functions: Int64Array, worker: int, budget_ns: int) -> bool:
+    """Drives UCX until it has nothing to do or the budget is spent. True if anything moved."""
+    clock = np.empty(2, dtype=np.int64)
+    deadline = _now(functions, clock) + budget_ns
+    moved = False
+    while _call_progress(functions[_PROGRESS], worker) > 0:
+        moved = True
+        if _now(functions, clock) > deadline:
+            break
+    return moved
+
+
+@_compiled
+def write_vectors(
+    functions: Int64Array,
+    pid: int,
+    source: Int64Array,
+    target: Int64Array,
+    length: Int64Array,
+    vectors: Int64Array,
+    state: Int64Array,
+    budget_ns: int,
+) -> bool:
+    """Writes spans from the cursor on into process ``pid``, `VECTOR` of them a system call, until the budget is spent.
+
+    source, target, length: as for `pump`. vectors: int64[2, VECTOR, 2], scratch for two arrays of struct iovec.
+    False if the kernel refused; the cursor then stands at the first span of the call that failed.
+    """
+    clock = np.empty(2, dtype=np.int64)
+    deadline = _now(functions, clock) + budget_ns
+    while state[CURSOR] < len(length) and state[STOPPED] == 0:
+        first = state[CURSOR]
+        count = min(VECTOR, len(length) - first)
+        total = 0
+        for i in range(count):
+            vectors[0, i, 0] = source[first + i]
+            vectors[1, i, 0] = target[first + i]
+            vectors[0, i, 1] = vectors[1, i, 1] = length[first + i]
+            total += length[first + i]
+        local, remote = vectors.ctypes.data, vectors.ctypes.data + VECTOR * 16
+        # Its arguments happen to have the number and kind that ucp_put_nbx has.
+        if total and _call_put(functions[_WRITEV], pid, local, count, remote, count, 0) != total:
+            return False
+        state[CURSOR] = first + count
+        if _now(functions, clock) > deadline:
+            break
+    return True

@@ -1,0 +1,271 @@
+"""What is particular to the UCX transport: its settings, its bytes, its mailbox, and its refusals."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from contract_pair import columns, connected
+from contract_world import World
+from hypothesis import given
+from hypothesis import strategies as st
+from torchkv_ucx import UCXTransport, environment, wire
+from torchkv_ucx.mailbox import SLOTS, Mailbox
+from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
+
+from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.transport import Batch
+
+
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter: UCX reads its variables once per process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "TORCHKV_", "MASTER_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+# -- settings ---------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_backend_does_not_load_ucx() -> None:
+    done = run_python(
+        "import sys, torchkv_ucx; assert torchkv_ucx.UCXTransport.available() is None; print('ucxx' in sys.modules)"
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def test_missing_ucxx_is_reported_with_the_line_that_mends_it() -> None:
+    done = run_python(
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'ucxx' else find(name, *rest)\n"
+        "from torchkv_ucx import UCXTransport\n"
+        "from torchkv.errors import TransportUnavailable\n"
+        "print(UCXTransport.available())\n"
+        "try: UCXTransport()\n"
+        "except TransportUnavailable as error: print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install ucxx-cu13") == 2
+
+
+_SHOW = """
+import os
+from torchkv_ucx import UCXTransport
+transport = UCXTransport()
+names = "RNDV_THRESH", "NET_DEVICES", "MEMTYPE_CACHE", "ERROR_SIGNALS"
+print(*(os.environ.get("UCX_" + name) for name in names), sep="|")
+transport.close()
+"""
+
+
+def test_settings_stand_before_ucx_loads() -> None:
+    done = run_python(_SHOW)
+    assert (done.returncode, done.stdout) == (0, "inf|lo|n|\n"), done.stderr
+
+
+def test_the_users_settings_win() -> None:
+    done = run_python(_SHOW, UCX_RNDV_THRESH="64k", UCX_NET_DEVICES="all", UCX_ERROR_SIGNALS="SIGILL")
+    assert (done.returncode, done.stdout) == (0, "64k|all|n|SIGILL\n"), done.stderr
+
+
+def test_an_earlier_import_of_ucxx_does_not_cost_the_fast_lane() -> None:
+    """It leaves RNDV_THRESH=8192 in the environment, with which cma is silently replaced by TCP."""
+    code = (
+        "{before}\nimport torch\nfrom torchkv_ucx import UCXTransport\n"
+        "a, b = UCXTransport(), UCXTransport()\n"
+        "there, back = a.connect(b.address(), []), b.connect(a.address(), [])\n"
+        "flush = there.flush()\n"
+        "while not flush.done: a.progress(), b.progress()\n"
+        "print(flush.error, there.link)\na.close(), b.close()"
+    )
+    for before in ("", "import ucxx"):
+        done = run_python(code.format(before=before))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("None cma/memory\n")  # UCX loaded by others may warn on stdout first
+    # The control: a user who asks for rendezvous gets it, and TCP.
+    done = run_python(code.format(before=""), UCX_RNDV_THRESH="8192")
+    assert "cma" not in done.stdout
+    assert "tcp" in done.stdout, done.stderr
+
+
+_LISTENING = """
+import os
+from torchkv_ucx import UCXTransport
+transport = UCXTransport()
+own = set()
+for fd in os.listdir("/proc/self/fd"):
+    if os.path.islink(f"/proc/self/fd/{fd}"):
+        own.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+print(sorted(row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own))
+transport.close()
+"""
+
+
+def test_only_loopback_listens_by_default() -> None:
+    done = run_python(_LISTENING)
+    assert (done.returncode, done.stdout) == (0, "['0100007F']\n"), done.stderr
+
+
+def test_the_listening_test_would_notice() -> None:
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    if not others:
+        pytest.skip("this host has no interface but lo")
+    done = run_python(_LISTENING, UCX_NET_DEVICES="all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout != "['0100007F']\n"
+
+
+def test_the_interface_follows_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "TORCHKV_INTERFACE"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.net_devices() == "lo"
+    for master in ("127.0.0.1", "localhost", "127.0.1.1"):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        assert environment.net_devices() == "lo"
+    monkeypatch.setenv("TORCHKV_INTERFACE", "192.0.2.77")  # reserved for documentation: never ours
+    with pytest.raises(TransportUnavailable, match=r"192\.0\.2\.77"):
+        environment.net_devices()
+    for _, name in socket.if_nameindex():
+        monkeypatch.setenv("TORCHKV_INTERFACE", name)
+        assert environment.net_devices().split(",")[0] == name
+
+
+# -- bytes from the network ----------------------------------------------------------------------------------------
+
+_REGION = wire.RegionBlob(0x7F00_0000_0000, 8192, b"key", b"")
+_ADDRESS = wire.AddressBlob(b"worker", _REGION, 1)
+
+
+def test_blobs_survive_the_trip() -> None:
+    assert wire.unpack_region(wire.pack(_REGION)) == _REGION
+    assert wire.unpack_address(wire.pack(_ADDRESS)) == _ADDRESS
+
+
+_BAD_REGIONS = {
+    "negative-base": {"base": -1},
+    "negative-size": {"nbytes": -1},
+    "end-beyond-user-space": {"nbytes": 1 << 47},
+    "base-beyond-user-space": {"base": 1 << 62},
+    "no-key": {"rkey": b""},
+    "long-key": {"rkey": b"x" * 1025},
+    "long-share": {"share": b"x" * 1025},
+}
+
+
+@pytest.mark.parametrize("change", _BAD_REGIONS.values(), ids=_BAD_REGIONS.keys())
+def test_every_field_is_bounded_even_under_a_right_digest(change: dict[str, Any]) -> None:
+    bad = msgspec.structs.replace(_REGION, **change)
+    with pytest.raises(ProtocolError):
+        wire.unpack_region(wire.pack(bad))
+    with pytest.raises(ProtocolError):
+        wire.unpack_address(wire.pack(msgspec.structs.replace(_ADDRESS, mailbox=bad)))
+
+
+@given(st.binary(max_size=300))
+def test_any_body_under_a_right_digest_is_refused_or_well_formed(body: bytes) -> None:
+    framed = wire.frame(body)
+    for unpack in (wire.unpack_region, wire.unpack_address):
+        with pytest.raises(ProtocolError):
+            unpack(framed)
+
+
+def test_a_mailbox_too_small_for_the_slots_is_refused() -> None:
+    small = msgspec.structs.replace(_ADDRESS, mailbox=msgspec.structs.replace(_REGION, nbytes=SLOTS * 16 - 1))
+    with pytest.raises(ProtocolError, match="mailbox"):
+        wire.unpack_address(wire.pack(small))
+
+
+# -- the mailbox ---------------------------------------------------------------------------------------------------
+
+
+def test_a_half_written_signal_is_not_seen() -> None:
+    mailbox = Mailbox()
+    assert mailbox.read(9) == 0
+    old, new = 5, (1 << 40) + 3
+    for words in ((new, ~old), (old, ~new)):
+        mailbox.words[9] = old, ~old
+        assert mailbox.read(9) == old
+        mailbox.words[9] = words
+        assert mailbox.read(9) == old
+    mailbox.words[9] = new, ~new
+    assert mailbox.read(9) == new
+
+
+def test_outgoing_places_run_out_and_come_back() -> None:
+    mailbox = Mailbox()
+    places = []
+    while (place := mailbox.acquire(len(places))) is not None:
+        places.append(place)
+    assert len(set(places)) == len(places) == 256
+    assert min(places) == SLOTS
+    mailbox.release(places[3])
+    assert mailbox.acquire(1) == places[3]
+
+
+# -- offsets ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+)
+def test_resolve_agrees_with_exact_arithmetic(local: int, remote: int, length: int) -> None:
+    regions = LocalRegions()
+    regions.add(1 << 20, 1000, 7)
+    peer = RemoteRegions(np.array([1 << 30]), np.array([2000]), np.array([8]))
+    batch = columns((0, local, 0, remote, length))
+    inside = local >= 0 and remote >= 0 and length >= 0 and local + length <= 1000 and remote + length <= 2000
+    if inside:
+        spans = resolve(Batch(*batch), regions, peer, "peer")
+        assert (int(spans.source[0]), int(spans.target[0])) == ((1 << 20) + local, (1 << 30) + remote)
+    else:
+        with pytest.raises(ProtocolError):
+            resolve(Batch(*batch), regions, peer, "peer")
+
+
+# -- lanes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_memory_only(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Lanes that reach only memory of UCX's own making; parametrised with further settings."""
+    world = World("ucx-posix", "ucx", in_process=False, environment={"UCX_TLS": "posix,self", **request.param})
+    yield world
+    world.close_transports()
+    world.stop()
+
+
+@pytest.mark.parametrize("shared_memory_only", [{}], indirect=True)
+def test_a_peer_that_no_lane_reaches_is_refused(shared_memory_only: World) -> None:
+    with pytest.raises(TransportUnavailable, match="UCX_TLS"):
+        connected(shared_memory_only)
+
+
+@pytest.mark.parametrize("shared_memory_only", [{"UCX_MM_ERROR_HANDLING": "y"}], indirect=True)
+def test_a_put_that_needs_emulation_is_refused_not_slow(shared_memory_only: World) -> None:
+    pair = connected(shared_memory_only)
+    assert pair.a.call("wait", pair.a.call("flush", pair.channel)) == [None]
+    assert "emulated" in pair.a.call("link", pair.channel)
+    (error,) = pair.a.call("wait", pair.a.call("put", pair.channel, *columns((0, 0, 0, 0, 4096))))
+    assert error is not None
+    assert error[0] == "TransportUnavailable"
+    assert pair.received() == pair.target
+
+
+def test_closing_twice_and_using_a_closed_transport() -> None:
+    transport = UCXTransport()
+    transport.close()
+    transport.close()
+    for use in (transport.progress, transport.address, transport.arm):
+        with pytest.raises(ProtocolError, match="closed"):
+            use()
