@@ -86,7 +86,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise ProtocolError(f"registration card of {len(data)} bytes, the limit is {MAX_CARD}")
         try:
             return msgspec.msgpack.decode(data, type=Card)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"registration card does not decode: {error}; run one version of torchkv") from error
 
     def raise_error(self) -> None:

@@ -64,11 +64,12 @@ def explain(thread: ProgressThread, engine: Engine, registration: Registration, 
             path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
         )
     route = thread.call(lambda: engine.route(rank))
+    lane = thread.call(lambda: route.lane)
     limit = None if common["lost"] else registration.measure(thread, route)
     path = route.path(forced=engine.options.path, page_for_page=roster.page_for_page(rank))
     return Explanation(
         path=path,
-        link="local copy" if route.channel is None else "shared memory" if path == "direct" else route.lane,
+        link="local copy" if route.channel is None else "shared memory" if path == "direct" else lane,
         why="" if path == "direct" else route.no_view or f"Options.path={engine.options.path!r}",
         limit_gbps=limit,
         lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in route.counters.items()},

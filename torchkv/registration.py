@@ -138,8 +138,9 @@ class Registration:
         for rank, route in engine.routes.items():
             rate = self.measure(thread, route)
             if rate < self.options.min_gbps:
+                lane = thread.call(lambda route=route: route.lane)  # type: ignore[misc]  # a default argument
                 raise TransportUnavailable(
-                    f"the link to rank {rank} ({route.lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
+                    f"the link to rank {rank} ({lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
                     f"{self.options.min_gbps:g}; see explain({rank}) for why it is no better, or lower the limit"
                 )
 

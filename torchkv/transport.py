@@ -143,7 +143,7 @@ class Channel(ABC):
     @property
     @abstractmethod
     def link(self) -> str:
-        """What carries puts, for people: e.g. ``"tcp/lo"``, ``"cma/memory"``. May be empty before the first put."""
+        """What carries puts, for people: e.g. ``"tcp/lo"``, ``"cma/memory"``. May be empty before the first flush."""
 
     @abstractmethod
     def put(self, batch: Batch) -> Completion:

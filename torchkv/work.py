@@ -67,8 +67,8 @@ class KVWork(dist.Work):
         return self._is_done and self._error is None
 
     def exception(self) -> KVError | None:
-        """The error with which the operation failed, or None."""
-        return self._error
+        """The error with which the operation failed; None if it succeeded or is still under way."""
+        return self._error if self._is_done else None
 
     def result(self) -> list[torch.Tensor]:
         """KV transfers have no result tensors."""

@@ -94,6 +94,8 @@ class UCXChannel(Channel):
 
     @property
     def link(self) -> str:
+        if not self._greeting.done:
+            self._greeting.step(0)  # a later flush may have been seen to end in this round, and it not yet
         if not self._link_text and self._greeting.done and self._failure is None and not self._closed:
             self._link_text = self._library.put_lanes(self._handle)
         return self._link_text

@@ -106,7 +106,7 @@ def _unpack(data: bytes, kind: type[Blob], limit: int) -> Blob:
         raise ProtocolError(f"{what}: digest does not match, the bytes were damaged on their way")
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"{what}: {error}") from error
 
 
