@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import os
-import signal
-from multiprocessing.connection import Connection
-from typing import Any
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-from torchkv.errors import PeerLost
 from torchkv_ucx import pump
 from torchkv_ucx.operation import Link, Spans, VectoredPut
 from torchkv_ucx.process import LocalProcess
+
+from torchkv.errors import PeerLost
 
 RUN = 512
 NBYTES = 1 << 20
 POISON = 0xDD
 
 
-def _hold(end: Connection) -> None:
-    """Holds a poisoned buffer and shows it when asked."""
-    buffer = np.full(NBYTES, POISON, dtype=np.uint8)
-    end.send(buffer.ctypes.data)
-    while end.recv() == "show":
-        end.send(buffer.tobytes())
+# A process that holds a poisoned buffer, says where, and shows it whenever a line comes in.
+HOLDER = f"""
+import sys
+import numpy
+buffer = numpy.full({NBYTES}, {POISON}, dtype=numpy.uint8)
+print(buffer.ctypes.data, flush=True)
+for line in sys.stdin:
+    sys.stdout.buffer.write(buffer.tobytes())
+    sys.stdout.buffer.flush()
+"""
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.base = int(self.stdout.readline())
+        self.peer = LocalProcess(self.process.pid)
+
+    def show(self) -> bytes:
+        self.stdin.write(b"show\n")
+        self.stdin.flush()
+        return self.stdout.read(NBYTES)
+
+    def close(self) -> None:
+        self.peer.close()
+        self.process.kill()
+        self.process.communicate()
 
 
 @pytest.fixture
-def holder() -> Any:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_hold, args=(theirs,))
-    process.start()
-    assert ours.poll(60)
-    yield process, ours, ours.recv()
-    process.kill()
-    process.join(10)
+def holder() -> Iterator[Holder]:
+    held = Holder()
+    yield held
+    held.close()
 
 
 def _functions() -> np.ndarray:
@@ -75,57 +92,44 @@ def _run(put: VectoredPut, rounds: int = 10_000) -> None:
     pytest.fail("the put does not end")
 
 
-def test_spans_land_where_they_belong_and_nowhere_else(holder: Any) -> None:
-    process, end, base = holder
+def test_spans_land_where_they_belong_and_nowhere_else(holder: Holder) -> None:
     count = 3 * pump.VECTOR + 17  # several calls and a remainder
     source = np.random.default_rng().integers(0, 256, count * RUN, dtype=np.uint8)
     offsets = np.random.default_rng().permutation(NBYTES // RUN)[:count].astype(np.int64) * RUN
-    peer = LocalProcess(process.pid)
-    put = _put(source, offsets, base, peer)
+    put = _put(source, offsets, holder.base, holder.peer)
     _run(put)
     assert put.error is None
     expected = np.full(NBYTES, POISON, dtype=np.uint8)
     for i, offset in enumerate(offsets):
         expected[offset : offset + RUN] = source[i * RUN : (i + 1) * RUN]
-    end.send("show")
-    assert end.recv() == expected.tobytes()
+    assert holder.show() == expected.tobytes()
     expected[offsets[0]] ^= 1  # the control: one flipped bit is seen
-    end.send("show")
-    assert end.recv() != expected.tobytes()
-    peer.close()
+    assert holder.show() != expected.tobytes()
 
 
-def test_a_dead_process_is_lost_not_another_one_overwritten(holder: Any) -> None:
-    process, _, base = holder
-    peer = LocalProcess(process.pid)
-    assert not peer.ended
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(10)
-    put = _put(np.zeros(RUN * 4, dtype=np.uint8), np.arange(4, dtype=np.int64) * RUN, base, peer)
+def test_a_dead_process_is_lost_not_another_one_overwritten(holder: Holder) -> None:
+    assert not holder.peer.ended
+    holder.process.kill()
+    holder.process.wait(10)
+    put = _put(np.zeros(RUN * 4, dtype=np.uint8), np.arange(4, dtype=np.int64) * RUN, holder.base, holder.peer)
     _run(put)
     assert isinstance(put.error, PeerLost)
-    assert str(process.pid) in str(put.error)
-    peer.close()
+    assert str(holder.process.pid) in str(put.error)
 
 
-def test_memory_that_is_not_there_fails_the_put_and_says_why(holder: Any) -> None:
-    process, _, base = holder
-    peer = LocalProcess(process.pid)
-    offsets = np.array([0, RUN, -base + 4096, 2 * RUN], dtype=np.int64)  # the third points at page one: never mapped
-    put = _put(np.zeros(RUN * 4, dtype=np.uint8), offsets, base, peer)
+def test_memory_that_is_not_there_fails_the_put_and_says_why(holder: Holder) -> None:
+    offsets = np.array(
+        [0, RUN, -holder.base + 4096, 2 * RUN], dtype=np.int64
+    )  # the third points at page one: never mapped
+    put = _put(np.zeros(RUN * 4, dtype=np.uint8), offsets, holder.base, holder.peer)
     _run(put)
     assert isinstance(put.error, PeerLost)
     assert "Bad address" in str(put.error)
-    peer.close()
 
 
-def test_a_stopped_put_writes_no_more(holder: Any) -> None:
-    process, end, base = holder
-    peer = LocalProcess(process.pid)
-    put = _put(np.zeros(RUN * 4, dtype=np.uint8), np.arange(4, dtype=np.int64) * RUN, base, peer)
+def test_a_stopped_put_writes_no_more(holder: Holder) -> None:
+    put = _put(np.zeros(RUN * 4, dtype=np.uint8), np.arange(4, dtype=np.int64) * RUN, holder.base, holder.peer)
     put.cancel()
     _run(put)
     assert type(put.error).__name__ == "TransferCancelled"
-    end.send("show")
-    assert end.recv() == bytes([POISON]) * NBYTES
-    peer.close()
+    assert holder.show() == bytes([POISON]) * NBYTES
