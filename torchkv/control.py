@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import os
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,11 +17,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from torchkv.card import ProcessId, process_ended, watch_process
-from torchkv.env import interface_from_env
 from torchkv.errors import TransportUnavailable
+from torchkv.network import job_interface
 from torchkv.wire import MAX_FRAME
 
-__all__ = ["Control", "PeerEvent", "PeerState", "ZmqControl", "listen_address"]
+__all__ = ["Control", "PeerEvent", "PeerState", "ZmqControl"]
 
 SILENT_HEARTBEATS = 5
 RECEIVE_BURST = 256
@@ -67,20 +66,6 @@ class Control(Protocol):
 
     def close(self) -> None:
         """Releases everything. Idempotent."""
-
-
-def listen_address() -> str:
-    """The IP address to listen on: ``TORCHKV_INTERFACE``, else loopback for a job that fits one host, else the
-    address from which this host reaches ``MASTER_ADDR``."""
-    if (given := interface_from_env()) is not None:
-        return given
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    world = os.environ.get("WORLD_SIZE")
-    if master in {"127.0.0.1", "localhost", "::1"} or (world and world == os.environ.get("LOCAL_WORLD_SIZE")):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # no packet is sent: this only asks the routing table
-        return str(probe.getsockname()[0])
 
 
 @dataclass(eq=False, slots=True)

@@ -21,10 +21,10 @@ import torch
 from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
 from torchkv.card import this_process, watch_process
-from torchkv.control import listen_address
 from torchkv.env import PREFIX, Options, warn_about_unknown_variables
 from torchkv.errors import KVError
 from torchkv.hostmem import allocate, open_segment, share
+from torchkv.network import job_interface
 from torchkv.transport import load_transport, transport_names
 
 __all__ = ["Finding", "examine", "main"]
@@ -54,7 +54,7 @@ def examine(*, transfers: bool = True) -> Iterator[Finding]:
     yield from _transports()
     yield _attempt("host memory", _shared_memory)
     yield _attempt("liveness", _pidfd)
-    yield _attempt("listening", lambda: f"control channel binds {listen_address()} (TORCHKV_INTERFACE changes it)")
+    yield _attempt("listening", _listening)
     if transfers:
         for case in CASES:
             if case.name.startswith(("pages 64", "slices")):
@@ -145,6 +145,11 @@ def _pidfd() -> str:
         raise KVError("pidfd_open does not work: a dead peer is noticed by heartbeat only, and never proved dead")
     os.close(fd)
     return "pidfds work: the death of a peer on this host is noticed at once, and proved"
+
+
+def _listening() -> str:
+    name, address = job_interface()
+    return f"control channel and UCX bind {address} ({name}) only; TORCHKV_INTERFACE changes it"
 
 
 def _attempt(subject: str, look: Callable[[], str]) -> Finding:

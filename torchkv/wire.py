@@ -201,8 +201,8 @@ def decode_frame(data: bytes, key: bytes) -> Frame:
         raise ProtocolError("control frame whose sequence number and body disagree")
     try:
         message = _decoder.decode(body) if body else None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # The last two escape from msgspec for a tag that is no UTF-8, and for lists nested too deep.
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        # The latter escapes from msgspec for a tag that is no UTF-8.
         raise ProtocolError(f"control message does not decode: {error}") from error
     return Frame(source, incarnation, target, seq, ack, message)
 

@@ -17,17 +17,12 @@ A variable the user has set always wins. The reasons, one per setting:
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
-import socket
-import struct
 import sys
 from functools import cache
 from pathlib import Path
 
-from torchkv.env import interface_from_env
-from torchkv.errors import TransportUnavailable
+from torchkv.network import job_interface
 
 __all__ = ["context_config", "net_devices", "prepare"]
 
@@ -73,57 +68,12 @@ def context_config() -> dict[str, str]:
 
 
 def net_devices() -> str:
-    """The value for ``UCX_NET_DEVICES``: ``lo`` for a job on this host, else the interface the job runs on.
+    """The value for ``UCX_NET_DEVICES``: the interface the job runs on; see `torchkv.network.job_interface`.
 
-    ``TORCHKV_INTERFACE`` (an address of this host, or the name of an interface) decides; without it the route
-    towards ``MASTER_ADDR`` does. RDMA devices are added for a job across hosts, since UCX lists them by names of
-    their own.
+    For a job across hosts RDMA devices are added, since UCX lists them by names of their own.
     """
-    wanted = interface_from_env()
-    if wanted is None:
-        wanted = _address_towards(os.environ.get("MASTER_ADDR", "localhost"))
-    names = [name for _, name in socket.if_nameindex()]
-    if wanted in names:
-        device = wanted
-    elif _is_loopback(wanted):
-        device = "lo"
-    else:
-        device = next((name for name in names if _address_of(name) == wanted), "")
-    if not device:
-        raise TransportUnavailable(
-            f"no network interface of this host has the address {wanted!r} (interfaces: {', '.join(names)}); "
-            "set TORCHKV_INTERFACE to an IPv4 address or interface of this host, or UCX_NET_DEVICES yourself"
-        )
+    device, _ = job_interface()
     return device if device == "lo" else ",".join([device, *_rdma_ports()])
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def _address_towards(host: str) -> str:
-    """The local IPv4 address from which packets to ``host`` leave."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # a datagram socket: finds the route, sends nothing
-        except OSError as error:
-            raise TransportUnavailable(
-                f"MASTER_ADDR={host!r} cannot be reached over IPv4 ({error}); set TORCHKV_INTERFACE or UCX_NET_DEVICES"
-            ) from error
-        address: str = probe.getsockname()[0]
-    return address
-
-
-def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # the interface has no IPv4 address
-            return None
-    return socket.inet_ntoa(reply[20:24])
 
 
 def _rdma_ports() -> list[str]:

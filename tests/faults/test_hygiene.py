@@ -1,0 +1,135 @@
+"""What a group must not do: listen to the world, unpickle what it receives, or grow with every request."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Ranks, kv_group
+from small import check_transfer, random_cache
+
+LISTEN = "0A"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """Two ranks; gloo, which picks its own interface, is told to use loopback too."""
+    ranks = Ranks(2, env={"GLOO_SOCKET_IFNAME": "lo"})
+    yield ranks
+    ranks.close()
+
+
+def _listeners() -> list[str]:
+    """Local addresses, in /proc's hexadecimal, of this process's listening TCP sockets."""
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in mine:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def listeners(path: str | None) -> tuple[list[str], list[str]]:
+    with kv_group(path=path) as kv:
+        before = _listeners()
+        kv.register(random_cache())
+        check_transfer(kv, 0, 1)
+        return before, _listeners()
+
+
+@pytest.mark.parametrize("path", [None, "slices"])
+def test_only_loopback_is_listened_on(path: str | None, pair: Ranks) -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    for before, after in pair.run(listeners, path):
+        assert len(after) > len(before)  # the control channel listens, so the scan sees something
+        assert set(after) <= loopback
+
+
+_found: list[str] = []
+_watching = threading.Event()
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class" and _watching.is_set():
+        _found.append(f"{arguments[0]}.{arguments[1]}")
+
+
+def _a_group_s_life() -> None:
+    """Register, transfers, a failure, explain."""
+    with kv_group() as kv:
+        kv.register(random_cache())
+        for _ in range(3):
+            check_transfer(kv, 0, 1)
+            check_transfer(kv, 1, 0)
+        kv.recv_pages("r", [1], 1 - kv.rank())
+        kv.cancel("r").wait(30)
+        kv.explain(1 - kv.rank())
+
+
+def unpickled() -> tuple[list[str], list[str]]:
+    """Classes that unpickling looked up during a group's life, and in a control."""
+    sys.addaudithook(_hook)
+    _a_group_s_life()  # unwatched: numba unpickles compiled code from its cache on this machine's disk, once
+    _watching.set()
+    _a_group_s_life()
+    seen = list(_found)
+    pickle.loads(pickle.dumps(Path("control")))  # negative control: this is what the hook would catch
+    _watching.clear()
+    return seen, list(_found)
+
+
+def test_nothing_received_is_unpickled(pair: Ranks) -> None:
+    for seen, control in pair.run(unpickled):
+        assert seen == []
+        assert control != []
+
+
+def _owned() -> tuple[int, int, int]:
+    """File descriptors, threads, resident KiB."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+
+def many_requests(path: str | None, warm: int, count: int) -> list[tuple[int, int, int]]:
+    with kv_group(path=path) as kv:
+        kv.register(random_cache())
+        owned = []
+        for rounds in (warm, count):
+            for number in range(rounds):
+                if kv.rank() == 0:
+                    kv.send_pages(f"request {number}", [1, 2, 3], 1)
+                    if number % 10 == 9:
+                        kv.cancel(f"request {number}").wait(30)
+                    else:
+                        kv.finish(f"request {number}", 1, aux=bytes(1000)).wait(30)
+                else:
+                    rx = kv.recv_pages(f"request {number}", [4, 5, 6], 0)
+                    if number % 10 == 9:
+                        kv.cancel(f"request {number}").wait(30)
+                    else:
+                        rx.wait(30)
+            owned.append(_owned())
+        return owned
+
+
+@pytest.mark.parametrize("path", [None, "slices"])
+def test_three_hundred_requests_leave_nothing_behind(path: str | None, pair: Ranks) -> None:
+    for before, after in pair.run(many_requests, path, 60, 300):
+        assert after[:2] == before[:2]
+        assert after[2] - before[2] < 2048  # KiB; one leaked aux a request would be 300, one leaked pool far more

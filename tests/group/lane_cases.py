@@ -1,0 +1,242 @@
+"""One transfer between real ranks over a chosen lane, and a slow reference that knows nothing of plans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from harness import kv_group
+
+import torchkv
+from torchkv import KVCache, KVLayout
+
+__all__ = ["Case", "Report", "adopted_cache", "random_fill", "transfer", "views"]
+
+Bytes = npt.NDArray[np.uint8]
+Views = dict[tuple[str, int], Bytes]  # (component, layer) -> [pages, page_size, heads, head bytes], whatever the order
+
+GUARD = 64  # elements around an adopted pool
+GAP = 32  # elements between its pages
+SPARE = 3  # pages of each pool that no transfer names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``tokens`` behind a prefix of ``prefix`` tokens, from ``writers`` to ``readers``; other ranks hold nothing."""
+
+    name: str
+    layouts: Mapping[int, KVLayout]
+    writers: tuple[int, ...]
+    readers: tuple[int, ...]
+    tokens: int
+    prefix: int = 0
+    chunks: int = 1
+    contiguous: bool = False
+    verb: str = "send_pages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one rank saw."""
+
+    lanes: Mapping[str, int]  # lane -> bytes written, over all readers
+    spans: int
+    sent: int  # bytes of its send works
+    received: int  # bytes of its rx
+    expected: int  # bytes that the reference wrote into its pages
+    path: str
+
+
+class Later:
+    """An event that is not ready at first."""
+
+    def __init__(self, polls: int) -> None:
+        self._polls = polls
+
+    def query(self) -> bool:
+        self._polls -= 1
+        return self._polls < 0
+
+
+def adopted_cache(layout: KVLayout, num_pages: int) -> KVCache:
+    """An engine's own private tensors: gaps between the pages, guards around them, one storage a component."""
+    tensors: dict[str, list[torch.Tensor | None]] = {}
+    for component in layout.components:
+        shape = layout.page_shape(component.name)
+        size = shape[0] * shape[1] * shape[2]
+        layers = layout.component_layers(component.name)
+        per_layer = GUARD + num_pages * (size + GAP) + GUARD
+        pool = torch.empty(per_layer * len(layers), dtype=component.dtype)
+        strides = (size + GAP, shape[1] * shape[2], shape[2], 1)
+        held = {
+            layer: pool.as_strided((num_pages, *shape), strides, number * per_layer + GUARD)
+            for number, layer in enumerate(layers)
+        }
+        tensors[component.name] = [held.get(layer) for layer in layout.layers]
+    return KVCache(layout, tensors)
+
+
+def _storages(cache: KVCache) -> list[Bytes]:
+    """The bytes of every distinct storage, whole: pages, gaps and guards."""
+    found: dict[int, Bytes] = {}
+    for component in cache.layout.components:
+        for tensor in cache[component.name]:
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+                found[storage.data_ptr()] = whole.numpy()
+    return list(found.values())
+
+
+def random_fill(cache: KVCache, rng: np.random.Generator) -> None:
+    """Fresh random bytes everywhere: in pages, gaps and guards."""
+    for storage in _storages(cache):
+        storage[:] = rng.integers(0, 256, len(storage), dtype=np.uint8)
+
+
+def views(cache: KVCache) -> Views:
+    """The cache's own memory as bytes [pages, page_size, heads, head bytes]."""
+    found: Views = {}
+    for component in cache.layout.components:
+        for layer, tensor in zip(cache.layout.layers, cache[component.name], strict=True):
+            if tensor is not None:
+                array: Bytes = tensor.view(torch.uint8).numpy()
+                found[component.name, layer] = array if cache.layout.order == "NHD" else array.swapaxes(1, 2)
+    return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a writer sent: its bytes, its pages, and which heads they are, by the definition of tensor parallelism."""
+
+    pages: Sequence[int]
+    page_size: int
+    data: Views
+    heads: Mapping[str, Sequence[int]]
+
+
+def _heads(layout: KVLayout, name: str) -> list[int]:
+    component = layout.component(name)
+    if not component.sharded:
+        return list(range(component.heads))
+    if layout.tp_size > component.heads:
+        return [layout.tp_rank * component.heads // layout.tp_size]
+    share = component.heads // layout.tp_size
+    return list(range(layout.tp_rank * share, (layout.tp_rank + 1) * share))
+
+
+def gather(sources: Mapping[int, Source], layout: KVLayout, pages: Sequence[int], into: Views) -> int:
+    """Writes into ``into`` what the sources hold, head by head and token by token; returns the bytes written."""
+    unit = max([layout.page_size, *(source.page_size for source in sources.values())])
+    sent = min(len(source.pages) * source.page_size for source in sources.values())
+    written = 0
+    for (name, layer), array in into.items():
+        for position, head in enumerate(_heads(layout, name)):
+            holders = [
+                r for r in sorted(sources) if (name, layer) in sources[r].data and head in sources[r].heads[name]
+            ]
+            for token in range(min(sent, len(pages) * layout.page_size)):
+                source = sources[holders[token // unit % len(holders)]]
+                page, slot = source.pages[token // source.page_size], token % source.page_size
+                run = source.data[name, layer][page, slot, source.heads[name].index(head)]
+                array[pages[token // layout.page_size], token % layout.page_size, position] = run
+                written += len(run)
+    return written
+
+
+def _pages(case: Case, layout: KVLayout, rng: np.random.Generator) -> tuple[list[int], int]:
+    """Page ids for the case, and the size of a pool that has some to spare."""
+    count = -(-case.tokens // layout.page_size)
+    size = count + SPARE
+    return ([*range(1, count + 1)] if case.contiguous else [int(p) for p in rng.permutation(size)[:count]]), size
+
+
+def _send(kv: torchkv.KVProcessGroup, case: Case, layout: KVLayout, pages: list[int], rng: np.random.Generator) -> int:
+    """All of ``pages``, in chunks and layers in random order; returns the bytes that the works report."""
+    edges = [round(i * len(pages) / case.chunks) for i in range(case.chunks + 1)]
+    jobs = [(lo, hi, layer) for lo, hi in itertools.pairwise(edges) for layer in layout.layers]
+    if case.verb == "send_pages":
+        jobs = [(lo, hi, None) for lo, hi in itertools.pairwise(edges)]
+    works = []
+    for number, at in enumerate(rng.permutation(len(jobs))):
+        lo, hi, layer = jobs[at]
+        event = Later(3) if number == 0 else None
+        if case.verb == "send_layer":
+            work = kv.send_layer("r", layer, pages[lo:hi], "decode", start=lo, event=event)
+        elif case.verb == "send_slice":
+            work = kv.send_slice("r", [layer], np.array(pages[lo:hi]), "decode", start=lo, event=event)
+        else:
+            work = kv.send_pages("r", torch.tensor(pages[lo:hi]), "decode", start=lo, event=event)
+        works.append(work)
+    done = kv.finish("r", "decode", aux=b"first token: 42")
+    for work in [*works, done]:
+        assert work.wait(30)
+    return sum(work.bytes for work in works)
+
+
+def _check(case: Case, cache: KVCache, pages: list[int], before: list[Bytes], sources: Mapping[int, Source]) -> int:
+    """Whether the cache now holds exactly what it held before plus what the reference gathers."""
+    storages = _storages(cache)
+    got = [storage.copy() for storage in storages]
+
+    def expectation() -> tuple[int, bool]:
+        for storage, old in zip(storages, before, strict=True):
+            storage[:] = old
+        nbytes = gather(sources, cache.layout, pages, views(cache))
+        return nbytes, all(np.array_equal(a, b) for a, b in zip(got, storages, strict=True))
+
+    nbytes, equal = expectation()
+    assert equal, f"{case.name}: wrong bytes in the cache"
+    assert not all(np.array_equal(a, b) for a, b in zip(before, got, strict=True)), "nothing has moved"
+    # Negative control: one bit of the first token's runs, and the comparison must notice.
+    for source in sources.values():
+        for array in source.data.values():
+            array[source.pages[0], 0, :, 0] ^= 1
+    assert not expectation()[1], "the comparison does not notice a flipped bit"
+    return nbytes
+
+
+def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Report:
+    """One rank's part of ``case``. Raises on any wrong byte."""
+    rank = dist.get_rank()
+    rng = np.random.default_rng([seed, rank])
+    layout = case.layouts.get(rank)
+    with kv_group(path=path) as kv:
+        cache, pages, sent, received, expected, path_taken = None, [], 0, 0, 0, ""
+        if layout is not None:
+            pages, size = _pages(case, layout, rng)
+            cache = adopted_cache(layout, size) if adopted else KVCache.empty(layout, size, device="cpu")
+            random_fill(cache, rng)
+        kv.register(cache, instance="prefill" if rank in case.writers else "decode" if rank in case.readers else None)
+        if rank in case.readers:
+            before = [storage.copy() for storage in _storages(cache)]
+            rx = kv.recv_pages("r", pages, "prefill", prefix_tokens=case.prefix)
+            assert rx.wait(30)
+            assert rx.aux == b"first token: 42"
+            received, path_taken = rx.bytes, rx.path
+        elif rank in case.writers:
+            assert kv.prefix_tokens("r", "decode") == case.prefix
+            sent = _send(kv, case, layout, pages, rng)
+        mine: Any = None
+        if rank in case.writers:
+            heads = {component.name: _heads(layout, component.name) for component in layout.components}
+            data = {key: np.ascontiguousarray(array) for key, array in views(cache).items()}
+            mine = Source(pages, layout.page_size, data, heads)
+        everyone: list[Any] = [None] * kv.size()
+        dist.all_gather_object(everyone, mine, group=kv)
+        sources = {r: source for r, source in enumerate(everyone) if source is not None}
+        if rank in case.readers:
+            expected = _check(case, cache, pages, before, sources)
+        lanes: dict[str, int] = {}
+        spans = 0
+        for reader in case.readers if rank in case.writers else ():
+            for lane, counter in kv.explain(reader).lanes.items():
+                lanes[lane] = lanes.get(lane, 0) + counter.nbytes
+                spans += counter.spans
+    return Report(lanes=lanes, spans=spans, sent=sent, received=received, expected=expected, path=path_taken)

@@ -1,0 +1,79 @@
+"""The harness itself: a rank that raises, hangs or dies undeclared fails the test, with what is needed to see why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from harness import RankFailed, Ranks, ask
+
+
+@pytest.fixture
+def bare() -> Iterator[Ranks]:
+    """Two ranks without any group, which start at once."""
+    ranks = Ranks(2, world=False)
+    yield ranks
+    ranks.close()
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def wait_for_ever() -> None:
+    ask("waiting")
+
+
+def die(code: int) -> None:
+    os._exit(code)
+
+
+def raise_it() -> None:
+    raise ValueError("the reason")
+
+
+def test_values_come_back_in_rank_order(bare: Ranks) -> None:
+    assert bare.run(square, 7) == [49, 49]
+    assert bare.run(square, 3, ranks=[1]) == [9]
+
+
+def test_an_exception_comes_with_its_traceback(bare: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"rank \d raised:\n(.*\n)*.*raise_it(.*\n)*ValueError: the reason"):
+        bare.run(raise_it)
+    with pytest.raises(AssertionError, match="earlier failure"):
+        bare.run(square, 1)
+
+
+def test_a_hang_comes_with_the_stacks(bare: Ranks) -> None:
+    bare.start(wait_for_ever, ranks=[1])
+    assert bare.hear(1) == "waiting"
+    with pytest.raises(RankFailed, match=r"ranks \[1\] did not answer(.*\n)*.*wait_for_ever"):
+        bare.join([1], deadline=0.5)
+
+
+def test_an_undeclared_kill_fails_the_call(bare: Ranks) -> None:
+    bare.start(wait_for_ever, ranks=[0])
+    bare.hear(0)
+    bare.signal(0, signal.SIGKILL)
+    with pytest.raises(RankFailed, match=r"rank 0 died with exit code -9"):
+        bare.join([0])
+
+
+def test_an_exit_in_the_middle_of_a_call_fails_it(bare: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"rank \d died with exit code 3"):
+        bare.run(die, 3)
+
+
+def test_a_death_between_calls_is_found_at_the_end() -> None:
+    ranks = Ranks(2, world=False)
+    assert ranks.run(square, 2) == [4, 4]
+    ranks.signal(1, signal.SIGTERM)
+    with pytest.raises(RankFailed, match=r"exit codes \[0, -15\]"):
+        ranks.close()
+
+
+def test_a_declared_kill_is_no_failure(bare: Ranks) -> None:
+    bare.kill(1)
+    assert bare.run(square, 5) == [25]

@@ -1,0 +1,278 @@
+"""Real processes for tests: started once, given many functions to run, watched by deadline, checked at their end.
+
+A `Ranks` is a set of processes that share one default group of backend ``torchkv``. ``run`` executes a function of
+a test module in every one of them and returns what each returned. A rank that raises, dies undeclared or overstays
+the deadline fails the test with its traceback, or with the stacks of all its threads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchkv
+
+__all__ = ["RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
+
+DEADLINE = 60.0
+EXIT_DEADLINE = 20.0
+DUMP_DEADLINE = 3.0
+
+# Forked from a server that has imported everything and started nothing: a rank is up in a fraction of a second,
+# where a fresh interpreter takes many to import torch. UCX is not preloaded, so its environment can differ.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torchkv", "torch.distributed.device_mesh", "numba", "zmq", "pytest", "harness"])
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung; the message holds its traceback or stacks."""
+
+
+class Ranks:
+    """``size`` processes with a default group of backend ``torchkv``; see the module's text.
+
+    env: set in the ranks before torchkv's transport loads. world: whether to make the default group.
+    """
+
+    def __init__(self, size: int, *, env: Mapping[str, str] | None = None, world: bool = True) -> None:
+        self.size = size
+        self.broken = ""
+        self._expected: dict[int, int] = {}  # rank -> exit code that the test has declared
+        self._scratch = tempfile.TemporaryDirectory(prefix="torchkv-test-")
+        scratch = Path(self._scratch.name)
+        self._stacks = [scratch / f"stacks{rank}" for rank in range(size)]
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = _CONTEXT.Pipe()
+            arguments = (theirs, rank, size, str(scratch / "store"), str(self._stacks[rank]), dict(env or {}), world)
+            process = _CONTEXT.Process(target=_rank_main, args=arguments, name=f"rank{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def pid(self, rank: int) -> int:
+        return int(self._processes[rank].pid)
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, deadline: float = DEADLINE
+    ) -> list[Any]:
+        """Calls ``function(*args)`` on ``ranks`` (default: all that live); their values, in rank order."""
+        chosen = self.start(function, *args, ranks=ranks)
+        return self.join(chosen, deadline=deadline)
+
+    def start(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> list[int]:
+        """Begins a call and returns the ranks it runs on; `join` ends it."""
+        assert not self.broken, self.broken
+        chosen = [rank for rank in range(self.size) if rank not in self._expected] if ranks is None else list(ranks)
+        for rank in chosen:
+            self._pipes[rank].send((function, args))
+        return chosen
+
+    def join(self, ranks: Sequence[int], *, deadline: float = DEADLINE) -> list[Any]:
+        """The values of a started call. Raises `RankFailed`."""
+        until = time.monotonic() + deadline
+        values: dict[int, Any] = {}
+        while waiting := [rank for rank in ranks if rank not in values]:
+            self._await(waiting, until)
+            for rank in waiting:
+                if self._pipes[rank].poll():
+                    values[rank] = self._value(rank)
+        return [values[rank] for rank in ranks]
+
+    def hear(self, rank: int, *, deadline: float = DEADLINE) -> Any:
+        """What ``rank`` has said with `say`, in order."""
+        self._await([rank], time.monotonic() + deadline)
+        kind, value = self._receive(rank)
+        if kind != "said":
+            self._fail(f"rank {rank} ended its call ({kind}) instead of saying something:\n{value}")
+        return value
+
+    def tell(self, rank: int, value: Any = None) -> None:
+        """Answers a rank that waits in `ask`."""
+        self._pipes[rank].send(value)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL. Declares that this rank ends so."""
+        self._expected[rank] = -signal.SIGKILL
+        os.kill(self.pid(rank), signal.SIGKILL)
+
+    def expect_exit(self, rank: int, code: int) -> None:
+        """Declares that ``rank`` ends by itself, with ``code``, and waits until it has."""
+        self._expected[rank] = code
+        self._processes[rank].join(EXIT_DEADLINE)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pid(rank), number)
+
+    def close(self) -> None:
+        """Ends every rank and checks every exit code. Raises `RankFailed`."""
+        try:
+            if self.broken:
+                return
+            for rank in range(self.size):
+                if rank not in self._expected:
+                    with suppress(BrokenPipeError):  # it has died: its exit code is looked at below
+                        self._pipes[rank].send(None)
+            until = time.monotonic() + EXIT_DEADLINE
+            for process in self._processes:
+                process.join(max(0.0, until - time.monotonic()))
+            late = [rank for rank, process in enumerate(self._processes) if process.exitcode is None]
+            if late:
+                self._fail(f"ranks {late} did not exit within {EXIT_DEADLINE:g} s:\n{self._dump(late)}")
+            expected = [self._expected.get(rank, 0) for rank in range(self.size)]
+            codes = [process.exitcode for process in self._processes]
+            if codes != expected:
+                raise RankFailed(f"exit codes {codes}, expected {expected}")
+        finally:
+            self._end()
+
+    # ------------------------------------------------------------------ inside
+
+    def _await(self, ranks: Sequence[int], until: float) -> None:
+        """Returns when one of ``ranks`` has written something; fails if one has died or time is up."""
+        pipes = {self._pipes[rank]: rank for rank in ranks}
+        sentinels = {
+            process.sentinel: rank for rank, process in enumerate(self._processes) if rank not in self._expected
+        }
+        ready = multiprocessing.connection.wait([*pipes, *sentinels], max(0.0, until - time.monotonic()))
+        if any(one in pipes for one in ready):
+            return
+        if ready:
+            rank = next(sentinels[one] for one in ready if isinstance(one, int))
+            self._processes[rank].join()
+            self._fail(f"rank {rank} died with exit code {self._processes[rank].exitcode}, which no test declared")
+        self._fail(f"ranks {list(ranks)} did not answer before the deadline:\n{self._dump(ranks)}")
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(EXIT_DEADLINE)
+            self._fail(f"rank {rank} died with exit code {self._processes[rank].exitcode} in the middle of a call")
+        return kind, value
+
+    def _value(self, rank: int) -> Any:
+        kind, value = self._receive(rank)
+        if kind == "raised":
+            self._fail(f"rank {rank} raised:\n{value}{self._others_that_raised(rank)}")
+        if kind != "returned":
+            self._fail(f"rank {rank} said {value!r}, and nobody listened")
+        return value
+
+    def _others_that_raised(self, first: int) -> str:
+        text = ""
+        for rank, pipe in enumerate(self._pipes):
+            if rank != first and rank not in self._expected and pipe.poll(0.2):
+                kind, value = self._receive(rank)
+                text += f"\nrank {rank} {kind}:\n{value}" if kind == "raised" else ""
+        return text
+
+    def _dump(self, ranks: Sequence[int]) -> str:
+        """The stacks of all threads of ``ranks``."""
+        text = ""
+        for rank in ranks:
+            if not self._processes[rank].is_alive():
+                continue
+            before = self._stacks[rank].stat().st_size
+            os.kill(self.pid(rank), signal.SIGUSR1)
+            until = time.monotonic() + DUMP_DEADLINE
+            while self._stacks[rank].stat().st_size == before and time.monotonic() < until:
+                self._processes[rank].join(0.05)
+            text += f"\nrank {rank}:\n{self._stacks[rank].read_text()[before:]}"
+        return text
+
+    def _fail(self, text: str) -> None:
+        self.broken = f"these ranks are gone, because of an earlier failure: {text.splitlines()[0]}"
+        for process in self._processes:
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGKILL)
+        raise RankFailed(text)
+
+    def _end(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            pipe.close()
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+            process.close()
+        self._scratch.cleanup()
+
+
+# ---------------------------------------------------------------------- inside a rank
+
+_pipe: Connection | None = None
+
+
+def say(value: Any = None) -> None:
+    """From within a rank: gives the test ``value``; see `Ranks.hear`."""
+    assert _pipe is not None
+    _pipe.send(("said", value))
+
+
+def ask(value: Any = None) -> Any:
+    """From within a rank: `say`, then wait for the test's answer; see `Ranks.tell`."""
+    say(value)
+    assert _pipe is not None
+    return _pipe.recv()
+
+
+@contextmanager
+def kv_group(ranks: Sequence[int] | None = None, **options: Any) -> Iterator[torchkv.KVProcessGroup]:
+    """A new group of ``ranks`` (default: all) with ``Options(**options)``. Every rank of the default group calls it."""
+    group = dist.new_group(ranks, backend="torchkv", pg_options=torchkv.Options(**options))
+    yield group
+    # Not in a finally: after a failure the peers' state is unknown, and the processes are ended anyway.
+    if isinstance(group, torchkv.KVProcessGroup):
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+def kv_world() -> torchkv.KVProcessGroup:
+    """The default group."""
+    group = dist.group.WORLD
+    assert isinstance(group, torchkv.KVProcessGroup)
+    return group
+
+
+def _rank_main(
+    pipe: Connection, rank: int, size: int, store: str, stacks: str, env: dict[str, str], world: bool
+) -> None:
+    global _pipe
+    _pipe = pipe
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    with open(stacks, "w", encoding="utf-8") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        if world:
+            dist.init_process_group(
+                "torchkv", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            )
+        while (call := pipe.recv()) is not None:
+            function, args = call
+            try:
+                pipe.send(("returned", function(*args)))
+            except BaseException:  # noqa: BLE001 - the test that runs the function is told, whatever it was
+                pipe.send(("raised", traceback.format_exc()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()

@@ -1,0 +1,486 @@
+"""One random life of a small cluster, from a seed: requests, cancels, faults, and what must hold in spite of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from memory import Shadow, snapshot
+from oracle import Pool
+from simulation import Cluster, Place, Rank
+from torchkv_loopback import Faults
+
+from torchkv.env import Options
+from torchkv.errors import KVError, LayoutMismatch
+from torchkv.layout import KVLayout
+from torchkv.protocol.receiver import Receive
+from torchkv.work import KVWork
+
+RECV_PAGES = 10  # pages [0, RECV_PAGES) receive, the rest of a pool sends
+BUSY_SECONDS = 4.0  # in which requests begin and faults happen
+SETTLE_SECONDS = 60.0  # in which everything must have come to an end afterwards
+
+
+def random_places(dice: random.Random) -> list[Place]:
+    """Two instances whose layouts can be reconciled: TP pairs, replicated heads, MLA, PP, either order, page sizes."""
+    kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
+    sizes = {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
+    pages = {"p": dice.choice([2, 4]), "d": dice.choice([2, 4])}
+    order = {"p": dice.choice(["NHD", "HND"]), "d": dice.choice(["NHD", "HND"])}
+    num_layers = dice.choice([2, 3])
+    v_head_dim = dice.choice([None, 3])
+    places = []
+    for name in ("p", "d"):
+        for r in range(sizes[name]):
+            common = {"num_layers": num_layers, "page_size": pages[name], "dtype": torch.int16, "order": order[name]}
+            if kind == "mla":
+                layout = KVLayout.mla(latent_dim=3, rope_dim=1, tp_rank=r, tp_size=sizes[name], **common)
+            else:
+                split = kind == "pp" and name == "p"
+                layout = KVLayout.gqa(
+                    num_kv_heads=1 if kind == "replicated" else 2,
+                    head_dim=2,
+                    v_head_dim=v_head_dim,
+                    tp_rank=0 if split else r,
+                    tp_size=1 if split else sizes[name],
+                    layers=range(r, num_layers, sizes[name]) if split else None,
+                    **common,
+                )
+            places.append(Place(name, layout, 64))
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """An event in virtual time."""
+
+    now: Callable[[], float]
+    ready_at: float
+
+    def query(self) -> bool:
+        return self.now() >= self.ready_at
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """One life of a request name, as the applications on both sides mean it."""
+
+    name: str
+    source: str
+    target: str
+    tokens: int
+    prefix: int
+    begins: float
+    aux: bytes
+    after: Flow | None = None  # the earlier life of the same name
+
+
+@dataclass(eq=False, slots=True)
+class Sending:
+    """A writer's share of a flow."""
+
+    flow: Flow
+    rank: Rank
+    pages: list[int]
+    works: list[KVWork] = field(default_factory=list)
+    lives: dict[int, object] = field(default_factory=dict)  # by destination: the sender's lives
+    failed: bool = False
+
+    def bound_to(self, dst: int, generation: int) -> bool:
+        life = self.lives.get(dst)
+        grant = getattr(life, "grant", None)
+        return grant is not None and grant.generation == generation
+
+
+@dataclass(eq=False, slots=True)
+class Receiving:
+    """A reader's share of a flow."""
+
+    flow: Flow
+    rank: Rank
+    receive: Receive
+    work: KVWork
+    before: Pool
+    pages: list[int]
+
+
+class Scenario:
+    """``run`` it, then look at ``problems`` (empty if every property held) and ``trace`` (equal for equal seeds)."""
+
+    def __init__(self, seed: int, *, benign: bool = False, sees_death: bool | None = None) -> None:
+        self.seed = seed
+        self.benign = benign
+        self.dice = random.Random(f"scenario {seed}")
+        self.numbers = np.random.default_rng(seed)
+        dice = self.dice
+        self.sees_death = dice.random() < 0.7 if sees_death is None else sees_death
+        faults = Faults(
+            drop=dice.choice([0.0, 0.1, 0.3]),
+            duplicate=dice.choice([0.0, 0.2]),
+            min_delay=1e-4,
+            max_delay=dice.choice([1e-3, 2e-2, 2e-1]),
+            window=dice.choice([2, 8, 64]),
+            pieces=dice.choice([1, 3, 8]),
+        )
+        # Without other faults nothing may fail, so there lost messages must not look like a lack of progress.
+        limits = {"timeout": 30.0, "grant_timeout": 60.0} if benign else {"timeout": 3.0, "grant_timeout": 8.0}
+        options = Options(transport="loopback", heartbeat=0.2, **limits)
+        places = random_places(dice)
+        self.cluster = Cluster(places, seed=seed, faults=faults, options=options, sees_death=self.sees_death)
+        self.world = self.cluster.world
+        self.shadows = {rank.rank: Shadow(rank, self.numbers) for rank in self.cluster.ranks}
+        self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
+        self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
+        self.sendings: list[Sending] = []
+        self.receivings: list[Receiving] = []
+        self.cancels: list[tuple[Rank, KVWork]] = []
+        self.expected_receives = 0
+        self.severed: set[tuple[int, int]] = set()
+        self.frozen: set[int] = set()  # paused until the very end
+        self.problems: list[str] = []
+        self.trace: list[tuple[object, ...]] = []
+        self.cluster.observers.append(self.observe)
+
+    def run(self) -> list[str]:
+        """The whole life; the problems found."""
+        self._plan()
+        self.cluster.run(limit=BUSY_SECONDS)
+        for link in [(a, b) for a in self.sources for b in self.sources if a != b]:
+            self.cluster.heal(*link)
+        for rank in self.sources:
+            self._unpause(rank)
+        # The plans of paused applications and the janitors still run; then everything must come to an end.
+        self.cluster.run(limit=BUSY_SECONDS)
+        self._cancel_all()
+        self.cluster.run(self._settled, limit=SETTLE_SECONDS)
+        self._check_end(justified=True)
+        for rank in sorted(self.frozen):
+            self.cluster.resume(rank)
+        self._cancel_all()
+        self.cluster.run(lambda: self._settled() and not self._leftovers(), limit=SETTLE_SECONDS)
+        self.cluster.run(limit=1.0)
+        self._check_end(justified=False)
+        return self.problems + [problem for shadow in self.shadows.values() for problem in shadow.problems]
+
+    def _cancel_all(self) -> None:
+        if self.benign:
+            return  # there, everything ends well by itself
+        for name in sorted({sending.flow.name for sending in self.sendings}):
+            for rank in self.cluster.ranks:
+                self.cancel(rank, name)
+
+    # ------------------------------------------------------------------ the plan
+
+    def _plan(self) -> None:
+        dice = self.dice
+        flows: list[Flow] = []
+        for i in range(dice.randint(2, 5)):
+            earlier = dice.choice(flows) if flows and not self.benign and dice.random() < 0.4 else None
+            if earlier is not None and any(flow.after is earlier for flow in flows):
+                earlier = None
+            source, target = ("p", "d") if dice.random() < 0.75 else ("d", "p")
+            flow = Flow(
+                name=f"r{i}" if earlier is None else earlier.name,
+                source=source if earlier is None else earlier.source,
+                target=target if earlier is None else earlier.target,
+                tokens=dice.choice([0, 1, 3, 4, 7, 8, 12]),
+                prefix=4 * dice.randint(0, 2),
+                begins=dice.uniform(0.0, BUSY_SECONDS / 2),
+                aux=dice.choice([b"", b"first token"]),
+                after=earlier,
+            )
+            flows.append(flow)
+            self._plan_flow(flow)
+        if not self.benign:
+            for _ in range(dice.randint(0, 3)):
+                self._plan_fault()
+
+    def _plan_flow(self, flow: Flow) -> None:
+        dice = self.dice
+        start = flow.begins if flow.after is None else BUSY_SECONDS / 2 + flow.begins
+        retry = flow.after if dice.random() < 0.5 else None
+        for rank in self._instance(flow.target):
+            if retry is not None:
+                at = retry.begins + dice.uniform(0.2, 1.2)
+                self.cluster.at(at, lambda rank=rank: self._post_again(flow, rank))
+            else:
+                self.cluster.at(start + dice.uniform(0.0, 1.0), lambda rank=rank: self._post(flow, rank))
+            self.expected_receives += 1
+        for index, rank in enumerate(self._instance(flow.source)):
+            self._plan_sending(flow, rank, start + dice.uniform(0.0, 1.0), flow.aux if index == 0 else b"")
+        if not self.benign and dice.random() < 0.5:
+            rank = dice.choice(self.cluster.ranks)
+            self.cluster.at(start + dice.uniform(0.0, 1.5), lambda: self.cancel(rank, flow.name))
+
+    def _plan_sending(self, flow: Flow, rank: Rank, start: float, aux: bytes) -> None:
+        dice = self.dice
+        page_size = rank.cache.layout.page_size
+        count = -(-flow.tokens // page_size)
+        pages = [self.unused[rank.rank].pop() for _ in range(count)]
+        sending = Sending(flow, rank, pages)
+        self.sendings.append(sending)
+        layers = list(rank.cache.layout.layers)
+        chunks: list[tuple[int, int, list[int] | None]] = []
+        for first in range(0, count, width := dice.choice([1, 2, 8])):
+            last = min(first + width, count)
+            whole = dice.random() < 0.5
+            chunks += [(first, last, None)] if whole else [(first, last, [layer]) for layer in layers]
+        dice.shuffle(chunks)
+        if chunks and dice.random() < 0.3:
+            chunks.append(dice.choice(chunks))  # the same bytes twice
+        at = start
+        for first, last, some in chunks:
+            self.cluster.at(at, lambda a=(first, last, some): self._send(sending, *a))
+            at += dice.choice([0.0, 0.01, 0.3])
+        self.cluster.at(at, lambda: self._finish(sending, aux))
+        self.cluster.at(at + dice.uniform(0.5, 3.0), lambda: self._tidy(sending))
+
+    def _plan_fault(self) -> None:
+        dice, cluster = self.dice, self.cluster
+        at = dice.uniform(0.0, BUSY_SECONDS)
+        rank, other = dice.sample(range(len(cluster.ranks)), 2)
+        kind = dice.choice(["kill", "pause", "pause", "partition", "partition", "sever"])
+        if kind == "kill":
+            cluster.at(at, lambda: self._do("kill", rank, lambda: cluster.kill(rank)))
+        elif kind == "pause":
+            cluster.at(at, lambda: self._do("pause", rank, lambda: cluster.pause(rank)))
+            if dice.random() < 0.3:
+                self.frozen.add(rank)
+            else:
+                cluster.at(at + dice.choice([0.1, 1.0, 4.0]), lambda: self._unpause(rank))
+        elif kind == "sever":
+            cluster.at(at, lambda: self._do("sever", rank, lambda: self._sever(rank, other)))
+        else:
+            both = dice.random() < 0.5
+            ways = [(rank, other), (other, rank)] if both else [(rank, other)]
+            for way in ways:
+                cluster.at(at, lambda way=way: cluster.partition(*way))
+                cluster.at(at + dice.choice([0.2, 1.0, 3.0]), lambda way=way: cluster.heal(*way))
+
+    def _sever(self, writer: int, reader: int) -> None:
+        """Breaks the data channel for good; what the writer then says of its writes proves nothing."""
+        self.severed.add((writer, reader))
+        self.cluster.sever(writer, reader)
+
+    def _do(self, what: str, rank: int, action: Callable[[], None]) -> None:
+        if self.world.alive(self.cluster[rank].node):
+            self.note(what, rank)
+            action()
+
+    def _unpause(self, rank: int) -> None:
+        if rank not in self.frozen:
+            self.cluster.resume(rank)
+
+    def _instance(self, name: str) -> list[Rank]:
+        return [self.cluster[rank] for rank in self.cluster[0].engine.roster.instances[name]]
+
+    # ------------------------------------------------------------------ what applications do
+
+    def _post(self, flow: Flow, rank: Rank) -> None:
+        if not self.world.alive(rank.node):
+            return
+        count = -(-flow.tokens // rank.cache.layout.page_size)
+        free = [page for page in self.shadows[rank.rank].free() if page < RECV_PAGES]
+        earlier = flow.after is None or any(r.flow is flow.after and r.rank is rank for r in self.receivings)
+        if not rank.running or len(free) < count or not earlier:
+            if self.benign or self.world.now < BUSY_SECONDS:
+                self.cluster.at(self.world.now + 0.2, lambda: self._post(flow, rank))
+            return
+        pages = self.dice.sample(free, count)
+        before = snapshot(rank)
+        total = self.dice.choice([None, None, None, 1.0, 4.0]) if not self.benign else None
+        try:
+            work = rank.recv_pages(flow.name, pages, flow.source, prefix_tokens=flow.prefix, timeout=total)
+        except KVError as error:
+            self.note("not posted", rank.rank, flow.name, type(error).__name__)
+            return
+        receive = rank.engine.receiver._live[flow.name]
+        self.note("posted", rank.rank, flow.name, receive.generation, tuple(pages))
+        self.receivings.append(Receiving(flow, rank, receive, work, before, pages))
+
+    def _post_again(self, flow: Flow, rank: Rank) -> None:
+        """The reader gives up the earlier life and posts the next at once, while messages of the first still come."""
+        if rank.running:
+            self.cancel(rank, flow.name)
+            self._post(flow, rank)
+
+    def _send(self, sending: Sending, first: int, last: int, layers: list[int] | None) -> None:
+        rank = sending.rank
+        if not self._may_go_on(sending):
+            return
+        pages = sending.pages[first:last]
+        event = Gate(rank._now, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
+        try:
+            work = self._any_verb(sending, pages, layers, first, event)
+        except KVError as error:
+            self._stop(sending, error)
+            return
+        sending.works.append(work)
+        self._adopt(sending)
+
+    def _may_go_on(self, sending: Sending) -> bool:
+        """An application that was paused, or cancelled, leaves it; a name is used again only after its last life."""
+        name, rank = sending.flow.name, sending.rank
+        earlier_life = not sending.lives and any(life == name for life, _ in rank.engine.sender._lives)
+        sending.failed |= earlier_life or not rank.running
+        return not sending.failed
+
+    def _any_verb(
+        self, sending: Sending, pages: list[int], layers: list[int] | None, start: int, event: Gate | None
+    ) -> KVWork:
+        name, rank, dst = sending.flow.name, sending.rank, sending.flow.target
+        verb = self.dice.choice(["layer", "slice", "pages"])
+        if verb == "layer" and layers is not None:
+            try:
+                return rank.send_layer(name, layers[0], pages, dst, start=start, event=event)
+            except LayoutMismatch:  # these two layouts do not match page for page
+                verb = "slice"
+        if verb == "slice":
+            return rank.send_slice(name, layers, pages, dst, start=start, event=event)
+        return rank.send_pages(name, pages, dst, layers=layers, start=start, event=event)
+
+    def _finish(self, sending: Sending, aux: bytes) -> None:
+        if not self._may_go_on(sending):
+            return
+        try:
+            sending.works.append(sending.rank.finish(sending.flow.name, sending.flow.target, aux=aux))
+        except KVError as error:
+            self._stop(sending, error)
+            return
+        self._adopt(sending)
+
+    def _adopt(self, sending: Sending) -> None:
+        """Remembers which of the sender's lives are this flow's, so that grants can be traced to it."""
+        known = {id(life) for other in self.sendings for life in other.lives.values() if other is not sending}
+        for (name, dst), life in sending.rank.engine.sender._lives.items():
+            if name == sending.flow.name and id(life) not in known:
+                sending.lives.setdefault(dst, life)
+
+    def _stop(self, sending: Sending, error: KVError) -> None:
+        sending.failed = True
+        self.note("stopped", sending.rank.rank, sending.flow.name, type(error).__name__)
+
+    def _tidy(self, sending: Sending) -> None:
+        """The application notices that its request failed, and cancels so that the name is free again."""
+        if sending.failed or any(work.exception() is not None for work in sending.works):
+            self.cancel(sending.rank, sending.flow.name)
+
+    def cancel(self, rank: Rank, name: str) -> None:
+        if rank.running:
+            self.note("cancel", rank.rank, name)
+            for sending in self.sendings:
+                sending.failed |= sending.rank is rank and sending.flow.name == name and bool(sending.lives)
+            self.cancels.append((rank, rank.cancel(name)))
+            self.observe(rank)
+
+    # ------------------------------------------------------------------ watching
+
+    def note(self, *what: object) -> None:
+        self.trace.append((round(self.world.now, 9), *what))
+
+    def observe(self, rank: Rank) -> None:
+        """Pages whose lease has just ended are checked, and written to by their next owner at once."""
+        shadow = self.shadows[rank.rank]
+        for generation, pages in shadow.released().items():
+            found = next(r for r in self.receivings if r.rank is rank and r.receive.generation == generation)
+            succeeded = found.receive.error is None
+            self.note("released", rank.rank, found.flow.name, generation, succeeded)
+            if succeeded:
+                self._check_success(found)
+            shadow.reuse(pages)
+
+    def _check_success(self, found: Receiving) -> None:
+        src_pages: dict[int, list[int]] = {}
+        for writer in found.receive.writers:
+            sending = next(
+                (
+                    s
+                    for s in self.sendings
+                    if s.rank.rank == writer and s.bound_to(found.rank.rank, found.receive.generation)
+                ),
+                None,
+            )
+            if sending is None:
+                self.problems.append(f"{found.flow.name}: succeeded though writer {writer} sealed nothing for it")
+                return
+            src_pages[writer] = sending.pages
+        sources = {writer: self.sources[writer] for writer in src_pages}
+        shadow = self.shadows[found.rank.rank]
+        shadow.check_received(f"request {found.flow.name}", found.before, found.pages, sources, src_pages)
+
+    # ------------------------------------------------------------------ the end
+
+    def _settled(self) -> bool:
+        posted = not self.benign or len(self.receivings) == self.expected_receives
+        return posted and not self._unsettled() and not self._landing()
+
+    def _landing(self) -> bool:
+        return any(self.world.in_flight.values())
+
+    def _unsettled(self) -> list[str]:
+        """Calls on running ranks that have not come to an end."""
+        calls = [(s.rank, f"send of {s.flow.name}", work) for s in self.sendings for work in s.works]
+        calls += [(r.rank, f"receive of {r.flow.name}", r.work) for r in self.receivings]
+        calls += [(rank, "cancel", work) for rank, work in self.cancels if not self._quarantine_is_justified(rank)]
+        return [f"{what} on rank {rank.rank}" for rank, what, work in calls if rank.running and not work.is_completed()]
+
+    def _quarantine_is_justified(self, rank: Rank) -> bool:
+        """Whether every writer that this rank still waits for is one that nobody can vouch for."""
+        failed = [receive for receive in rank.engine.receiver._receives.values() if receive.error is not None]
+        held = {writer for receive in failed for writer in receive.pending_writers()}
+        return bool(held) and all(self._unknown(writer, rank) for writer in held)
+
+    def _unknown(self, writer: int, reader: Rank) -> bool:
+        node = self.cluster[writer].node
+        dead_and_unseen = not self.world.alive(node) and not self.sees_death
+        return self.world.paused(node) or dead_and_unseen or (writer, reader.rank) in self.severed
+
+    def _check_end(self, *, justified: bool) -> None:
+        when = "while some are frozen" if justified else "at the end"
+        self.problems += [f"{when}: {call} never ended" for call in self._unsettled()]
+        if self._landing():
+            self.problems.append(f"{when}: pieces of puts are still in flight")
+        for rank in (rank for rank in self.cluster.ranks if rank.running):
+            self.observe(rank)
+            self.shadows[rank.rank].check_free(when)
+            leased = np.flatnonzero(rank.engine.receiver._leases).tolist()
+            if leased and not self._quarantine_is_justified(rank):
+                self.problems.append(f"{when}: rank {rank.rank} still leases pages {leased}")
+        if not justified:
+            self.problems += self._leftovers()
+        self._check_instances()
+        if self.benign:
+            self.problems += [
+                f"{r.flow.name} failed without a fault: {r.work.exception()}"
+                for r in self.receivings
+                if r.work.exception() is not None
+            ]
+            if len(self.receivings) != self.expected_receives:
+                self.problems.append(f"{len(self.receivings)} receives were posted, not {self.expected_receives}")
+
+    def _leftovers(self) -> list[str]:
+        """What running ranks still keep of requests that are over."""
+        problems = []
+        for rank in (rank for rank in self.cluster.ranks if rank.running):
+            engine = rank.engine
+            left = {
+                "lives": list(engine.sender._lives),
+                "queued pages": engine.sender._queued_pages,
+                "transfers": len(engine._by_op) + len(engine._gated) + len(engine._moved_at),
+                "live receives": list(engine.receiver._live),
+            }
+            problems += [f"rank {rank.rank} ended with {what}: {value}" for what, value in left.items() if value]
+        return problems
+
+    def _check_instances(self) -> None:
+        """If one rank of an instance succeeded, none of the others failed before it was complete."""
+        for one in (r for r in self.receivings if r.work.is_success()):
+            for other in (r for r in self.receivings if r.flow is one.flow and r.rank.running):
+                if other.receive.error is not None and other.receive.complete_at is None:
+                    self.problems.append(
+                        f"{one.flow.name} succeeded on rank {one.rank.rank}, failed on rank {other.rank.rank}: "
+                        f"{other.receive.error}"
+                    )

@@ -1,0 +1,248 @@
+"""Several ranks in one process, on a virtual clock: the real engine, protocol and registration over `World`.
+
+Everything random comes from the world's generator, so a run is a function of its seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torchkv_loopback import Faults, LoopbackTransport, World
+
+from torchkv.cache import KVCache
+from torchkv.card import Card, ProcessId
+from torchkv.control import PeerEvent, PeerState
+from torchkv.endpoint import KVEndpoint
+from torchkv.engine import Engine
+from torchkv.env import Options
+from torchkv.layout import KVLayout
+from torchkv.registration import Registration
+
+SILENT_HEARTBEATS = 5
+# A round of steps takes a little time, so that kills and cancels also fall between two windows of one put.
+ROUND_SECONDS = 1e-4
+MAX_IDLE_ROUNDS = 200_000
+
+
+class SimulatedControl:
+    """`torchkv.control.Control` over the world's datagrams.
+
+    A peer is LOST once nothing has passed between it and this node for five heartbeats (it is paused, or a direction
+    is cut), and DEAD a moment after its end, if ``sees_death``; a death on another host only looks like silence.
+    """
+
+    def __init__(self, world: World, node: int, *, heartbeat: float, sees_death: bool) -> None:
+        self.endpoint = f"node:{node}"
+        self._world = world
+        self._node = node
+        self._silence = SILENT_HEARTBEATS * heartbeat
+        self._sees_death = sees_death
+        self._grace: dict[int, float] = {}
+        self._nodes: dict[int, int] = {}
+        self._down_since: dict[int, float] = {}
+        self._state: dict[int, PeerState] = {}
+
+    def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
+        self._nodes[rank] = int(endpoint.removeprefix("node:"))
+        self._state[rank] = PeerState.FOUND
+        self._grace[rank] = self._world.random.uniform(0.0, 0.1)
+
+    def send(self, rank: int, data: bytes) -> None:
+        self._world.send(self._node, self._nodes[rank], data)
+
+    def receive(self) -> list[bytes]:
+        return self._world.receive(self._node)
+
+    def events(self, now: float) -> list[PeerEvent]:
+        found: list[PeerEvent] = []
+        for rank, node in self._nodes.items():
+            state = self._judge(rank, node, now)
+            if state is not self._state[rank]:
+                self._state[rank] = state
+                found.append(PeerEvent(rank, state, f"rank {rank} (node {node}) is {state.value}"))
+        return found
+
+    def sleep(self, seconds: float, also: Iterable[int]) -> None:
+        raise AssertionError("a simulated node never sleeps")
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _judge(self, rank: int, node: int, now: float) -> PeerState:
+        world = self._world
+        if self._state[rank] is PeerState.DEAD:
+            return PeerState.DEAD
+        silent = (
+            not world.alive(node)
+            or world.paused(node)
+            or not world.reaches(node, self._node)
+            or not world.reaches(self._node, node)
+        )
+        if not silent:
+            self._down_since.pop(rank, None)
+            return PeerState.FOUND
+        since = self._down_since.setdefault(rank, now)
+        if not world.alive(node) and self._sees_death and now >= since + self._grace[rank]:
+            return PeerState.DEAD
+        return PeerState.LOST if now >= since + self._silence else self._state[rank]
+
+
+class Rank(KVEndpoint):
+    """The verbs of one simulated rank."""
+
+    def __init__(self, world: World, node: int, rank: int, options: Options) -> None:
+        self.world = world
+        self.node = node
+        self.rank = rank
+        self._options = options
+        self._engine = None
+        self._cache = None
+        self._waker = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None
+        return self._cache
+
+    @property
+    def running(self) -> bool:
+        return self.world.alive(self.node) and not self.world.paused(self.node)
+
+    def _now(self) -> float:
+        return self.world.now
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What to register as one rank."""
+
+    instance: str
+    layout: KVLayout | None
+    num_pages: int = 16
+
+
+class Cluster:
+    """Ranks of one group, registered by the real code with a list for an exchange.
+
+    world: an existing one, to launch a second group beside what the first left behind. sees_death: whether ranks
+    can tell a dead peer from a silent one. observers: called with a rank after each of its steps.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        *,
+        seed: int = 0,
+        faults: Faults | None = None,
+        options: Options | None = None,
+        world: World | None = None,
+        sees_death: bool = True,
+        views: bool = False,
+        secret: bytes | None = None,
+    ) -> None:
+        self.world = World(seed, faults=faults or Faults(min_delay=1e-4, max_delay=2e-3)) if world is None else world
+        self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
+        self.observers: list[Callable[[Rank], None]] = []
+        self.ranks: list[Rank] = []
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._noted = 0
+        registrations = [self._registration(i, place, sees_death, views, secret) for i, place in enumerate(places)]
+        cards = [registration.card().encode() for registration in registrations]
+        for rank, registration in zip(self.ranks, registrations, strict=True):
+            rank._engine = registration.engine([Card.decode(card) for card in cards])
+            rank._cache = registration.cache
+            registration.warm(rank.engine)
+
+    def _registration(
+        self, index: int, place: Place, sees_death: bool, views: bool, secret: bytes | None
+    ) -> Registration:
+        world = self.world
+        transport = LoopbackTransport(world, views=views)
+        rank = Rank(world, transport.node, index, self.options)
+        self.ranks.append(rank)
+        return Registration(
+            rank=index,
+            instance=place.instance,
+            cache=None if place.layout is None else KVCache.empty(place.layout, place.num_pages, device="cpu"),
+            options=self.options,
+            transport=transport,
+            control=SimulatedControl(world, transport.node, heartbeat=self.options.heartbeat, sees_death=sees_death),
+            incarnation=world.random.getrandbits(62),
+            secret=world.random.randbytes(32) if secret is None else secret,
+        )
+
+    def __getitem__(self, rank: int) -> Rank:
+        return self.ranks[rank]
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Runs ``action`` between two rounds, as soon as the clock has reached ``time``."""
+        heapq.heappush(self._agenda, (time, self._noted, action))
+        self._noted += 1
+
+    def run(self, until: Callable[[], bool] = lambda: False, *, limit: float) -> bool:
+        """Steps everybody, at most ``limit`` virtual seconds; whether ``until`` came true."""
+        end = self.world.now + limit
+        for _ in range(MAX_IDLE_ROUNDS):
+            self._keep_agenda()
+            busy = self._round()
+            if until():
+                return True
+            if self.world.now >= end:
+                return False
+            if busy:
+                self.world.advance(self.world.now + self.world.random.uniform(0.0, ROUND_SECONDS))
+            else:
+                self.world.advance(self._next_wake(end))
+        raise AssertionError(f"{MAX_IDLE_ROUNDS} rounds did not reach {end:g} s: somebody is always busy")
+
+    def _keep_agenda(self) -> None:
+        while self._agenda and self._agenda[0][0] <= self.world.now:
+            heapq.heappop(self._agenda)[2]()
+
+    def _round(self) -> bool:
+        busy = False
+        order = [rank for rank in self.ranks if rank.running]
+        self.world.random.shuffle(order)
+        for rank in order:
+            if not rank.running:
+                continue
+            busy |= rank.engine.step(self.world.now)
+            for observe in self.observers:
+                observe(rank)
+        return busy
+
+    def _next_wake(self, end: float) -> float:
+        now = self.world.now
+        wakes = [now + rank.engine.next_wake(now) for rank in self.ranks if rank.running]
+        if self._agenda:
+            wakes.append(self._agenda[0][0])
+        return max(min([*wakes, end]), now)
+
+    # ------------------------------------------------------------------ faults
+
+    def kill(self, rank: int) -> None:
+        self.world.kill(self.ranks[rank].node)
+
+    def pause(self, rank: int) -> None:
+        self.world.pause(self.ranks[rank].node)
+
+    def resume(self, rank: int) -> None:
+        self.world.resume(self.ranks[rank].node)
+
+    def partition(self, src: int, dst: int) -> None:
+        """Cuts the way from ``src`` to ``dst``, not back."""
+        self.world.partition(self.ranks[src].node, self.ranks[dst].node)
+
+    def heal(self, src: int, dst: int) -> None:
+        self.world.heal(self.ranks[src].node, self.ranks[dst].node)
+
+    def sever(self, src: int, dst: int) -> None:
+        """Breaks the data channels from ``src`` to ``dst``, though both live."""
+        self.world.sever(self.ranks[src].node, self.ranks[dst].node)

@@ -1,0 +1,215 @@
+"""KVCache: shapes, adoption without a copy, and where it says that each page lies."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, State, TransportUnavailable, hostmem
+
+PAGES = 5
+
+
+def gqa(**changes: Any) -> KVLayout:
+    settings = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 8, "page_size": 16, "dtype": torch.bfloat16}
+    return KVLayout.gqa(**{**settings, **changes})
+
+
+def mixed() -> KVLayout:
+    return KVLayout(
+        [
+            Component("k", 4, 8, torch.float16),
+            Component("index", 1, 20, torch.uint8, sharded=False, layers=(1,)),
+        ],
+        num_layers=3,
+        page_size=16,
+        layers=(0, 1),
+        states=[State("ssm", (4, 6), torch.float32, shard_dim=0), State("conv", (3,), torch.float16, layers=(1,))],
+        tp_rank=1,
+        tp_size=2,
+    )
+
+
+def tensors(layout: KVLayout, num_pages: int = PAGES) -> dict[str, list[torch.Tensor | None]]:
+    return {
+        c.name: [
+            torch.zeros(num_pages, *layout.page_shape(c.name), dtype=c.dtype)
+            if layer in layout.component_layers(c.name)
+            else None
+            for layer in layout.layers
+        ]
+        for c in layout.components
+    }
+
+
+def check_placements(cache: KVCache) -> None:
+    """Reads every page back through (storage, offset, stride), as a peer would, against the tensor itself."""
+    rng = np.random.default_rng()
+    for storage in cache.storages:
+        storage.copy_(torch.from_numpy(rng.integers(0, 256, storage.nbytes, dtype=np.uint8)))
+    seen = 0
+    for component in cache.layout.components:
+        for layer, tensor in zip(cache.layout.layers, cache[component.name], strict=True):
+            assert (tensor is None) == ((component.name, layer) not in cache.placements)
+            if tensor is None:
+                continue
+            place = cache.placements[component.name, layer]
+            base = cache.storages[place.storage].data_ptr()
+            nbytes = cache.layout.page_nbytes(component.name)
+            for page in range(cache.num_pages):
+                expected = tensor[page].contiguous().view(torch.uint8).numpy().tobytes()
+                found = ctypes.string_at(base + place.offset + page * place.page_stride, nbytes)
+                assert found == expected
+                assert ctypes.string_at(base + place.offset + page * place.page_stride, nbytes - 1) != expected
+                seen += 1
+    assert seen > 0
+
+
+@pytest.mark.parametrize("layout", [gqa(), gqa(order="HND"), gqa(v_head_dim=3), gqa(layers=[2])])
+def test_empty_has_the_shapes_of_the_layout(layout: KVLayout) -> None:
+    cache = KVCache.empty(layout, PAGES, device="cpu")
+    assert (cache.num_pages, cache.num_slots, cache.device.type) == (PAGES, 0, "cpu")
+    for name, by_layer in (("k", cache.k), ("v", cache.v)):
+        assert len(by_layer) == len(layout.layers)
+        for tensor in by_layer:
+            assert tensor is not None
+            assert tuple(tensor.shape) == (PAGES, *layout.page_shape(name))
+            assert tensor.dtype == torch.bfloat16
+    assert len(cache.storages) == 1
+    assert hostmem.share(cache.storages[0]) is not None  # peers on this host can map it
+    check_placements(cache)
+
+
+def test_empty_with_components_in_some_layers_and_with_states() -> None:
+    cache = KVCache.empty(mixed(), PAGES, device="cpu", num_slots=7)
+    assert cache["index"][0] is None
+    assert cache["index"][1] is not None
+    assert cache.num_slots == 7
+    ssm, conv = cache.state("ssm"), cache.state("conv")
+    assert [None if s is None else tuple(s.shape) for s in ssm] == [(7, 2, 6), (7, 2, 6)]
+    assert [None if s is None else tuple(s.shape) for s in conv] == [None, (7, 3)]
+    check_placements(cache)
+
+
+def test_tensors_of_a_cache_do_not_overlap() -> None:
+    cache = KVCache.empty(mixed(), PAGES, device="cpu", num_slots=2)
+    everything = [*cache["k"], *cache["index"], *cache.state("ssm"), *cache.state("conv")]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in everything if t is not None)
+    assert len(spans) == 2 + 1 + 2 + 1
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        assert end <= start
+
+
+def interleaved(layout: KVLayout) -> dict[str, list[torch.Tensor | None]]:
+    """vLLM's shape: K and V of a layer in one tensor [pages, 2, ...]."""
+    both = [torch.zeros(PAGES, 2, *layout.page_shape("k"), dtype=torch.bfloat16) for _ in layout.layers]
+    return {"k": [t[:, 0] for t in both], "v": [t[:, 1] for t in both]}
+
+
+def one_storage(layout: KVLayout) -> dict[str, list[torch.Tensor | None]]:
+    """All layers in one tensor [layers, 2, pages, ...]."""
+    pool = torch.zeros(len(layout.layers), 2, PAGES, *layout.page_shape("k"), dtype=torch.bfloat16)
+    return {"k": [layer[0] for layer in pool], "v": [layer[1] for layer in pool]}
+
+
+def layers_within_pages(layout: KVLayout) -> dict[str, list[torch.Tensor | None]]:
+    pool = torch.zeros(PAGES, len(layout.layers), 2, *layout.page_shape("k"), dtype=torch.bfloat16)
+    return {"k": [pool[:, i, 0] for i in range(3)], "v": [pool[:, i, 1] for i in range(3)]}
+
+
+@pytest.mark.parametrize(
+    ("make", "storages"), [(tensors, 6), (interleaved, 3), (one_storage, 1), (layers_within_pages, 1)]
+)
+def test_adoption_copies_nothing(make: Callable[[KVLayout], Any], storages: int) -> None:
+    layout = gqa()
+    given = make(layout)
+    cache = KVCache(layout, given)
+    assert cache.num_pages == PAGES
+    assert len(cache.storages) == storages
+    for name in ("k", "v"):
+        for ours, theirs in zip(cache[name], given[name], strict=True):
+            assert ours is not None
+            assert ours.data_ptr() == theirs.data_ptr()
+    check_placements(cache)
+
+
+def test_adopted_states() -> None:
+    layout = mixed()
+    states = {
+        "ssm": [torch.zeros(7, 2, 6), torch.zeros(7, 2, 6)],
+        "conv": [None, torch.zeros(7, 3, dtype=torch.float16)],
+    }
+    cache = KVCache(layout, tensors(layout), states=states)
+    assert cache.num_slots == 7
+    assert cache.state("conv")[1] is states["conv"][1]
+    with pytest.raises(LayoutMismatch, match=r"'ssm'.*layer 0"):
+        KVCache(layout, tensors(layout), states={**states, "ssm": [torch.zeros(7, 4, 6), torch.zeros(7, 2, 6)]})
+
+
+def change(**replacements: Any) -> dict[str, Any]:
+    made: dict[str, Any] = tensors(gqa())
+    made.update(replacements)
+    return made
+
+
+def k_with(tensor: torch.Tensor | None) -> dict[str, Any]:
+    made = tensors(gqa())
+    made["k"][1] = tensor
+    return made
+
+
+BF16 = torch.bfloat16
+BAD = [
+    ({"k": tensors(gqa())["k"]}, r"missing \['v'\]"),
+    (change(w=[None] * 3), r"unknown \['w'\]"),
+    (change(k=tensors(gqa())["k"][:2]), "'k': 2 tensors for 3 layers"),
+    (k_with(None), "'k' of layer 1.*exists"),
+    (k_with(torch.zeros(PAGES, 16, 4, 8)), "'k' of layer 1: dtype torch.float32.*torch.bfloat16"),
+    (k_with(torch.zeros(PAGES, 4, 16, 8, dtype=BF16)), r"'k' of layer 1: shape \(5, 4, 16, 8\).*16, 4, 8"),
+    (k_with(torch.zeros(PAGES, 16, 32, dtype=BF16)), r"'k' of layer 1: shape \(5, 16, 32\)"),
+    (k_with(torch.zeros(0, 16, 4, 8, dtype=BF16)), "'k' of layer 1: shape"),
+    (k_with(torch.zeros(4, 16, 4, 8, dtype=BF16)), "agree on num_pages.*'4', '5'"),
+    (k_with(torch.zeros(PAGES, 4, 16, 8, dtype=BF16).transpose(1, 2)), "'k' of layer 1.*must be contiguous"),
+    (k_with(torch.zeros(PAGES, 16, 4, 16, dtype=BF16)[..., :8]), "'k' of layer 1.*must be contiguous"),
+    (k_with(torch.zeros(1, 16, 4, 8, dtype=BF16).expand(PAGES, -1, -1, -1)), "'k' of layer 1: page stride 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), BAD, ids=[words for _, words in BAD])
+def test_tensors_that_contradict_the_layout_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(LayoutMismatch, match=words):
+        KVCache(gqa(), given)
+    KVCache(gqa(), tensors(gqa()))  # control: the unchanged tensors are fine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"num_pages": 0, "device": "cpu"}, LayoutMismatch, "num_pages=0"),
+        ({"num_pages": -3, "device": "cpu"}, LayoutMismatch, "num_pages=-3"),
+        ({"num_pages": 4, "device": "cpu", "num_slots": -1}, LayoutMismatch, "num_slots=-1"),
+        ({"num_pages": 1 << 50, "device": "cpu"}, KVError, "bytes"),
+        ({"num_pages": 4}, TransportUnavailable, "device='cpu'"),  # the default is "cuda"
+        ({"num_pages": 4, "device": "meta"}, TransportUnavailable, "device='cpu'"),
+    ],
+)
+def test_pools_that_cannot_be_made(arguments: dict[str, Any], kind: type[KVError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        KVCache.empty(gqa(), **arguments)
+
+
+def test_unknown_names_are_refused_with_those_there_are() -> None:
+    cache = KVCache.empty(gqa(), PAGES, device="cpu")
+    with pytest.raises(LayoutMismatch, match="'latent'; it has k, v"):
+        cache["latent"]
+    with pytest.raises(LayoutMismatch, match="'ssm'; it has none"):
+        cache.state("ssm")
+    mla = KVLayout.mla(num_layers=1, latent_dim=8, rope_dim=4, page_size=16, dtype=BF16)
+    with pytest.raises(LayoutMismatch, match="'k'; it has latent"):
+        _ = KVCache.empty(mla, PAGES, device="cpu").k

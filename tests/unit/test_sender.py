@@ -1,0 +1,492 @@
+"""The lives of (request, destination) on the sending side, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from oracle import gqa
+from protocol_kit import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, moved, pair, roster, sender, verb
+
+from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
+from torchkv.protocol import sender as sender_module
+from torchkv.protocol.sender import Sender
+from torchkv.wire import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
+
+
+def bound(count: int = 2, *, ids: tuple[int, ...] = (5, 6), prefix: int = 0) -> Sender:
+    """A sender that has sent ``count`` pages under a grant, all of them on their way."""
+    machine = sender()
+    machine.on_grant(1, grant(*ids, prefix=prefix), 0.0)
+    verb(machine, count)
+    return machine
+
+
+def sealed() -> Sender:
+    machine = bound()
+    (op,) = Acts(machine).started
+    finish(machine)
+    moved(machine, op)
+    return machine
+
+
+# -- from the first verb to the verdict -------------------------------------------------------------------------------
+
+
+def test_verbs_before_the_grant_wait_and_then_start_in_order() -> None:
+    machine = sender()
+    first, second = verb(machine, 1, ticket="a"), verb(machine, 1, start=1, ticket="b")
+    assert Acts(machine).all == []
+    machine.on_grant(1, grant(5, 6), 1.0)
+    acts = Acts(machine)
+    assert acts.started == [first, second]
+    assert machine._queued_pages == 0
+
+
+def test_a_grant_waits_for_the_life_it_is_meant_for() -> None:
+    machine = sender()
+    machine.on_grant(1, grant(5, 6, prefix=8), 0.0)
+    assert machine.prefix_tokens("r", 1) == 8
+    assert Acts(machine).all == []
+    op = verb(machine, 2)
+    assert Acts(machine).started == [op]
+
+
+def test_seal_comes_after_the_last_transfer_and_the_verdict_ends_the_life() -> None:
+    machine = bound(1)
+    last = verb(machine, 1, start=1)
+    first, _ = Acts(machine).started
+    finish(machine, aux=b"token")
+    assert Acts(machine).all == []
+    moved(machine, last)
+    acts = Acts(machine)
+    assert acts.tells(Seal) == []
+    assert [(a.lo, a.hi) for _, a in acts.tells(Attest)] == [(4, 8)], "tokens, not pages"
+    moved(machine, first)
+    acts = Acts(machine)
+    assert [type(message) for _, message in acts.told] == [Attest, Seal], "all is attested before it is sealed"
+    assert acts.tells(Seal) == [(1, Seal(1, 2, b"token"))]
+    machine.on_verdict(1, Verdict(1))
+    assert Acts(machine).settled == {"finish": None}
+    assert machine._lives == {}
+
+
+def test_the_name_may_be_used_again_afterwards() -> None:
+    machine = sealed()
+    machine.on_verdict(1, Verdict(1))
+    Acts(machine)
+    op = verb(machine, 1)
+    assert Acts(machine).started == []
+    machine.on_grant(1, grant(7, generation=2), 0.0)
+    assert Acts(machine).started == [op]
+
+
+def test_a_verdict_before_the_seal_or_of_another_generation_changes_nothing() -> None:
+    machine = bound()
+    machine.on_verdict(1, Verdict(1))
+    finish(machine)
+    machine.on_verdict(1, Verdict(1))
+    assert "finish" not in Acts(machine).settled
+    machine = sealed()
+    Acts(machine)
+    machine.on_verdict(1, Verdict(2))
+    machine.on_verdict(0, Verdict(1))
+    assert Acts(machine).all == []
+
+
+# -- finish -----------------------------------------------------------------------------------------------------------
+
+
+def test_finish_with_nothing_sent_is_legal_for_an_empty_grant_only() -> None:
+    machine = sender()
+    machine.on_grant(1, grant(), 0.0)
+    finish(machine)
+    assert Acts(machine).tells(Seal) == [(1, Seal(1, 0, b""))]
+    machine = sender()
+    machine.on_grant(1, grant(5), 0.0)
+    with pytest.raises(ProtocolError, match="layer 0 page 0"):
+        finish(machine)
+    assert machine._lives == {}
+
+
+@pytest.mark.parametrize(("ids", "fine"), [((), True), ((5,), False)])
+def test_finish_with_nothing_sent_before_the_grant_is_judged_by_the_grant(ids: tuple[int, ...], fine: bool) -> None:
+    machine = sender()
+    finish(machine)
+    machine.on_grant(1, grant(*ids), 0.0)
+    acts = Acts(machine)
+    if fine:
+        assert acts.tells(Seal) == [(1, Seal(1, 0, b""))]
+    else:
+        assert "layer 0 page 0" in str(acts.error("finish"))
+        assert [message.kind for _, message in acts.tells(Abort)] == ["ProtocolError"]
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_finish_names_the_first_missing_page_and_leaves_the_request_open(granted: bool) -> None:
+    machine = sender()
+    if granted:
+        machine.on_grant(1, grant(5, 6, 7), 0.0)
+    verb(machine, 3, layers=(0,))
+    verb(machine, 1, layers=(1,))
+    verb(machine, 1, start=2, layers=(1,))
+    with pytest.raises(ProtocolError, match=r"layer 1 page 1 .*was not sent; send it, or cancel"):
+        finish(machine)
+    verb(machine, 1, start=1, layers=(1,))
+    if not granted:
+        machine.on_grant(1, grant(5, 6, 7), 0.0)
+    for op in Acts(machine).started:
+        moved(machine, op)
+    finish(machine)
+    assert len(Acts(machine).tells(Seal)) == 1
+
+
+def test_finish_with_too_few_pages_for_the_grant() -> None:
+    machine = bound(2, ids=(5, 6, 7))
+    with pytest.raises(ProtocolError, match=r"page 2 is missing: 2 pages .* 3 pages"):
+        finish(machine)
+    verb(machine, 1, start=2)
+    finish(machine)
+
+
+def test_an_empty_chunk_changes_nothing() -> None:
+    """No pages, far behind: it must not count as if the pages before it had been promised."""
+    machine = bound(2)
+    verb(machine, 0, start=9, ticket="nothing")
+    for op in Acts(machine).started:
+        moved(machine, op)
+    finish(machine)
+    assert Acts(machine).tells(Seal) == [(1, Seal(1, 2, b""))]
+
+
+def test_verbs_after_finish_raise() -> None:
+    machine = bound()
+    finish(machine)
+    for again in (lambda: verb(machine, 1), lambda: finish(machine)):
+        with pytest.raises(ProtocolError, match="finished already"):
+            again()
+
+
+def test_page_sizes_may_differ() -> None:
+    view = pair(0, writer=gqa(page_size=2), reader=gqa(page_size=4))
+    machine = sender(view)
+    machine.on_grant(1, grant(5, 6), 0.0)
+    op = verb(machine, 3)  # 6 of 8 tokens: within one page of the larger size
+    finish(machine)
+    moved(machine, op)
+    assert Acts(machine).tells(Seal) == [(1, Seal(1, 3, b""))]
+    machine = sender(view)
+    machine.on_grant(1, grant(5, 6), 0.0)
+    verb(machine, 2)
+    with pytest.raises(ProtocolError, match="missing"):
+        finish(machine)
+
+
+# -- pages and prefixes -----------------------------------------------------------------------------------------------
+
+
+def test_a_whole_page_outside_the_grant_raises_and_starts_nothing() -> None:
+    machine = bound()
+    Acts(machine)
+    with pytest.raises(PageOutOfRange, match=r"page 2 .*outside the grant of 2 pages"):
+        verb(machine, 2, start=1)
+    assert Acts(machine).all == []
+
+
+def test_a_page_outside_a_later_grant_fails_the_work_and_the_request() -> None:
+    machine = sender()
+    verb(machine, 3)
+    machine.on_grant(1, grant(5, 6), 0.0)
+    acts = Acts(machine)
+    assert isinstance(acts.error("send"), PageOutOfRange)
+    assert acts.started == []
+    assert [message.kind for _, message in acts.tells(Abort)] == ["PageOutOfRange"]
+    with pytest.raises(PageOutOfRange):
+        verb(machine, 1)
+
+
+def test_one_verb_needs_equal_prefixes() -> None:
+    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    machine.on_grant(1, grant(5, prefix=4), 0.0)
+    machine.on_grant(2, grant(5, prefix=8), 0.0)
+    with pytest.raises(ProtocolError, match="unequal prefixes"):
+        machine.check_prefixes("r", (1, 2))
+    machine.check_prefixes("r", (1,))
+    machine.check_prefixes("other", (1, 2))
+
+
+def test_unequal_prefixes_seen_only_with_the_grants_fail_the_later_one() -> None:
+    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    for dst in (1, 2):
+        verb(machine, 1, dst=dst, dsts=(1, 2), ticket=f"to {dst}")
+    machine.on_grant(1, grant(5, prefix=4), 0.0)
+    assert len(Acts(machine).started) == 1
+    machine.on_grant(2, grant(5, prefix=8), 0.0)
+    acts = Acts(machine)
+    assert "unequal prefixes" in str(acts.error("to 2"))
+    assert acts.started == []
+
+
+# -- cancel and tombstones --------------------------------------------------------------------------------------------
+
+
+def test_cancel_drains_first() -> None:
+    machine = bound()
+    (op,) = Acts(machine).started
+    assert machine.cancel("r", "cancel", 0.0) == ["cancel"]
+    acts = Acts(machine)
+    assert acts.halted == [op]
+    assert [message.kind for _, message in acts.tells(Abort)] == ["TransferCancelled"]
+    assert "cancel" not in acts.settled
+    error = machine._lives["r", 1].error
+    assert error is not None
+    assert not error.pages_safe
+    machine.op_finished(op, None, flushed=True, now=0.0)
+    acts = Acts(machine)
+    assert isinstance(acts.error("send"), TransferCancelled)
+    assert acts.settled["cancel"] is None
+    assert error.pages_safe
+    assert machine._lives == {}
+
+
+def test_cancel_of_nothing_is_nothing() -> None:
+    machine = sender()
+    assert machine.cancel("r", "cancel", 0.0) == []
+    assert Acts(machine).all == []
+    machine = sealed()
+    machine.on_verdict(1, Verdict(1))
+    Acts(machine)
+    assert machine.cancel("r", "cancel", 0.0) == []
+    assert Acts(machine).all == []
+
+
+def test_a_tombstone_answers_until_the_caller_cancels() -> None:
+    machine = bound()
+    (op,) = Acts(machine).started
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"))
+    machine.op_finished(op, None, flushed=True, now=0.0)
+    Acts(machine)
+    for again in (lambda: verb(machine, 1), lambda: finish(machine), lambda: machine.prefix_tokens("r", 1)):
+        with pytest.raises(TransferCancelled, match="gave up"):
+            again()
+    machine.on_grant(1, grant(7, 8, generation=2), 0.0)
+    assert Acts(machine).all == [], "nothing of the old life may use it"
+    with pytest.raises(TransferCancelled, match="gave up"):
+        verb(machine, 1)
+    assert machine.cancel("r", "cancel", 0.0) == ["cancel"]
+    assert Acts(machine).settled == {"cancel": None}
+    new = verb(machine, 2)
+    acts = Acts(machine)
+    assert acts.started == [new]
+    assert machine._lives["r", 1].grant is not None
+    assert machine._lives["r", 1].grant.generation == 2
+
+
+def test_a_cancel_before_the_grant_refuses_exactly_that_grant() -> None:
+    machine = sender()
+    verb(machine, 2)
+    machine.cancel("r", "cancel", 0.0)
+    acts = Acts(machine)
+    assert isinstance(acts.error("send"), TransferCancelled)
+    assert acts.settled["cancel"] is None
+    machine.on_grant(1, grant(5, 6), 1.0)
+    assert [(rank, message.generation) for rank, message in Acts(machine).tells(Abort)] == [(1, 1)]
+    machine.on_grant(1, grant(5, 6, generation=2), 2.0)
+    assert Acts(machine).all == []
+    assert machine.prefix_tokens("r", 1) == 0
+
+
+def test_the_refused_grant_never_binds_a_new_life() -> None:
+    machine = sender()
+    verb(machine, 2)
+    machine.cancel("r", "cancel", 0.0)
+    new = verb(machine, 2, ticket="new")
+    Acts(machine)
+    machine.on_grant(1, grant(5, 6), 1.0)
+    acts = Acts(machine)
+    assert [message.generation for _, message in acts.tells(Abort)] == [1]
+    assert acts.started == []
+    machine.on_grant(1, grant(5, 6, generation=2), 2.0)
+    assert Acts(machine).started == [new]
+
+
+def test_a_refusal_is_forgotten_after_the_grant_timeout() -> None:
+    machine = sender()
+    verb(machine, 2)
+    machine.cancel("r", "cancel", 0.0)
+    Acts(machine)
+    machine.tick(GRANT_TIMEOUT + 1)
+    machine.on_grant(1, grant(5, 6), GRANT_TIMEOUT + 2)
+    assert Acts(machine).all == []
+
+
+def test_cancel_refuses_a_grant_that_nobody_used_yet() -> None:
+    machine = sender()
+    machine.on_grant(1, grant(5, 6), 0.0)
+    assert machine.cancel("r", "cancel", 0.0) == []
+    assert [message.kind for _, message in Acts(machine).tells(Abort)] == ["TransferCancelled"]
+    assert machine.prefix_tokens("r", 1) is None
+
+
+def test_a_life_that_timed_out_waiting_answers_the_late_grant() -> None:
+    machine = sender()
+    verb(machine, 2)
+    machine.tick(GRANT_TIMEOUT - 0.1)
+    assert Acts(machine).all == []
+    machine.tick(GRANT_TIMEOUT)
+    assert isinstance(Acts(machine).error("send"), TransferTimeout)
+    machine.on_grant(1, grant(5, 6), GRANT_TIMEOUT + 1)
+    assert [message.kind for _, message in Acts(machine).tells(Abort)] == ["TransferTimeout"]
+    machine.on_grant(1, grant(5, 6, generation=2), GRANT_TIMEOUT + 2)
+    assert Acts(machine).all == [], "only one grant was meant for the dead life"
+    machine.cancel("r", "cancel", GRANT_TIMEOUT + 3)
+    Acts(machine)
+    new = verb(machine, 2, now=GRANT_TIMEOUT + 3)
+    assert Acts(machine).started == [new]
+
+
+# -- revocation -------------------------------------------------------------------------------------------------------
+
+
+def test_quiesced_is_said_after_the_drain_and_once() -> None:
+    machine = bound()
+    (op,) = Acts(machine).started
+    machine.on_revoke(1, Revoke(1, "TransferTimeout", "late"))
+    acts = Acts(machine)
+    assert acts.halted == [op]
+    assert acts.told == [], "the receiver knows already, and nothing is drained yet"
+    machine.op_finished(op, None, flushed=True, now=0.0)
+    acts = Acts(machine)
+    assert acts.told == [(1, Quiesced(1))]
+    assert isinstance(acts.error("send"), TransferTimeout)
+
+
+def test_quiesced_for_what_never_began_or_is_over() -> None:
+    machine = sender()
+    machine.on_grant(1, grant(5), 0.0)
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "x"))
+    assert Acts(machine).told == [(1, Quiesced(1))]
+    assert machine.prefix_tokens("r", 1) is None
+    op = verb(machine, 1)
+    assert Acts(machine).started == [], "the revoked grant is gone"
+    assert op.dst == 1
+    machine.on_revoke(1, Revoke(77, "TransferCancelled", "x"))
+    assert Acts(machine).told == [(1, Quiesced(77))]
+
+
+def test_a_broken_channel_is_never_called_quiescent() -> None:
+    machine = bound()
+    (op,) = Acts(machine).started
+    machine.op_finished(op, PeerLost("the channel broke"), flushed=False, now=0.0)
+    machine.on_revoke(1, Revoke(1, "PeerLost", "x"))
+    assert Acts(machine).tells(Quiesced) == []
+    machine.cancel("r", "cancel", 0.0)
+    assert Acts(machine).settled["cancel"] is None
+    machine.on_revoke(1, Revoke(1, "PeerLost", "x"))
+    assert Acts(machine).tells(Quiesced) == [], "not even after the life has ended"
+
+
+def test_revocation_after_the_seal_fails_finish() -> None:
+    machine = sealed()
+    Acts(machine)
+    machine.on_revoke(1, Revoke(1, "ProtocolError", "another rank failed"))
+    acts = Acts(machine)
+    assert isinstance(acts.error("finish"), ProtocolError)
+    assert acts.told == [(1, Quiesced(1))]
+
+
+def test_a_failed_transfer_fails_the_request() -> None:
+    machine = bound(1)
+    other = verb(machine, 1, start=1, ticket="other")
+    op, _ = Acts(machine).started
+    machine.op_finished(op, PeerLost("gone"), flushed=True, now=0.0)
+    acts = Acts(machine)
+    assert isinstance(acts.error("send"), PeerLost)
+    assert acts.halted == [other]
+    assert not machine.wants(other)
+    assert [message.kind for _, message in acts.tells(Abort)] == ["PeerLost"]
+
+
+# -- clocks, liveness and bounds --------------------------------------------------------------------------------------
+
+
+def test_a_sealed_life_waits_for_signs_of_life_only() -> None:
+    machine = sealed()
+    Acts(machine)
+    machine.tick(TIMEOUT - 0.1)
+    machine.on_alive(1, Alive(1, True), TIMEOUT - 0.1)
+    machine.tick(TIMEOUT + 1)
+    assert Acts(machine).all == []
+    machine.tick(2 * TIMEOUT)
+    assert isinstance(Acts(machine).error("finish"), TransferTimeout)
+
+
+def test_progress_is_reported_while_bytes_move() -> None:
+    machine = bound()
+    (op,) = Acts(machine).started
+    machine.tick(0.1)
+    assert Acts(machine).all == []
+    op.moved = True
+    machine.tick(0.2)
+    assert Acts(machine).told == [(1, Alive(1, False))]
+    machine.tick(0.3)
+    assert Acts(machine).all == []
+
+
+def test_a_lost_peer_fails_its_lives_and_no_others() -> None:
+    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    verb(machine, 1, dst=1, ticket="to 1")
+    verb(machine, 1, dst=2, ticket="to 2")
+    machine.peer_lost(1, "rank 1 is silent")
+    acts = Acts(machine)
+    assert isinstance(acts.error("to 1"), PeerLost)
+    assert "to 2" not in acts.settled
+
+
+def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MAX_QUEUED_OPS", 3)
+    machine = sender()
+    for i in range(3):
+        verb(machine, 1, start=i)
+    with pytest.raises(ProtocolError, match="3 transfers wait") as caught:
+        verb(machine, 1)
+    assert caught.value.retryable
+    machine.on_grant(1, grant(5, 6, 7), 0.0)
+    verb(machine, 1)
+
+
+def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MAX_QUEUED_PAGES", 10)
+    machine = sender()
+    verb(machine, 6)
+    with pytest.raises(ProtocolError, match="6 pages wait") as caught:
+        verb(machine, 5, request="other")
+    assert caught.value.retryable
+    machine.cancel("r", "cancel", 0.0)
+    verb(machine, 5, request="other")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        grant(5, writers=(2,)),
+        grant(5, writers=(0, 0)),
+        grant(5, writers=(7, 0)),
+        grant(5, writers=(0, 999)),
+        grant(99),
+    ],
+)
+def test_malformed_grants_are_refused(message: object) -> None:
+    machine = sender()
+    with pytest.raises(ProtocolError):
+        machine.on_grant(1, message, 0.0)  # type: ignore[arg-type]
+    assert Acts(machine).all == []
+    assert machine.prefix_tokens("r", 1) is None
+
+
+def test_abandon_ends_everything_now() -> None:
+    machine = bound()
+    verb(machine, 1, request="waiting", ticket="waiting")
+    finish(machine)
+    machine.cancel("waiting", "cancel", 0.0)
+    machine.abandon(TransferCancelled("the group was destroyed"))
+    acts = Acts(machine)
+    assert acts.settled.keys() == {"send", "waiting", "finish", "cancel"}

@@ -1,0 +1,151 @@
+"""Two sessions over frames that are lost, doubled and swapped."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchkv.protocol.session import FIRST_RETRY, LAST_RETRY, WINDOW, Session
+from torchkv.wire import Alive, Frame, Message
+
+A, B = 111, 222
+
+
+def both() -> tuple[Session, Session]:
+    return Session(0, A, B), Session(1, B, A)
+
+
+def message(number: int) -> Message:
+    return Alive(number, True)
+
+
+def numbers(messages: list[Message]) -> list[int]:
+    return [m.generation for m in messages if isinstance(m, Alive)]
+
+
+@given(st.integers(0, 1 << 32), st.floats(0.0, 0.6), st.floats(0.0, 0.5), st.integers(0, 30), st.integers(0, 30))
+@settings(max_examples=150, deadline=None)
+def test_every_message_once_and_in_order(seed: int, drop: float, double: float, there: int, back: int) -> None:
+    chance = random.Random(seed)
+    ends = both()
+    totals = (there, back)
+    sent = [0, 0]
+    got: list[list[int]] = [[], []]
+    air: list[tuple[int, Frame]] = []  # (receiving end, frame)
+    now = 0.0
+    for _ in range(3000):
+        for end in (0, 1):
+            while sent[end] < totals[end] and chance.random() < 0.3:
+                ends[end].send(message(sent[end]))
+                sent[end] += 1
+            for frame in ends[end].poll(now):
+                copies = 1 + (chance.random() < double)
+                air += [(1 - end, frame)] * sum(chance.random() >= drop for _ in range(copies))
+        chance.shuffle(air)
+        for _ in range(chance.randint(0, len(air))):
+            end, frame = air.pop()
+            got[end] += numbers(ends[end].receive(frame))
+        now += chance.uniform(0.0, 0.4)
+        if sent == list(totals) and ends[0].idle and ends[1].idle:
+            break
+    assert got == [list(range(back)), list(range(there))]
+    assert ends[0].idle
+    assert ends[1].idle
+
+
+def test_frames_of_another_life_are_dropped() -> None:
+    one, other = both()
+    one.send(message(1))
+    (frame,) = one.poll(0.0)
+    for stranger in (Session(1, B, A + 1), Session(1, B + 1, A)):
+        assert stranger.receive(frame) == []
+        assert stranger.poll(0.0) == [], "not even acknowledged"
+    assert numbers(other.receive(frame)) == [1]
+
+
+def test_acknowledgements_that_cannot_be_are_ignored() -> None:
+    one, other = both()
+    for i in range(3):
+        one.send(message(i))
+    frames = one.poll(0.0)
+    for ack in (4, 1 << 62):  # of what was never sent
+        one.receive(Frame(1, B, A, 0, ack, None))
+        assert not one.idle
+    for frame in frames:
+        other.receive(frame)
+    (ack3,) = other.poll(0.0)
+    one.receive(Frame(1, B, A, 0, 1, None))
+    one.receive(Frame(1, B, A, 0, 0, None))  # stale: acknowledges less than is known already
+    assert [f.seq for f in one.poll(10.0)] == [2, 3]
+    one.receive(ack3)
+    assert one.idle
+    one.receive(Frame(1, B, A, 0, 2, None))
+    one.send(message(9))
+    assert [f.seq for f in one.poll(10.0)] == [4]
+
+
+def test_retries_slow_down_and_recover() -> None:
+    one, other = both()
+    one.send(message(0))
+    (first,) = one.poll(0.0)
+    times, now = [], 0.0
+    while len(times) < 6:
+        now = one.next_poll
+        assert len(one.poll(now)) == 1
+        times.append(now)
+    gaps = [b - a for a, b in itertools.pairwise([0.0, *times])]
+    assert gaps[0] == FIRST_RETRY
+    assert all(b == min(2 * a, LAST_RETRY) for a, b in itertools.pairwise(gaps))
+    other.receive(first)
+    (ack,) = other.poll(now)
+    one.receive(ack)
+    one.send(message(1))
+    one.poll(now)
+    assert one.next_poll == now + FIRST_RETRY
+
+
+def test_nothing_is_sent_before_it_is_due() -> None:
+    one, _ = both()
+    one.send(message(0))
+    assert len(one.poll(0.0)) == 1
+    assert one.poll(FIRST_RETRY - 0.001) == []
+    assert one.next_poll == FIRST_RETRY
+
+
+def test_a_repeated_frame_is_acknowledged_again() -> None:
+    """Its first acknowledgement was lost; without a second the peer would repeat itself for ever."""
+    one, other = both()
+    one.send(message(0))
+    (frame,) = one.poll(0.0)
+    assert numbers(other.receive(frame)) == [0]
+    assert [f.ack for f in other.poll(0.0)] == [1]
+    assert other.receive(frame) == []
+    assert [f.ack for f in other.poll(0.0)] == [1]
+    assert other.poll(0.0) == []
+
+
+@pytest.mark.parametrize("seq", [WINDOW + 1, 1 << 63])
+def test_frames_beyond_the_window_are_not_kept(seq: int) -> None:
+    _, other = both()
+    assert other.receive(Frame(0, A, B, seq, 0, message(7))) == []
+    assert other._early == {}
+
+
+def test_more_than_a_window_gets_through() -> None:
+    one, other = both()
+    count = WINDOW + 500
+    for i in range(count):
+        one.send(message(i))
+    got, now = [], 0.0
+    for _ in range(10):
+        for frame in one.poll(now):
+            got += numbers(other.receive(frame))
+        for frame in other.poll(now):
+            one.receive(frame)
+        now += LAST_RETRY
+    assert got == list(range(count))
+    assert one.idle
