@@ -92,16 +92,17 @@ class ZmqControl:
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._inbox)
         self._poller = zmq.Poller()
+        _, address = job_interface()
         try:
-            port = self._inbox.bind_to_random_port(f"tcp://{listen_address()}")
+            port = self._inbox.bind_to_random_port(f"tcp://{address}")
         except zmq.ZMQError as error:
             self.close()
             raise TransportUnavailable(
-                f"the control channel cannot listen on {listen_address()}: {error}; set TORCHKV_INTERFACE to an "
+                f"the control channel cannot listen on {address}: {error}; set TORCHKV_INTERFACE to an "
                 f"address of this host, or leave it unset"
             ) from error
         self._poller.register(self._inbox, zmq.POLLIN)
-        self.endpoint = f"tcp://{listen_address()}:{port}"
+        self.endpoint = f"tcp://{address}:{port}"
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
         outbox: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

@@ -21,7 +21,7 @@ PREFIX = "TORCHKV_"
 PATHS = ("runs", "slices", "direct")
 
 # Variables that are not fields of Options.
-_OTHER = ("INTERFACE", "LOG_LEVEL")
+_OTHER = ("INTERFACE",)
 
 T = TypeVar("T")
 

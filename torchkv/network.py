@@ -41,7 +41,7 @@ def job_interface() -> Interface:
         return "lo", wanted if wanted != "localhost" else LOOPBACK[1]
     raise TransportUnavailable(
         f"no network interface of this host has the name or IPv4 address {wanted!r} (it has "
-        f"{', '.join(f'{name} {address}' for name, address in addresses.items())}); set TORCHKV_INTERFACE to one of them"
+        f"{', '.join(f'{n} {a}' for n, a in addresses.items())}); set TORCHKV_INTERFACE to one of them"
     )
 
 

@@ -71,11 +71,17 @@ class Transfer:
             self.finished = True
             return 0
         except KVError as error:
-            self.fail(error)
+            self.fail(self._named(error))
             return 0
         if moved:
             self.op.moved = True
         return moved
+
+    def _named(self, error: KVError) -> KVError:
+        """What a channel knows nothing of: which request, peer and layers its error is about."""
+        layers = self.op.layers if len(self.op.layers) < 5 else (*self.op.layers[:4], "...")
+        where = f"request {self.op.request!r} to rank {self.op.dst}, layers {', '.join(map(str, layers))}"
+        return type(error)(f"{where}: {error}", retryable=error.retryable)
 
     def fail(self, error: KVError) -> None:
         """Stops: posts nothing more, and finishes once nothing of it can land any more."""

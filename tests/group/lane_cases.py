@@ -1,9 +1,12 @@
-"""One transfer between real ranks over a chosen lane, and a slow reference that knows nothing of plans."""
+"""One transfer over a chosen lane, and a slow reference that knows nothing of plans.
+
+`transfer` is one real rank's part; what it is made of serves ranks in one process too.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +16,26 @@ import torch
 import torch.distributed as dist
 from harness import kv_group
 
-import torchkv
 from torchkv import KVCache, KVLayout
+from torchkv.endpoint import KVEndpoint
+from torchkv.route import Counter
+from torchkv.work import KVWork
 
-__all__ = ["Case", "Report", "adopted_cache", "random_fill", "transfer", "views"]
+__all__ = [
+    "AUX",
+    "Case",
+    "Pool",
+    "Report",
+    "adopted_cache",
+    "check_reader",
+    "check_reports",
+    "prepare",
+    "random_fill",
+    "submit",
+    "tally",
+    "transfer",
+    "views",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Views = dict[tuple[str, int], Bytes]  # (component, layer) -> [pages, page_size, heads, head bytes], whatever the order
@@ -24,6 +43,7 @@ Views = dict[tuple[str, int], Bytes]  # (component, layer) -> [pages, page_size,
 GUARD = 64  # elements around an adopted pool
 GAP = 32  # elements between its pages
 SPARE = 3  # pages of each pool that no transfer names
+AUX = b"first token: 42"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +170,41 @@ def gather(sources: Mapping[int, Source], layout: KVLayout, pages: Sequence[int]
     return written
 
 
-def _pages(case: Case, layout: KVLayout, rng: np.random.Generator) -> tuple[list[int], int]:
-    """Page ids for the case, and the size of a pool that has some to spare."""
+@dataclass(frozen=True)
+class Pool:
+    """One rank's cache, the pages of it that take part in position order, and every byte from before the transfer."""
+
+    cache: KVCache
+    pages: list[int]
+    before: list[Bytes]
+
+    def source(self) -> Source:
+        """What this rank sends, copied."""
+        layout = self.cache.layout
+        heads = {component.name: _heads(layout, component.name) for component in layout.components}
+        data = {key: array.copy() for key, array in views(self.cache).items()}
+        return Source(self.pages, layout.page_size, data, heads)
+
+    def check_untouched(self) -> None:
+        """A writer's own memory is only read."""
+        for storage, old in zip(_storages(self.cache), self.before, strict=True):
+            assert np.array_equal(storage, old), "a transfer changed its source"
+
+
+def prepare(case: Case, layout: KVLayout, rng: np.random.Generator, *, adopted: bool) -> Pool:
+    """A pool with pages to spare, random everywhere."""
     count = -(-case.tokens // layout.page_size)
     size = count + SPARE
-    return ([*range(1, count + 1)] if case.contiguous else [int(p) for p in rng.permutation(size)[:count]]), size
+    pages = [*range(1, count + 1)] if case.contiguous else [int(p) for p in rng.permutation(size)[:count]]
+    cache = adopted_cache(layout, size) if adopted else KVCache.empty(layout, size, device="cpu")
+    random_fill(cache, rng)
+    return Pool(cache, pages, [storage.copy() for storage in _storages(cache)])
 
 
-def _send(kv: torchkv.KVProcessGroup, case: Case, layout: KVLayout, pages: list[int], rng: np.random.Generator) -> int:
-    """All of ``pages``, in chunks and layers in random order; returns the bytes that the works report."""
+def submit(
+    kv: KVEndpoint, case: Case, layout: KVLayout, pages: list[int], rng: np.random.Generator
+) -> tuple[list[KVWork], KVWork]:
+    """Sends all of ``pages``, in chunks and layers in random order; the works of the sends, and that of the end."""
     edges = [round(i * len(pages) / case.chunks) for i in range(case.chunks + 1)]
     jobs = [(lo, hi, layer) for lo, hi in itertools.pairwise(edges) for layer in layout.layers]
     if case.verb == "send_pages":
@@ -174,14 +220,15 @@ def _send(kv: torchkv.KVProcessGroup, case: Case, layout: KVLayout, pages: list[
         else:
             work = kv.send_pages("r", torch.tensor(pages[lo:hi]), "decode", start=lo, event=event)
         works.append(work)
-    done = kv.finish("r", "decode", aux=b"first token: 42")
-    for work in [*works, done]:
-        assert work.wait(30)
-    return sum(work.bytes for work in works)
+    return works, kv.finish("r", "decode", aux=AUX)
 
 
-def _check(case: Case, cache: KVCache, pages: list[int], before: list[Bytes], sources: Mapping[int, Source]) -> int:
-    """Whether the cache now holds exactly what it held before plus what the reference gathers."""
+def check_reader(case: Case, pool: Pool, sources: Mapping[int, Source]) -> int:
+    """Whether the pool now holds exactly what it held before plus what the reference gathers; returns those bytes.
+
+    Spoils ``sources``, to see that the comparison notices.
+    """
+    cache, pages, before = pool.cache, pool.pages, pool.before
     storages = _storages(cache)
     got = [storage.copy() for storage in storages]
 
@@ -202,41 +249,59 @@ def _check(case: Case, cache: KVCache, pages: list[int], before: list[Bytes], so
     return nbytes
 
 
+def tally(routes: Iterable[Mapping[str, Counter]]) -> tuple[dict[str, int], int]:
+    """From the counters of routes: bytes by lane, and spans over all lanes."""
+    lanes: dict[str, int] = {}
+    spans = 0
+    for counters in routes:
+        for lane, counter in counters.items():
+            lanes[lane] = lanes.get(lane, 0) + counter.nbytes
+            spans += counter.spans
+    return lanes, spans
+
+
+def check_reports(reports: Sequence[Report], case: Case, prefixes: tuple[str, ...]) -> None:
+    """Whether all bytes that the reference wrote, and no others, went over lanes that begin with ``prefixes``."""
+    total = sum(reports[reader].expected for reader in case.readers)
+    assert total > 0, "the case moves nothing"
+    lanes = {name for report in reports for name in report.lanes}
+    assert lanes, "nobody wrote anything"
+    assert all(name.startswith(prefixes) for name in lanes), f"{lanes}, expected {prefixes}"
+    assert sum(sum(report.lanes.values()) for report in reports) == total
+    assert sum(report.spans for report in reports) > 0
+    for reader in case.readers:
+        assert reports[reader].received == reports[reader].expected
+    assert sum(report.sent for report in reports) == total
+
+
 def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Report:
     """One rank's part of ``case``. Raises on any wrong byte."""
     rank = dist.get_rank()
     rng = np.random.default_rng([seed, rank])
     layout = case.layouts.get(rank)
     with kv_group(path=path) as kv:
-        cache, pages, sent, received, expected, path_taken = None, [], 0, 0, 0, ""
-        if layout is not None:
-            pages, size = _pages(case, layout, rng)
-            cache = adopted_cache(layout, size) if adopted else KVCache.empty(layout, size, device="cpu")
-            random_fill(cache, rng)
-        kv.register(cache, instance="prefill" if rank in case.writers else "decode" if rank in case.readers else None)
+        sent, received, expected, path_taken = 0, 0, 0, ""
+        pool = None if layout is None else prepare(case, layout, rng, adopted=adopted)
+        instance = "prefill" if rank in case.writers else "decode" if rank in case.readers else None
+        kv.register(None if pool is None else pool.cache, instance=instance)
+        mine: Any = None
         if rank in case.readers:
-            before = [storage.copy() for storage in _storages(cache)]
-            rx = kv.recv_pages("r", pages, "prefill", prefix_tokens=case.prefix)
+            rx = kv.recv_pages("r", pool.pages, "prefill", prefix_tokens=case.prefix)
             assert rx.wait(30)
-            assert rx.aux == b"first token: 42"
+            assert rx.aux == AUX
             received, path_taken = rx.bytes, rx.path
         elif rank in case.writers:
+            mine = pool.source()
             assert kv.prefix_tokens("r", "decode") == case.prefix
-            sent = _send(kv, case, layout, pages, rng)
-        mine: Any = None
-        if rank in case.writers:
-            heads = {component.name: _heads(layout, component.name) for component in layout.components}
-            data = {key: np.ascontiguousarray(array) for key, array in views(cache).items()}
-            mine = Source(pages, layout.page_size, data, heads)
+            works, done = submit(kv, case, layout, pool.pages, rng)
+            for work in [*works, done]:
+                assert work.wait(30)
+            sent = sum(work.bytes for work in works)
+            pool.check_untouched()
         everyone: list[Any] = [None] * kv.size()
         dist.all_gather_object(everyone, mine, group=kv)
-        sources = {r: source for r, source in enumerate(everyone) if source is not None}
         if rank in case.readers:
-            expected = _check(case, cache, pages, before, sources)
-        lanes: dict[str, int] = {}
-        spans = 0
-        for reader in case.readers if rank in case.writers else ():
-            for lane, counter in kv.explain(reader).lanes.items():
-                lanes[lane] = lanes.get(lane, 0) + counter.nbytes
-                spans += counter.spans
+            expected = check_reader(case, pool, {r: source for r, source in enumerate(everyone) if source is not None})
+        peers = case.readers if rank in case.writers else ()
+        lanes, spans = tally(kv.explain(reader).lanes for reader in peers)
     return Report(lanes=lanes, spans=spans, sent=sent, received=received, expected=expected, path=path_taken)

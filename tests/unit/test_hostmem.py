@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from torchkv import hostmem
@@ -321,6 +321,9 @@ def test_one_wrong_byte_or_a_cut_end_is_refused(position: int, flip: int, cut: i
     good = shared(tensor)
     bad = bytearray(good)
     bad[position] ^= flip
+    # A thread of this process shows the same files under its own id, and opening them there is right.
+    pid = FIELDS.unpack(bad)[PID]
+    assume(pid == os.getpid() or str(pid) not in os.listdir("/proc/self/task"))
     with pytest.raises(KVError):
         hostmem.open_segment(bytes(bad))
     if cut < FIELDS.size:

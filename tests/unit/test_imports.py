@@ -23,13 +23,13 @@ IMPURE_LIBRARIES = {
 # transport.py is the interface: types and discovery. Pure modules take its array type from it.
 PURE_OR_TYPES = {*PURE, "errors", "transport", "protocol"}
 
-BACKEND_MAY_IMPORT = {"torchkv.transport", "torchkv.errors", "torchkv.hostmem", "torchkv.hostcopy", "torchkv.env", "torchkv.network"}
+BACKEND_MAY_IMPORT = {f"torchkv.{name}" for name in ("transport", "errors", "hostmem", "hostcopy", "env", "network")}
 
 # Lowest first: a module imports only from lower layers, or from its own.
 LAYERS = [
     {"errors", "slab", "coverage"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport"},
-    {"wire", "cache", "roster", "work"},
+    {"wire", "cache", "roster", "work", "network"},
     {"actions", "session", "instance", "sender", "receiver"},
     {"card", "route", "arguments", "transfer", "control"},
     {"engine"},

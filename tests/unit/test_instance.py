@@ -183,3 +183,19 @@ def test_a_round_that_a_rank_never_joins_is_forgotten() -> None:
     machine.tick(GRANT_TIMEOUT + 5.0)
     assert machine._fates == {}
     assert machine._rounds == {}
+
+
+def test_a_rank_that_keeps_the_others_waiting_fails_the_round_for_all() -> None:
+    machine = leader(3)
+    posted(machine, 0, 1)
+    posted(machine, 1, 2)
+    done(machine, 0, 1)
+    machine.tick(GRANT_TIMEOUT - 0.1)
+    assert verdicts(machine) == {}
+    machine.tick(GRANT_TIMEOUT)
+    told = dict(Acts(machine).tells(InstanceVerdict))
+    assert {rank: verdict.kind for rank, verdict in told.items()} == {0: "TransferTimeout", 1: "TransferTimeout"}
+    assert "ranks [1, 2]" in told[0].text
+    posted(machine, 2, 3)  # a straggler learns of it too, and the round is over
+    assert {rank for rank, _ in Acts(machine).tells(InstanceVerdict)} >= {2}
+    assert machine._rounds == {}

@@ -308,6 +308,22 @@ def test_the_refused_grant_never_binds_a_new_life() -> None:
     assert Acts(machine).started == [new]
 
 
+def test_each_life_cancelled_before_its_grant_refuses_one() -> None:
+    machine = sender()
+    for life in range(2):
+        verb(machine, 2, ticket=f"send{life}")
+        machine.cancel("r", f"cancel{life}", 0.0)
+    new = verb(machine, 2, ticket="new")
+    Acts(machine)
+    for generation in (1, 2):
+        machine.on_grant(1, grant(5, 6, generation=generation), 1.0)
+        acts = Acts(machine)
+        assert [message.generation for _, message in acts.tells(Abort)] == [generation]
+        assert acts.started == []
+    machine.on_grant(1, grant(5, 6, generation=3), 2.0)
+    assert Acts(machine).started == [new]
+
+
 def test_a_refusal_is_forgotten_after_the_grant_timeout() -> None:
     machine = sender()
     verb(machine, 2)

@@ -17,8 +17,7 @@ class _Entry:
     """One rank's receive of a request."""
 
     post: Post
-    born: float
-    done: bool = False  # everything is there
+    done_at: float | None = None  # when it reported that everything is there
     failed: tuple[str, str] | None = None  # kind and text, as it reported them
     told: bool = False  # it has its verdict
 
@@ -51,7 +50,7 @@ class InstanceLeader:
         if not self._is_member(src):
             return
         queues = self._rounds.setdefault(message.request, {rank: deque() for rank in self._members})
-        queues[src].append(_Entry(message, now))
+        queues[src].append(_Entry(message))
         self._advance(message.request, now)
 
     def on_outcome(self, src: int, message: Outcome, now: float) -> None:
@@ -65,7 +64,7 @@ class InstanceLeader:
             entry.failed = (message.kind, f"rank {src} of the same instance: {message.text}")
             entry.told = True
         else:
-            entry.done = True
+            entry.done_at = now
         self._advance(message.request, now)
 
     def peer_lost(self, rank: int, now: float) -> None:
@@ -79,7 +78,20 @@ class InstanceLeader:
         self._lost.discard(rank)
 
     def tick(self, now: float) -> None:
-        """Forgets failed rounds that some rank never joined."""
+        """Fails rounds that some rank keeps waiting, and forgets failed ones that some rank never joined.
+
+        Ranks that are done have no deadline of their own, so that nobody can fail what the others call a success.
+        """
+        for request, queues in list(self._rounds.items()):
+            done = [queue[0].done_at for queue in queues.values() if queue and queue[0].done_at is not None]
+            if request not in self._fates and done and now >= min(done) + self._grant_timeout:
+                late = [rank for rank, queue in queues.items() if not queue or queue[0].done_at is None]
+                text = (
+                    f"request {request!r}: ranks {late} of instance {self._roster.me.instance!r} were not complete "
+                    f"{self._grant_timeout:g} s (Options.grant_timeout) after the first; post it on every rank"
+                )
+                self._fates[request] = _Fate("TransferTimeout", text, now)
+                self._advance(request, now)
         for request in [r for r, fate in self._fates.items() if now >= fate.since + self._grant_timeout]:
             self._close(request)
             self._advance(request, now)
@@ -104,7 +116,7 @@ class InstanceLeader:
             self._doom_if_failed(request, heads, now)
             fate = self._fates.get(request)
             everyone = len(heads) == len(self._members)
-            if fate is None and not (everyone and all(entry.done for entry in heads.values())):
+            if fate is None and not (everyone and all(entry.done_at is not None for entry in heads.values())):
                 return
             for rank, entry in heads.items():
                 if not entry.told:

@@ -80,7 +80,7 @@ class Sender:
         self._lives: dict[tuple[str, int], _Life] = {}
         self._by_generation: dict[tuple[int, int], _Life] = {}
         self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for a life
-        self._refusals: dict[tuple[str, int], float] = {}  # lives cancelled before their grant -> when to forget
+        self._refusals: dict[tuple[str, int], deque[float]] = {}  # lives cancelled before their grant: until when
         self._tainted: set[tuple[int, int]] = set()  # ended generations that can never be called quiescent
         self._queued_pages = 0
         self.actions: list[Action] = []
@@ -226,7 +226,7 @@ class Sender:
         )
         key = (message.request, src)
         life = self._lives.get(key)
-        if life is None and self._refusals.pop(key, 0.0) > now:
+        if life is None and self._is_refused(key, now):
             self._tell_abort(
                 grant, TransferCancelled(f"rank {self._roster.rank} cancelled request {message.request!r} earlier")
             )
@@ -234,7 +234,7 @@ class Sender:
             life.refused = True
             self._tell_abort(grant, life.error)
         elif life is not None and life.grant is None and life.error is None:
-            if self._refusals.pop(key, 0.0) > now:
+            if self._is_refused(key, now):
                 self._tell_abort(
                     grant, TransferCancelled(f"rank {self._roster.rank} cancelled an earlier {message.request!r}")
                 )
@@ -294,7 +294,7 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """Deadlines and signs of life; call a few times a second."""
-        for key in [key for key, until in self._refusals.items() if until <= now]:
+        for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
         for life in list(self._lives.values()):
             if life.error is not None:
@@ -440,7 +440,18 @@ class Sender:
         """The grant meant for this life is still to come: it must not bind a later one."""
         if len(self._refusals) >= MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
-        self._refusals[(life.request, life.dst)] = now + self._grant_timeout
+        self._refusals.setdefault((life.request, life.dst), deque()).append(now + self._grant_timeout)
+
+    def _is_refused(self, key: tuple[str, int], now: float) -> bool:
+        """Whether this grant was meant for a life that was cancelled before it came. Uses up one refusal."""
+        waiting = self._refusals.get(key, deque())
+        while waiting:
+            until = waiting.popleft()
+            if not waiting:
+                del self._refusals[key]
+            if until > now:
+                return True
+        return False
 
     def _tell(self, rank: int, message: Attest | Seal | Abort | Quiesced | Alive) -> None:
         self.actions.append(Tell(rank, message))

@@ -39,11 +39,6 @@ class Session:
         return not self._unacked
 
     @property
-    def full(self) -> bool:
-        """True if the peer has left a whole window unacknowledged: it is not reading."""
-        return len(self._unacked) >= WINDOW
-
-    @property
     def next_poll(self) -> float:
         """When ``poll`` will have something to do, if nothing happens before."""
         return 0.0 if self._unsent or self._ack_due else self._retry_at

@@ -1,0 +1,143 @@
+"""The layout cases of ``test_lanes`` in one process: the real engines over a simulated network with delays."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from lane_cases import AUX, Case, Pool, Report, check_reader, check_reports, prepare, submit, tally
+from lanes_table import CASES
+from simulation import Cluster, Place, Rank
+from torchkv_loopback import Faults
+
+from torchkv.registration import Registration
+from torchkv.work import KVWork
+
+RANKS = 4
+LIMIT = 30.0  # virtual seconds
+# Each put goes in several windows, whose pieces overtake one another.
+MILD = Faults(min_delay=1e-4, max_delay=5e-3, window=32, pieces=4)
+
+
+@dataclass(frozen=True)
+class Lane:
+    name: str  # in the counters, and of the test
+    views: bool
+    adopted: bool
+
+
+PUTS = Lane("loopback", views=False, adopted=True)
+VIEWS = Lane("view", views=True, adopted=False)
+
+
+class Pooled(Cluster):
+    """A cluster over given pools, where `Cluster` would make caches of its own. Notes whether any put ever flew."""
+
+    def __init__(self, case: Case, pools: Mapping[int, Pool], *, seed: int, views: bool) -> None:
+        self._pools = pools
+        self.put = False
+        instances = {**dict.fromkeys(case.writers, "prefill"), **dict.fromkeys(case.readers, "decode")}
+        places = [Place(instances.get(rank, f"rank{rank}"), None) for rank in range(RANKS)]
+        super().__init__(places, seed=seed, faults=MILD, views=views)
+        self.observers.append(self._note_puts)
+
+    def _registration(
+        self, index: int, place: Place, sees_death: bool, views: bool, secret: bytes | None
+    ) -> Registration:
+        registration = super()._registration(index, place, sees_death, views, secret)
+        registration.cache = self._pools[index].cache if index in self._pools else None
+        return registration
+
+    def _note_puts(self, rank: Rank) -> None:
+        self.put |= any(self.world.in_flight.values())
+
+
+@dataclass
+class Traffic:
+    """What the ranks have asked for."""
+
+    received: dict[int, KVWork] = field(default_factory=dict)  # by reader
+    sent: dict[int, list[KVWork]] = field(default_factory=dict)  # by writer
+    finished: list[KVWork] = field(default_factory=list)
+
+    def works(self) -> list[KVWork]:
+        return [*self.received.values(), *(work for works in self.sent.values() for work in works), *self.finished]
+
+
+def move(cluster: Pooled, case: Case, pools: Mapping[int, Pool], rngs: Mapping[int, np.random.Generator]) -> Traffic:
+    """Runs the request to its end. Raises if any part of it fails."""
+    traffic = Traffic()
+    for reader in case.readers:
+        traffic.received[reader] = cluster[reader].recv_pages(
+            "r", pools[reader].pages, "prefill", prefix_tokens=case.prefix
+        )
+    assert cluster.run(lambda: granted(cluster, case), limit=LIMIT), "a grant never came"
+    for writer in case.writers:
+        assert cluster[writer].prefix_tokens("r", "decode") == case.prefix
+        layout, pages = case.layouts[writer], pools[writer].pages
+        traffic.sent[writer], done = submit(cluster[writer], case, layout, pages, rngs[writer])
+        traffic.finished.append(done)
+    assert not any(work.is_completed() for work in traffic.received.values()), "done before anything could move"
+    ended = cluster.run(lambda: all(work.is_completed() for work in traffic.works()), limit=LIMIT)
+    assert ended, f"not over after {LIMIT:g} virtual seconds"
+    for work in traffic.works():
+        assert work.wait()  # raises what the operation failed with
+    assert all(rx.aux == AUX for rx in traffic.received.values())
+    return traffic
+
+
+def granted(cluster: Pooled, case: Case) -> bool:
+    """Whether every writer knows the prefix, so that asking for it does not block the only thread there is."""
+    pairs = [(cluster[writer].engine, reader) for writer in case.writers for reader in case.readers]
+    return all(
+        engine.sender.prefix_tokens("r", reader) is not None for engine, reader in pairs if engine.roster.owes(reader)
+    )
+
+
+def run(case: Case, lane: Lane) -> tuple[list[Report], Pooled]:
+    """All ranks' parts of ``case``. Raises on any wrong byte."""
+    seed = secrets.randbits(64)
+    print(f"seed {seed}")
+    rngs = {rank: np.random.default_rng([seed, rank]) for rank in case.layouts}
+    pools = {rank: prepare(case, layout, rngs[rank], adopted=lane.adopted) for rank, layout in case.layouts.items()}
+    cluster = Pooled(case, pools, seed=seed, views=lane.views)
+    traffic = move(cluster, case, pools, rngs)
+    for writer in case.writers:
+        pools[writer].check_untouched()
+    return [report(rank, cluster, case, pools, traffic) for rank in range(RANKS)], cluster
+
+
+def report(rank: int, cluster: Pooled, case: Case, pools: Mapping[int, Pool], traffic: Traffic) -> Report:
+    lanes, spans = tally(route.counters for route in cluster[rank].engine.routes.values())
+    rx = traffic.received.get(rank)
+    sources = {writer: pools[writer].source() for writer in case.writers}
+    return Report(
+        lanes=lanes,
+        spans=spans,
+        sent=sum(work.bytes for work in traffic.sent.get(rank, ())),
+        received=0 if rx is None else rx.bytes,
+        expected=0 if rx is None else check_reader(case, pools[rank], sources),
+        path="" if rx is None else rx.path,
+    )
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+@pytest.mark.parametrize("lane", [PUTS, VIEWS], ids=lambda lane: lane.name)
+def test_layout_over_loopback(one: Case, lane: Lane) -> None:
+    reports, cluster = run(one, lane)
+    check_reports(reports, one, (lane.name,))
+    assert cluster.put is (lane is PUTS), "the counters name one lane, the network saw another"
+    assert not any(cluster.world.in_flight.values())
+    for reader in one.readers:
+        assert (reports[reader].path == "direct") is (lane is VIEWS)
+
+
+@pytest.mark.parametrize(("taken", "claimed"), [(PUTS, VIEWS), (VIEWS, PUTS)], ids=["puts", "views"])
+def test_the_other_lane_is_told_apart(taken: Lane, claimed: Lane) -> None:
+    """Negative control of the proof by counters."""
+    reports, _ = run(CASES[0], taken)
+    with pytest.raises(AssertionError, match=claimed.name):
+        check_reports(reports, CASES[0], (claimed.name,))
