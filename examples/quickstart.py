@@ -14,9 +14,7 @@ LAYERS = 32
 def main() -> None:
     dist.init_process_group("torchkv")
     kv = dist.group.WORLD
-    layout = torchkv.KVLayout.gqa(
-        num_layers=LAYERS, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16
-    )
+    layout = torchkv.KVLayout.gqa(num_layers=LAYERS, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
     cache = torchkv.KVCache.empty(layout, num_pages=128, device="cpu")
     kv.register(cache, instance="prefill" if kv.rank() == 0 else "decode")
     sent = torch.zeros(LAYERS, dtype=torch.float64)

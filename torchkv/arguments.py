@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchkv.compiled import compiled_with_gil
 from torchkv.errors import PageOutOfRange, ProtocolError, TransportUnavailable
 from torchkv.layout import KVLayout
 from torchkv.transport import Int64Array
@@ -57,11 +57,13 @@ def as_pages(pages: Pages, *, num_pages: int, what: str) -> Int64Array:
     array: Int64Array = pages if plain else _as_int64(pages, what)  # type: ignore[assignment]  # just checked
     if len(array) > MAX_PAGES:
         raise ProtocolError(f"{what}: {len(array)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
-    ids, bad = copy_ids(array, num_pages)
+    # Not astype or copy: for more than 500 elements numpy lets go of the GIL, the progress thread takes it, and the
+    # caller waits to get it back.
+    ids: Int64Array = np.frombuffer(array.tobytes(), dtype=np.int64)
+    bad = first_outside(ids, num_pages)
     if bad >= 0:
-        raise PageOutOfRange(f"{what}: page {array[bad]} is outside this cache's [0, {num_pages})")
-    copied: Int64Array = ids
-    return copied
+        raise PageOutOfRange(f"{what}: page {ids[bad]} is outside this cache's [0, {num_pages})")
+    return ids
 
 
 def _as_int64(pages: Pages, what: str) -> Int64Array:
@@ -91,17 +93,13 @@ def _as_int64(pages: Pages, what: str) -> Int64Array:
     return array.astype(np.int64)
 
 
-# Compiled for the GIL's sake, not for speed: numpy releases it for more than 500 elements, and whenever a caller
-# lets go of it, the progress thread takes it and the caller waits.
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]  # numba ships no types
-def copy_ids(source: Int64Array, limit: int) -> tuple[Int64Array, int]:
-    """A copy of page ids, and the position of the first outside [0, limit), or -1."""
-    target = np.empty(len(source), np.int64)
-    for i in range(len(source)):
-        if source[i] < 0 or source[i] >= limit:
-            return target, i
-        target[i] = source[i]
-    return target, -1
+@compiled_with_gil
+def first_outside(ids: Int64Array, limit: int) -> int:
+    """The position of the first id outside [0, limit), or -1. Compiled for the same reason."""
+    for i in range(len(ids)):
+        if ids[i] < 0 or ids[i] >= limit:
+            return i
+    return -1
 
 
 def as_layers(layers: Layers, layout: KVLayout, *, what: str) -> tuple[int, ...]:

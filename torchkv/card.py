@@ -17,6 +17,7 @@ from torchkv.roster import Member
 from torchkv.transport import Region
 
 __all__ = [
+    "MAX_CARD",
     "Card",
     "PlacementCard",
     "ProcessId",

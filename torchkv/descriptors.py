@@ -1,4 +1,4 @@
-"""From a slab and page ids to byte offsets and descriptors, in numpy; nothing here loops over pages in Python."""
+"""From a slab and page ids to byte offsets and descriptors: numpy and compiled code, no Python per page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchkv.compiled import compiled
 from torchkv.slab import Slab
 
 __all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets"]
 
 Int64Array = npt.NDArray[np.int64]
-
-_ADD_AT_ONCE = 1024  # entries; twice as fast as rows of 16
-_BLOCK = 8192  # entries whose temporaries fit the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,47 +99,48 @@ def expand(slab: Slab, src_off: Int64Array, dst_off: Int64Array) -> tuple[Int64A
 
     Two neighbours merge only if they are adjacent on both sides.
     """
-    rows = slab.rows
-    if rows.per_pair == 1:
-        return _merge(src_off, dst_off, rows.run)
     # One allocation, not three: the allocator then keeps the memory instead of returning it after each call.
-    src, dst, length = np.empty((3, len(src_off) * rows.per_pair), dtype=np.int64)
-    _spread(src_off, rows.n0, rows.s0, rows.n1, rows.s1, out=src)
-    _spread(dst_off, rows.n0, rows.d0, rows.n1, rows.d1, out=dst)
-    # Rows of one pair never touch on both sides (compiling the plan folded those): only the seams need a look.
-    src_tail = (rows.n0 - 1) * rows.s0 + (rows.n1 - 1) * rows.s1 + rows.run
-    dst_tail = (rows.n0 - 1) * rows.d0 + (rows.n1 - 1) * rows.d1 + rows.run
-    if _adjacent(src_off, dst_off, src_tail, dst_tail).any():
-        return _merge(src, dst, rows.run)
-    length.fill(rows.run)
-    return src, dst, length
+    spans = np.empty((3, len(src_off) * slab.rows.per_pair), dtype=np.int64)
+    count = _expand(np.ascontiguousarray(src_off), np.ascontiguousarray(dst_off), *slab.rows, spans)
+    if count < spans.shape[1] // 2:
+        spans = spans[:, :count].copy()
+    return spans[0, :count], spans[1, :count], spans[2, :count]
 
 
-def _spread(offsets: Int64Array, n0: int, stride0: int, n1: int, stride1: int, *, out: Int64Array) -> None:
-    rows = (np.arange(n0, dtype=np.int64)[:, None] * stride0 + np.arange(n1, dtype=np.int64) * stride1).ravel()
-    grid = out.reshape(len(offsets), len(rows))
-    grid[:] = offsets[:, None]
-    # A short last axis costs numpy more than the additions: add the rows to a batch of pairs at a time.
-    batch = max(1, _ADD_AT_ONCE // len(rows))
-    batches = len(offsets) // batch
-    batched = grid[: batches * batch].reshape(batches, batch * len(rows))
-    batched += np.tile(rows, batch)
-    grid[batches * batch :] += rows
+@compiled
+def _expand(
+    src_off: Int64Array,
+    dst_off: Int64Array,
+    n0: int,
+    s0: int,
+    d0: int,
+    n1: int,
+    s1: int,
+    d1: int,
+    run: int,
+    spans: Int64Array,
+) -> int:
+    """Fills ``spans`` (src, dst, length) and returns how many there are after merging.
 
-
-def _merge(src: Int64Array, dst: Int64Array, run: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    adjacent = _adjacent(src, dst, run, run)
-    if not adjacent.any():
-        return src, dst, np.full(len(src), run, dtype=np.int64)
-    heads = np.concatenate(([0], np.flatnonzero(~adjacent) + 1))
-    return src[heads], dst[heads], np.diff(heads, append=len(src)) * run
-
-
-def _adjacent(src: Int64Array, dst: Int64Array, src_step: int, dst_step: int) -> npt.NDArray[np.bool_]:
-    """Whether entry i + 1 follows entry i at exactly these steps on *both* sides; one shorter than the input."""
-    adjacent = np.empty(max(0, len(src) - 1), dtype=np.bool_)
-    for lo in range(0, len(adjacent), _BLOCK):
-        hi = min(lo + _BLOCK, len(adjacent))
-        np.equal(src[lo + 1 : hi + 1] - src[lo:hi], src_step, out=adjacent[lo:hi])
-        adjacent[lo:hi] &= dst[lo + 1 : hi + 1] - dst[lo:hi] == dst_step
-    return adjacent
+    Rows of one pair never touch on both sides (compiling the plan has folded those), so only the seams between
+    pairs need a look, and the loop inside is plain enough for the compiler to vectorise.
+    """
+    count = 0
+    src_end = dst_end = np.int64(-1)
+    for i in range(len(src_off)):
+        src, dst = src_off[i], dst_off[i]
+        skip = 0
+        if count > 0 and src == src_end and dst == dst_end:
+            spans[2, count - 1] += run
+            skip = 1
+        for a in range(n0):
+            src_row, dst_row, length_row = spans[0, count:], spans[1, count:], spans[2, count:]
+            for b in range(skip, n1):
+                src_row[b - skip] = src + a * s0 + b * s1
+                dst_row[b - skip] = dst + a * d0 + b * d1
+                length_row[b - skip] = run
+            count += n1 - skip
+            skip = 0
+        src_end = src + (n0 - 1) * s0 + (n1 - 1) * s1 + run
+        dst_end = dst + (n0 - 1) * d0 + (n1 - 1) * d1 + run
+    return count

@@ -125,7 +125,7 @@ class KVEndpoint:
         what = f"finish({request!r})"
         data = arguments.as_aux(aux, what=what)
         self._check_slot(what, state_slot, layout)
-        owed = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
+        owed = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
         work = KVWork(what)
         with engine.lock:
             self._check_open(engine, what)
@@ -143,7 +143,7 @@ class KVEndpoint:
         engine, _ = self._registered("prefix_tokens")
         request = arguments.as_request(request)
         what = f"prefix_tokens({request!r})"
-        ranks = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
+        ranks = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
         if not ranks:
             raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
         deadline = time.monotonic() + self._options.grant_timeout
@@ -206,7 +206,7 @@ class KVEndpoint:
         held = arguments.as_layers(layers, layout, what=what)
         start = arguments.as_count(start, what=what, name="start")
         gate = arguments.as_event(event, what=what)
-        ranks = self._owed(engine, engine.roster.resolve(dst, what, "dst"))
+        ranks = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
         if page_for_page:
             for rank in ranks:
                 self._check_page_for_page(engine, rank, f"{what}: use send_slice or send_pages")
@@ -224,8 +224,7 @@ class KVEndpoint:
             now = self._now()
             for rank in ranks:
                 payload = SendPayload(array, gate, self._options.path)
-                op = SendOp(request, rank, ranks, held, start, len(array), work, payload)
-                engine.sender.submit(op, now)
+                engine.sender.submit(SendOp(request, rank, ranks, held, start, len(array), work, payload), now)
         self._wake()
         return work
 
@@ -267,12 +266,6 @@ class KVEndpoint:
     def _check_slot(self, what: str, state_slot: int | None, layout: KVLayout) -> None:
         if state_slot is not None and not layout.states:
             raise ProtocolError(f"{what}: state_slot={state_slot!r}, but this layout has no state; leave it out")
-
-    def _owed(self, engine: Engine, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` to which this rank owes anything; the rest need no grant and no bytes."""
-        for rank in ranks:
-            engine.roster.layout(rank)
-        return tuple(rank for rank in ranks if engine.roster.owes(rank))
 
     def _wait_layer(self, receive: Receive, layer: int, limit: float | None) -> None:
         engine, layout = self._registered("wait_layer")

@@ -21,13 +21,13 @@ import platform
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from torchkv.compiled import compiled
 from torchkv.errors import ProtocolError
 
 __all__ = ["Int64Array", "Rows", "copy_pairs", "copy_spans", "warm_up"]
@@ -49,14 +49,6 @@ _VECTOR = ir.VectorType(_INT64, 4)
 _VECTOR_NBYTES = 32
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _compiled(function: _F) -> _F:
-    try:
-        return cast(_F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:
-        # Neither the package's folder nor the user's cache folder can be written: compile in every process.
-        return cast(_F, numba.njit(nogil=True)(function))
 
 
 def _instruction(declare: Callable[..., Any]) -> Callable[..., None]:
@@ -128,7 +120,7 @@ def _fence(_typing: Any) -> Any:
     return _emits(emit, 0)
 
 
-@_compiled
+@compiled
 def _copy_one(dst: int, src: int, nbytes: int) -> None:
     if nbytes < _STREAM_MIN:
         _memcpy(dst, src, nbytes)
@@ -143,7 +135,7 @@ def _copy_one(dst: int, src: int, nbytes: int) -> None:
         _memcpy(dst + done, src + done, nbytes - done)
 
 
-@_compiled
+@compiled
 def _copy_two(dst0: int, src0: int, dst1: int, src1: int, nbytes: int) -> None:
     if nbytes < _STREAM_MIN or (dst0 | dst1) & (_LINE - 1) != 0:
         _copy_one(dst0, src0, nbytes)
@@ -161,14 +153,14 @@ def _copy_two(dst0: int, src0: int, dst1: int, src1: int, nbytes: int) -> None:
         _copy_one(dst1 + done, src1 + done, nbytes - done)
 
 
-@_compiled
+@compiled
 def _prefetch_run(dst: int, src: int, nbytes: int) -> None:
     _prefetch(dst)  # one line, for the sake of its TLB entry
     for at in range(0, min(nbytes, _AHEAD), _LINE):
         _prefetch(src + at)
 
 
-@_compiled
+@compiled
 def _pairs(
     src_ptr: int,
     dst_ptr: int,
@@ -205,7 +197,7 @@ def _pairs(
     _fence()
 
 
-@_compiled
+@compiled
 def _spans(
     src_ptr: int,
     dst_ptr: int,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from torchkv.cache import KVCache
-from torchkv.card import Card
+from torchkv.card import MAX_CARD, Card
 from torchkv.control import ZmqControl
 from torchkv.endpoint import KVEndpoint
 from torchkv.engine import Engine
@@ -192,6 +192,8 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size())]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self)
         width = max(int(size) for size in sizes)
+        if min(int(size) for size in sizes) < 0 or width > MAX_CARD:
+            raise ProtocolError(f"register: a rank announced a card of {width} bytes, the limit is {MAX_CARD}")
         mine = torch.zeros(width, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size())]
@@ -213,12 +215,18 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Ends everything this group started; called by ``dist.destroy_process_group``. Pending requests fail."""
+        self._stop()
+        self._inner.shutdown()
+
+    def abort(self) -> None:
+        """The same at once, without waiting for collectives under way."""
+        self._stop()
+        self._inner.abort()
+
+    def _stop(self) -> None:
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
-
-    def abort(self) -> None:
-        self.shutdown()
 
     def get_group_store(self) -> Store:
         return self._store

@@ -44,6 +44,7 @@ class Roster:
         self.plan = lru_cache(maxsize=4096)(self._plan)
         self.contributing = lru_cache(maxsize=4096)(self._contributing)
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
+        self.owed = lru_cache(maxsize=4096)(self._owed)
 
     def check(self) -> None:
         """Raises ``LayoutMismatch`` for the first pair of ranks whose layouts cannot be reconciled."""
@@ -102,6 +103,15 @@ class Roster:
         """Whether whole pages of this rank are whole pages of the reader."""
         writers = tuple(sorted({*self.contributing(self.siblings, reader), self.rank}))
         return self.plan(self.rank, writers, reader).page_for_page
+
+    def _owed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of ``ranks`` to which this rank owes anything; the rest need no grant and no bytes.
+
+        Raises ``LayoutMismatch`` if one of them registered no cache.
+        """
+        for rank in ranks:
+            self.layout(rank)
+        return tuple(rank for rank in ranks if self.owes(rank))
 
     def owes(self, reader: int) -> bool:
         """Whether this rank's layout and the reader's intersect at all."""

@@ -6,15 +6,14 @@ depend on where libucp was loaded, and numba can keep it on disk between runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from torchkv.compiled import compiled
 from torchkv.transport import Int64Array
 
 __all__ = [
@@ -56,17 +55,6 @@ _BURST = 32  # puts between two looks at the clock
 VECTOR = 256  # spans of one vectored write
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _compiled(function: _Function) -> _Function:
-    """Machine code that runs without the GIL, kept on disk where numba finds a place to keep it."""
-    try:
-        return cast(_Function, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no writable place: compiled anew in every process
-        return cast(_Function, numba.njit(nogil=True)(function))
-
-
 def _c_function(arity: int, result_bits: int, *, signed: bool) -> Any:
     """An intrinsic ``call(address, *arguments)`` for a C function of ``arity`` integer or pointer arguments."""
 
@@ -98,14 +86,14 @@ _call_progress = _c_function(1, 32, signed=False)
 _call_clock = _c_function(2, 32, signed=True)
 
 
-@_compiled
+@compiled
 def _now(functions: Int64Array, clock: Int64Array) -> int:
     _call_clock(functions[_CLOCK], _CLOCK_MONOTONIC, clock.ctypes.data)
     now: int = clock[0] * 1_000_000_000 + clock[1]
     return now
 
 
-@_compiled
+@compiled
 def reap(functions: Int64Array, ring: Int64Array, state: Int64Array) -> int:
     """Frees requests that have finished, oldest first; returns how many. The first failure stays in the state."""
     reaped = 0
@@ -124,7 +112,7 @@ def reap(functions: Int64Array, ring: Int64Array, state: Int64Array) -> int:
     return reaped
 
 
-@_compiled
+@compiled
 def _note(result: int, nbytes: int, ring: Int64Array, state: Int64Array) -> None:
     """Files what a posting call returned: done at once, an error, or a request to wait for."""
     if result == 0:
@@ -140,7 +128,7 @@ def _note(result: int, nbytes: int, ring: Int64Array, state: Int64Array) -> None
     state[_NBYTES] += nbytes
 
 
-@_compiled
+@compiled
 def _post_burst(
     functions: Int64Array,
     endpoint: int,
@@ -179,7 +167,7 @@ def _post_burst(
     return posted
 
 
-@_compiled
+@compiled
 def pump(
     functions: Int64Array,
     worker: int,
@@ -224,13 +212,13 @@ def pump(
             return moved
 
 
-@_compiled
+@compiled
 def post_flush(functions: Int64Array, endpoint: int, params: Int64Array, ring: Int64Array, state: Int64Array) -> None:
     """Posts an endpoint flush; its request, if it is not done at once, goes to the ring."""
     _note(_call_flush(functions[_FLUSH], endpoint, params.ctypes.data), 0, ring, state)
 
 
-@_compiled
+@compiled
 def advance(functions: Int64Array, worker: int, budget_ns: int) -> bool:
     """Drives UCX until it has nothing to do or the budget is spent. True if anything moved."""
     clock = np.empty(2, dtype=np.int64)
@@ -243,7 +231,7 @@ def advance(functions: Int64Array, worker: int, budget_ns: int) -> bool:
     return moved
 
 
-@_compiled
+@compiled
 def write_vectors(
     functions: Int64Array,
     pid: int,

@@ -23,6 +23,7 @@ from torchkv.work import KVWork
 
 __all__ = [
     "AUX",
+    "Bytes",
     "Case",
     "Pool",
     "Report",
@@ -114,6 +115,10 @@ def _storages(cache: KVCache) -> list[Bytes]:
     return list(found.values())
 
 
+def _copies(cache: KVCache) -> list[Bytes]:
+    return [storage.copy() for storage in _storages(cache)]
+
+
 def random_fill(cache: KVCache, rng: np.random.Generator) -> None:
     """Fresh random bytes everywhere: in pages, gaps and guards."""
     for storage in _storages(cache):
@@ -185,10 +190,13 @@ class Pool:
         data = {key: array.copy() for key, array in views(self.cache).items()}
         return Source(self.pages, layout.page_size, data, heads)
 
-    def check_untouched(self) -> None:
-        """A writer's own memory is only read."""
-        for storage, old in zip(_storages(self.cache), self.before, strict=True):
-            assert np.array_equal(storage, old), "a transfer changed its source"
+    def now(self) -> list[Bytes]:
+        """A copy of every byte, as ``before`` is."""
+        return _copies(self.cache)
+
+    def holds(self, state: Sequence[Bytes]) -> bool:
+        """Whether every byte is as in ``state``."""
+        return all(np.array_equal(a, b) for a, b in zip(_storages(self.cache), state, strict=True))
 
 
 def prepare(case: Case, layout: KVLayout, rng: np.random.Generator, *, adopted: bool) -> Pool:
@@ -198,7 +206,7 @@ def prepare(case: Case, layout: KVLayout, rng: np.random.Generator, *, adopted: 
     pages = [*range(1, count + 1)] if case.contiguous else [int(p) for p in rng.permutation(size)[:count]]
     cache = adopted_cache(layout, size) if adopted else KVCache.empty(layout, size, device="cpu")
     random_fill(cache, rng)
-    return Pool(cache, pages, [storage.copy() for storage in _storages(cache)])
+    return Pool(cache, pages, _copies(cache))
 
 
 def submit(
@@ -223,14 +231,13 @@ def submit(
     return works, kv.finish("r", "decode", aux=AUX)
 
 
-def check_reader(case: Case, pool: Pool, sources: Mapping[int, Source]) -> int:
-    """Whether the pool now holds exactly what it held before plus what the reference gathers; returns those bytes.
+def check_reader(case: Case, pool: Pool, got: Sequence[Bytes], sources: Mapping[int, Source]) -> int:
+    """Whether ``got`` is what the pool held before plus what the reference gathers; returns how many bytes those are.
 
-    Spoils ``sources``, to see that the comparison notices.
+    Spoils ``sources``, to see that the comparison notices, and what is in the pool.
     """
     cache, pages, before = pool.cache, pool.pages, pool.before
     storages = _storages(cache)
-    got = [storage.copy() for storage in storages]
 
     def expectation() -> tuple[int, bool]:
         for storage, old in zip(storages, before, strict=True):
@@ -288,6 +295,7 @@ def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Repor
         if rank in case.readers:
             rx = kv.recv_pages("r", pool.pages, "prefill", prefix_tokens=case.prefix)
             assert rx.wait(30)
+            arrived = pool.now()
             assert rx.aux == AUX
             received, path_taken = rx.bytes, rx.path
         elif rank in case.writers:
@@ -297,11 +305,12 @@ def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Repor
             for work in [*works, done]:
                 assert work.wait(30)
             sent = sum(work.bytes for work in works)
-            pool.check_untouched()
+            assert pool.holds(pool.before), "a transfer changed its source"
         everyone: list[Any] = [None] * kv.size()
         dist.all_gather_object(everyone, mine, group=kv)
         if rank in case.readers:
-            expected = check_reader(case, pool, {r: source for r, source in enumerate(everyone) if source is not None})
+            sources = {r: source for r, source in enumerate(everyone) if source is not None}
+            expected = check_reader(case, pool, arrived, sources)
         peers = case.readers if rank in case.writers else ()
         lanes, spans = tally(kv.explain(reader).lanes for reader in peers)
     return Report(lanes=lanes, spans=spans, sent=sent, received=received, expected=expected, path=path_taken)

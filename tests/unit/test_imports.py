@@ -21,13 +21,15 @@ IMPURE_LIBRARIES = {
     *("socket", "subprocess", "tempfile", "threading", "time", "zmq", "ucxx", "pickle", "io", "random"),
 }
 # transport.py is the interface: types and discovery. Pure modules take its array type from it.
-PURE_OR_TYPES = {*PURE, "errors", "transport", "protocol"}
+PURE_OR_TYPES = {*PURE, "errors", "transport", "protocol", "compiled"}
 
-BACKEND_MAY_IMPORT = {f"torchkv.{name}" for name in ("transport", "errors", "hostmem", "hostcopy", "env", "network")}
+BACKEND_MAY_IMPORT = {
+    f"torchkv.{name}" for name in ("transport", "errors", "hostmem", "hostcopy", "env", "network", "compiled")
+}
 
 # Lowest first: a module imports only from lower layers, or from its own.
 LAYERS = [
-    {"errors", "slab", "coverage"},
+    {"errors", "slab", "coverage", "compiled"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport"},
     {"wire", "cache", "roster", "work", "network"},
     {"actions", "session", "instance", "sender", "receiver"},
