@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,7 @@ def _as_int64(pages: Pages, what: str) -> Int64Array:
     if isinstance(pages, torch.Tensor):
         if pages.device.type != "cpu":
             raise TransportUnavailable(f"{what}: page ids on {pages.device}; this version takes them on the host")
-        if pages.is_floating_point() or pages.is_complex() or pages.layout is not torch.strided:
+        if (pages.numel() and (pages.is_floating_point() or pages.is_complex())) or pages.layout is not torch.strided:
             raise ProtocolError(f"{what}: pages is a {pages.layout} tensor of {pages.dtype}; give integers")
         array: npt.NDArray[np.generic] = pages.numpy()
     elif isinstance(pages, np.ndarray):
@@ -86,6 +86,8 @@ def _as_int64(pages: Pages, what: str) -> Int64Array:
             raise ProtocolError(f"{what}: pages cannot be read as integers: {error}") from error
     if array.ndim != 1:
         raise ProtocolError(f"{what}: pages has shape {array.shape}; give one dimension")
+    if not len(array):
+        return np.zeros(0, dtype=np.int64)  # an empty array is of floats unless it is told otherwise
     if array.dtype.kind not in "iu":
         raise ProtocolError(f"{what}: pages has dtype {array.dtype}; give integers")
     if array.dtype.kind == "u" and len(array) and int(array.max()) > _INT64_MAX:
@@ -110,7 +112,10 @@ def as_layers(layers: Layers, layout: KVLayout, *, what: str) -> tuple[int, ...]
         return (layers,)
     if not isinstance(layers, int | np.integer | Sequence | np.ndarray):
         raise ProtocolError(f"{what}: layers={layers!r:.80} names no layer; this rank holds {_span(layout.layers)}")
-    given = (layers,) if isinstance(layers, int | np.integer) else tuple(layers)
+    if isinstance(layers, int | np.integer):
+        given: tuple[Any, ...] = (layers,)
+    else:
+        given = tuple(layers.ravel() if isinstance(layers, np.ndarray) else layers)
     held = set(layout.layers)
     for layer in given:
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer not in held:

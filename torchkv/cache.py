@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from torchkv import hostmem
+from torchkv.component import integer
 from torchkv.errors import LayoutMismatch, TransportUnavailable
 from torchkv.layout import KVLayout
 
@@ -81,8 +82,8 @@ class KVCache:
         disappears with its last holder. ``group`` matters only for transports with memory of their own.
         Raises ``LayoutMismatch`` (sizes), ``TransportUnavailable`` (no such memory here).
         """
-        if num_pages <= 0 or num_slots < 0:
-            raise LayoutMismatch(f"num_pages={num_pages} must be positive and num_slots={num_slots} not negative")
+        num_pages = integer("num_pages", num_pages, 1, (1 << 31) - 1)
+        num_slots = integer("num_slots", num_slots, 0, (1 << 31) - 1)
         if torch.device(device).type != "cpu":
             raise TransportUnavailable(
                 f"KVCache.empty(device={str(device)!r}): this version moves host memory only; pass device='cpu'"
@@ -145,13 +146,21 @@ class KVCache:
                     continue
                 storage = tensor.untyped_storage()
                 base = storage.data_ptr()
-                if base not in index:
-                    index[base] = len(self.storages)
-                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                    self.storages.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
+                position = index.setdefault(base, len(self.storages))
+                if position == len(self.storages):
+                    self.storages.append(_whole(storage))
+                elif storage.nbytes() > self.storages[position].nbytes:
+                    # Two storages may begin at one address, as slices of a numpy array do: the longer holds both.
+                    self.storages[position] = _whole(storage)
                 self.placements[component.name, layer] = Placement(
-                    index[base], tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
+                    position, tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
                 )
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as one uint8 tensor."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _agree(what: str, values: set[_T]) -> _T:

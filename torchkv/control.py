@@ -90,19 +90,26 @@ class ZmqControl:
         self._closed = False
         self._look_at = 0.0
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._configure(self._inbox)
         self._poller = zmq.Poller()
+        try:
+            self._configure(self._inbox)
+            self.endpoint = self._listen()
+        except BaseException:
+            # A context that is dropped with an open socket blocks the garbage collector for ever.
+            self.close()
+            raise
+        self._poller.register(self._inbox, zmq.POLLIN)
+
+    def _listen(self) -> str:
         _, address = job_interface()
         try:
             port = self._inbox.bind_to_random_port(f"tcp://{address}")
         except zmq.ZMQError as error:
-            self.close()
             raise TransportUnavailable(
                 f"the control channel cannot listen on {address}: {error}; set TORCHKV_INTERFACE to an "
                 f"address of this host, or leave it unset"
             ) from error
-        self._poller.register(self._inbox, zmq.POLLIN)
-        self.endpoint = f"tcp://{address}:{port}"
+        return f"tcp://{address}:{port}"
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
         outbox: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torchkv import arguments
 from torchkv.arguments import Layers, Pages, Peers
 from torchkv.cache import KVCache
 from torchkv.engine import Engine, SendPayload
 from torchkv.env import Options, seconds
-from torchkv.errors import LayoutMismatch, PeerLost, ProtocolError, TransferTimeout
+from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferTimeout
 from torchkv.layout import KVLayout
 from torchkv.progress import Waker
 from torchkv.protocol.actions import SendOp
@@ -54,13 +55,6 @@ class KVEndpoint:
         engine, layout = self._registered("recv_pages")
         request = arguments.as_request(request)
         what = f"recv_pages({request!r})"
-        array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
-        prefix = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
-        total = None if timeout is None else seconds(timeout, f"{what}: timeout")
-        self._check_slot(what, state_slot, layout)
-        ranks = engine.roster.resolve(src, what, "src")
-        if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
-            raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
         receive: Receive
 
         def wait_layer(layer: int, limit: float | None) -> None:
@@ -68,11 +62,26 @@ class KVEndpoint:
 
         work = KVWork(what, wait_layer=wait_layer)
         work._expect(1)
-        with engine.lock:
-            self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
-            receive = engine.receiver.post(
-                request, array, ranks, prefix_tokens=prefix, total=total, ticket=work, now=self._now()
-            )
+        try:
+            array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+            prefix = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
+            total = None if timeout is None else seconds(timeout, f"{what}: timeout")
+            self._check_slot(what, state_slot, layout)
+            ranks = engine.roster.resolve(src, what, "src")
+            if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
+                raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
+            with engine.lock:
+                self._check_open(engine, what)
+                self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
+                receive = engine.receiver.post(
+                    request, array, ranks, prefix_tokens=prefix, total=total, ticket=work, now=self._now()
+                )
+        except KVError as error:
+            with engine.lock:
+                engine.receiver.refuse(request, error)
+            self._wake()
+            raise
+        work._pages_safe = lambda: receive.ended
         self._wake()
         return work
 
@@ -85,6 +94,8 @@ class KVEndpoint:
 
         layer: global id. Otherwise as `send_pages`. Raises ``LayoutMismatch`` if heads, page size or order differ.
         """
+        if isinstance(layer, bool) or not isinstance(layer, SupportsIndex):
+            raise ProtocolError(f"send_layer({request!r}): layer={layer!r} must be one global layer id")
         return self._send("send_layer", request, layer, pages, dst, start, event, page_for_page=True)
 
     def send_slice(
@@ -146,11 +157,15 @@ class KVEndpoint:
         ranks = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
         if not ranks:
             raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
-        deadline = time.monotonic() + self._options.grant_timeout
+        deadline = time.monotonic() + min(self._options.grant_timeout, threading.TIMEOUT_MAX)
         with engine.changed:
+            self._check_open(engine, what)
+            for rank in ranks:
+                engine.sender.begin(request, rank, self._now())
+            self._check_alive(engine, ranks, what)
+            self._wake()
             while True:
                 self._check_open(engine, what)
-                self._check_alive(engine, ranks, what)
                 known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
                 if None not in known:
                     engine.sender.check_prefixes(request, ranks)
@@ -169,19 +184,22 @@ class KVEndpoint:
         The work completes when nothing of the request can land any more: on a receiver when every writer has
         drained, on a sender when this rank's own writes have.
         """
-        engine, _ = self._registered("cancel")
+        engine = self._joined("cancel")
         request = arguments.as_request(request)
         work = KVWork(f"cancel({request!r})")
-        with engine.lock:
-            self._check_open(engine, "cancel")
+        with engine.changed:
+            if engine.closed:  # every request ended with the group
+                work._expect(0)
+                return work
             pending = engine.sender.cancel(request, work, self._now()) + engine.receiver.cancel(request, work)
             work._expect(len(pending))
+            engine.changed.notify_all()
         self._wake()
         return work
 
     def quarantined(self) -> dict[int, tuple[int, ...]]:
         """Pages of failed requests that may still be written to -> the group ranks that may."""
-        engine, _ = self._registered("quarantined")
+        engine = self._joined("quarantined")
         with engine.lock:
             return engine.receiver.quarantined()
 
@@ -222,18 +240,22 @@ class KVEndpoint:
                 engine.sender.check_prefixes(request, ranks)
             work._expect(len(ranks))
             now = self._now()
+            prefixes: dict[int, int] = {}
             for rank in ranks:
                 payload = SendPayload(array, gate, self._options.path)
-                engine.sender.submit(SendOp(request, rank, ranks, held, start, len(array), work, payload), now)
+                engine.sender.submit(SendOp(request, rank, prefixes, held, start, len(array), work, payload), now)
         self._wake()
         return work
 
-    def _registered(self, verb: str) -> tuple[Engine, KVLayout]:
-        engine, cache = self._engine, self._cache
-        if engine is None:
+    def _joined(self, verb: str) -> Engine:
+        if self._engine is None:
             raise ProtocolError(
                 f"{verb}: no cache is registered; call register(cache) on every rank of the group first"
             )
+        return self._engine
+
+    def _registered(self, verb: str) -> tuple[Engine, KVLayout]:
+        engine, cache = self._joined(verb), self._cache
         if cache is None:
             raise ProtocolError(f"{verb}: this rank registered no cache; pass one to register()")
         return engine, cache.layout
@@ -271,13 +293,15 @@ class KVEndpoint:
         engine, layout = self._registered("wait_layer")
         if layer not in layout.layers:
             raise ProtocolError(f"wait_layer: this rank does not hold layer {layer!r}")
-        deadline = None if limit is None else time.monotonic() + limit
+        deadline = None if limit is None else time.monotonic() + min(limit, threading.TIMEOUT_MAX)
         with engine.changed:
             while not engine.receiver.layer_done(receive, layer):
+                self._check_open(engine, f"wait_layer of request {receive.request!r}")
                 left = None if deadline is None else deadline - time.monotonic()
                 if not engine.changed.wait(left) and left is not None:
                     raise TransferTimeout(
-                        f"request {receive.request!r}: layer {layer} is not complete after {limit:g} s; it goes on"
+                        f"request {receive.request!r}: layer {layer} is not complete after {limit:g} s; it goes on",
+                        pages_safe=lambda: receive.ended,
                     )
 
     def _now(self) -> float:

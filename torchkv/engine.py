@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from torchkv.control import Control, PeerEvent, PeerState
 from torchkv.env import Options
 from torchkv.errors import AuthError, KVError, ProtocolError, TransferTimeout
@@ -151,7 +153,7 @@ class Engine:
     @property
     def moving(self) -> bool:
         """Whether transfers are under way, which only the transport's progress advances."""
-        return bool(self._active or self._queue)
+        return bool(self._active or self._queue or self._gated)
 
     @property
     def has_actions(self) -> bool:
@@ -164,13 +166,23 @@ class Engine:
             self.routes[rank] = self._connect(rank)
         return self.routes[rank]
 
-    def abandon(self, error: KVError) -> None:
-        """Fails every pending call, because the group goes away."""
+    def abandon(self, error: KVError, now: float) -> None:
+        """Fails every pending call, because the group goes away. Then step until not ``moving``, and say farewell."""
         with self.lock:
+            self.closed = str(error)
             self.sender.abandon(error)
             self.receiver.abandon(error)
-            self._perform(0.0)
+            self._perform(now)
+            self.changed.notify_all()
         self._announce()
+
+    def farewell(self, error: KVError, now: float) -> None:
+        """Ends what is left, and tells peers what this rank can no longer write to."""
+        with self.lock:
+            self.sender.farewell(error)
+            self._perform(now)
+        self._announce()
+        self._speak(now)
 
     # ------------------------------------------------------------------ control
 
@@ -262,7 +274,7 @@ class Engine:
         """Before ``rank`` may write here: the route on which its last writes could be seen to land, if it dies."""
         try:
             self.route(rank)
-        except KVError as error:
+        except (KVError, OSError) as error:
             self._unwatched.add(rank)
             log.warning(
                 "rank %d: no route to writer %d (%s): if it dies, its pages stay quarantined",
@@ -301,6 +313,8 @@ class Engine:
                 self._act(action)
             while self._to_self:
                 self._handle(self.roster.rank, self._to_self.popleft(), now)
+        if performed:
+            self.changed.notify_all()
         return performed
 
     def _announce(self) -> None:
@@ -374,6 +388,11 @@ class Engine:
         assert self._local is not None
         route = self.route(op.dst)
         path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+        if route.channel is None and np.intersect1d(payload.pages, grant.pages).size:
+            raise ProtocolError(
+                f"request {op.request!r}: a local copy from pages {payload.pages[:4].tolist()}... into themselves; "
+                f"give recv_pages other pages than those that are sent"
+            )
 
         def report(layers: tuple[int, ...], nbytes: int, path: str) -> None:
             with self.lock:

@@ -20,6 +20,8 @@ __all__ = ["PATHS", "Options", "interface_from_env", "seconds", "warn_about_unkn
 PREFIX = "TORCHKV_"
 PATHS = ("runs", "slices", "direct")
 
+MAX_HEARTBEAT = 3600.0
+
 # Variables that are not fields of Options.
 _OTHER = ("INTERFACE",)
 
@@ -100,6 +102,8 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("timeout", "grant_timeout", "heartbeat"):
             object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
+        if self.heartbeat > MAX_HEARTBEAT:
+            raise ProtocolError(f"Options.heartbeat={self.heartbeat:g} s is more than {MAX_HEARTBEAT:g} s")
         for name in ("path", "require"):
             value = getattr(self, name)
             if value is not None and value not in PATHS:

@@ -16,6 +16,7 @@ KVError (torch.distributed.DistBackendError)
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -57,10 +58,18 @@ class KVError(dist.DistBackendError):
         self.retryable: bool = self.default_retryable if retryable is None else retryable
         self._pages_safe = pages_safe
 
+    def __reduce__(self) -> tuple[Callable[..., KVError], tuple[Any, ...]]:
+        """Copies and pickles freeze ``pages_safe`` at what it was."""
+        return _rebuild, (type(self), str(self), self.retryable, self.pages_safe)
+
     @property
     def pages_safe(self) -> bool:
         """True if no write of the failed request can land any more (always true where none could start)."""
         return True if self._pages_safe is None else self._pages_safe()
+
+
+def _rebuild(kind: type[KVError], message: str, retryable: bool, pages_safe: bool) -> KVError:
+    return kind(message, retryable=retryable, pages_safe=lambda: pages_safe)
 
 
 class LayoutMismatch(KVError, ValueError):

@@ -246,6 +246,8 @@ class KVLayout:
 
 
 def _members(field: str, given: Iterable[_Named], kind: type[_Named]) -> tuple[_Named, ...]:
+    if not isinstance(given, Iterable):
+        raise LayoutMismatch(f"{field}={given!r} is not allowed: give a sequence of torchkv.{kind.__name__} objects")
     members = tuple(given)
     if len(members) > MAX_COMPONENTS:
         raise LayoutMismatch(f"{field} has {len(members)} entries: at most {MAX_COMPONENTS} are allowed")

@@ -27,6 +27,7 @@ from torchkv.registration import (
     new_incarnation,
     new_secret,
 )
+from torchkv.transport import Transport
 
 __all__ = ["KVProcessGroup", "register_backend"]
 
@@ -179,12 +180,25 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
             size = 0
         if not 1 <= size <= 128:
             raise ProtocolError(f"register: instance={instance!r:.80} must be a str of 1 to 128 bytes in UTF-8")
+        if name_of_other_rank(instance, self.rank()):
+            raise ProtocolError(
+                f"register: instance={instance!r} is the name that rank gets by default; choose another"
+            )
         if cache is not None and cache.device.type != "cpu":
             raise TransportUnavailable(f"register: a cache on {cache.device}; this version moves host memory only")
 
     def _start(self) -> ProgressThread:
         transport = choose_transport(self._options.transport)
-        return ProgressThread(f"{self.rank()}", lambda: (transport(), ZmqControl(heartbeat=self._options.heartbeat)))
+
+        def make() -> tuple[Transport, ZmqControl]:
+            made = transport()
+            try:
+                return made, ZmqControl(heartbeat=self._options.heartbeat)
+            except BaseException:
+                made.close()
+                raise
+
+        return ProgressThread(f"{self.rank()}", make)
 
     def _exchange(self, card: Card) -> list[Card]:
         """Every rank's card, in rank order. Collective, over tensors: nothing received is unpickled."""
@@ -204,7 +218,8 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
 
     def explain(self, peer: int) -> Explanation:
         """How this rank reaches ``peer``: path, link, why not a better one, measured limit, counters per lane."""
-        engine, _ = self._registered("explain")
+        engine = self._joined("explain")
+        self._check_open(engine, "explain")
         assert self._thread is not None
         ranks = engine.roster.resolve(peer, "explain", "peer")
         if len(ranks) != 1:
@@ -237,6 +252,12 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
     def split_group(self, *_args: Any, **_kwargs: Any) -> None:
         """Not supported: in some torch releases it crashes on a group made in Python."""
         raise ProtocolError("split_group is not supported by torchkv groups; use dist.new_group(ranks)")
+
+
+def name_of_other_rank(instance: str, rank: int) -> bool:
+    """Whether ``instance`` is what another rank is called that names none: the two would become one instance."""
+    number = instance.removeprefix("rank")
+    return instance != number and number.isdecimal() and number != str(rank)
 
 
 def _forward(name: str) -> Callable[..., Any]:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DRAIN = 1.0  # seconds that a closing group gives its transfers to stop
+
 # PyDLL keeps the GIL during the call. os.eventfd_write would release it, and the thread just woken would take it
 # and run while the caller waits: 20 us and more on the caller's thread, for a system call of one.
 _libc = ctypes.PyDLL(None)
@@ -149,10 +151,12 @@ class ProgressThread:
         self._stopping = True
         reason = "the group was destroyed" if self._crash is None else f"the progress thread failed: {self._crash!r}"
         if engine is not None:
-            with engine.changed:
-                engine.closed = reason
-                engine.changed.notify_all()  # also those who wait for something that is no work
-            engine.abandon(TransferCancelled(reason))
+            gone = TransferCancelled(reason)
+            engine.abandon(gone, time.monotonic())
+            deadline = time.monotonic() + DRAIN
+            while self._crash is None and engine.moving and time.monotonic() < deadline:
+                engine.step(time.monotonic())
+            engine.farewell(gone, time.monotonic())
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
         for close in (

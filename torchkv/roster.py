@@ -67,11 +67,13 @@ class Roster:
                 known = ", ".join(sorted(self.instances))
                 raise ProtocolError(f"{what}: {name}={peers!r} is no instance of this group; it has {known}")
             return self.instances[peers]
-        given: tuple[object, ...] = tuple(peers) if isinstance(peers, Iterable) else (peers,)
+        if not _is_index(peers) and not isinstance(peers, Iterable):
+            raise ProtocolError(f"{what}: {name}={peers!r} is neither a rank, nor a list of ranks, nor an instance")
+        given: tuple[object, ...] = (peers,) if _is_index(peers) else tuple(cast(Iterable[object], peers))
         if not given:
             raise ProtocolError(f"{what}: {name} is empty; name at least one rank or an instance")
         for rank in given:
-            if isinstance(rank, bool) or not isinstance(rank, SupportsIndex) or int(rank) not in self.members:
+            if not _is_index(rank) or operator.index(cast(SupportsIndex, rank)) not in self.members:
                 size = len(self.members)
                 raise ProtocolError(f"{what}: {name} names {rank!r}, which is no rank of this group (size {size})")
         ranks = tuple(operator.index(cast(SupportsIndex, rank)) for rank in given)
@@ -105,12 +107,7 @@ class Roster:
         return self.plan(self.rank, writers, reader).page_for_page
 
     def _owed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` to which this rank owes anything; the rest need no grant and no bytes.
-
-        Raises ``LayoutMismatch`` if one of them registered no cache.
-        """
-        for rank in ranks:
-            self.layout(rank)
+        """Those of ``ranks`` to which this rank owes anything; the rest need no grant and no bytes."""
         return tuple(rank for rank in ranks if self.owes(rank))
 
     def owes(self, reader: int) -> bool:
@@ -119,3 +116,14 @@ class Roster:
 
     def _holders(self, ranks: Sequence[int]) -> dict[int, KVLayout]:
         return {r: layout for r in sorted(ranks) if (layout := self.members[r].layout) is not None}
+
+
+def _is_index(value: object) -> bool:
+    """Whether ``value`` is one whole number: also a numpy scalar or a tensor of one element, but no bool."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return False
+    try:
+        operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True

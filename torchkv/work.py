@@ -39,6 +39,8 @@ class KVWork(dist.Work):
         self._ended: float | None = None
         self._paths: set[str] = set()
         self._error: KVError | None = None
+        # Whether the request's pages may be reused, for a wait that runs out; receives put their own here.
+        self._pages_safe: Callable[[], bool] = self._ended_safely
         self._future: torch.futures.Future[Any] | None = None
         self._is_done = False
         # A latch: held until completion. An Event would do, at ten times the cost on the caller's critical path.
@@ -55,9 +57,12 @@ class KVWork(dist.Work):
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         if not self._wait_done(limit):
-            raise TransferTimeout(f"{self._what}: not complete after wait({limit:g} s); the request goes on")
+            raise TransferTimeout(
+                f"{self._what}: not complete after wait({limit:g} s); the request goes on", pages_safe=self._pages_safe
+            )
         if self._error is not None:
-            raise self._error
+            # Without the traceback of earlier waits, which would grow with each of them.
+            raise self._error.with_traceback(None)
         return True
 
     def is_completed(self) -> bool:
@@ -121,6 +126,9 @@ class KVWork(dist.Work):
         return True
 
     # ------------------------------------------------------------------ for the engine
+
+    def _ended_safely(self) -> bool:
+        return self._is_done and (self._error is None or self._error.pages_safe)
 
     def _expect(self, parts: int) -> None:
         """How many parts must settle; with none, the work is complete. Called once, before any can settle."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,7 +72,8 @@ class World:
         self.faults = Faults() if faults is None else faults
         self.self_driven = self_driven
         self.now = 0.0
-        self.identity = self.random.getrandbits(64)
+        # Not from the seed alone: two processes may well use the same one, and their worlds are not one world.
+        self.identity = self.random.getrandbits(64) ^ secrets.randbits(64)
         self.in_flight: Counter[Link] = Counter()  # pieces of puts that may still land
         self.transports: dict[int, LoopbackTransport] = {}  # open ones, by node
         self._nodes: list[_Node] = []

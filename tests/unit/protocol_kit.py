@@ -82,7 +82,7 @@ def verb(
     *,
     start: int = 0,
     dst: int = 1,
-    dsts: tuple[int, ...] | None = None,
+    prefixes: dict[int, int] | None = None,
     layers: tuple[int, ...] = (0, 1),
     ticket: str = "send",
     request: str = "r",
@@ -90,7 +90,7 @@ def verb(
 ) -> SendOp:
     """What the endpoint does for one verb towards one destination."""
     machine.admit(request, dst, start=start, num_pages=count)
-    op = SendOp(request, dst, dsts or (dst,), layers, start, count, ticket)
+    op = SendOp(request, dst, {} if prefixes is None else prefixes, layers, start, count, ticket)
     machine.submit(op, now)
     return op
 

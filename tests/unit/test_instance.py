@@ -199,3 +199,19 @@ def test_a_rank_that_keeps_the_others_waiting_fails_the_round_for_all() -> None:
     posted(machine, 2, 3)  # a straggler learns of it too, and the round is over
     assert {rank for rank, _ in Acts(machine).tells(InstanceVerdict)} >= {2}
     assert machine._rounds == {}
+
+
+def test_a_refused_call_is_that_ranks_part_in_the_round() -> None:
+    machine = leader(3)
+    posted(machine, 0, 1)
+    machine.on_outcome(2, Outcome("r", 0, "PageOutOfRange", "page 99 is outside"), 0.0)
+    told = dict(Acts(machine).tells(InstanceVerdict))
+    assert {rank: verdict.kind for rank, verdict in told.items()} == {0: "PageOutOfRange"}
+    assert "rank 2" in told[0].text
+    posted(machine, 1, 2)
+    assert verdicts(machine) == {(1, 2): "PageOutOfRange"}
+    assert machine._rounds == {}
+    for rank in range(3):  # the next call meets the others' next
+        posted(machine, rank, 10 + rank)
+        done(machine, rank, 10 + rank)
+    assert verdicts(machine) == {(0, 10): "", (1, 11): "", (2, 12): ""}

@@ -20,14 +20,14 @@ Ticket: TypeAlias = Any  # the driver's own handle of a pending call; the protoc
 
 @dataclass(eq=False, slots=True)
 class SendOp:
-    """One verb towards one destination, ``dst``; ``dsts`` are all destinations of that call.
+    """One verb towards one destination. ``start`` and ``num_pages`` count this rank's pages after the prefix.
 
-    ``start`` and ``num_pages`` count this rank's pages after the prefix.
+    ``prefixes`` is shared by all destinations of one call: rank -> prefix tokens, as far as grants have told.
     """
 
     request: str
     dst: int
-    dsts: tuple[int, ...]
+    prefixes: dict[int, int]
     layers: tuple[int, ...]
     start: int
     num_pages: int

@@ -16,7 +16,7 @@ __all__ = ["InstanceLeader"]
 class _Entry:
     """One rank's receive of a request."""
 
-    post: Post
+    post: Post | None  # None if the rank refused to post
     done_at: float | None = None  # when it reported that everything is there
     failed: tuple[str, str] | None = None  # kind and text, as it reported them
     told: bool = False  # it has its verdict
@@ -54,10 +54,15 @@ class InstanceLeader:
         self._advance(message.request, now)
 
     def on_outcome(self, src: int, message: Outcome, now: float) -> None:
-        queues = self._rounds.get(message.request)
-        if queues is None or not self._is_member(src):
+        if not self._is_member(src):
             return
-        entry = next((e for e in queues[src] if e.post.generation == message.generation), None)
+        if message.generation == 0:
+            self._on_refusal(src, message, now)
+            return
+        queues = self._rounds.get(message.request)
+        if queues is None:
+            return
+        entry = next((e for e in queues[src] if e.post and e.post.generation == message.generation), None)
         if entry is None:
             return
         if message.kind:
@@ -65,6 +70,13 @@ class InstanceLeader:
             entry.told = True
         else:
             entry.done_at = now
+        self._advance(message.request, now)
+
+    def _on_refusal(self, src: int, message: Outcome, now: float) -> None:
+        """A call that was refused on one rank is that rank's part in the round: the others fail with it."""
+        queues = self._rounds.setdefault(message.request, {rank: deque() for rank in self._members})
+        text = f"rank {src} of the same instance: {message.text}"
+        queues[src].append(_Entry(None, failed=(message.kind, text), told=True))
         self._advance(message.request, now)
 
     def peer_lost(self, rank: int, now: float) -> None:
@@ -119,7 +131,7 @@ class InstanceLeader:
             if fate is None and not (everyone and all(entry.done_at is not None for entry in heads.values())):
                 return
             for rank, entry in heads.items():
-                if not entry.told:
+                if not entry.told and entry.post is not None:
                     entry.told = True
                     kind, text = (fate.kind, fate.text) if fate else ("", "")
                     self.actions.append(Tell(rank, InstanceVerdict(entry.post.generation, kind, text)))
@@ -140,22 +152,22 @@ class InstanceLeader:
             del self._rounds[request]
 
     def _disagreement(self, request: str, heads: dict[int, _Entry]) -> str | None:
-        entries = sorted(heads.items())
-        if not entries:
+        posts = [(rank, entry.post) for rank, entry in sorted(heads.items()) if entry.post is not None]
+        if not posts:
             return None
-        first_rank, first = entries[0]
-        for rank, entry in entries[1:]:
-            if entry.post.prefix_tokens != first.post.prefix_tokens:
+        first_rank, first = posts[0]
+        for rank, post in posts[1:]:
+            if post.prefix_tokens != first.prefix_tokens:
                 return (
                     f"ranks {first_rank} and {rank} of instance {self._roster.me.instance!r} disagree on request "
-                    f"{request!r}: prefix_tokens {first.post.prefix_tokens} and {entry.post.prefix_tokens}; "
+                    f"{request!r}: prefix_tokens {first.prefix_tokens} and {post.prefix_tokens}; "
                     f"agree on one prefix before recv_pages"
                 )
-            slack = max(entry.post.page_size, first.post.page_size)
-            if abs(entry.post.num_tokens - first.post.num_tokens) >= slack:
+            slack = max(post.page_size, first.page_size)
+            if abs(post.num_tokens - first.num_tokens) >= slack:
                 return (
                     f"ranks {first_rank} and {rank} of instance {self._roster.me.instance!r} disagree on request "
-                    f"{request!r}: pages for {first.post.num_tokens} and {entry.post.num_tokens} tokens; "
+                    f"{request!r}: pages for {first.num_tokens} and {post.num_tokens} tokens; "
                     f"post as many pages on every rank"
                 )
         return None

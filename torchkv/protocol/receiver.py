@@ -150,6 +150,12 @@ class Receiver:
             self.actions.append(Tell(self._roster.siblings[0], post))
         return receive
 
+    def refuse(self, request: str, error: KVError) -> None:
+        """``recv_pages`` was refused on this rank: the other ranks of the instance need not wait for it."""
+        if request not in self._live and len(self._roster.siblings) > 1:
+            outcome = Outcome(request, 0, error_kind(error), str(error)[:MAX_TEXT])
+            self.actions.append(Tell(self._roster.siblings[0], outcome))
+
     def cancel(self, request: str, ticket: Ticket) -> list[Ticket]:
         """Fails the live receive of ``request``. Returns ``ticket`` once per receive whose end will settle it."""
         pending: list[Ticket] = []
@@ -377,10 +383,10 @@ class Receiver:
         receive.cancels = []
 
     def _deadline(self, receive: Receive) -> tuple[float, str]:
-        if receive.total is not None:
-            return receive.born + receive.total, f"not complete within recv_pages(timeout={receive.total:g})"
         if receive.complete_at is not None:
             return float("inf"), ""  # the leader of the instance keeps the time, one for all
+        if receive.total is not None:
+            return receive.born + receive.total, f"not complete within recv_pages(timeout={receive.total:g})"
         if receive.heard is None:
             text = f"no byte and no seal within {self._grant_timeout:g} s (Options.grant_timeout)"
             return receive.born + self._grant_timeout, text

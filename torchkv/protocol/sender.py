@@ -108,6 +108,13 @@ class Sender:
                 retryable=True,
             )
 
+    def begin(self, request: str, dst: int, now: float) -> None:
+        """Begins the life, if there is none, and binds it to its grant, if that is here. Raises a tombstone's error."""
+        life = self._lives.get((request, dst))
+        if life is not None:
+            self._check_open(life)
+        self._life(request, dst, now)
+
     def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
         """One verb towards several receivers means one suffix: the prefixes known so far must be equal."""
         known = {dst: grant.prefix_tokens for dst in dsts if (grant := self._grant_of(request, dst)) is not None}
@@ -124,6 +131,8 @@ class Sender:
             life.given.setdefault(layer, Coverage()).add(op.start, op.start + op.num_pages)
         if op.num_pages:  # an empty chunk promises nothing, wherever it starts
             life.num_pages = max(life.num_pages, op.start + op.num_pages)
+        if life.grant is not None:
+            _check_prefix(op, life.grant)
         if life.grant is None:
             life.queue.append(op)
             self._queued_pages += op.num_pages
@@ -283,14 +292,18 @@ class Sender:
             del self._unbound[key]
 
     def abandon(self, error: KVError) -> None:
-        """The group goes away: every pending call ends now."""
+        """The group goes away: every life fails. Transfers under way are halted; `farewell` ends the rest."""
+        for life in [life for life in self._lives.values() if life.error is None]:
+            self._fail(life, type(error)(f"request {life.request!r}: {error}"))
+
+    def farewell(self, error: KVError) -> None:
+        """Settles every call that still waits, and tells receivers what this rank can no longer write to."""
         for life in list(self._lives.values()):
-            if life.error is None:
-                self._fail(life, type(error)(f"request {life.request!r}: {error}"))
             self.actions.extend(Settle(op.ticket, life.error) for op in life.running)
             self.actions.extend(Settle(ticket, error) for ticket in life.cancels)
-            life.running.clear()
             life.cancels.clear()
+            if life.grant is not None and life.drained and not life.tainted:
+                self._tell(life.dst, Quiesced(life.grant.generation))
 
     def tick(self, now: float) -> None:
         """Deadlines and signs of life; call a few times a second."""
@@ -310,6 +323,10 @@ class Sender:
                 self._tell(life.dst, Alive(life.grant.generation, False))
 
     # ---------------------------------------------------------------- inside
+
+    def _lives_of(self, request: str, life: _Life) -> list[_Life]:
+        """All lives of ``request``, and ``life`` even if it has ended: they read the same pages."""
+        return [life, *(other for other in list(self._lives.values()) if other.request == request)]
 
     def _check_open(self, life: _Life) -> None:
         if life.error is not None:
@@ -343,7 +360,7 @@ class Sender:
         for op in waiting:
             try:
                 _check_range(grant, op.start, op.num_pages)
-                self.check_prefixes(life.request, op.dsts)
+                _check_prefix(op, grant)
             except (PageOutOfRange, ProtocolError) as error:
                 problem = error
         if problem is None and life.finish is not None:
@@ -376,20 +393,17 @@ class Sender:
             if num_pages == 0:
                 first = next((layer for layer in plan.layers if plan.owed(layer, limit)), None)
                 return None if first is None else f"nothing was sent, but layer {first} page 0 is owed; send it first"
-            if not seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
-                return (
-                    f"layer {plan.layers[0]} page {num_pages} is missing: {num_pages} pages of {plan.src_page_size} "
-                    f"tokens were sent, but {len(grant.pages)} pages of {plan.dst_page_size} tokens are granted "
-                    f"behind a prefix of {grant.prefix_tokens} tokens; send the rest, or cancel"
-                )
-            limit = min(limit, num_pages * plan.src_page_size)
+            if seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
+                limit = min(limit, num_pages * plan.src_page_size)
         for layer in plan.layers:
             given = None if life is None else life.given.get(layer)
             for lo, hi in plan.owed(layer, limit):
                 first_page, last_page = lo // plan.src_page_size, -(-hi // plan.src_page_size)
                 missing = first_page if given is None else given.gap(first_page, last_page)
                 if missing is not None:
-                    return f"layer {layer} page {missing} (counted after the prefix) was not sent; send it, or cancel"
+                    return f"layer {layer} page {missing} (counted after the prefix) was not sent{_extent(life, grant)}"
+        if grant is not None and not seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
+            return f"every rank gives all pages after the prefix, also those another one writes{_extent(life, grant)}"
         return None
 
     def _likely_writers(self, dst: int) -> tuple[int, ...]:
@@ -406,7 +420,7 @@ class Sender:
 
     def _fail(self, life: _Life, error: KVError, *, tell: bool = True) -> None:
         assert life.error is None
-        error._pages_safe = lambda: life.drained
+        error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
         life.error = error
         self._queued_pages -= sum(op.num_pages for op in life.queue)
         self.actions.extend(Settle(op.ticket, error) for op in life.queue)
@@ -463,6 +477,27 @@ class Sender:
         return TransferTimeout(
             f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
             f"cancel({life.request!r}) and retry, or raise the limit"
+        )
+
+
+def _extent(life: _Life | None, grant: BoundGrant | None) -> str:
+    """How much was sent and granted, to end a complaint with."""
+    if life is None or grant is None:
+        return "; send it, or cancel"
+    return (
+        f": {life.num_pages} pages of {grant.plan.src_page_size} tokens were sent, {len(grant.pages)} pages of "
+        f"{grant.plan.dst_page_size} tokens are granted behind a prefix of {grant.prefix_tokens} tokens; send the "
+        f"rest, or cancel"
+    )
+
+
+def _check_prefix(op: SendOp, grant: BoundGrant) -> None:
+    """One verb towards several receivers means one suffix, so their prefixes must be equal."""
+    op.prefixes[grant.dst] = grant.prefix_tokens
+    if len(set(op.prefixes.values())) > 1:
+        raise ProtocolError(
+            f"request {op.request!r}: its receivers hold unequal prefixes (rank -> tokens: {op.prefixes}); "
+            f"use one call a receiver, each with the pages after its own prefix"
         )
 
 
