@@ -28,6 +28,7 @@ __all__ = [
     "as_layers",
     "as_pages",
     "as_request",
+    "warm_up",
 ]
 
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
@@ -102,6 +103,11 @@ def first_outside(ids: Int64Array, limit: int) -> int:
         if ids[i] < 0 or ids[i] >= limit:
             return i
     return -1
+
+
+def warm_up() -> None:
+    """Compiles, or loads from disk, what the first verb would otherwise wait for."""
+    as_pages(np.zeros(1, dtype=np.int64), num_pages=1, what="warm-up")
 
 
 def as_layers(layers: Layers, layout: KVLayout, *, what: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torchkv.compiled import compiled
 from torchkv.slab import Slab
 
-__all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets"]
+__all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets", "warm_up"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -144,3 +144,9 @@ def _expand(
         src_end = src + (n0 - 1) * s0 + (n1 - 1) * s1 + run
         dst_end = dst + (n0 - 1) * d0 + (n1 - 1) * d1 + run
     return count
+
+
+def warm_up() -> None:
+    """Compiles, or loads from disk, what the first transfer would otherwise wait for."""
+    none = np.zeros(0, dtype=np.int64)
+    _expand(none, none, 0, 0, 0, 0, 0, 0, 0, np.zeros((3, 0), dtype=np.int64))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from torchkv import hostcopy, hostmem
+from torchkv import arguments, descriptors, hostcopy, hostmem
 from torchkv.cache import KVCache
 from torchkv.card import Card, placement_cards, region_card, this_process
 from torchkv.control import Control
@@ -84,7 +84,8 @@ class Registration:
         self._probe_memory = hostmem.allocate(PROBE_BYTES)
         for storage in (*self.cache.storages, self._probe_memory):
             self._regions.append(self.transport.register(storage))
-        hostcopy.warm_up()
+        for module in (hostcopy, descriptors, arguments):
+            module.warm_up()
         return msgspec.structs.replace(
             card,
             address=self.transport.address(),

@@ -64,7 +64,8 @@ _watching = threading.Event()
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "pickle.find_class" and _watching.is_set():
+    # numba unpickles compiled code from its cache on this machine's disk, whenever a function is first called.
+    if event == "pickle.find_class" and _watching.is_set() and not str(arguments[0]).startswith("numba."):
         _found.append(f"{arguments[0]}.{arguments[1]}")
 
 

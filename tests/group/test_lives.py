@@ -365,3 +365,22 @@ def destroyed_under_way(everything: bool) -> None:
 @pytest.mark.parametrize("everything", [True, False])
 def test_destroying_a_group_fails_what_waits_on_it(everything: bool, four: Ranks) -> None:
     four.run(destroyed_under_way, everything)
+
+
+def after_destroy() -> None:
+    with kv_group() as kv:
+        kv.register(random_cache())
+    for verb in (
+        lambda: kv.recv_pages("r", [1], 0, timeout=0.5),
+        lambda: kv.send_pages("r", [1], 0),
+        lambda: kv.finish("r", 0),
+        lambda: kv.prefix_tokens("r", 0),
+        lambda: kv.explain(0),
+    ):
+        with pytest.raises(ProtocolError, match="destroyed"):
+            verb()
+    kv.cancel("r").wait(5)  # nothing of it is left
+
+
+def test_a_destroyed_group_says_so(four: Ranks) -> None:
+    four.run(after_destroy)

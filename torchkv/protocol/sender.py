@@ -110,10 +110,9 @@ class Sender:
 
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins the life, if there is none, and binds it to its grant, if that is here. Raises a tombstone's error."""
-        life = self._lives.get((request, dst))
-        if life is not None:
-            self._check_open(life)
-        self._life(request, dst, now)
+        life = self._life(request, dst, now)
+        if life.error is not None:
+            raise life.error
 
     def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
         """One verb towards several receivers means one suffix: the prefixes known so far must be equal."""
