@@ -18,9 +18,10 @@ __all__ = ["Transfer"]
 
 # Layers are attested together once this much has moved: small enough that a receiver can start early, large
 # enough that a flush and a message cost nothing beside it.
-GROUP_BYTES = 8 << 20
-# One step of a host copy: short enough (about a millisecond) for the progress thread to stay responsive.
-STEP_BYTES = 4 << 20
+GROUP_BYTES = 16 << 20
+# One step of a host copy: short enough (about two milliseconds) for the progress thread to stay responsive, and long
+# beside the tenth of one that the rest of its round takes.
+STEP_BYTES = 16 << 20
 # Rows shorter than this are worth merging before they are copied.
 SHORT_RUN = 4096
 MAX_PUTS = 4

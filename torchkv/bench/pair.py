@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchkv.bench.cases import Case
 from torchkv.bench.processes import run_two
-from torchkv.bench.rivals import memcpy_rate, serve_python_puts, time_python_puts
+from torchkv.bench.rivals import Memcpy, serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
 from torchkv.process_group import current_group
 
@@ -59,12 +59,16 @@ def _write(case: Case, nbytes: int, repeats: int) -> dict[str, Any]:
     kv = current_group(None)
     kv.register(cache, instance="writer")
     pages = np.random.default_rng().permutation(num_pages)
+    payload = 2 * len(layout.layers) * num_pages * reader.page_nbytes("k")
+    memcpy = Memcpy(payload)
     seconds: list[float] = []
+    copies: list[float] = []
     post: list[float] = []
     work = None
     for turn in range(repeats + 1):
         _fill(cache, seed=turn)
         dist.broadcast(torch.from_numpy(pages), 0)
+        copied = memcpy.seconds()
         dist.barrier()
         began = time.perf_counter()
         work = kv.send_pages(f"run{turn}", pages, 1)
@@ -74,11 +78,11 @@ def _write(case: Case, nbytes: int, repeats: int) -> dict[str, Any]:
         kv.finish(f"run{turn}", 1).wait()
         if turn:  # the first run maps the peer's memory and faults it in
             seconds.append(ended - began)
+            copies.append(copied)
             post.append(posted - began)
     assert work is not None
-    payload = 2 * len(layout.layers) * num_pages * reader.page_nbytes("k")
     if case.limit == "memcpy":
-        limit = memcpy_rate(payload)
+        limit = payload / statistics.median(copies) / 1e9
     else:
         limit = time_python_puts(reader.page_nbytes("k") // case.page_size)
     lanes = kv.explain(1).lanes

@@ -13,22 +13,23 @@ import torch.distributed as dist
 
 from torchkv.errors import TransportUnavailable
 
-__all__ = ["memcpy_rate", "serve_python_puts", "time_python_puts"]
+__all__ = ["Memcpy", "serve_python_puts", "time_python_puts"]
 
 REPEATS = 5
 PUTS = 8192
 
 
-def memcpy_rate(nbytes: int) -> float:
-    """1e9 bytes/s of one C memcpy of ``nbytes`` between two warm, private buffers: median of a few."""
-    source = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
-    target = np.zeros_like(source)
-    seconds: list[float] = []
-    for _ in range(REPEATS + 1):
+class Memcpy:
+    """One C memcpy between two warm, private buffers; timed beside every run, as memory bandwidth varies."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
+        self._target = np.zeros_like(self._source)
+
+    def seconds(self) -> float:
         began = time.perf_counter()
-        ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
-        seconds.append(time.perf_counter() - began)
-    return nbytes / statistics.median(seconds[1:]) / 1e9
+        ctypes.memmove(self._target.ctypes.data, self._source.ctypes.data, len(self._source))
+        return time.perf_counter() - began
 
 
 class _PutParams(ctypes.Structure):
