@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torchkv import arguments
 from torchkv.arguments import Layers, Pages, Peers
@@ -94,7 +94,7 @@ class KVEndpoint:
 
         layer: global id. Otherwise as `send_pages`. Raises ``LayoutMismatch`` if heads, page size or order differ.
         """
-        if isinstance(layer, bool) or not isinstance(layer, SupportsIndex):
+        if type(layer) is not int and (isinstance(layer, bool) or not hasattr(layer, "__index__")):
             raise ProtocolError(f"send_layer({request!r}): layer={layer!r} must be one global layer id")
         return self._send("send_layer", request, layer, pages, dst, start, event, page_for_page=True)
 

@@ -120,10 +120,10 @@ class Roster:
 
 def _is_index(value: object) -> bool:
     """Whether ``value`` is one whole number: also a numpy scalar or a tensor of one element, but no bool."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         return False
     try:
-        operator.index(value)
+        operator.index(cast(SupportsIndex, value))
     except (TypeError, ValueError, RuntimeError):
         return False
     return True
