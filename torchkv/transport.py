@@ -7,7 +7,7 @@ this contract: a new transport is done when that suite passes over it.
 
 Ownership and threads. A transport object and all its channels, regions and completions belong to one thread,
 which creates it, calls ``progress()`` until nothing is pending, and closes it. Only the static ``available()``
-and ``wakeup_fd`` may be touched from elsewhere. Nothing blocks except ``close()``.
+may be called from elsewhere. Nothing blocks except ``close()``.
 
 Completion. ``put`` completes when its *source* may be overwritten. ``flush`` completes when every put posted on
 that channel before it is *visible to loads of the peer's CPU (or GPU)*. A peer is told of bytes only after the
