@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,7 +66,6 @@ class SendPayload:
     pages: Int64Array
     event: Event | None
     path: str | None
-    started: bool = False
 
 
 class Engine:
@@ -444,7 +443,3 @@ class Engine:
             f"request {op.request!r} to rank {op.dst}: layers {list(op.layers)[:4]} made no progress for "
             f"{self.options.timeout:g} s (Options.timeout); cancel({op.request!r}) and retry, or raise the limit"
         )
-
-    def counters(self) -> Mapping[int, Mapping[str, object]]:
-        """Counters of every route, by rank and lane."""
-        return {rank: dict(route.counters) for rank, route in self.routes.items()}
