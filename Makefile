@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Pinned, because an open range may take a build with gigabytes of GPU libraries. Any torch >= 2.11 works.
 TORCH ?= torch==2.13.0
+# Test processes side by side; each starts up to six ranks of its own. 0: all tests in one.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 DEMO := examples/disaggregated_generate.py
@@ -18,7 +20,7 @@ $(VENV)/.ready: setup.py requirements-dev.txt
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 
 demo: setup
 	$(RUN) 2 $(DEMO) --model llama --prefill 1 --decode 1

@@ -17,7 +17,7 @@ setup(
     # Backends are packages of their own under backends/, found by entry point exactly as a third party's would be.
     packages=["torchkv", *(f"torchkv.{name}" for name in find_packages("torchkv")), *find_packages("backends")],
     package_dir={"": "backends", "torchkv": "torchkv"},
-    package_data={"torchkv": ["py.typed"], "torchkv_ucx": ["py.typed"], "torchkv_loopback": ["py.typed"]},
+    package_data={name: ["py.typed"] for name in ("torchkv", "torchkv_ucx", "torchkv_loopback", "torchkv_nvshmem")},
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",
@@ -27,12 +27,14 @@ setup(
         "ucxx-cu13>=0.52,<0.53; platform_system == 'Linux'",
     ],
     extras_require={
+        "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0"],
     },
     entry_points={
         "torchkv.backends": [
             "ucx = torchkv_ucx:UCXTransport",
             "loopback = torchkv_loopback:LoopbackTransport",
+            "nvshmem = torchkv_nvshmem:NVSHMEMTransport",
         ],
         "torch.distributed.backends": ["torchkv = torchkv.process_group:register_backend"],
     },

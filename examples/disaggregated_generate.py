@@ -4,6 +4,7 @@
 
 Ranks 0..P-1 prefill with tensor parallelism P, ranks P..P+D-1 decode with tensor parallelism D. Each layer's pages
 leave with torchkv the moment the layer has computed them; nothing but pages and the first token crosses over.
+With --device cuda everything lives on GPUs, one a rank where there are enough, and no layer waits for the host.
 The first decode rank then runs the whole model on its own and compares tokens and logits. The last line says PASS
 or FAIL, and every rank exits with 0 or 1. Needs transformers (pip install "torchkv[demo]"), downloads nothing.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from disagg import generation, models
 from disagg.command_line import parse_args, read_prompt
 from disagg.paged_cache import paged_cache
+from disagg.placement import Placement, place
 from disagg.progress import Progress
 from disagg.tensor_parallel import shard
 from torch import nn
@@ -45,8 +47,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Engine:
-    """One rank's model, its pages, and the process group that moves them. ``pages`` has room for the prompt and,
-    on the decode side, for the new tokens."""
+    """One rank's model, its pages, and the process group that moves them. ``pages``: ids, int64 [n] on the device,
+    with room for the prompt and, on the decode side, for the new tokens."""
 
     args: argparse.Namespace
     role: Role
@@ -55,7 +57,7 @@ class Engine:
     prompt: torch.Tensor
     kv: torchkv.KVProcessGroup
     kv_cache: torchkv.KVCache
-    pages: list[int]
+    pages: torch.Tensor
     progress: Progress
 
 
@@ -70,14 +72,13 @@ class Decoded:
     corrupted: generation.Generation | None
 
 
-def assign_role(args: argparse.Namespace) -> Role:
+def assign_role(args: argparse.Namespace, collectives: str) -> Role:
     """This rank's role. Collective: every rank takes part in making both tensor-parallel groups."""
     rank = dist.get_rank()
-    backend = {"cpu": "gloo", "cuda": "nccl"}[args.device]
     world = range(args.prefill + args.decode)
     groups = {
-        "prefill": dist.new_group(world[: args.prefill], backend=backend),
-        "decode": dist.new_group(world[args.prefill :], backend=backend),
+        "prefill": dist.new_group(world[: args.prefill], backend=collectives),
+        "decode": dist.new_group(world[args.prefill :], backend=collectives),
     }
     if rank < args.prefill:
         return Role("prefill", rank, args.prefill, groups["prefill"], args.page_size, "NHD")
@@ -100,11 +101,13 @@ def build_engine(args: argparse.Namespace, role: Role, device: torch.device) -> 
     # A pool in use: the request gets scattered pages, others on each side.
     pool_size = 2 * pages_needed
     shuffle = torch.Generator().manual_seed(2 * args.seed + (role.name == "decode"))
-    pages = torch.randperm(pool_size, generator=shuffle)[:pages_needed].tolist()
-    kv_cache = torchkv.KVCache.empty(layout, pool_size, device=device)
+    pages = torch.randperm(pool_size, generator=shuffle)[:pages_needed].to(device)
+    kv_cache = torchkv.KVCache.empty(layout, pool_size, device=device, group=kv)
     for component in layout.components:
         for tensor in kv_cache[component.name]:
             tensor.fill_(float("nan"))  # what is used without having been computed or received spoils every logit
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # pages may be granted only when nothing of our own will write to them any more
     kv.register(kv_cache, instance=role.name)
     label = f"{role.name} (TP {role.tp_size})"
     progress = Progress(label, quiet=role.tp_rank > 0)
@@ -147,15 +150,19 @@ def prefill(engine: Engine) -> None:
     exposed = progress.seconds() - computed
 
     nbytes = sum(work.bytes for work in sends)
-    # From the call to all bytes visible on the other side, while this rank computes the next layer on the same cores.
     per_layer = statistics.median(work.seconds for work in sends)
+    # From the call to all bytes visible on the other side. A host computes the next layer on the same cores meanwhile;
+    # on a GPU the call comes before the layer has been computed, so its wait for that is in the time.
+    pace = f"{1e3 * per_layer:.1f} ms a layer, from the call"
+    if engine.args.device == "cpu":
+        pace = f"{pace} ({nbytes / layers / per_layer / 1e9:.2f} GB/s beside the computation)"
     paths = ", ".join(sorted({work.path for work in sends}))
     progress.say(
         f"{engine.prompt.shape[1]} tokens computed in {computed:.2f} s; this rank sent {nbytes / 1e6:.2f} MB, "
-        f"{len(engine.pages)} pages x {layers} layers, path {paths}: {1e3 * per_layer:.1f} ms a layer beside the "
-        f"computation ({nbytes / layers / per_layer / 1e9:.2f} GB/s); all confirmed {1e3 * exposed:.1f} ms later"
+        f"{len(engine.pages)} pages x {layers} layers, path {paths}: {pace}; all confirmed {1e3 * exposed:.1f} ms later"
     )
-    progress.say(f"link to {engine.kv.explain(engine.args.prefill)}")
+    for rank in range(engine.args.prefill, engine.args.prefill + engine.args.decode):
+        progress.say(f"link to {engine.kv.explain(rank)}")
 
 
 def decode(engine: Engine) -> Decoded:
@@ -170,7 +177,7 @@ def decode(engine: Engine) -> Decoded:
         progress.step("layers received:", done, len(layers))
     received.wait()
     first = int.from_bytes(received.aux, "little")
-    nbytes = torch.tensor([received.bytes], device=engine.prompt.device)
+    nbytes = torch.tensor([received.bytes])
     dist.all_reduce(nbytes, group=engine.role.tp_group)
 
     generated, corrupted = generate(engine, first), None
@@ -195,10 +202,10 @@ def generate(engine: Engine, first: int) -> generation.Generation:
     )
 
 
-def corrupt_one_page(engine: Engine, granted: Sequence[int]) -> None:
+def corrupt_one_page(engine: Engine, granted: torch.Tensor) -> None:
     """The negative control: flip the signs in one received page of one layer, a mild and finite error."""
     layout = engine.kv_cache.layout
-    name, layer, page = layout.components[0].name, len(layout.layers) // 2, granted[len(granted) // 2]
+    name, layer, page = layout.components[0].name, len(layout.layers) // 2, int(granted[len(granted) // 2])
     engine.kv_cache[name][layer][page].neg_()
     engine.progress.say(f"--corrupt: flipped the signs in page {page} of component {name!r}, layer {layer}")
 
@@ -240,10 +247,9 @@ def check(engine: Engine, decoded: Decoded) -> tuple[bool, str]:
     return ok, verdict
 
 
-def run(args: argparse.Namespace) -> tuple[bool, str]:
+def run(args: argparse.Namespace, placement: Placement) -> tuple[bool, str]:
     """This rank's part. Every rank learns whether all went well; only the first decode rank has the verdict."""
-    device = torch.device(args.device)
-    engine = build_engine(args, assign_role(args), device)
+    engine = build_engine(args, assign_role(args, placement.collectives), placement.device)
     ok, verdict = False, ""
     if engine.role.name == "prefill":
         prefill(engine)
@@ -254,7 +260,7 @@ def run(args: argparse.Namespace) -> tuple[bool, str]:
             if not ok:
                 # Before any rank can exit with 1, upon which torchrun ends the others.
                 print(f"FAIL {verdict}", flush=True)
-    shared = torch.tensor([ok], dtype=torch.int64, device=device)
+    shared = torch.tensor([ok], dtype=torch.int64)
     dist.broadcast(shared, src=args.prefill)
     return bool(shared.item()), verdict
 
@@ -264,11 +270,12 @@ def main() -> int:
     args = parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    placement = place(args.device)
     path = None if args.path == "auto" else args.path
     dist.init_process_group("torchkv", pg_options=torchkv.Options(transport=args.transport, path=path))
     rank = dist.get_rank()
     try:
-        ok, verdict = run(args)
+        ok, verdict = run(args, placement)
     except torchkv.KVError as error:
         print(f"FAIL rank {rank}: {error}", flush=True)
         raise

@@ -27,16 +27,21 @@ import torch.distributed as dist
 
 import torchkv
 
-__all__ = ["RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
+__all__ = ["SERVER", "RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
 
 DEADLINE = 60.0
+# Collectives give up before the deadline of the call they are in, so that gloo gets to say whom it waited for.
+COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 EXIT_DEADLINE = 20.0
 DUMP_DEADLINE = 3.0
 
 # Forked from a server that has imported everything and started nothing: a rank is up in a fraction of a second,
 # where a fresh interpreter takes many to import torch. UCX is not preloaded, so its environment can differ.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torchkv", "torch.distributed.device_mesh", "numba", "zmq", "pytest", "harness"])
+# One server for all tests of a pytest process: the first to start it decides what it has imported.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torchkv", "torchkv_ucx", "torch.distributed.device_mesh", "numba", "zmq", "pytest", "harness", "warm"]
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
 
 
@@ -60,9 +65,9 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = _CONTEXT.Pipe()
+            ours, theirs = SERVER.Pipe()
             arguments = (theirs, rank, size, str(scratch / "store"), str(self._stacks[rank]), dict(env or {}), world)
-            process = _CONTEXT.Process(target=_rank_main, args=arguments, name=f"rank{rank}", daemon=True)
+            process = SERVER.Process(target=_rank_main, args=arguments, name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -196,7 +201,7 @@ class Ranks:
             until = time.monotonic() + DUMP_DEADLINE
             while self._stacks[rank].stat().st_size == before and time.monotonic() < until:
                 self._processes[rank].join(0.05)
-            text += f"\nrank {rank}:\n{self._stacks[rank].read_text()[before:]}"
+            text += f"\nrank {rank}:\n{self._stacks[rank].read_text()[before:]}{_waits(self.pid(rank))}"
         return text
 
     def _fail(self, text: str) -> None:
@@ -214,6 +219,16 @@ class Ranks:
             process.join()
             process.close()
         self._scratch.cleanup()
+
+
+def _waits(pid: int) -> str:
+    """A line for each thread of a process, those without Python included, with what it waits for in the kernel."""
+    text = ""
+    for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+        with suppress(OSError):  # the thread has ended meanwhile, or the kernel does not tell
+            name, wait = ((task / file).read_text(encoding="ascii").strip() for file in ("comm", "wchan"))
+            text += f"thread {task.name} ({name}): {wait}\n"
+    return text
 
 
 # ---------------------------------------------------------------------- inside a rank
@@ -237,7 +252,8 @@ def ask(value: Any = None) -> Any:
 @contextmanager
 def kv_group(ranks: Sequence[int] | None = None, **options: Any) -> Iterator[torchkv.KVProcessGroup]:
     """A new group of ``ranks`` (default: all) with ``Options(**options)``. Every rank of the default group calls it."""
-    group = dist.new_group(ranks, backend="torchkv", pg_options=torchkv.Options(**options))
+    made = torchkv.Options(**options)
+    group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="torchkv", pg_options=made)
     yield group
     # Not in a finally: after a failure the peers' state is unknown, and the processes are ended anyway.
     if isinstance(group, torchkv.KVProcessGroup):
@@ -264,7 +280,7 @@ def _rank_main(
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         if world:
             dist.init_process_group(
-                "torchkv", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+                "torchkv", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
         while (call := pipe.recv()) is not None:
             function, args = call

@@ -469,7 +469,7 @@ class Scenario:
             left = {
                 "lives": list(engine.sender._lives),
                 "queued pages": engine.sender._queued_pages,
-                "transfers": len(engine._by_op) + len(engine._gated) + len(engine._moved_at),
+                "transfers": engine._mover.pending,
                 "live receives": list(engine.receiver._live),
             }
             problems += [f"rank {rank.rank} ended with {what}: {value}" for what, value in left.items() if value]

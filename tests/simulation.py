@@ -35,6 +35,7 @@ class SimulatedControl:
 
     def __init__(self, world: World, node: int, *, heartbeat: float, sees_death: bool) -> None:
         self.endpoint = f"node:{node}"
+        self.fds = ()
         self._world = world
         self._node = node
         self._silence = SILENT_HEARTBEATS * heartbeat

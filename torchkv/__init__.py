@@ -31,6 +31,7 @@ from torchkv.functional import (
     send_pages,
     send_slice,
 )
+from torchkv.gate import GraphGate
 from torchkv.layout import KVLayout
 from torchkv.process_group import KVProcessGroup, register_backend
 from torchkv.work import KVWork
@@ -41,6 +42,7 @@ __all__ = [
     "AuthError",
     "ChecksumMismatch",
     "Component",
+    "GraphGate",
     "KVCache",
     "KVError",
     "KVLayout",

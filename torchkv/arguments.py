@@ -10,13 +10,15 @@ import numpy.typing as npt
 import torch
 
 from torchkv.compiled import compiled_with_gil
-from torchkv.errors import PageOutOfRange, ProtocolError, TransportUnavailable
+from torchkv.devicepages import DevicePages
+from torchkv.errors import PageOutOfRange, ProtocolError
 from torchkv.layout import KVLayout
 from torchkv.transport import Int64Array
 from torchkv.wire import MAX_AUX, MAX_PAGES, MAX_REQUEST_BYTES
 
 if TYPE_CHECKING:
-    from torchkv.engine import Event
+    from torchkv.device import Device
+    from torchkv.mover import Event
 
 __all__ = [
     "Layers",
@@ -28,12 +30,15 @@ __all__ = [
     "as_layers",
     "as_pages",
     "as_request",
+    "as_send_pages",
     "warm_up",
 ]
 
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 Layers = int | Sequence[int] | None
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INT64 = np.dtype(np.int64)
 _INT64_MAX = (1 << 63) - 1
 Peers = int | str | Sequence[int]
 
@@ -54,23 +59,42 @@ def as_pages(pages: Pages, *, num_pages: int, what: str) -> Int64Array:
     Raises ``ProtocolError`` for a wrong type, dtype or shape, ``PageOutOfRange`` for a wrong id.
     """
     # The common case first: this runs on the caller's critical path.
-    plain = type(pages) is np.ndarray and pages.dtype == np.int64 and pages.ndim == 1
+    if type(pages) is torch.Tensor and pages.dtype is torch.int64 and pages.is_cpu and pages.layout is torch.strided:
+        pages = pages.numpy()
+    plain = type(pages) is np.ndarray and pages.dtype is _INT64 and pages.ndim == 1 and pages.flags.carray
     array: Int64Array = pages if plain else _as_int64(pages, what)  # type: ignore[assignment]  # just checked
     if len(array) > MAX_PAGES:
         raise ProtocolError(f"{what}: {len(array)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
-    # Not astype or copy: for more than 500 elements numpy lets go of the GIL, the progress thread takes it, and the
-    # caller waits to get it back.
-    ids: Int64Array = np.frombuffer(array.tobytes(), dtype=np.int64)
-    bad = first_outside(ids, num_pages)
-    if bad >= 0:
-        raise PageOutOfRange(f"{what}: page {ids[bad]} is outside this cache's [0, {num_pages})")
+    ids: Int64Array = np.empty(len(array), dtype=_INT64)
+    if not copy_ids(array, ids, num_pages):
+        bad = ids[(ids < 0) | (ids >= num_pages)]
+        raise PageOutOfRange(f"{what}: page {bad[0]} is outside this cache's [0, {num_pages})")
     return ids
+
+
+def as_send_pages(pages: Pages, *, num_pages: int, device: Device | None, what: str) -> Int64Array | DevicePages:
+    """The same; ids in a CUDA tensor stay there, where the cache does (``device``), and are checked when they are read.
+
+    Raises ``ProtocolError`` also for ids on another GPU than the cache.
+    """
+    if device is None or type(pages) is not torch.Tensor or not pages.is_cuda:
+        return as_pages(pages, num_pages=num_pages, what=what)
+    if pages.device.index != device.index:
+        raise ProtocolError(f"{what}: pages is on {pages.device}, the cache on cuda:{device.index}; move the ids there")
+    if pages.dim() != 1 or pages.dtype not in _INTEGERS:
+        raise ProtocolError(f"{what}: pages is a tensor {tuple(pages.shape)} of {pages.dtype}; give int64 [n]")
+    if len(pages) > MAX_PAGES:
+        raise ProtocolError(f"{what}: {len(pages)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
+    # Nothing is enqueued for what is int64 and contiguous already; else the event is recorded behind the conversion.
+    ids = pages.to(torch.int64).contiguous()
+    return DevicePages(ids, device.record_gate())
 
 
 def _as_int64(pages: Pages, what: str) -> Int64Array:
     if isinstance(pages, torch.Tensor):
         if pages.device.type != "cpu":
-            raise TransportUnavailable(f"{what}: page ids on {pages.device}; this version takes them on the host")
+            # Only receivers come here: what they grant must be known, and leased, in the call.
+            pages = pages.cpu()
         if (pages.numel() and (pages.is_floating_point() or pages.is_complex())) or pages.layout is not torch.strided:
             raise ProtocolError(f"{what}: pages is a {pages.layout} tensor of {pages.dtype}; give integers")
         array: npt.NDArray[np.generic] = pages.numpy()
@@ -97,12 +121,18 @@ def _as_int64(pages: Pages, what: str) -> Int64Array:
 
 
 @compiled_with_gil
-def first_outside(ids: Int64Array, limit: int) -> int:
-    """The position of the first id outside [0, limit), or -1. Compiled for the same reason."""
-    for i in range(len(ids)):
-        if ids[i] < 0 or ids[i] >= limit:
-            return i
-    return -1
+def copy_ids(source: Int64Array, target: Int64Array, limit: int) -> bool:
+    """Copies all ids; whether all lie in [0, limit).
+
+    Compiled, because numpy lets go of the GIL for more than 500 elements: the progress thread takes it, and the
+    caller waits to get it back. Without a branch in the loop, so that it becomes vector instructions.
+    """
+    outside = np.int64(0)  # its sign: that of any difference below zero
+    for i in range(len(source)):
+        page = source[i]
+        target[i] = page
+        outside |= page | (limit - 1 - page)
+    return bool(outside >= 0)
 
 
 def warm_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,13 @@ __all__ = ["KVCache", "Placement"]
 PAGE_ALIGN = 4096
 
 _T = TypeVar("_T")
+
+
+class Allocator(Protocol):
+    """What ``KVCache.empty(group=)`` asks of a group; `KVProcessGroup` is one."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor ``[nbytes]`` in the memory that the group's transport likes best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +81,19 @@ class KVCache:
         num_pages: int,
         device: str | torch.device = "cuda",
         num_slots: int = 0,
-        group: object | None = None,
+        group: Allocator | None = None,
     ) -> KVCache:
         """A new cache, uninitialised, in the memory that transports like best.
 
-        On the host that is one shared-memory segment, which peers on the same host load and store directly; it
-        disappears with its last holder. ``group`` matters only for transports with memory of their own.
+        On the host that is one shared-memory segment, on a GPU one block of plain CUDA memory (also where PyTorch
+        itself uses expandable segments): peers on the same host map it, then load and store it directly. ``group``
+        matters for transports with memory of their own, such as NVSHMEM's symmetric heap; there the call is
+        collective and every rank allocates the most that any of them needs.
         Raises ``LayoutMismatch`` (sizes), ``TransportUnavailable`` (no such memory here).
         """
         num_pages = integer("num_pages", num_pages, 1, (1 << 31) - 1)
         num_slots = integer("num_slots", num_slots, 0, (1 << 31) - 1)
-        if torch.device(device).type != "cpu":
-            raise TransportUnavailable(
-                f"KVCache.empty(device={str(device)!r}): this version moves host memory only; pass device='cpu'"
-            )
+        place = as_device(device)
         shapes: list[tuple[bool, str, int, tuple[int, ...], torch.dtype]] = [
             (False, c.name, layer, (num_pages, *layout.page_shape(c.name)), c.dtype)
             for c in layout.components
@@ -100,7 +106,7 @@ class KVCache:
             if num_slots and (s.layers is None or layer in s.layers)
         ]
         sizes = [-(-math.prod(shape) * dtype.itemsize // PAGE_ALIGN) * PAGE_ALIGN for *_, shape, dtype in shapes]
-        pool = hostmem.allocate(sum(sizes))
+        pool = allocate(sum(sizes), place) if group is None else group.allocate(sum(sizes), place)
         found: dict[tuple[bool, str, int], torch.Tensor] = {}
         start = 0
         for (is_state, name, layer, shape, dtype), size in zip(shapes, sizes, strict=True):
@@ -155,6 +161,28 @@ class KVCache:
                 self.placements[component.name, layer] = Placement(
                     position, tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
                 )
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """``device`` with its index. Raises ``TransportUnavailable`` for one that is not here."""
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise TransportUnavailable(f"device {device!r}: {error}") from error
+    if place.type == "cpu":
+        return torch.device("cpu")
+    if place.type != "cuda" or not torch.cuda.is_available():
+        raise TransportUnavailable(f"there is no device {str(device)!r} here; pass device='cpu', or run on a GPU")
+    return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that peers on the same host can map: uint8 ``[nbytes]``. Raises ``TransportUnavailable``."""
+    if device.type == "cpu":
+        return hostmem.allocate(nbytes)
+    from torchkv import devicemem
+
+    return devicemem.allocate(nbytes, device)
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import select
 from typing import Annotated
@@ -12,6 +10,7 @@ import msgspec
 
 from torchkv.cache import KVCache, Placement
 from torchkv.errors import ProtocolError, make_error
+from torchkv.hostmem import host_identity
 from torchkv.layout import KVLayout
 from torchkv.roster import Member
 from torchkv.transport import Region
@@ -71,6 +70,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     layout: Annotated[bytes, msgspec.Meta(max_length=64 << 10)] = b""
     num_pages: Count = 0
     num_slots: Count = 0
+    device: Name = ""  # type of the memory that the pages lie in
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
     regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
     placements: Annotated[list[PlacementCard], msgspec.Meta(max_length=1 << 20)] = []
@@ -137,13 +137,6 @@ def region_card(region: Region) -> RegionCard:
     return RegionCard(region.descriptor(), region.nbytes)
 
 
-@functools.cache
-def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()
-
-
 def _started(pid: int) -> int:
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         # The command name, in parentheses, may hold anything; fields are counted from behind it.
@@ -151,7 +144,7 @@ def _started(pid: int) -> int:
 
 
 def this_process() -> ProcessId:
-    return ProcessId(_host(), os.getpid(), _started(os.getpid()))
+    return ProcessId(host_identity().hex(), os.getpid(), _started(os.getpid()))
 
 
 def watch_process(process: ProcessId) -> int | None:
@@ -159,7 +152,7 @@ def watch_process(process: ProcessId) -> int | None:
 
     None if it runs on another host or in another PID namespace, where only its own word proves anything.
     """
-    if process.host != _host():
+    if process.host != host_identity().hex():
         return None
     try:
         fd = os.pidfd_open(process.pid)

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
-__all__ = ["compiled", "compiled_with_gil"]
+__all__ = ["c_function", "compiled", "compiled_with_gil"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -28,3 +31,34 @@ def _compile(function: _F, *, nogil: bool) -> _F:
     except RuntimeError:
         # Neither the package's folder nor the user's cache folder can be written: compile in every process.
         return cast(_F, numba.njit(nogil=nogil)(function))
+
+
+def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
+    """``call(address, *arguments)`` for compiled code: a C function of ``arity`` integer or pointer arguments.
+
+    The address arrives as a plain integer, so the machine code does not depend on where the library was loaded and
+    can be kept on disk between runs. result_bits: 0 (void), 8, 32 or 64; signed: how a narrower result is widened.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
+        prototype = ir.FunctionType(result, [word] * arity)
+        value = builder.call(builder.inttoptr(arguments[0], prototype.as_pointer()), arguments[1:])
+        if result_bits == 0:
+            return ir.Constant(word, 0)
+        if result_bits == 64:
+            return value
+        return builder.sext(value, word) if signed else builder.zext(value, word)
+
+    signature = types.int64(*[types.int64] * (arity + 1))
+    # numba reads the parameters off the function it is given, so each arity needs one of its own.
+    made: dict[int, Callable[..., Any]] = {
+        1: lambda typing, f, a: (signature, codegen),
+        2: lambda typing, f, a, b: (signature, codegen),
+        3: lambda typing, f, a, b, c: (signature, codegen),
+        4: lambda typing, f, a, b, c, d: (signature, codegen),
+        5: lambda typing, f, a, b, c, d, e: (signature, codegen),
+        6: lambda typing, f, a, b, c, d, e, g: (signature, codegen),
+    }
+    return intrinsic(made[arity])

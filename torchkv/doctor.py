@@ -18,11 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from torchkv import devicemem
 from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
 from torchkv.card import this_process, watch_process
 from torchkv.env import PREFIX, Options, warn_about_unknown_variables
-from torchkv.errors import KVError
+from torchkv.errors import KVError, TransportUnavailable
 from torchkv.hostmem import allocate, open_segment, share
 from torchkv.network import job_interface
 from torchkv.transport import load_transport, transport_names
@@ -50,7 +51,7 @@ def examine(*, transfers: bool = True) -> Iterator[Finding]:
     """Looks at everything, the quick things first. ``transfers`` also moves bytes between two processes."""
     yield _versions()
     yield from _settings()
-    yield _devices()
+    yield from _gpus()
     yield from _transports()
     yield _attempt("host memory", _shared_memory)
     yield _attempt("liveness", _pidfd)
@@ -103,11 +104,48 @@ def _settings() -> Iterator[Finding]:
         yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import: unset it")
 
 
-def _devices() -> Finding:
+def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        return Finding("ok", "GPUs", "none; this version moves host memory")
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return Finding("warn", "GPUs", f"{names}; this version moves host memory only")
+        yield Finding("ok", "GPUs", "PyTorch sees none: caches lie in host memory")
+        return
+    try:
+        gpus = devicemem.gpu_facts()
+    except KVError as error:
+        yield Finding("FAIL", "GPUs", str(error))
+        return
+    for gpu in gpus:
+        apart = [i for i, reached in enumerate(gpu.peers) if not reached]
+        links = (
+            f"no peer access to {', '.join(f'cuda:{i}' for i in apart)}: transfers there are staged" if apart else ""
+        )
+        text = f"{gpu.name}, {gpu.total_nbytes / 2**30:.0f} GiB, {gpu.uuid}; {links or 'peer access to all others'}"
+        yield Finding("warn" if apart else "ok", f"cuda:{gpu.index}", text)
+    yield _attempt("device memory", _shared_device_memory)
+    yield _attempt("PyTorch's allocator", _allocator)
+    if "ucx" in transport_names():
+        yield _attempt("UCX on GPUs", _device_lane)
+
+
+def _shared_device_memory() -> str:
+    devicemem.share(devicemem.allocate(1 << 20, torch.device("cuda", 0)))
+    return "CUDA IPC exports KVCache.empty's memory: kernels of other processes on this host can store into it"
+
+
+def _allocator() -> str:
+    devicemem.check_shareable(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"))
+    return "tensors of PyTorch's own allocator can be shared too (expandable segments are off)"
+
+
+def _device_lane() -> str:
+    transport = load_transport("ucx")()
+    try:
+        region = transport.register(transport.allocate(1 << 20, torch.device("cuda", 0)))
+        reason = getattr(region, "no_put", "")  # a detail of this one transport
+    finally:
+        transport.close()
+    if reason:
+        raise TransportUnavailable(reason)
+    return "UCX has a lane for device memory, for peers that kernels cannot store to"
 
 
 def _transports() -> Iterator[Finding]:

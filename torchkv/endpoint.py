@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torchkv import arguments
+from torchkv import arguments, gate
 from torchkv.arguments import Layers, Pages, Peers
 from torchkv.cache import KVCache
-from torchkv.engine import Engine, SendPayload
+from torchkv.devicepages import DevicePages
+from torchkv.engine import Engine
 from torchkv.env import Options, seconds
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferTimeout
 from torchkv.layout import KVLayout
+from torchkv.mover import SendPayload
 from torchkv.progress import Waker
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.receiver import Receive
@@ -60,7 +62,7 @@ class KVEndpoint:
         def wait_layer(layer: int, limit: float | None) -> None:
             self._wait_layer(receive, layer, limit)
 
-        work = KVWork(what, wait_layer=wait_layer)
+        work = KVWork(what, wait_layer=wait_layer, flags=engine.flags)
         work._expect(1)
         try:
             array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
@@ -118,7 +120,9 @@ class KVEndpoint:
 
         pages: own page ids in order of position. dst: a group rank, a list of them, or an instance name.
         layers: a global id, several, or None for all held. start: how many own pages after the receiver's prefix
-        the first of ``pages`` lies. event: an object with ``query() -> bool`` that says when the pages may be read.
+        the first of ``pages`` lies. event: a recorded ``torch.cuda.Event``, or any object with ``query() -> bool``,
+        that says when the pages may be read; None means the current CUDA stream as it is now (on a host: now).
+        Page ids in a CUDA tensor are read in stream order and must stay unchanged until the work is done.
 
         The work completes when the bytes are visible in the receiver's pages and the source may be overwritten.
         Raises ``PageOutOfRange``, ``ProtocolError``, the error of an earlier failure of this request.
@@ -137,7 +141,7 @@ class KVEndpoint:
         data = arguments.as_aux(aux, what=what)
         self._check_slot(what, state_slot, layout)
         owed = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
-        work = KVWork(what)
+        work = KVWork(what, flags=engine.flags)
         with engine.lock:
             self._check_open(engine, what)
             for rank in owed:
@@ -220,21 +224,26 @@ class KVEndpoint:
         engine, layout = self._registered(verb)
         request = arguments.as_request(request)
         what = f"{verb}({request!r})"
-        array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+        device = engine.device
+        if device is not None:
+            gate.refuse_capture(what, device.index)
+        ids = arguments.as_send_pages(pages, num_pages=engine.roster.me.num_pages, device=device, what=what)
         held = arguments.as_layers(layers, layout, what=what)
         start = arguments.as_count(start, what=what, name="start")
-        gate = arguments.as_event(event, what=what)
+        ready = arguments.as_event(event, what=what)
         ranks = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
         if page_for_page:
-            for rank in ranks:
-                self._check_page_for_page(engine, rank, f"{what}: use send_slice or send_pages")
+            self._check_page_for_page(engine, ranks, what, "use send_slice or send_pages")
         if self._options.path is not None:
             self._check_forced_path(engine, ranks, what)
-        work = KVWork(what)
+        # Page ids on the GPU bring an event of their own, behind the same stream.
+        if device is not None and ready is None and not isinstance(ids, DevicePages):
+            ready = device.record_gate()
+        work = KVWork(what, flags=engine.flags)
         with engine.lock:
             self._check_open(engine, what)
             for rank in ranks:  # first: a tombstone repeats its own error
-                engine.sender.admit(request, rank, start=start, num_pages=len(array))
+                engine.sender.admit(request, rank, start=start, num_pages=len(ids))
             self._check_alive(engine, ranks, what)
             if len(ranks) > 1:
                 engine.sender.check_prefixes(request, ranks)
@@ -242,8 +251,8 @@ class KVEndpoint:
             now = self._now()
             prefixes: dict[int, int] = {}
             for rank in ranks:
-                payload = SendPayload(array, gate, self._options.path)
-                engine.sender.submit(SendOp(request, rank, prefixes, held, start, len(array), work, payload), now)
+                payload = SendPayload(ids, ready, self._options.path)
+                engine.sender.submit(SendOp(request, rank, prefixes, held, start, len(ids), work, payload), now)
         self._wake()
         return work
 
@@ -269,18 +278,19 @@ class KVEndpoint:
             if rank in engine.lost:
                 raise PeerLost(f"{what}: {engine.lost[rank]}; use another rank, or make a new group")
 
-    def _check_page_for_page(self, engine: Engine, rank: int, advice: str) -> None:
-        if not engine.roster.page_for_page(rank):
-            raise LayoutMismatch(
-                f"{advice}: the pages of this rank and of rank {rank} differ in heads, page size or order, so whole "
-                f"pages cannot be sent"
-            )
+    def _check_page_for_page(self, engine: Engine, ranks: Sequence[int], what: str, advice: str) -> None:
+        for rank in ranks:
+            if not engine.roster.page_for_page(rank):
+                raise LayoutMismatch(
+                    f"{what}: {advice}: the pages of this rank and of rank {rank} differ in heads, page size or order, "
+                    f"so whole pages cannot be sent"
+                )
 
     def _check_forced_path(self, engine: Engine, ranks: tuple[int, ...], what: str) -> None:
         forced = self._options.path
+        if forced == "runs":
+            self._check_page_for_page(engine, ranks, what, f"leave Options.path unset, it is {forced!r}")
         for rank in ranks:
-            if forced == "runs":
-                self._check_page_for_page(engine, rank, f"{what}: leave Options.path unset, it is {forced!r}")
             route = engine.routes.get(rank)  # not made yet towards siblings; then the transfer itself finds out
             if route is not None:
                 route.path(forced=forced, page_for_page=True)

@@ -10,23 +10,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from torchkv.control import Control, PeerEvent, PeerState
 from torchkv.env import Options
-from torchkv.errors import AuthError, KVError, ProtocolError, TransferTimeout
-from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell
+from torchkv.errors import AuthError, KVError, ProtocolError
+from torchkv.mover import Mover
+from torchkv.protocol.actions import Account, Action, Halt, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
 from torchkv.protocol.session import Session
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route
-from torchkv.transfer import STEP_BYTES, Transfer
-from torchkv.transport import Int64Array, Transport
+from torchkv.transport import Transport
 from torchkv.wire import (
     Abort,
     Alive,
@@ -45,27 +42,16 @@ from torchkv.wire import (
 )
 from torchkv.work import KVWork
 
-__all__ = ["Engine", "Event", "SendPayload"]
+if TYPE_CHECKING:
+    from torchkv.device import Device
+    from torchkv.flags import Flags
+
+__all__ = ["Engine"]
 
 log = logging.getLogger(__name__)
 
 TICK = 0.05
-MAX_ACTIVE = 64
-
-
-class Event(Protocol):
-    """Anything that says when data is ready; `torch.cuda.Event` is one."""
-
-    def query(self) -> bool: ...
-
-
-@dataclass(slots=True)
-class SendPayload:
-    """What the engine needs to execute a `SendOp`: this rank's page ids, what gates them, the path to take."""
-
-    pages: Int64Array
-    event: Event | None
-    path: str | None
+GATE_POLL = 0.0002  # how often a gate is looked at that only the host can watch
 
 
 class Engine:
@@ -81,6 +67,7 @@ class Engine:
         control: Control,
         local: LocalPages | None,
         connect: Callable[[int], Route],
+        device: Device | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # notified when a grant or a layer has arrived
@@ -97,8 +84,8 @@ class Engine:
         self._key = key
         self._transport = transport
         self._control = control
-        self._local = local
         self._connect = connect
+        self.device = device  # where the cache lies, if that is a GPU
         self._sessions = {
             rank: Session(roster.rank, roster.me.incarnation, member.incarnation)
             for rank, member in roster.members.items()
@@ -106,11 +93,15 @@ class Engine:
         }
         self._talking: set[int] = set()  # sessions that may have something to send
         self._to_self: deque[Message] = deque()
-        self._gated: list[tuple[SendOp, BoundGrant]] = []  # started, waiting for their event
-        self._queue: deque[Transfer] = deque()
-        self._active: deque[Transfer] = deque()
-        self._moved_at: dict[Transfer, float] = {}
-        self._by_op: dict[SendOp, Transfer] = {}
+        self._mover = Mover(
+            sender=self.sender,
+            lock=self.lock,
+            options=options,
+            local=local,
+            device=device,
+            route=self.route,
+            broke=self._replace,
+        )
         self._completed: deque[KVWork] = deque()  # their callbacks are still to run
         self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
         self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
@@ -127,8 +118,9 @@ class Engine:
         with self.lock:
             busy |= self._perform(now)
         self._announce()
-        busy |= self._open_gates(now)
-        busy |= self._move(now)
+        busy |= self._mover.open_gates(now)
+        busy |= self._transport.progress()
+        busy |= self._mover.advance(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
             with self.lock:
@@ -145,25 +137,38 @@ class Engine:
         wake = self._next_tick
         for rank in self._talking:
             wake = min(wake, self._sessions[rank].next_poll)
-        if self._gated:
-            wake = min(wake, now + 0.001)
+        if self._mover.gated:
+            wake = min(wake, now + GATE_POLL)
         return max(0.0, wake - now)
+
+    @property
+    def flags(self) -> Flags | None:
+        """Through which streams wait for works, if the cache lies on a GPU."""
+        return None if self.device is None else self.device.flags
 
     @property
     def moving(self) -> bool:
         """Whether transfers are under way, which only the transport's progress advances."""
-        return bool(self._active or self._queue or self._gated)
-
-    @property
-    def has_actions(self) -> bool:
-        """Whether a caller has asked for something since the last step."""
-        return bool(self.sender.actions or self.receiver.actions)
+        return self._mover.moving
 
     def route(self, rank: int) -> Route:
         """The way to ``rank``, made on first use. Driver's thread only."""
         if rank not in self.routes:
             self.routes[rank] = self._connect(rank)
         return self.routes[rank]
+
+    def prepare(self, rank: int) -> None:
+        """Does before the first request to ``rank`` what it would otherwise have to wait for."""
+        writers = self.roster.contributing(self.roster.siblings, rank)
+        self._mover.prepare(self.roster.plan(self.roster.rank, writers, rank), self.route(rank))
+
+    def _replace(self, route: Route) -> None:
+        """A channel broke under a transfer. A later request gets a new one, if the peer is still there.
+
+        The old one stays open: were the peer dead, it would be what shows that the peer's own writes have landed.
+        """
+        if self.routes.get(route.rank) is route:
+            self._broken.setdefault(route.rank, []).append(self.routes.pop(route.rank))
 
     def abandon(self, error: KVError, now: float) -> None:
         """Fails every pending call, because the group goes away. Then step until not ``moving``, and say farewell."""
@@ -256,10 +261,12 @@ class Engine:
         for event in events:
             self._on_peer(event, now)
         for rank in list(self._dying):
-            if self._drained(rank):
+            if self._drained(rank) and not self._mover.moves_to(rank):
                 self._dying.discard(rank)
-                for route in self._broken.pop(rank, ()):
+                for route in self._broken.pop(rank, []):
                     route.close()
+                if rank in self.routes:  # its memory is mapped here, and would outlive its process
+                    self.routes[rank].close()
                 with self.lock:
                     self.receiver.peer_dead(rank)
         return bool(events)
@@ -347,99 +354,6 @@ class Engine:
             case Account(ticket, nbytes, path):
                 ticket._account(nbytes, path)
             case Start(op, grant):
-                self._gated.append((op, grant))
+                self._mover.start(op, grant)
             case Halt(op):
-                transfer = self._by_op.get(op)
-                if transfer is not None:
-                    transfer.halt()
-
-    # ------------------------------------------------------------------ transfers
-
-    def _open_gates(self, now: float) -> bool:
-        """Turns started ops into transfers as soon as their events are ready."""
-        if not self._gated:
-            return False
-        waiting: list[tuple[SendOp, BoundGrant]] = []
-        gated, self._gated = self._gated, []
-        for op, grant in gated:
-            payload: SendPayload = op.payload
-            error: KVError | None = None
-            try:
-                if not self.sender.wants(op):
-                    error = TransferTimeout(f"request {op.request!r} failed before its event was ready")
-                elif payload.event is not None and not payload.event.query():
-                    waiting.append((op, grant))
-                    continue
-                else:
-                    self._admit(op, grant, payload, now)
-                    continue
-            except KVError as raised:
-                error = raised
-            except Exception as raised:  # noqa: BLE001 - the caller's event object may raise anything
-                error = ProtocolError(f"request {op.request!r}: event.query() raised {raised!r}")
-            with self.lock:
-                self.sender.op_finished(op, error, flushed=True, now=now)
-        with self.lock:
-            self._gated.extend(waiting)
-        return len(waiting) < len(gated)
-
-    def _admit(self, op: SendOp, grant: BoundGrant, payload: SendPayload, now: float) -> None:
-        assert self._local is not None
-        route = self.route(op.dst)
-        path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
-        if route.channel is None and np.intersect1d(payload.pages, grant.pages).size:
-            raise ProtocolError(
-                f"request {op.request!r}: a local copy from pages {payload.pages[:4].tolist()}... into themselves; "
-                f"give recv_pages other pages than those that are sent"
-            )
-
-        def report(layers: tuple[int, ...], nbytes: int, path: str) -> None:
-            with self.lock:
-                self.sender.attest(op, layers, nbytes=nbytes, path=path if nbytes else "none")
-
-        transfer = Transfer(op, grant, pages=payload.pages, local=self._local, route=route, path=path, report=report)
-        self._by_op[op] = transfer
-        self._moved_at[transfer] = now
-        self._queue.append(transfer)
-
-    def _move(self, now: float) -> bool:
-        """A bounded step of the transport, and of active transfers in turn."""
-        moved = self._transport.progress()
-        while self._queue and len(self._active) < MAX_ACTIVE:
-            transfer = self._queue.popleft()
-            self._moved_at[transfer] = now
-            self._active.append(transfer)
-        budget = STEP_BYTES
-        for _ in range(len(self._active)):
-            if budget <= 0:
-                break
-            transfer = self._active.popleft()
-            self._active.append(transfer)
-            if nbytes := transfer.advance():
-                self._moved_at[transfer] = now
-                budget -= nbytes
-                moved = True
-            elif now - self._moved_at[transfer] > self.options.timeout and transfer.error is None:
-                transfer.fail(self._stuck(transfer.op))
-            if transfer.finished:
-                moved = True
-                self._active.remove(transfer)
-                self._finish(transfer, now)
-        return moved
-
-    def _finish(self, transfer: Transfer, now: float) -> None:
-        del self._by_op[transfer.op]
-        del self._moved_at[transfer]
-        dst = transfer.op.dst
-        if not transfer.flushed and self.routes.get(dst) is transfer.route:
-            # The channel broke under us. A later request gets a new one, if the peer is still there. The old one
-            # stays open: were the peer dead, it would be what shows that the peer's own writes have landed.
-            self._broken.setdefault(dst, []).append(self.routes.pop(dst))
-        with self.lock:
-            self.sender.op_finished(transfer.op, transfer.error, flushed=transfer.flushed, now=now)
-
-    def _stuck(self, op: SendOp) -> TransferTimeout:
-        return TransferTimeout(
-            f"request {op.request!r} to rank {op.dst}: layers {list(op.layers)[:4]} made no progress for "
-            f"{self.options.timeout:g} s (Options.timeout); cancel({op.request!r}) and retry, or raise the limit"
-        )
+                self._mover.halt(op)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchkv.route import Counter
+from torchkv.route import Counter, Route
 
 if TYPE_CHECKING:
     from torchkv.engine import Engine
@@ -23,6 +23,7 @@ class Explanation:
     path: what ``send_pages`` would take: ``direct``, ``runs``, ``slices``, or ``none`` if nothing is owed.
     link: what carries the bytes. why: why not a better path, or empty.
     limit_gbps: measured rate of bulk bytes on this link, in 1e9 bytes/s; None if nothing is owed.
+    notes: what else is worth knowing, such as memory taken beyond what the cache needs.
     lanes: by lane, what it has carried so far. lost: why the peer counts as lost, or empty.
     """
 
@@ -36,6 +37,7 @@ class Explanation:
     lanes: Mapping[str, Counter]
     lost: str
     dropped_frames: int
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,10 +47,13 @@ class Explanation:
         lanes = "; ".join(f"{lane}: {c.nbytes} B in {c.spans} spans" for lane, c in self.lanes.items()) or "unused"
         why = f" ({self.why})" if self.why else ""
         lost = f" LOST: {self.lost}" if self.lost else ""
-        return f"rank {self.peer} ({self.instance}): {self.path} over {self.link}{limit}{why}; {lanes}{lost}"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"rank {self.peer} ({self.instance}): {self.path} over {self.link}{limit}{why}; {lanes}{notes}{lost}"
 
 
-def explain(thread: ProgressThread, engine: Engine, registration: Registration, rank: int) -> Explanation:
+def explain(
+    thread: ProgressThread, engine: Engine, registration: Registration, rank: int, *, notes: Sequence[str] = ()
+) -> Explanation:
     """Runs on the caller's thread; everything about routes is asked of the progress thread."""
     roster = engine.roster
     member = roster.members[rank]
@@ -58,6 +63,7 @@ def explain(thread: ProgressThread, engine: Engine, registration: Registration, 
         "transport": thread.transport.name,
         "lost": engine.lost.get(rank, ""),
         "dropped_frames": engine.dropped_frames,
+        "notes": tuple(notes),
     }
     if not roster.owes(rank):
         return Explanation(
@@ -69,9 +75,18 @@ def explain(thread: ProgressThread, engine: Engine, registration: Registration, 
     path = route.path(forced=engine.options.path, page_for_page=roster.page_for_page(rank))
     return Explanation(
         path=path,
-        link="local copy" if route.channel is None else "shared memory" if path == "direct" else lane,
+        link=_link(route, path, lane),
         why="" if path == "direct" else route.no_view or f"Options.path={engine.options.path!r}",
         limit_gbps=limit,
         lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in route.counters.items()},
         **common,
     )
+
+
+def _link(route: Route, path: str, lane: str) -> str:
+    if route.channel is None:
+        return "local copy"
+    if path != "direct":
+        return lane
+    view = next(view for view in route.views if view is not None)
+    return "shared memory" if view.device.type == "cpu" else "peer GPU memory"

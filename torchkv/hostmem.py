@@ -29,7 +29,7 @@ import torch
 
 from torchkv.errors import ProtocolError, TransportUnavailable
 
-__all__ = ["DESCRIPTOR_NBYTES", "Segment", "allocate", "open_segment", "share"]
+__all__ = ["DESCRIPTOR_NBYTES", "Segment", "allocate", "host_identity", "open_segment", "share"]
 
 _MAGIC = b"tkhm"
 _VERSION = 1
@@ -118,7 +118,7 @@ def share(tensor: torch.Tensor) -> bytes | None:
         return None
     owned: _Owned = mapping.owned  # type: ignore[attr-defined]
     return _FORMAT.pack(
-        _MAGIC, _VERSION, os.getpid(), owned.fd, owned.inode, owned.nbytes, owned.token, _host_identity()
+        _MAGIC, _VERSION, os.getpid(), owned.fd, owned.inode, owned.nbytes, owned.token, host_identity()
     )
 
 
@@ -157,7 +157,7 @@ def open_segment(descriptor: bytes) -> Segment:
         )
     if pid <= 0 or fd < 0 or not 0 < nbytes <= _MAX_NBYTES:
         raise ProtocolError(f"host memory descriptor names pid {pid}, fd {fd} and {nbytes} bytes: out of range")
-    if host != _host_identity():
+    if host != host_identity():
         raise TransportUnavailable("the peer's host memory is on another host, or in another PID namespace")
     where = f"host memory of process {pid} (fd {fd}, {nbytes} bytes)"
     try:
@@ -192,8 +192,8 @@ def _name(token: bytes) -> str:
 
 
 @functools.cache
-def _host_identity() -> bytes:
-    """Equal for two processes iff a pid means the same process to both: one boot of one kernel, one PID namespace."""
+def host_identity() -> bytes:
+    """32 bytes, equal for two processes iff a pid means the same to both: one boot of one kernel, one PID namespace."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         boot = file.read()
     namespace = os.readlink("/proc/self/ns/pid")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
-from torchkv.cache import KVCache
-from torchkv.card import MAX_CARD, Card
+from torchkv.cache import KVCache, allocate
+from torchkv.card import MAX_CARD, Card, this_process
 from torchkv.control import ZmqControl
 from torchkv.endpoint import KVEndpoint
 from torchkv.engine import Engine
 from torchkv.env import Options, warn_about_unknown_variables
-from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.errors import ProtocolError
 from torchkv.explain import Explanation, explain
 from torchkv.progress import ProgressThread
 from torchkv.registration import (
@@ -31,7 +32,11 @@ from torchkv.transport import Transport
 
 __all__ = ["KVProcessGroup", "register_backend"]
 
+log = logging.getLogger(__name__)
+
 BACKEND = "torchkv"
+
+T = TypeVar("T")
 
 # Every c10d operation, under its old and new names: each is forwarded in Python to an inner, plain ProcessGroup.
 # Inheriting them instead deadlocks: the C++ trampoline keeps the GIL while gloo's thread waits for it.
@@ -78,6 +83,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         self._engine = None
         self._cache = None
         self._waker = None
+        self._notes: list[str] = []  # for explain
         self._registering = threading.Lock()
         self._inner = dist.ProcessGroup(store, rank, size)
         cpu = torch.device("cpu")
@@ -113,24 +119,18 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
                 raise ProtocolError("register: this group has a cache already; one cache per rank and group")
             name = f"rank{self.rank()}" if instance is None else instance
             incarnation = new_incarnation()
-            thread: ProgressThread | None = None
+            transport = self._telling(incarnation, lambda: self._checked_transport(cache, name))
+            if transport.capabilities.collective_memory:
+                # Joining waits for everybody, so nobody does before all have come this far.
+                self._exchange_all(Card(rank=self.rank(), incarnation=incarnation, instance="", process=this_process()))
+            thread = self._telling(incarnation, lambda: self._start(transport, cache))
             try:
-                try:
-                    self._check_register(cache, name)
-                    thread = self._start()
-                    registration = self._registration_of(cache, name, incarnation, thread)
-                    card = thread.call(registration.card)
-                except Exception as error:
-                    # Whatever it was, the others wait for this rank's card.
-                    self._exchange(failure_card(self.rank(), incarnation, error))
-                    raise
-                cards = self._exchange(card)
-                for other in cards:
-                    other.raise_error()
+                registration = self._registration_of(cache, name, incarnation, thread)
+                card = self._telling(incarnation, lambda: thread.call(registration.card))
+                cards = self._exchange_all(card)
                 engine = self._engine_of(thread, registration, cards, incarnation)
             except BaseException:
-                if thread is not None:
-                    thread.stop()
+                thread.stop()
                 raise
             self._thread, self._waker, self._cache = thread, thread.waker, cache
             self._registration = registration
@@ -164,12 +164,26 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
             failure = error
             outcome = failure_card(self.rank(), incarnation, error)
-        outcomes = self._exchange(outcome)
         if failure is not None:
+            self._exchange(outcome)
             raise failure
-        for other in outcomes:
-            other.raise_error()
+        self._exchange_all(outcome)
         return engine
+
+    def _telling(self, incarnation: int, step: Callable[[], T]) -> T:
+        """One step of registration. If it fails, whatever it was, the others are told: they wait for this rank."""
+        try:
+            return step()
+        except Exception as error:
+            self._exchange(failure_card(self.rank(), incarnation, error))
+            raise
+
+    def _exchange_all(self, card: Card) -> list[Card]:
+        """Every rank's card. Collective. Raises what any of them reports."""
+        cards = self._exchange(card)
+        for other in cards:
+            other.raise_error()
+        return cards
 
     def _check_register(self, cache: KVCache | None, instance: str) -> None:
         if cache is not None and not isinstance(cache, KVCache):
@@ -184,11 +198,15 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
             raise ProtocolError(
                 f"register: instance={instance!r} is the name that rank gets by default; choose another"
             )
-        if cache is not None and cache.device.type != "cpu":
-            raise TransportUnavailable(f"register: a cache on {cache.device}; this version moves host memory only")
 
-    def _start(self) -> ProgressThread:
-        transport = choose_transport(self._options.transport)
+    def _checked_transport(self, cache: KVCache | None, instance: str) -> type[Transport]:
+        self._check_register(cache, instance)
+        return choose_transport(self._options.transport)
+
+    def _start(self, transport: type[Transport], cache: KVCache | None) -> ProgressThread:
+        if transport.capabilities.collective_memory:
+            device = torch.device("cuda", torch.cuda.current_device()) if cache is None else cache.device
+            transport.join(rank=self.rank(), size=self.size(), store=self._store, device=device)
 
         def make() -> tuple[Transport, ZmqControl]:
             made = transport()
@@ -214,6 +232,26 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         dist.all_gather(everyone, mine, group=self)
         return [Card.decode(row[: int(size)].numpy().tobytes()) for row, size in zip(everyone, sizes, strict=True)]
 
+    # ------------------------------------------------------------------ memory
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory that this group's transport likes best: uint8, at least ``nbytes``. See ``KVCache.empty(group=)``.
+
+        Collective where the transport has a heap of its own; there every rank gets the most that any asks for.
+        Raises ``TransportUnavailable``.
+        """
+        transport = choose_transport(self._options.transport)
+        if not transport.capabilities.collective_memory or device.type != "cuda":
+            return allocate(nbytes, device)
+        transport.join(rank=self.rank(), size=self.size(), store=self._store, device=device)
+        asked = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size())]
+        dist.all_gather(asked, torch.tensor([nbytes]), group=self)
+        most = max(int(each) for each in asked)
+        note = f"this cache needs {nbytes} B of the symmetric heap and takes {most} B, as the largest rank does"
+        log.info("rank %d: %s", self.rank(), note)
+        self._notes.append(note)
+        return transport.allocate_shared(most, device)
+
     # ------------------------------------------------------------------ reports
 
     def explain(self, peer: int) -> Explanation:
@@ -224,7 +262,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         ranks = engine.roster.resolve(peer, "explain", "peer")
         if len(ranks) != 1:
             raise ProtocolError(f"explain: peer={peer!r} names ranks {list(ranks)}; name one")
-        return explain(self._thread, engine, self._registration, ranks[0])
+        return explain(self._thread, engine, self._registration, ranks[0], notes=self._notes)
 
     # ------------------------------------------------------------------ c10d
 

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from torchkv import idle
 from torchkv.control import Control
 from torchkv.engine import Engine
 from torchkv.errors import KVError, TransferCancelled
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ATTENTIVE = 0.1  # seconds after a call during which the next one finds the thread awake
+REST = 0.005  # seconds between two looks at everything else while it rests
 DRAIN = 1.0  # seconds that a closing group gives its transfers to stop
 
 # PyDLL keeps the GIL during the call. os.eventfd_write would release it, and the thread just woken would take it
@@ -32,18 +37,27 @@ _libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 class Waker:
-    """Wakes the progress thread out of its sleep; nearly free while it is awake."""
+    """Wakes the progress thread: one store while it rests, a system call when it sleeps; see `idle`."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asleep = False
+        self.word = np.zeros(1, dtype=np.int64)  # not 0: somebody has called
 
     def wake(self) -> None:
+        self.word[0] = 1
         if self.asleep:
             self.asleep = False
             _libc.eventfd_write(self.fd, 1)
 
+    def answer(self) -> bool:
+        """Whether somebody has called since the last time. To be asked before looking for what they want."""
+        called = bool(self.word[0])
+        self.word[0] = 0
+        return called
+
     def clear(self) -> None:
+        """The thread has slept, and is awake."""
         self.asleep = False
         try:
             os.eventfd_read(self.fd)
@@ -51,7 +65,10 @@ class Waker:
             return  # something else ended the sleep
 
     def close(self) -> None:
-        os.close(self.fd)
+        # A late `wake` must not write to whoever is given this number next.
+        self.asleep = False
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
 class _Call(Generic[T]):
@@ -81,6 +98,7 @@ class ProgressThread:
         self._make = make
         self._calls: deque[_Call[Any]] = deque()
         self._stopping = False
+        self._rest_until = 0.0  # callers were here lately: rest lightly
         self._ready: Future[tuple[Transport, Control]] = Future()
         self._crash: BaseException | None = None
         # A daemon, so that a program that never destroys its group can still exit.
@@ -125,10 +143,12 @@ class ProgressThread:
             self._close(transport, control)
 
     def _turn(self, transport: Transport, control: Control) -> None:
+        now = time.monotonic()
+        if self.waker.answer():
+            self._rest_until = now + ATTENTIVE
         while self._calls:
             self._calls.popleft().run()
         engine = self.engine
-        now = time.monotonic()
         if engine is None:
             busy = transport.progress()
             wait = 1.0
@@ -137,13 +157,26 @@ class ProgressThread:
             wait = engine.next_wake(time.monotonic())
         if busy or wait <= 0:
             return
+        fd = transport.arm()
+        if fd is None:
+            return
+        device = None if engine is None else engine.device
+        if device is not None and device.in_flight:
+            awaited = [(flag.index, flag.value) for flag in device.in_flight]
+            self._rest((fd, *control.fds), words=device.flags.words, awaited=awaited, seconds=REST)
+        elif wait < REST or now < self._rest_until:
+            self._rest((fd, *control.fds), seconds=min(wait, REST))
+        else:
+            self._sleep(control, fd, wait)
+
+    def _rest(self, fds: tuple[int, ...], **what: Any) -> None:
+        idle.rest(self.waker.word, fds, **what)
+
+    def _sleep(self, control: Control, fd: int, wait: float) -> None:
         self.waker.asleep = True
-        fd = None
-        # Whatever was enqueued before `asleep` was set did not wake us: look once more.
-        if not (self._calls or self._stopping or (engine is not None and engine.has_actions)):
-            fd = transport.arm()
-            if fd is not None:
-                control.sleep(wait, (self.waker.fd, fd))
+        # Whoever called before `asleep` was set did not write to the file descriptor: look once more.
+        if not self.waker.word[0]:
+            control.sleep(wait, (self.waker.fd, fd))
         self.waker.clear()
 
     def _close(self, transport: Transport, control: Control) -> None:
@@ -157,6 +190,8 @@ class ProgressThread:
             while self._crash is None and engine.moving and time.monotonic() < deadline:
                 engine.step(time.monotonic())
             engine.farewell(gone, time.monotonic())
+            if engine.device is not None:
+                engine.device.close()
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
         for close in (

@@ -5,22 +5,26 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
-from torchkv import arguments, descriptors, hostcopy, hostmem
+from torchkv import arguments, descriptors, hostcopy, idle
 from torchkv.cache import KVCache
 from torchkv.card import Card, placement_cards, region_card, this_process
 from torchkv.control import Control
 from torchkv.engine import Engine
 from torchkv.env import Options
 from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
+from torchkv.layout import KVLayout
 from torchkv.probe import PROBE_BYTES, measure
 from torchkv.progress import ProgressThread
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route
-from torchkv.transport import Region, RemoteView, Transport, load_transport
+from torchkv.transport import Channel, Region, RemoteView, Transport, load_transport
+
+if TYPE_CHECKING:
+    from torchkv.device import Device
 
 __all__ = ["Exchange", "Registration", "choose_transport", "failure_card", "new_incarnation", "new_secret"]
 
@@ -61,6 +65,7 @@ class Registration:
     def __post_init__(self) -> None:
         self._regions: list[Region] = []
         self._cards: dict[int, Card] = {}
+        self.device: Device | None = None  # where the cache lies, if that is a GPU
 
     def card(self) -> Card:
         """Registers the cache's memory and describes this rank. Raises ``TransportUnavailable``."""
@@ -81,10 +86,21 @@ class Registration:
                 f"the layout declares state ({names}), which this version cannot transfer yet; a request would "
                 f"never be complete without it, so it is refused"
             )
-        self._probe_memory = hostmem.allocate(PROBE_BYTES)
+        device = self.cache.device
+        if device.type not in self.transport.capabilities.devices:
+            raise TransportUnavailable(
+                f"a cache on {device}: transport {self.transport.name!r} moves memory of "
+                f"{', '.join(sorted(self.transport.capabilities.devices))} here; see python -m torchkv.doctor"
+            )
+        if device.type == "cuda":
+            # Here, because a host without GPUs need not have what it brings with it.
+            from torchkv.device import Device
+
+            self.device = Device(device, blocks=self.options.sm_budget)
+        self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         for storage in (*self.cache.storages, self._probe_memory):
             self._regions.append(self.transport.register(storage))
-        for module in (hostcopy, descriptors, arguments):
+        for module in (hostcopy, descriptors, arguments, idle):
             module.warm_up()
         return msgspec.structs.replace(
             card,
@@ -92,6 +108,7 @@ class Registration:
             layout=self.cache.layout.encode(),
             num_pages=self.cache.num_pages,
             num_slots=self.cache.num_slots,
+            device=device.type,
             regions=[region_card(region) for region in self._regions],
             placements=placement_cards(self.cache),
         )
@@ -115,6 +132,7 @@ class Registration:
             control=self.control,
             local=self._local_pages(),
             connect=self._connect,
+            device=self.device,
         )
 
     def warm(self, engine: Engine) -> None:
@@ -127,10 +145,12 @@ class Registration:
             if engine.roster.owes(rank):
                 route = engine.route(rank)
                 route.path(forced=self.options.require, page_for_page=True)
+                engine.prepare(rank)
 
     def measure(self, thread: ProgressThread, route: Route) -> float:
         """The rate to a peer's scratch memory in GB/s. Not to be called on the progress thread."""
-        return measure(thread, route, self._regions[-1], len(self._cards[route.rank].regions) - 1)
+        target = len(self._cards[route.rank].regions) - 1
+        return measure(thread, route, self._regions[-1], target, device=self.device)
 
     def check_rates(self, thread: ProgressThread, engine: Engine) -> None:
         """Raises ``TransportUnavailable`` if a route is slower than ``Options.min_gbps``."""
@@ -153,6 +173,10 @@ class Registration:
         names = {card.transport for card in cards}
         if len(names) != 1:
             raise TransportUnavailable(f"ranks chose different transports: {sorted(names)}; set Options.transport")
+        devices = {card.device: card.rank for card in cards if card.device}
+        if len(devices) > 1:
+            where = ", ".join(f"{device} (rank {rank})" for device, rank in sorted(devices.items()))
+            raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
         if len(cards[0].secret) < 16:
             raise ProtocolError("rank 0 published no secret for the control channel")
 
@@ -161,6 +185,8 @@ class Registration:
             return None
         return LocalPages(
             layout=self.cache.layout,
+            device=self.cache.device,
+            num_pages=self.cache.num_pages,
             placements=self.cache.placements,
             storage_ptrs=[storage.data_ptr() for storage in self.cache.storages],
             regions=[region.index for region in self._regions],
@@ -173,9 +199,8 @@ class Registration:
         if layout is None:
             raise LayoutMismatch(f"rank {rank} registered no cache")
         if rank == self.rank:
-            here = torch.device("cpu")
-            views: list[RemoteView | None] = [RemoteView(r.ptr, r.nbytes, here) for r in self._regions]
-            return Route(rank=rank, layout=layout, placements=card.placement_map(), channel=None, views=views)
+            views: list[RemoteView | None] = [RemoteView(r.ptr, r.nbytes, r.device) for r in self._regions]
+            return self._route(card, layout, None, views)
         channel = self.transport.connect(card.address, [region.descriptor for region in card.regions])
         views = []
         why = ""
@@ -189,8 +214,19 @@ class Registration:
             if view is None and not why:
                 why = channel.why_no_view(index)
             views.append(view)
+        return self._route(card, layout, channel, views, why)
+
+    def _route(
+        self, card: Card, layout: KVLayout, channel: Channel | None, views: list[RemoteView | None], no_view: str = ""
+    ) -> Route:
         return Route(
-            rank=rank, layout=layout, placements=card.placement_map(), channel=channel, views=views, no_view=why
+            rank=card.rank,
+            layout=layout,
+            placements=card.placement_map(),
+            channel=channel,
+            views=views,
+            num_pages=card.num_pages,
+            no_view=no_view,
         )
 
 

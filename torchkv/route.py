@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
 
 from torchkv.cache import Placement
 from torchkv.errors import TransportUnavailable
 from torchkv.layout import KVLayout
 from torchkv.transport import Channel, RemoteView
+
+if TYPE_CHECKING:
+    from torchkv.jobs import JobTable
 
 __all__ = ["Counter", "LocalPages", "Route"]
 
@@ -27,6 +33,8 @@ class LocalPages:
     """This rank's own pages: address of each storage, and its region index in the transport."""
 
     layout: KVLayout
+    device: torch.device
+    num_pages: int
     placements: Mapping[tuple[str, int], Placement]
     storage_ptrs: Sequence[int]
     regions: Sequence[int]
@@ -45,8 +53,10 @@ class Route:
     placements: Mapping[tuple[str, int], Placement]
     channel: Channel | None
     views: Sequence[RemoteView | None]  # by region of the peer
+    num_pages: int  # of the peer
     no_view: str = ""  # why not every region has a view
     counters: dict[str, Counter] = field(default_factory=dict)
+    job_tables: list[JobTable] = field(default_factory=list)  # of the GPU's kernels, one a plan
 
     @property
     def direct(self) -> bool:

@@ -31,6 +31,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._C._distributed_c10d import Store
 
 from torchkv.errors import KVError, TransportUnavailable
 
@@ -69,6 +70,7 @@ class Capabilities:
     devices: torch device types whose memory it can register (``"cpu"``, ``"cuda"``).
     stream_ordered: channels have ``put_on_stream``.
     dynamic_members: peers may come and go during the transport's life.
+    collective_memory: it has a heap that all members of a group allocate from together, see ``allocate_shared``.
     revoke: what proves quiescence, see `Revoke`.
     """
 
@@ -76,6 +78,7 @@ class Capabilities:
     stream_ordered: bool
     dynamic_members: bool
     revoke: frozenset[Revoke]
+    collective_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,22 @@ class Transport(ABC):
     @abstractmethod
     def available() -> str | None:
         """None if this transport can work here, else the reason and the command that mends it."""
+
+    @classmethod
+    def join(cls, *, rank: int, size: int, store: Store, device: torch.device) -> None:  # noqa: B027 - optional
+        """Called on every member of a group, on any thread, before memory is allocated for it or a transport is made.
+
+        For transports whose members must meet first; may block until all have come. rank, size, store: the group's.
+        May be called again. Raises ``TransportUnavailable``.
+        """
+
+    @classmethod
+    def allocate_shared(cls, nbytes: int, device: torch.device) -> torch.Tensor:
+        """A uint8 tensor in the transport's own heap. Called by all members of a group with one ``nbytes``.
+
+        Only where ``capabilities.collective_memory``. Raises ``TransportUnavailable`` if the heap is too small.
+        """
+        raise TransportUnavailable(f"transport {cls.name!r} has no heap of its own; allocate without group=")
 
     @abstractmethod
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
+
+if TYPE_CHECKING:
+    from torchkv.flags import Flags, Hold
 
 __all__ = ["KVWork"]
 
@@ -28,21 +32,35 @@ class KVWork(dist.Work):
     aux: for receives, the bytes that the sender attached to ``finish``; empty before completion.
     """
 
-    def __init__(self, what: str, *, wait_layer: Callable[[int, float | None], None] | None = None) -> None:
+    # Where every work begins, kept by the class: setting them one by one costs the caller of a verb a microsecond.
+    bytes: int = 0
+    aux: builtins.bytes = b""
+    _parts = 0
+    _wait_layer: Callable[[int, float | None], None] | None = None
+    _ended: float | None = None
+    _paths: frozenset[str] = frozenset()
+    _error: KVError | None = None
+    # Whether the request's pages may be reused, for a wait that runs out; receives put their own here.
+    _pages_safe: Callable[[], bool] | None = None
+    _future: torch.futures.Future[Any] | None = None
+    _is_done = False
+    _flags: Flags | None = None  # of the GPU that the cache lies on
+    _holds: tuple[Hold, ...] = ()  # streams that wait for this work
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        wait_layer: Callable[[int, float | None], None] | None = None,
+        flags: Flags | None = None,
+    ) -> None:
         super().__init__()
-        self.bytes = 0
-        self.aux = b""
         self._what = what
-        self._parts = 0
-        self._wait_layer = wait_layer
         self._began = time.perf_counter()
-        self._ended: float | None = None
-        self._paths: set[str] = set()
-        self._error: KVError | None = None
-        # Whether the request's pages may be reused, for a wait that runs out; receives put their own here.
-        self._pages_safe: Callable[[], bool] = self._ended_safely
-        self._future: torch.futures.Future[Any] | None = None
-        self._is_done = False
+        if wait_layer is not None:
+            self._wait_layer = wait_layer
+        if flags is not None:
+            self._flags = flags
         # A latch: held until completion. An Event would do, at ten times the cost on the caller's critical path.
         self._latch = threading.Lock()
         self._latch.acquire()
@@ -58,7 +76,8 @@ class KVWork(dist.Work):
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         if not self._wait_done(limit):
             raise TransferTimeout(
-                f"{self._what}: not complete after wait({limit:g} s); the request goes on", pages_safe=self._pages_safe
+                f"{self._what}: not complete after wait({limit:g} s); the request goes on",
+                pages_safe=self._pages_safe or self._ended_safely,
             )
         if self._error is not None:
             # Without the traceback of earlier waits, which would grow with each of them.
@@ -96,7 +115,7 @@ class KVWork(dist.Work):
     @property
     def path(self) -> str:
         paths = self._paths - {"none"}
-        return "none" if not paths else paths.pop() if len(paths) == 1 else "mixed"
+        return "none" if not paths else next(iter(paths)) if len(paths) == 1 else "mixed"
 
     @property
     def seconds(self) -> float:
@@ -109,10 +128,21 @@ class KVWork(dist.Work):
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
         """Orders what is enqueued on ``stream`` from now on after this work; never raises for a failed one.
 
-        A failed request releases the stream too: check ``exception()`` before using results. On host memory the
-        calling thread is the stream, so this blocks it.
+        stream: default, the current one. A failed request releases the stream too: check ``exception()`` before using
+        results. On host memory the calling thread is the stream, so this blocks it. Raises ``ProtocolError`` while
+        the stream is being captured: a replay would wait for this work, not for the one of its own step.
         """
-        self._wait_done(0)
+        if self._flags is None:
+            self._wait_done(0)
+            return
+        if self._is_done:
+            return
+        hold = self._flags.hold(torch.cuda.current_stream() if stream is None else stream)
+        with _futures:
+            if not self._is_done:
+                self._holds += (hold,)
+                return
+        hold.open()
 
     def wait_layer(self, layer: int, timeout: timedelta | float = timedelta(0)) -> bool:
         """For receives: blocks until every byte of ``layer`` (a global id) is in its pages.
@@ -138,9 +168,9 @@ class KVWork(dist.Work):
 
     def _account(self, nbytes: int, path: str) -> None:
         self.bytes += nbytes
-        self._paths.add(path)
+        self._paths |= {path}
 
-    def _settle(self, error: KVError | None, aux: bytes = b"") -> bool:
+    def _settle(self, error: KVError | None, aux: builtins.bytes = b"") -> bool:
         """One part is over. The first error decides; completion waits for all parts. True if it was the last.
 
         The engine then calls `_announce`, which may run callbacks, without holding any lock.
@@ -158,6 +188,9 @@ class KVWork(dist.Work):
             self._ended = time.perf_counter()
             self._is_done = True
             self._latch.release()
+            for hold in self._holds:
+                hold.open()
+            self._holds = ()
 
     def _announce(self) -> None:
         """Resolves the future, if somebody has asked for it. Its callbacks may call any verb."""

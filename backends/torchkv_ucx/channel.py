@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchkv import hostmem
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
 from torchkv.transport import Batch, Channel, Int64Array, RemoteView
 from torchkv_ucx import pump
-from torchkv_ucx.libucp import LibUCP
+from torchkv_ucx.libucp import HOST, MEMORY_TYPES, LibUCP
 from torchkv_ucx.mailbox import SIGNAL_NBYTES, SLOTS, Mailbox
 from torchkv_ucx.operation import FlushOperation, Link, Operation, PutOperation, SignalOperation, VectoredPut
 from torchkv_ucx.process import LocalProcess
 from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
+from torchkv_ucx.views import PeerViews
 from torchkv_ucx.wire import AddressBlob, RegionBlob
 
 __all__ = ["UCXChannel"]
 
 # UCX holds one TCP connection per pair, reads it to its end before it reports the endpoint as failed, and closes
-# it then; over cma the writer's own process stores. So a failed endpoint of an ended process is quiet at once; the
+# it then; over cma the writer's own process stores, and over cuda_ipc a stream of that process, which the driver tears
+# down with it. So a failed endpoint of an ended process is quiet at once; the
 # rounds let UCX finish what it has put off (discarding lanes, purging requests).
 _SMALL = 32 << 10  # bytes a span, on average, below which system calls dominate (measured)
 _ROUNDS_AFTER_DEATH = 3
@@ -44,6 +45,7 @@ class UCXChannel(Channel):
         local: LocalRegions,
         mailbox: Mailbox,
         mailbox_memh: int,
+        device: Callable[[], torch.device],
     ) -> None:
         self._library = library
         self._endpoint = endpoint
@@ -52,10 +54,10 @@ class UCXChannel(Channel):
         self._local = local
         self._mailbox = mailbox
         self._mailbox_memh = mailbox_memh
-        self._shares = [(blob.share, blob.nbytes) for blob in regions]
-        self._views: dict[int, hostmem.Segment | None] = {}
+        self._views = PeerViews(regions, device, self._peer)
+        self._on_device = any(blob.device != "cpu" for blob in regions)
         self._link = Link(library.functions, worker, self._handle, self._describe)
-        self._link_text = ""
+        self._lane_texts: dict[str, str] = {}
         self._failure: KVError | None = None
         self._closed = False
         self._rounds_after_death = 0
@@ -67,44 +69,74 @@ class UCXChannel(Channel):
             np.array([blob.base for blob in regions], dtype=np.int64),
             np.array([blob.nbytes for blob in regions], dtype=np.int64),
             np.zeros(len(regions), dtype=np.int64),
+            np.array([MEMORY_TYPES[blob.device] for blob in regions], dtype=np.int64),
         )
         self._mailbox_rkey = np.zeros(1, dtype=np.int64)
+        self._doorstep_rkeys = np.zeros(len(peer.doorsteps), dtype=np.int64)
         # Before the greeting: if that gets through, the process behind this pid was and is the peer.
         self._process = _local_process(peer.pid)
-        self._unpack_rkeys(peer.mailbox, regions)
+        self._unpack_rkeys(peer, regions)
         # Without traffic of its own UCX would neither connect nor notice that the peer has died.
         self._greeting = FlushOperation(self._link, f"connecting to {self._peer}")
         self._enqueue(self._greeting)
 
-    def _unpack_rkeys(self, mailbox: RegionBlob, regions: Sequence[RegionBlob]) -> None:
+    def _unpack_rkeys(self, peer: AddressBlob, regions: Sequence[RegionBlob]) -> None:
         try:
-            self._mailbox_rkey[0] = self._library.unpack_rkey(self._handle, mailbox.rkey)
+            self._mailbox_rkey[0] = self._library.unpack_rkey(self._handle, peer.mailbox.rkey)
             for index, blob in enumerate(regions):
-                if blob.nbytes:
+                if blob.nbytes and blob.device == "cpu":
                     self._remote.rkey[index] = self._library.unpack_rkey(self._handle, blob.rkey)
         except TransportUnavailable:
             self._destroy_rkeys()
             raise
+        if self._on_device:
+            self._unpack_device_rkeys(peer.doorsteps, regions)
+
+    def _unpack_device_rkeys(self, doorsteps: Sequence[bytes], regions: Sequence[RegionBlob]) -> None:
+        """What fails here costs the puts into device memory, not the channel: views do without keys."""
+        reason = ""
+        try:
+            for place, packed in enumerate(doorsteps):
+                self._doorstep_rkeys[place] = self._library.unpack_rkey(self._handle, packed)
+        except TransportUnavailable as error:
+            reason = str(error)
+        for index, blob in enumerate(regions):
+            if blob.device == "cpu":
+                continue
+            if reason or not blob.rkey:
+                self._remote.no_put[index] = reason or "its owner's UCX can export no device memory"
+                continue
+            try:
+                self._remote.rkey[index] = self._library.unpack_rkey(self._handle, blob.rkey)
+            except TransportUnavailable as error:
+                self._remote.no_put[index] = str(error)
 
     def _destroy_rkeys(self) -> None:
-        for rkeys in (self._mailbox_rkey, self._remote.rkey):
+        for rkeys in (self._mailbox_rkey, self._doorstep_rkeys, self._remote.rkey):
             for rkey in rkeys[rkeys != 0]:
                 self._library.destroy_rkey(int(rkey))
             rkeys[:] = 0
 
     @property
     def link(self) -> str:
+        return self._lanes("cuda" if self._on_device else "cpu")
+
+    def _lanes(self, device_type: str) -> str:
+        """What carries puts of one kind of memory."""
         if not self._greeting.done:
             self._greeting.step(0)  # a later flush may have been seen to end in this round, and it not yet
-        if not self._link_text and self._greeting.done and self._failure is None and not self._closed:
-            self._link_text = self._library.put_lanes(self._handle)
-        return self._link_text
+        known = self._lane_texts.get(device_type, "")
+        if not known and self._greeting.done and self._failure is None and not self._closed:
+            known = self._lane_texts[device_type] = self._library.put_lanes(self._handle, device_type)
+        return known
 
     def put(self, batch: Batch) -> PutOperation:
         self._require_usable()
         spans = resolve(batch, self._local, self._remote, self._peer)
         name = f"put of {len(spans.length)} spans to {self._peer}"
-        if self._process is not None and _are_small(spans.length) and self.link.startswith("cma"):
+        # The kernel copies between processes' host memory only, and cma is a lane for nothing else.
+        on_host = spans.memory_type == HOST
+        if self._process is not None and on_host and _are_small(spans.length) and self._lanes("cpu").startswith("cma"):
             operation: PutOperation = VectoredPut(self._link, name, spans, self._process)
         else:
             operation = PutOperation(self._link, name, spans)
@@ -134,29 +166,10 @@ class UCXChannel(Channel):
     def view(self, region: int) -> RemoteView | None:
         if self._closed:
             raise ProtocolError(f"view of region {region}: the channel to {self._peer} is closed")
-        if not 0 <= region < len(self._shares):
-            raise ProtocolError(f"{self._peer} has no region {region}: it published {len(self._shares)}")
-        if region not in self._views:
-            self._views[region] = self._map(region)
-        segment = self._views[region]
-        if segment is None:
-            return None
-        return RemoteView(segment.ptr, self._shares[region][1], torch.device("cpu"))
+        return self._views.view(region)
 
-    def _map(self, region: int) -> hostmem.Segment | None:
-        share, nbytes = self._shares[region]
-        if not share:
-            return None
-        try:
-            segment = hostmem.open_segment(share)
-        except TransportUnavailable:  # another host or container: puts still reach it
-            return None
-        if segment.nbytes < nbytes:
-            segment.close()
-            raise ProtocolError(
-                f"{self._peer} published region {region} with {nbytes} bytes over a segment of {segment.nbytes}"
-            )
-        return segment
+    def why_no_view(self, region: int) -> str:
+        return self._views.why_not(region) or super().why_no_view(region)
 
     @property
     def drained(self) -> bool:
@@ -211,7 +224,8 @@ class UCXChannel(Channel):
     @property
     def wants_progress(self) -> bool:
         """Progress would change something though UCX reports no event."""
-        return self._unstepped or (self._failure is not None and not self._closed and not self.drained)
+        copying = self._on_device and not self.idle
+        return self._unstepped or copying or (self._failure is not None and not self._closed and not self.drained)
 
     def _settle(self, operation: Operation) -> None:
         """A failed operation takes the channel with it: what follows could not be vouched for."""
@@ -248,10 +262,7 @@ class UCXChannel(Channel):
         self._destroy_rkeys()
         if self._process is not None:
             self._process.close()
-        for segment in self._views.values():
-            if segment is not None:
-                segment.close()
-        self._views.clear()
+        self._views.close()
         self._endpoint = None  # holds UCXX's worker, and with it UCX's file descriptors
 
 

@@ -19,7 +19,11 @@ import numpy as np
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
 from torchkv.transport import Int64Array
 
-__all__ = ["FUNCTIONS", "LibUCP", "load", "request_params"]
+__all__ = ["FUNCTIONS", "HOST", "MEMORY_TYPES", "LibUCP", "lanes_for", "load", "request_params"]
+
+# ucs_memory_type_t by torch's device type.
+MEMORY_TYPES = {"cpu": 0, "cuda": 1}
+HOST = MEMORY_TYPES["cpu"]
 
 # The C functions that compiled code calls, in the order in which `pump` indexes their addresses.
 FUNCTIONS = (
@@ -34,8 +38,10 @@ FUNCTIONS = (
 
 _OK, _BUSY = 0, -15
 _FIELD_MEMORY_TYPE, _FIELD_MEMH = 1 << 6, 1 << 8
-_MEMORY_TYPE_HOST = 0
 _LANE = re.compile(r"lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+?)(?:\.\d+)?\s(?P<roles>.*)")
+# Transports of one kind of memory; all others (RDMA) carry both.
+_ONLY_DEVICE = ("cuda_", "gdr_copy")
+_ONLY_HOST = ("self", "tcp", "posix", "sysv", "cma", "xpmem", "knem", "cuda_copy", "gdr_copy")
 
 # UCS_ERR_*: IO_ERROR, UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET
 _PEER_LOST = frozenset({-3, -6, -16, -20, -23, -24, -25})
@@ -91,14 +97,16 @@ class LibUCP:
         assert address is not None
         return address
 
-    def map_memory(self, context: int, address: int, nbytes: int) -> int:
-        """Registers host memory; returns its ``ucp_mem_h``. Raises ``TransportUnavailable``."""
-        params = _MemMapParams(field_mask=1 | 2 | 16, address=address, length=nbytes, memory_type=_MEMORY_TYPE_HOST)
+    def map_memory(self, context: int, address: int, nbytes: int, device_type: str = "cpu") -> int:
+        """Registers memory of a torch device type; returns its ``ucp_mem_h``. Raises ``TransportUnavailable``."""
+        memory_type = MEMORY_TYPES[device_type]
+        params = _MemMapParams(field_mask=1 | 2 | 16, address=address, length=nbytes, memory_type=memory_type)
         memh = ctypes.c_void_p()
         status = self._mem_map(context, ctypes.byref(params), ctypes.byref(memh))
         if status != _OK or memh.value is None:
+            remedy = "check `ulimit -l`" if memory_type == HOST else "this libucx needs its CUDA modules (libuct_cuda)"
             raise TransportUnavailable(
-                f"UCX cannot register {nbytes} bytes of host memory: {self.describe(status)}; check `ulimit -l`"
+                f"UCX cannot register {nbytes} bytes of {device_type} memory: {self.describe(status)}; {remedy}"
             )
         return memh.value
 
@@ -117,8 +125,10 @@ class LibUCP:
 
     def unpack_rkey(self, endpoint: int, packed: bytes) -> int:
         """The ``ucp_rkey_h`` of a peer's memory on ``endpoint``. Raises ``TransportUnavailable``."""
-        # UCX parses without knowing the length: zeros behind the key keep a truncated one from reading astray.
-        buffer = ctypes.create_string_buffer(packed, len(packed) + (1 << 15))
+        # UCX parses without knowing the length. What stands behind the key keeps a truncated one from reading
+        # astray: zeros are keys of no bytes, 0xff ends the list of devices that comes last.
+        padding = bytes(1 << 14) + b"\xff" * (1 << 15)
+        buffer = ctypes.create_string_buffer(packed + padding, len(packed) + len(padding))
         rkey = ctypes.c_void_p()
         status = self._rkey_unpack(endpoint, ctypes.addressof(buffer), ctypes.byref(rkey))
         if status != _OK or rkey.value is None:
@@ -143,8 +153,8 @@ class LibUCP:
             raise TransportUnavailable(f"UCX cannot arm its event descriptor: {self.describe(status)}")
         return status == _OK
 
-    def put_lanes(self, endpoint: int) -> str:
-        """What carries puts on ``endpoint``, e.g. ``"cma/memory"``; lanes joined by ``+``; ``""`` if none yet."""
+    def put_lanes(self, endpoint: int, device_type: str = "cpu") -> str:
+        """What carries puts of one kind of memory on ``endpoint``; see `lanes_for`."""
         fd = os.memfd_create("ucp-ep-info", os.MFD_CLOEXEC)
         try:
             stream = self._c.fdopen(os.dup(fd), b"w")
@@ -153,11 +163,7 @@ class LibUCP:
             text = os.pread(fd, 1 << 16, 0).decode("ascii", "replace")
         finally:
             os.close(fd)
-        lanes = [match for match in map(_LANE.search, text.splitlines()) if match]
-        puts = [f"{lane['transport']}/{lane['device']}" for lane in lanes if re.search(r"\brma(_bw)?\b", lane["roles"])]
-        if puts:
-            return "+".join(dict.fromkeys(puts))
-        return "+".join(f"{lane['transport']}/{lane['device']} (emulated put)" for lane in lanes[:1])
+        return lanes_for(text, device_type)
 
     def describe(self, status: int) -> str:
         return f"{self._status_string(status).decode('ascii', 'replace')} (ucs_status {status})"
@@ -173,6 +179,22 @@ class LibUCP:
         )
 
 
+def lanes_for(text: str, device_type: str) -> str:
+    """Which lanes of ``ucp_ep_print_info``'s text carry puts between memory of ``device_type``.
+
+    E.g. ``"cma/memory"``, ``"cuda_ipc/cuda"``; several are joined by ``+``; ``""`` before there are lanes.
+    """
+    others = _ONLY_DEVICE if device_type == "cpu" else _ONLY_HOST
+    every = [match for match in map(_LANE.search, text.splitlines()) if match]
+    lanes = [lane for lane in every if not lane["transport"].startswith(others)]
+    puts = [f"{lane['transport']}/{lane['device']}" for lane in lanes if re.search(r"\brma(_bw)?\b", lane["roles"])]
+    if puts:
+        return "+".join(dict.fromkeys(puts))
+    if device_type != "cpu":
+        return f"none for {device_type} memory" if every else ""
+    return "+".join(f"{lane['transport']}/{lane['device']} (emulated put)" for lane in lanes[:1])
+
+
 @cache
 def load() -> LibUCP:
     """The libucp that UCXX uses. Call after ``import ucxx``; which file that is, only the process map tells."""
@@ -183,10 +205,10 @@ def load() -> LibUCP:
     raise TransportUnavailable("UCXX is imported but has not loaded libucp; reinstall ucxx-cu13 and libucx-cu13")
 
 
-def request_params(*, with_memory: bool) -> Int64Array:
-    """A ``ucp_request_param_t`` as int64 words; word 8 is the memory handle, set per put."""
+def request_params(memory_type: int | None = None) -> Int64Array:
+    """A ``ucp_request_param_t`` as int64 words. With a ``ucs_memory_type_t``, word 8 is the handle, set per put."""
     words = np.zeros(24, dtype=np.int64)
-    if with_memory:
+    if memory_type is not None:
         words[0] = _FIELD_MEMORY_TYPE | _FIELD_MEMH
-        words[6] = _MEMORY_TYPE_HOST
+        words[6] = memory_type
     return words

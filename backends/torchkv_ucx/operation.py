@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 from torchkv.errors import KVError, PeerLost, TransferCancelled
 from torchkv.transport import Int64Array
 from torchkv_ucx import pump
-from torchkv_ucx.libucp import request_params
+from torchkv_ucx.libucp import HOST, request_params
 from torchkv_ucx.mailbox import SIGNAL_NBYTES, Mailbox
 from torchkv_ucx.process import LocalProcess
 
@@ -38,9 +39,10 @@ class Spans:
     remote_region: Int64Array
     memhs: Int64Array  # by local region
     rkeys: Int64Array  # by remote region
+    memory_type: int = HOST  # ucs_memory_type_t of all sources, and of all targets
 
 
-class Operation:
+class Operation(ABC):
     """Base of all operations. ``step`` advances it; ``posted`` lets the channel's next operation begin."""
 
     def __init__(self, link: Link, name: str, window: int) -> None:
@@ -66,8 +68,9 @@ class Operation:
         return self._error is not None and not isinstance(self._error, TransferCancelled)
 
     @property
+    @abstractmethod
     def posted(self) -> bool:
-        raise NotImplementedError
+        """Whether nothing more of it will be posted."""
 
     @property
     def outstanding(self) -> int:
@@ -96,10 +99,11 @@ class Operation:
             self._release()
         return moved
 
+    @abstractmethod
     def _step(self, budget_ns: int) -> bool:
-        raise NotImplementedError
+        """Posts and reaps for at most ``budget_ns``. True if anything moved."""
 
-    def _release(self) -> None:
+    def _release(self) -> None:  # noqa: B027 - most operations hold nothing to drop
         """Drops what only a running operation needs."""
 
 
@@ -107,7 +111,7 @@ class PutOperation(Operation):
     def __init__(self, link: Link, name: str, spans: Spans) -> None:
         super().__init__(link, name, max(1, min(pump.WINDOW, len(spans.length))))
         self._spans: Spans | None = spans
-        self._params = request_params(with_memory=True)
+        self._params = request_params(spans.memory_type)
 
     @property
     def posted(self) -> bool:
@@ -161,7 +165,7 @@ class VectoredPut(PutOperation):
 class FlushOperation(Operation):
     def __init__(self, link: Link, name: str) -> None:
         super().__init__(link, name, 1)
-        self._params = request_params(with_memory=False)
+        self._params = request_params()
         self._begun = False
 
     @property

@@ -1,4 +1,4 @@
-"""`UCXTransport`: one-sided writes between processes over UCX, on shared memory, TCP or RDMA."""
+"""`UCXTransport`: one-sided writes between processes over UCX, on shared memory, TCP, RDMA or NVLink."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchkv import hostmem
+from torchkv import devicemem, hostmem
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.transport import Capabilities, Region, Revoke, Transport
-from torchkv_ucx import environment, libucp, pump, wire
+from torchkv_ucx import environment, gpu, libucp, pump, wire
 from torchkv_ucx.channel import UCXChannel
 from torchkv_ucx.mailbox import SLOTS, Mailbox
 from torchkv_ucx.spans import LocalRegions
@@ -24,17 +25,27 @@ __all__ = ["UCXRegion", "UCXTransport"]
 _ROUND_NS = 1_000_000  # what one progress() may take, so that its thread can also look after other things
 _INSTALL = "pip install ucxx-cu13"
 
+# UCX takes closed endpoints apart in the background, in steps that progress does not count as work; a worker that
+# ends before the last of them (the flush of a cma lane) aborts the process.
+_ROUNDS_AFTER_CLOSE = 16
+_CLOSE_SECONDS = 2.0
+
 
 class UCXRegion(Region):
-    """Host memory that UCX has mapped. Made by ``UCXTransport.register``."""
+    """Memory that UCX has mapped. Made by ``UCXTransport.register``.
 
-    def __init__(self, index: int, tensor: torch.Tensor, memh: int, descriptor: bytes) -> None:
+    no_put: why nothing can be put from or into it, "" if it can: device memory of which UCX here knows nothing can
+    still be viewed.
+    """
+
+    def __init__(self, index: int, tensor: torch.Tensor, memh: int, descriptor: bytes, no_put: str = "") -> None:
         storage = tensor.untyped_storage()
         self.index = index
         self.ptr = storage.data_ptr()
         self.nbytes = storage.nbytes()
         self.device = tensor.device
         self.memh = memh
+        self.no_put = no_put
         self._storage = storage
         self._descriptor = descriptor
 
@@ -42,16 +53,27 @@ class UCXRegion(Region):
         return self._descriptor
 
 
+class _Capabilities:
+    """Asks for GPUs when somebody asks, not at import: that would initialise CUDA before a program can fork."""
+
+    def __get__(self, instance: UCXTransport | None, owner: type[UCXTransport]) -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}),
+            stream_ordered=False,
+            dynamic_members=True,
+            revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
+        )
+
+
 class UCXTransport(Transport):
-    """See `torchkv.transport.Transport`. Host memory only; one UCX worker, owned by the constructing thread."""
+    """See `torchkv.transport.Transport`. One UCX worker, owned by the constructing thread.
+
+    Views of peers' device memory are for kernels on the GPU of the first device region registered here; without
+    one, on the thread's current GPU.
+    """
 
     name = "ucx"
-    capabilities = Capabilities(
-        devices=frozenset({"cpu"}),
-        stream_ordered=False,
-        dynamic_members=True,
-        revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
-    )
+    capabilities = _Capabilities()
 
     @staticmethod
     def available() -> str | None:
@@ -76,6 +98,8 @@ class UCXTransport(Transport):
         self._worker_handle = int(self._worker.handle)
         self._event_fd = self._library.event_fd(self._worker_handle)
         self._regions: dict[int, UCXRegion] = {}
+        self._device: torch.device | None = None  # of the first device region
+        self._doorsteps: dict[torch.device, tuple[int, bytes]] = {}  # memh, remote key
         self._tables = LocalRegions()
         self._channels: list[UCXChannel] = []
         self._mailbox = Mailbox()
@@ -86,22 +110,61 @@ class UCXTransport(Transport):
     def _map(self, base: int, nbytes: int, share: bytes) -> tuple[int, wire.RegionBlob]:
         if nbytes == 0:
             return 0, wire.RegionBlob(base, 0, b"", share)
-        memh = self._library.map_memory(self._context_handle, base, nbytes)
-        rkey = self._library.pack_rkey(self._context_handle, memh)
+        memh, rkey = self._export(base, nbytes, "cpu")
         return memh, wire.RegionBlob(base, nbytes, rkey, share)
 
+    def _export(self, base: int, nbytes: int, device_type: str) -> tuple[int, bytes]:
+        """Memory handle and remote key."""
+        memh = self._library.map_memory(self._context_handle, base, nbytes, device_type)
+        try:
+            return memh, self._library.pack_rkey(self._context_handle, memh)
+        except TransportUnavailable:
+            self._library.unmap_memory(self._context_handle, memh)
+            raise
+
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        _require_host(device)
-        return hostmem.allocate(nbytes)
+        _require_known(device)
+        return hostmem.allocate(nbytes) if device.type == "cpu" else devicemem.allocate(nbytes, device)
 
     def register(self, tensor: torch.Tensor) -> UCXRegion:
         self._require_open()
-        _require_host(tensor.device)
+        _require_known(tensor.device)
+        if tensor.device.type == "cuda":
+            return self._register_device(tensor)
         storage = tensor.untyped_storage()
         memh, blob = self._map(storage.data_ptr(), storage.nbytes(), hostmem.share(tensor) or b"")
         index = self._tables.add(blob.base, blob.nbytes, memh)
         self._regions[index] = region = UCXRegion(index, tensor, memh, wire.pack(blob))
         return region
+
+    def _register_device(self, tensor: torch.Tensor) -> UCXRegion:
+        """UCX may be unable to put this memory; peers can then still map it."""
+        devicemem.check_shareable(tensor)
+        share = devicemem.share(tensor)
+        if self._device is None:
+            devicemem.make_current(tensor.device)
+            self._device = tensor.device
+        storage = tensor.untyped_storage()
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+        memh, rkey, no_put = 0, b"", gpu.why_no_lane(self._context.info)
+        if not no_put:
+            try:
+                self._lay_doorstep(tensor.device)
+                memh, rkey = self._export(base, nbytes, "cuda")
+            except TransportUnavailable as error:
+                no_put = str(error)
+        index = self._tables.add(base, nbytes, memh, libucp.MEMORY_TYPES["cuda"], no_put)
+        blob = wire.RegionBlob(base, nbytes, rkey, share, "cuda")
+        self._regions[index] = region = UCXRegion(index, tensor, memh, wire.pack(blob), no_put)
+        return region
+
+    def _lay_doorstep(self, device: torch.device) -> None:
+        if device not in self._doorsteps:
+            memory = gpu.doorstep(device)
+            self._doorsteps[device] = self._export(memory.data_ptr(), memory.numel(), "cuda")
+
+    def _device_of_views(self) -> torch.device:
+        return self._device or torch.device("cuda", torch.cuda.current_device())
 
     def deregister(self, region: Region) -> None:
         self._require_open()
@@ -118,12 +181,16 @@ class UCXTransport(Transport):
 
     def address(self) -> bytes:
         self._require_open()
-        return wire.pack(wire.AddressBlob(bytes(self._worker.address.tobytes()), self._mailbox_blob, os.getpid()))
+        doorsteps = tuple(rkey for _, rkey in self._doorsteps.values())
+        worker = bytes(self._worker.address.tobytes())
+        return wire.pack(wire.AddressBlob(worker, self._mailbox_blob, os.getpid(), doorsteps))
 
     def connect(self, address: bytes, regions: Sequence[bytes]) -> UCXChannel:
         self._require_open()
         peer = wire.unpack_address(address)
         blobs = [wire.unpack_region(region) for region in regions]
+        if self._device is not None and any(blob.device == "cuda" for blob in blobs):
+            devicemem.make_current(self._device)  # the caller may have switched since
         where = self._core.UCXAddress.create_from_buffer(peer.worker)
         try:
             endpoint = self._core.UCXEndpoint.create_from_worker_address(
@@ -135,8 +202,9 @@ class UCXTransport(Transport):
                 f"compare UCX_TLS and UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')} on both sides"
             ) from error
         channel = UCXChannel(
-            self._library, self._worker_handle, endpoint, peer, blobs, self._tables, self._mailbox, self._mailbox_memh
-        )
+            self._library, self._worker_handle, endpoint, peer, blobs, self._tables, self._mailbox, self._mailbox_memh,
+            self._device_of_views,
+        )  # fmt: skip
         self._channels.append(channel)
         self._busy = True
         return channel
@@ -167,28 +235,40 @@ class UCXTransport(Transport):
     def close(self) -> None:
         if self._closed:
             return
+        if self._device is not None:
+            devicemem.make_current(self._device)
         for channel in self._channels:
             channel.close()
         self._channels.clear()
+        self._settle()
         self._closed = True
         for region in self._regions.values():
             self._release(region)
         self._regions.clear()
+        for memh, _ in self._doorsteps.values():
+            self._library.unmap_memory(self._context_handle, memh)
+        self._doorsteps.clear()
         self._library.unmap_memory(self._context_handle, self._mailbox_memh)
         # UCXX destroys worker and context with the last reference, in this order.
         self._worker = None
         self._context = None
+
+    def _settle(self) -> None:
+        """Drives UCX until nothing has happened for some rounds."""
+        quiet = 0
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while quiet < _ROUNDS_AFTER_CLOSE and time.monotonic() < deadline:
+            moved = pump.advance(self._library.functions, self._worker_handle, _ROUND_NS)
+            quiet = 0 if moved else quiet + 1
 
     def _require_open(self) -> None:
         if self._closed:
             raise ProtocolError("this UCX transport is closed")
 
 
-def _require_host(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise TransportUnavailable(
-            f"{device}: device memory is not supported by this transport yet; use tensors on the CPU"
-        )
+def _require_known(device: torch.device) -> None:
+    if device.type not in libucp.MEMORY_TYPES:
+        raise TransportUnavailable(f"{device}: this transport moves cpu and cuda memory; keep the tensors there")
 
 
 def _import_ucxx() -> Any:

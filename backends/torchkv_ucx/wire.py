@@ -8,7 +8,7 @@ not origin; that is the job of the authenticated control channel which carries t
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -31,27 +31,37 @@ MAX_DESCRIPTOR = 4 << 10  # what Region.descriptor() may take
 _MAX_WORKER_ADDRESS = 8 << 10
 _MAX_RKEY = 1 << 10
 _MAX_SHARE = 1 << 10
-_ADDRESS_SPACE = 1 << 47  # user addresses stay below on x86-64 and AArch64
+_MAX_DOORSTEPS = 16  # one per GPU of a host
+# User addresses stay below: on AArch64 they have 48 bits; those of device memory follow the GPU's page tables.
+_ADDRESS_SPACE = {"cpu": 1 << 48, "cuda": 1 << 57}
 
-_MAGIC = b"tkux1"
+_MAGIC = b"tkux2"
 _DIGEST_BYTES = 16
 
 
 class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="region"):
-    """A registered span: ``base`` and ``nbytes`` at its owner, its remote key, how to map it (or empty)."""
+    """A registered span: ``base`` and ``nbytes`` at its owner, its remote key, how to map it (or empty).
+
+    A span of device memory may have no key, where its owner's UCX cannot put device memory: it is for mapping only.
+    """
 
     base: int
     nbytes: int
     rkey: bytes
     share: bytes
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class AddressBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="address"):
-    """A transport: its UCX worker, its signal mailbox, and a name for error messages."""
+    """A transport: its UCX worker, its signal mailbox, a name for error messages.
+
+    doorsteps: remote keys of memory that is unpacked before any region's, see `torchkv_ucx.gpu.doorstep`.
+    """
 
     worker: bytes
     mailbox: RegionBlob
     pid: int
+    doorsteps: tuple[bytes, ...] = ()
 
 
 Blob = TypeVar("Blob", RegionBlob, AddressBlob)
@@ -79,6 +89,13 @@ def unpack_address(data: bytes) -> AddressBlob:
             f"UCX transport address: worker address of {len(blob.worker)} bytes, allowed 1..{_MAX_WORKER_ADDRESS}"
         )
     _check_region(blob.mailbox)
+    if len(blob.doorsteps) > _MAX_DOORSTEPS or not all(0 < len(key) <= _MAX_RKEY for key in blob.doorsteps):
+        raise ProtocolError(
+            f"UCX transport address: doorstep keys of {[len(key) for key in blob.doorsteps[:20]]} bytes, allowed are "
+            f"{_MAX_DOORSTEPS} keys of 1..{_MAX_RKEY}"
+        )
+    if blob.mailbox.device != "cpu":
+        raise ProtocolError(f"UCX transport address: mailbox in {blob.mailbox.device} memory, must be in the host's")
     if blob.mailbox.nbytes < SLOTS * SIGNAL_NBYTES:
         raise ProtocolError(
             f"UCX transport address: mailbox of {blob.mailbox.nbytes} bytes, its slots need {SLOTS * SIGNAL_NBYTES}"
@@ -112,12 +129,14 @@ def _unpack(data: bytes, kind: type[Blob], limit: int) -> Blob:
 
 def _check_region(blob: RegionBlob) -> None:
     where = "UCX transport region"
-    if blob.nbytes < 0 or blob.base < 0 or blob.base + blob.nbytes > _ADDRESS_SPACE:
+    if blob.nbytes < 0 or blob.base < 0 or blob.base + blob.nbytes > _ADDRESS_SPACE[blob.device]:
         raise ProtocolError(f"{where}: [{blob.base:#x}, +{blob.nbytes}) is not a span of user addresses")
-    if len(blob.rkey) > _MAX_RKEY or (blob.nbytes > 0 and not blob.rkey):
+    if len(blob.rkey) > _MAX_RKEY or (blob.nbytes > 0 and not blob.rkey and blob.device == "cpu"):
         raise ProtocolError(f"{where}: remote key of {len(blob.rkey)} bytes, allowed 1..{_MAX_RKEY}")
     if len(blob.share) > _MAX_SHARE:
         raise ProtocolError(f"{where}: share descriptor of {len(blob.share)} bytes, limit {_MAX_SHARE}")
+    if blob.device == "cuda" and not blob.share:
+        raise ProtocolError(f"{where}: device memory without a share descriptor, which every owner has")
 
 
 def _digest(body: bytes) -> bytes:

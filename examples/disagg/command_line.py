@@ -34,10 +34,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=4, help="layers of the model (default 4)")
     add("--hidden", type=int, default=128, help="width of the model, a multiple of 64 (default 128)")
     add("--seed", type=int, default=0, help="seed of the weights and of the page ids")
-    add("--transport", default="auto", help="auto, ucx, ... (default auto)")
+    add("--transport", default="auto", help="auto, ucx, nvshmem, ... (default auto)")
     add("--path", choices=("auto", "runs", "slices", "direct"), default="auto", help="how bytes travel")
     add("--corrupt", action="store_true", help="flip one received page and expect that to be noticed")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank, or shared (default cpu)")
     args = parser.parse_args(argv)
     args.decode_page_size = args.decode_page_size or args.page_size
     problem = _problem_with(args)
@@ -68,8 +68,8 @@ def _problem_with(args: argparse.Namespace) -> str | None:
         return "--prompt and --prompt-file exclude each other"
     if args.prompt_file is not None and not args.prompt_file.is_file():
         return f"--prompt-file {args.prompt_file}: no such file"
-    if args.device == "cuda":
-        return "--device cuda: torchkv moves host memory only in this version; use --device cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: PyTorch finds no GPU here; use --device cpu"
     return None
 
 

@@ -87,21 +87,22 @@ class PagedLayer(CacheLayerMixin):
 
 def paged_cache(
     kv_cache: torchkv.KVCache,
-    pages: Sequence[int],
+    pages: torch.Tensor,
     *,
     length: int = 0,
     on_layer: Callable[[int], None] | None = None,
 ) -> Cache:
-    """A cache for one request that owns ``pages``, of which the first ``length`` tokens are already filled.
+    """A cache for one request that owns ``pages`` (int64 ids, [n], on the cache's device).
+
+    The first ``length`` tokens in them are already filled.
 
     ``on_layer(layer)`` is called whenever a layer's new keys and values are in its pages.
     """
     layout = kv_cache.layout
-    page_ids = torch.tensor(pages, dtype=torch.int64, device=kv_cache[layout.components[0].name][0].device)
     layers = []
     for i, layer in enumerate(layout.layers):
         tensors = [kv_cache[component.name][i] for component in layout.components]
         stores = [tensor if layout.order == "NHD" else tensor.transpose(1, 2) for tensor in tensors]
         on_update = None if on_layer is None else functools.partial(on_layer, layer)
-        layers.append(PagedLayer(stores, page_ids, length=length, on_update=on_update))
+        layers.append(PagedLayer(stores, pages, length=length, on_update=on_update))
     return Cache(layers=layers)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
-from contract_world import World, worlds_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from contract_world import World, device_worlds, worlds_of
 
 from torchkv.transport import ENTRY_POINT_GROUP
 
 # By name and not through installed_transports(): a backend that does not load must fail tests, not collection.
 _NAMES = sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
-_WORLDS = [world for name in _NAMES for world in worlds_of(name)]
+_WORLDS = [pytest.param(world) for name in _NAMES for world in worlds_of(name)]
+_WORLDS += [pytest.param(world, marks=pytest.mark.gpu) for world in device_worlds() if "ucx" in _NAMES]
 
 
 @pytest.fixture(scope="session", params=_WORLDS, ids=lambda world: world.lane)

@@ -5,7 +5,6 @@ A node runs in the test's own process (for in-process transports) or in a proces
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import time
@@ -15,21 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from contract_memory import memory_on
 
 from torchkv.errors import KVError, error_kind
 from torchkv.transport import Batch, Channel, Completion, Region, RemoteView, Transport, load_transport
 
-MARGIN = 4096  # canary bytes on either side of a region
-CANARY = 0xC5
 WAIT_SECONDS = 60.0
 
 
 class Node:
     """All methods take and return plain values, so that they can be called across processes."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, device: str = "cpu") -> None:
         self._name = transport
-        self._parents: list[np.ndarray] = []
+        self._device = device
         self.frozen = False
         self.neighbours: list[Node] = []  # in-process nodes progress together
 
@@ -37,11 +35,11 @@ class Node:
         cls: Callable[[], Transport] = load_transport(self._name)
         self.transport = cls()
         self._regions: list[Region] = []
-        self._bytes: list[np.ndarray] = []
+        self._memory = memory_on(self._device)
+        self._bytes: list[torch.Tensor] = []
         self._channels: list[Channel] = []
         self._operations: list[Completion] = []
         self._views: list[RemoteView | None] = []
-        self._parents.clear()
 
     def close(self) -> None:
         self.transport.close()
@@ -58,20 +56,18 @@ class Node:
 
     def adopt(self, nbytes: int) -> int:
         """Registers foreign memory with canaries on both sides."""
-        parent = np.full(nbytes + 2 * MARGIN, CANARY, dtype=np.uint8)
-        self._parents.append(parent)
-        return self._register(torch.from_numpy(parent[MARGIN : MARGIN + nbytes]))
+        return self._register(self._memory.adopt(nbytes))
 
     def allocate(self, nbytes: int) -> int:
         """Registers memory of the transport's own making."""
-        return self._register(self.transport.allocate(nbytes, torch.device("cpu")))
+        return self._register(self._memory.allocate(self.transport, nbytes))
 
     def _register(self, tensor: torch.Tensor) -> int:
         region = self.transport.register(tensor)
         assert region.index == len(self._regions)
         assert (region.ptr, region.nbytes) == (tensor.data_ptr(), tensor.numel())
         self._regions.append(region)
-        self._bytes.append(tensor.numpy())
+        self._bytes.append(tensor)
         return region.index
 
     def register_meta(self) -> None:
@@ -82,18 +78,16 @@ class Node:
         self.transport.deregister(self._regions[index])
 
     def write(self, index: int, data: bytes, offset: int = 0) -> None:
-        self._bytes[index][offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        self._memory.write(self._bytes[index], data, offset)
 
     def read(self, index: int) -> bytes:
-        return self._bytes[index].tobytes()
+        return self._memory.read(self._bytes[index])
 
     def read_at(self, index: int, offset: int, nbytes: int) -> bytes:
-        return self._bytes[index][offset : offset + nbytes].tobytes()
+        return self._memory.read(self._bytes[index], offset, nbytes)
 
     def margins_intact(self) -> bool:
-        return all(
-            bool((parent[:MARGIN] == CANARY).all() and (parent[-MARGIN:] == CANARY).all()) for parent in self._parents
-        )
+        return self._memory.margins_intact()
 
     # -- connections -------------------------------------------------------------------------------------------
 
@@ -191,11 +185,10 @@ class Node:
         return self._view(view).nbytes
 
     def view_write(self, view: int, offset: int, data: bytes) -> None:
-        array = np.frombuffer(_span(self._view(view)), dtype=np.uint8)
-        array[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        self._memory.view_write(self._view(view), offset, data)
 
     def view_read(self, view: int, offset: int, nbytes: int) -> bytes:
-        return bytes(_span(self._view(view))[offset : offset + nbytes])
+        return self._memory.view_read(self._view(view), offset, nbytes)
 
     def _view(self, view: int) -> RemoteView:
         found = self._views[view]
@@ -208,7 +201,7 @@ class Node:
         """Round i: fills region 0 with byte i, puts it, signals i; waits for the peer's echo in slot 1."""
         columns = [np.array([value], dtype=np.int64) for value in (0, 0, 0, 0, nbytes)]
         for i in range(1, rounds + 1):
-            self._bytes[0][:nbytes] = i % 251
+            self._memory.fill(self._bytes[0][:nbytes], i % 251)
             put = self._channels[channel].put(Batch(*columns))
             sent = self._channels[channel].signal(0, i)
             self._until(lambda: put.done and sent.done, f"round {i}")  # noqa: B023 - called before the next round
@@ -221,7 +214,7 @@ class Node:
         wrong = 0
         for i in range(1, rounds + 1):
             self._until(lambda: self.transport.read_signal(0) == i, f"signal {i}", spin=True)  # noqa: B023
-            wrong += not (self._bytes[0][:nbytes] == i % 251).all()
+            wrong += not bool((self._bytes[0][:nbytes] == i % 251).all())
             back = self._channels[channel].signal(1, i)
             self._until(lambda: back.done, f"echo {i} sent")  # noqa: B023
             assert back.error is None
@@ -229,19 +222,19 @@ class Node:
 
     # -- what a transport leaves behind ------------------------------------------------------------------------
 
+    def free_device_nbytes(self, device: int) -> int:
+        """Free memory of a GPU, whoever uses the rest."""
+        return torch.cuda.mem_get_info(device)[0]
+
     def census(self) -> tuple[int, int]:
         """Open file descriptors and threads of this process."""
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def _span(view: RemoteView) -> memoryview:
-    return memoryview((ctypes.c_uint8 * view.nbytes).from_address(view.ptr)).cast("B")
-
-
-def serve(connection: Connection, transport: str, environment: dict[str, str]) -> None:
+def serve(connection: Connection, transport: str, environment: dict[str, str], device: str) -> None:
     """The main function of a node's own process: progresses, and answers calls until the pipe closes."""
     os.environ.update(environment)
-    node = Node(transport)
+    node = Node(transport, device)
     ready = False
     while True:
         if not connection.poll(0):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from contract_node import Node, serve
+from harness import SERVER
 
 from torchkv.errors import make_error
 
@@ -43,13 +44,9 @@ class LocalEnd(End):
 
 
 class ProcessEnd(End):
-    def __init__(self, transport: str, environment: dict[str, str]) -> None:
-        # From a server that has imported torch but not UCX: a new process costs milliseconds, and reads its own
-        # UCX_* variables.
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["numba", "torch", "torchkv", "torchkv_ucx"])
-        self._connection, theirs = server.Pipe()
-        self._process = server.Process(target=serve, args=(theirs, transport, environment), daemon=True)
+    def __init__(self, transport: str, environment: dict[str, str], device: str) -> None:
+        self._connection, theirs = SERVER.Pipe()
+        self._process = SERVER.Process(target=serve, args=(theirs, transport, environment, device), daemon=True)
         self._process.start()
         theirs.close()
         self._killed = False
@@ -107,6 +104,7 @@ class World:
     in_process: bool
     environment: dict[str, str] = field(default_factory=dict)
     expected_link: str = ""  # a substring that Channel.link must show
+    devices: tuple[str, ...] = ("cpu",)  # where the memory of ends lies, in turn
     _ends: dict[str, End] = field(default_factory=dict)
     _open: list[str] = field(default_factory=list)
 
@@ -114,17 +112,24 @@ class World:
         """The end called ``name``, with an open transport."""
         known = self._ends.get(name)
         if known is None or (isinstance(known, ProcessEnd) and not known.alive):
-            self._ends[name] = known = self._make()
+            self._ends[name] = known = self._make(name)
         if name not in self._open:
             known.call("open")
             self._open.append(name)
             self._introduce()
         return known
 
-    def _make(self) -> End:
+    @property
+    def wakes_for_signals(self) -> bool:
+        """Lanes on which a writer stores a signal into its peer's memory wake nobody."""
+        return not self.expected_link.startswith(("cma", "cuda_ipc"))
+
+    def _make(self, name: str) -> End:
+        # "a" has the first device; whoever it talks to has the second.
+        device = self.devices[0 if name == "a" else -1]
         if self.in_process:
-            return LocalEnd(Node(self.transport))
-        return ProcessEnd(self.transport, self.environment)
+            return LocalEnd(Node(self.transport, device))
+        return ProcessEnd(self.transport, self.environment, device)
 
     def _introduce(self) -> None:
         """In one process, whoever waits must also progress the others."""
@@ -152,6 +157,17 @@ class World:
         self._ends.clear()
 
 
+def device_worlds() -> list[World]:
+    """UCX on the memory of one GPU, and of two where there are two."""
+    count = torch.cuda.device_count()
+    places = {"ucx-cuda-same": ("cuda:0",), "ucx-cuda-pair": ("cuda:0", "cuda:1")}
+    return [
+        World(lane, "ucx", in_process=False, expected_link="cuda_ipc", devices=devices)
+        for lane, devices in places.items()
+        if len(devices) <= count
+    ]
+
+
 def worlds_of(transport: str) -> list[World]:
     """The lanes on which the contract must hold for one installed transport."""
     if transport == "loopback":
@@ -161,4 +177,6 @@ def worlds_of(transport: str) -> list[World]:
             World("ucx", transport, in_process=False, expected_link="cma"),
             World("ucx-tcp", transport, in_process=False, environment={"UCX_TLS": "tcp"}, expected_link="tcp"),
         ]
+    if transport == "nvshmem":
+        return []  # device memory only: tests/gpu/test_nvshmem.py
     return [World(transport, transport, in_process=False)]

@@ -161,6 +161,17 @@ def test_close_with_a_dead_and_with_a_frozen_peer(processes: World) -> None:
     frozen.a.call("close")
 
 
+def test_closing_under_a_pending_put_harms_nobody(processes: World) -> None:
+    """What a transport has not yet taken apart must not bring its process down: seen in one close of three."""
+    for _ in range(12):
+        pair = connected(processes, (2 * MIB,))
+        pending = pair.a.call("put", pair.channel, *slices(2 * MIB))
+        pair.a.call("step", 1)
+        pair.a.call("close")
+        assert pair.a.call("done", pending)
+        processes.close_transports()
+
+
 def test_nothing_is_left_behind(processes: World) -> None:
     """File descriptors and threads, over several lives of a transport that has really moved bytes."""
     counts = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from contract_pair import columns, connected
 from contract_world import World
+from harness import SERVER
 from hypothesis import given
 from hypothesis import strategies as st
 from torchkv_ucx import UCXTransport, environment, wire
@@ -25,12 +28,39 @@ from torchkv.network import job_interface
 from torchkv.transport import Batch
 
 
-def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter: UCX reads its variables once per process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "TORCHKV_", "MASTER_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=60, check=False
-    )
+@dataclass(frozen=True)
+class Done:
+    """How a program ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_python(code: str, **variables: str) -> Done:
+    """Runs ``code`` in a process that has not loaded UCX, which reads its variables once per process."""
+    with tempfile.TemporaryDirectory(prefix="torchkv-test-") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = SERVER.Process(target=_execute, args=(code, variables, out, err), daemon=True)
+        process.start()
+        process.join(60)
+        process.kill()
+        process.join()
+        assert process.exitcode is not None
+        return Done(process.exitcode, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
+
+
+def _execute(code: str, variables: dict[str, str], out: Path, err: Path) -> None:
+    # The descriptors and not sys.stdout, because UCX writes too.
+    for fd, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), fd)
+    for name in os.environ:
+        if name.startswith(("UCX_", "TORCHKV_", "MASTER_")):
+            del os.environ[name]
+    os.environ.update(variables)
+    assert not {"ucxx", "libucxx"} & set(sys.modules), "the server has loaded UCX already: this would show nothing"
+    exec(compile(code, "<test>", "exec"), {"__name__": "test"})
 
 
 # -- settings ---------------------------------------------------------------------------------------------------
@@ -61,7 +91,7 @@ _SHOW = """
 import os
 from torchkv_ucx import UCXTransport
 transport = UCXTransport()
-names = "RNDV_THRESH", "NET_DEVICES", "MEMTYPE_CACHE", "ERROR_SIGNALS"
+names = "RNDV_THRESH", "NET_DEVICES", "MEMTYPE_CACHE", "CUDA_IPC_CACHE", "ERROR_SIGNALS"
 print(*(os.environ.get("UCX_" + name) for name in names), sep="|")
 transport.close()
 """
@@ -69,12 +99,14 @@ transport.close()
 
 def test_settings_stand_before_ucx_loads() -> None:
     done = run_python(_SHOW)
-    assert (done.returncode, done.stdout) == (0, "inf|lo|n|\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "inf|lo|n|n|\n"), done.stderr
 
 
 def test_the_users_settings_win() -> None:
-    done = run_python(_SHOW, UCX_RNDV_THRESH="64k", UCX_NET_DEVICES="all", UCX_ERROR_SIGNALS="SIGILL")
-    assert (done.returncode, done.stdout) == (0, "64k|all|n|SIGILL\n"), done.stderr
+    done = run_python(
+        _SHOW, UCX_RNDV_THRESH="64k", UCX_NET_DEVICES="all", UCX_CUDA_IPC_CACHE="y", UCX_ERROR_SIGNALS="SIGILL"
+    )
+    assert (done.returncode, done.stdout) == (0, "64k|all|n|y|SIGILL\n"), done.stderr
 
 
 def test_an_earlier_import_of_ucxx_does_not_cost_the_fast_lane() -> None:
@@ -161,7 +193,7 @@ def test_blobs_survive_the_trip() -> None:
 _BAD_REGIONS = {
     "negative-base": {"base": -1},
     "negative-size": {"nbytes": -1},
-    "end-beyond-user-space": {"nbytes": 1 << 47},
+    "end-beyond-user-space": {"nbytes": 1 << 48},
     "base-beyond-user-space": {"base": 1 << 62},
     "no-key": {"rkey": b""},
     "long-key": {"rkey": b"x" * 1025},

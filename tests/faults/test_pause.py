@@ -184,11 +184,11 @@ def receive_from_the_busy() -> None:
 
 @pytest.mark.parametrize("three", [{"TORCHKV_HEARTBEAT": "0.2"}], indirect=True, ids=[""])
 def test_a_busy_gil_is_not_taken_for_death(three: Ranks) -> None:
-    """Busy for 8 s, where five heartbeats are 1 s: the very pause that loses a stopped process."""
+    """Busy for 4 s, where five heartbeats are 1 s: the very pause that loses a stopped process."""
     three.run(join_small)
     three.start(receive_from_the_busy, ranks=[RECEIVER])
     assert three.hear(RECEIVER) == "granted"
-    three.start(busy, 8, ranks=[WRITER])
+    three.start(busy, 4, ranks=[WRITER])
     assert three.hear(WRITER) == "busy from now"
     three.tell(RECEIVER)
     assert three.hear(RECEIVER) == "it was busy"

@@ -1,6 +1,7 @@
 """One transfer over a chosen lane, and a slow reference that knows nothing of plans.
 
-`transfer` is one real rank's part; what it is made of serves ranks in one process too.
+`transfer` is one real rank's part; what it is made of serves ranks in one process too. Caches may lie on a GPU: the
+reference then works on copies of them on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import kv_group
 
-from torchkv import KVCache, KVLayout
+from torchkv import KVCache, KVLayout, KVProcessGroup
 from torchkv.endpoint import KVEndpoint
 from torchkv.route import Counter
 from torchkv.work import KVWork
@@ -30,6 +31,8 @@ __all__ = [
     "adopted_cache",
     "check_reader",
     "check_reports",
+    "host_copy",
+    "own_device",
     "prepare",
     "random_fill",
     "submit",
@@ -41,6 +44,7 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 Views = dict[tuple[str, int], Bytes]  # (component, layer) -> [pages, page_size, heads, head bytes], whatever the order
 
+HOST = torch.device("cpu")
 GUARD = 64  # elements around an adopted pool
 GAP = 32  # elements between its pages
 SPARE = 3  # pages of each pool that no transfer names
@@ -85,7 +89,16 @@ class Later:
         return self._polls < 0
 
 
-def adopted_cache(layout: KVLayout, num_pages: int) -> KVCache:
+def own_device(kind: str) -> torch.device:
+    """Where this rank keeps its cache. With "cuda" a GPU, which becomes the current one; ranks share if they must."""
+    if kind == "cpu":
+        return HOST
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def adopted_cache(layout: KVLayout, num_pages: int, device: torch.device = HOST) -> KVCache:
     """An engine's own private tensors: gaps between the pages, guards around them, one storage a component."""
     tensors: dict[str, list[torch.Tensor | None]] = {}
     for component in layout.components:
@@ -93,7 +106,7 @@ def adopted_cache(layout: KVLayout, num_pages: int) -> KVCache:
         size = shape[0] * shape[1] * shape[2]
         layers = layout.component_layers(component.name)
         per_layer = GUARD + num_pages * (size + GAP) + GUARD
-        pool = torch.empty(per_layer * len(layers), dtype=component.dtype)
+        pool = torch.empty(per_layer * len(layers), dtype=component.dtype, device=device)
         strides = (size + GAP, shape[1] * shape[2], shape[2], 1)
         held = {
             layer: pool.as_strided((num_pages, *shape), strides, number * per_layer + GUARD)
@@ -103,30 +116,48 @@ def adopted_cache(layout: KVLayout, num_pages: int) -> KVCache:
     return KVCache(layout, tensors)
 
 
-def _storages(cache: KVCache) -> list[Bytes]:
-    """The bytes of every distinct storage, whole: pages, gaps and guards."""
-    found: dict[int, Bytes] = {}
+def _storages(cache: KVCache) -> dict[int, torch.Tensor]:
+    """By address, every distinct storage as a uint8 tensor, whole: pages, gaps and guards."""
+    found: dict[int, torch.Tensor] = {}
     for component in cache.layout.components:
         for tensor in cache[component.name]:
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-                found[storage.data_ptr()] = whole.numpy()
-    return list(found.values())
+                whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                found[storage.data_ptr()] = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return found
 
 
 def _copies(cache: KVCache) -> list[Bytes]:
-    return [storage.copy() for storage in _storages(cache)]
+    return [storage.to(HOST, copy=True).numpy() for storage in _storages(cache).values()]
+
+
+def host_copy(cache: KVCache) -> KVCache:
+    """The same pages over copies of their storages in host memory."""
+    copies = {address: storage.to(HOST, copy=True) for address, storage in _storages(cache).items()}
+
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        storage = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    names = [component.name for component in cache.layout.components]
+    return KVCache(cache.layout, {name: [copied(tensor) for tensor in cache[name]] for name in names})
 
 
 def random_fill(cache: KVCache, rng: np.random.Generator) -> None:
     """Fresh random bytes everywhere: in pages, gaps and guards."""
-    for storage in _storages(cache):
-        storage[:] = rng.integers(0, 256, len(storage), dtype=np.uint8)
+    for storage in _storages(cache).values():
+        storage.copy_(torch.from_numpy(rng.integers(0, 256, len(storage), dtype=np.uint8)))
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)  # a peer's write waits for none of this rank's streams
 
 
 def views(cache: KVCache) -> Views:
-    """The cache's own memory as bytes [pages, page_size, heads, head bytes]."""
+    """Bytes [pages, page_size, heads, head bytes]: a host cache's own memory, or a copy of what a GPU holds."""
+    cache = cache if cache.device.type == "cpu" else host_copy(cache)
     found: Views = {}
     for component in cache.layout.components:
         for layer, tensor in zip(cache.layout.layers, cache[component.name], strict=True):
@@ -187,7 +218,7 @@ class Pool:
         """What this rank sends, copied."""
         layout = self.cache.layout
         heads = {component.name: _heads(layout, component.name) for component in layout.components}
-        data = {key: array.copy() for key, array in views(self.cache).items()}
+        data = views(host_copy(self.cache))
         return Source(self.pages, layout.page_size, data, heads)
 
     def now(self) -> list[Bytes]:
@@ -196,23 +227,43 @@ class Pool:
 
     def holds(self, state: Sequence[Bytes]) -> bool:
         """Whether every byte is as in ``state``."""
-        return all(np.array_equal(a, b) for a, b in zip(_storages(self.cache), state, strict=True))
+        return all(np.array_equal(a, b) for a, b in zip(self.now(), state, strict=True))
 
 
-def prepare(case: Case, layout: KVLayout, rng: np.random.Generator, *, adopted: bool) -> Pool:
-    """A pool with pages to spare, random everywhere."""
+def prepare(
+    case: Case,
+    layout: KVLayout,
+    rng: np.random.Generator,
+    *,
+    adopted: bool,
+    device: torch.device = HOST,
+    group: KVProcessGroup | None = None,
+) -> Pool:
+    """A pool with pages to spare, random everywhere. ``group``: whose memory it is, unless it is adopted."""
     count = -(-case.tokens // layout.page_size)
     size = count + SPARE
     pages = [*range(1, count + 1)] if case.contiguous else [int(p) for p in rng.permutation(size)[:count]]
-    cache = adopted_cache(layout, size) if adopted else KVCache.empty(layout, size, device="cpu")
+    if adopted:
+        cache = adopted_cache(layout, size, device)
+    else:
+        cache = KVCache.empty(layout, size, device=device, group=group)
     random_fill(cache, rng)
     return Pool(cache, pages, _copies(cache))
 
 
 def submit(
-    kv: KVEndpoint, case: Case, layout: KVLayout, pages: list[int], rng: np.random.Generator
+    kv: KVEndpoint,
+    case: Case,
+    layout: KVLayout,
+    pages: list[int],
+    rng: np.random.Generator,
+    *,
+    device: torch.device = HOST,
 ) -> tuple[list[KVWork], KVWork]:
-    """Sends all of ``pages``, in chunks and layers in random order; the works of the sends, and that of the end."""
+    """Sends all of ``pages``, in chunks and layers in random order; the works of the sends, and that of the end.
+
+    device: of the page ids where the verb takes a tensor.
+    """
     edges = [round(i * len(pages) / case.chunks) for i in range(case.chunks + 1)]
     jobs = [(lo, hi, layer) for lo, hi in itertools.pairwise(edges) for layer in layout.layers]
     if case.verb == "send_pages":
@@ -226,7 +277,8 @@ def submit(
         elif case.verb == "send_slice":
             work = kv.send_slice("r", [layer], np.array(pages[lo:hi]), "decode", start=lo, event=event)
         else:
-            work = kv.send_pages("r", torch.tensor(pages[lo:hi]), "decode", start=lo, event=event)
+            ids = torch.tensor(pages[lo:hi], device=device)
+            work = kv.send_pages("r", ids, "decode", start=lo, event=event)
         works.append(work)
     return works, kv.finish("r", "decode", aux=AUX)
 
@@ -234,10 +286,10 @@ def submit(
 def check_reader(case: Case, pool: Pool, got: Sequence[Bytes], sources: Mapping[int, Source]) -> int:
     """Whether ``got`` is what the pool held before plus what the reference gathers; returns how many bytes those are.
 
-    Spoils ``sources``, to see that the comparison notices, and what is in the pool.
+    Spoils ``sources``, to see that the comparison notices.
     """
-    cache, pages, before = pool.cache, pool.pages, pool.before
-    storages = _storages(cache)
+    cache, pages, before = host_copy(pool.cache), pool.pages, pool.before
+    storages = [storage.numpy() for storage in _storages(cache).values()]
 
     def expectation() -> tuple[int, bool]:
         for storage, old in zip(storages, before, strict=True):
@@ -281,14 +333,15 @@ def check_reports(reports: Sequence[Report], case: Case, prefixes: tuple[str, ..
     assert sum(report.sent for report in reports) == total
 
 
-def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Report:
-    """One rank's part of ``case``. Raises on any wrong byte."""
+def transfer(case: Case, *, adopted: bool, seed: int, device: str = "cpu", **options: Any) -> Report:
+    """One rank's part of ``case``, in a group with ``options``. Raises on any wrong byte."""
     rank = dist.get_rank()
+    place = own_device(device)
     rng = np.random.default_rng([seed, rank])
     layout = case.layouts.get(rank)
-    with kv_group(path=path) as kv:
+    with kv_group(**options) as kv:
         sent, received, expected, path_taken = 0, 0, 0, ""
-        pool = None if layout is None else prepare(case, layout, rng, adopted=adopted)
+        pool = None if layout is None else prepare(case, layout, rng, adopted=adopted, device=place, group=kv)
         instance = "prefill" if rank in case.writers else "decode" if rank in case.readers else None
         kv.register(None if pool is None else pool.cache, instance=instance)
         mine: Any = None
@@ -301,7 +354,7 @@ def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Repor
         elif rank in case.writers:
             mine = pool.source()
             assert kv.prefix_tokens("r", "decode") == case.prefix
-            works, done = submit(kv, case, layout, pool.pages, rng)
+            works, done = submit(kv, case, layout, pool.pages, rng, device=place)
             for work in [*works, done]:
                 assert work.wait(30)
             sent = sum(work.bytes for work in works)
@@ -313,4 +366,5 @@ def transfer(case: Case, *, adopted: bool, path: str | None, seed: int) -> Repor
             expected = check_reader(case, pool, arrived, sources)
         peers = case.readers if rank in case.writers else ()
         lanes, spans = tally(kv.explain(reader).lanes for reader in peers)
+    dist.barrier()  # a peer may still have this rank's pool mapped, which must outlive that
     return Report(lanes=lanes, spans=spans, sent=sent, received=received, expected=expected, path=path_taken)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchkv import KVLayout, PageOutOfRange, ProtocolError
-from torchkv.arguments import as_aux, as_count, as_event, as_layers, as_pages, as_request
+from torchkv.arguments import as_aux, as_count, as_event, as_layers, as_pages, as_request, copy_ids
 
 IDS = [3, 0, 7, 2]
 
@@ -62,6 +62,23 @@ def test_page_ids_are_copied(make: Any) -> None:
     assert ids.tolist() == IDS
 
 
+def test_no_form_of_page_ids_makes_the_caller_wait_for_a_compiler() -> None:
+    for pages in forms_of(IDS):
+        as_pages(pages, num_pages=8, what="test")
+    assert len(copy_ids.signatures) == 1  # type: ignore[attr-defined]  # numba's
+
+
+@pytest.mark.parametrize("position", [0, 1, 511, 998, 999])
+@pytest.mark.parametrize("make", [np.array, torch.tensor, list])
+def test_one_bad_id_among_a_thousand_is_found(make: Any, position: int) -> None:
+    ids = np.random.default_rng().permutation(1000)
+    assert as_pages(make(ids.tolist()), num_pages=1000, what="test").tolist() == ids.tolist()
+    for bad in (-1, 1000, 2**40):
+        ids[position] = bad
+        with pytest.raises(PageOutOfRange, match=f"page {bad} "):
+            as_pages(make(ids.tolist()), num_pages=1000, what="test")
+
+
 @given(st.lists(st.integers(-(2**64), 2**64), max_size=20), st.integers(1, 50))
 def test_any_integers_are_read_exactly_or_refused(values: list[int], num_pages: int) -> None:
     if all(0 <= value < num_pages for value in values):
@@ -77,6 +94,9 @@ def test_any_integers_are_read_exactly_or_refused(values: list[int], num_pages: 
     [
         ([8], PageOutOfRange, r"page 8 .*\[0, 8\)"),
         ([0, -1], PageOutOfRange, "page -1 "),
+        ([7, 9, 0, -2], PageOutOfRange, "page 9 "),
+        (np.array([0, -(2**63)]), PageOutOfRange, f"page {-(2**63)} "),
+        (torch.tensor([2**63 - 1, 0]), PageOutOfRange, f"page {2**63 - 1} "),
         (np.array([2**63], dtype=np.uint64), PageOutOfRange, f"page {2**63} "),
         (torch.tensor([9]), PageOutOfRange, "page 9 "),
         ([1.0], ProtocolError, "float64"),

@@ -13,8 +13,9 @@ BACKENDS = ROOT / "backends"
 
 # May not touch threads, sockets, files, clocks or processes; what they may import from torchkv is as pure.
 PURE = [
-    *("component", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab", "wire"),
-    *("actions", "instance", "receiver", "sender", "session"),
+    *("component", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab", "slabgeometry"),
+    "wire",
+    *("actions", "instance", "life", "receiver", "sender", "session"),
 ]
 IMPURE_LIBRARIES = {
     *("asyncio", "ctypes", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "selectors", "shutil", "signal"),
@@ -24,16 +25,24 @@ IMPURE_LIBRARIES = {
 PURE_OR_TYPES = {*PURE, "errors", "transport", "protocol", "compiled"}
 
 BACKEND_MAY_IMPORT = {
-    f"torchkv.{name}" for name in ("transport", "errors", "hostmem", "hostcopy", "env", "network", "compiled")
+    f"torchkv.{name}"
+    for name in (
+        *("transport", "errors", "env", "network", "compiled"),
+        *("hostmem", "hostcopy", "cudadriver", "devicemem", "flags"),
+    )
 }
 
 # Lowest first: a module imports only from lower layers, or from its own.
 LAYERS = [
-    {"errors", "slab", "coverage", "compiled"},
-    {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport"},
-    {"wire", "cache", "roster", "work", "network"},
-    {"actions", "session", "instance", "sender", "receiver"},
-    {"card", "route", "arguments", "transfer", "control"},
+    {"errors", "slab", "coverage", "compiled", "cudadriver"},
+    {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport", "idle"},
+    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine"},
+    {"pagecopy", "copyreference", "kernellaunch", "kernels"},
+    {"wire", "cache", "roster", "work", "network", "devicepages", "uploads"},
+    {"actions", "session", "instance", "life", "sender", "receiver", "device"},
+    {"card", "route", "arguments", "transfer", "control", "jobs", "offsets"},
+    {"copytransfer", "kerneltransfer", "puttransfer"},
+    {"mover"},
     {"engine"},
     {"probe", "registration", "progress", "endpoint", "explain"},
     {"process_group"},

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import torchkv
-from torchkv import Component, KVCache, KVError, KVLayout, KVProcessGroup, KVWork, Options, State
+from torchkv import Component, GraphGate, KVCache, KVError, KVLayout, KVProcessGroup, KVWork, Options, State
 
 EMPTY = inspect.Parameter.empty
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -46,7 +46,7 @@ VERBS: dict[str, Expected] = {
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
-LATER = ["GraphGate", "PrefixCache", "join", "pipeline", "send_state", "staged_put"]
+LATER = ["PrefixCache", "join", "pipeline", "send_state", "staged_put"]
 
 ERRORS = {
     "LayoutMismatch": ValueError,
@@ -178,6 +178,14 @@ def test_work_has_c10d_s_methods_and_ours() -> None:
     assert (work.bytes, work.path, work.aux) == (0, "none", b"")
     assert work.seconds >= 0
     assert inspect.signature(KVWork.wait_stream).parameters["stream"].default is None
+
+
+def test_graph_gates_take_the_contract_s_parameters() -> None:
+    assert parameters(GraphGate.__init__, POSITIONAL) == [("num_layers", EMPTY), ("device", None)]
+    assert parameters(GraphGate.mark, POSITIONAL) == [("layer", EMPTY)]
+    assert parameters(GraphGate.arm, POSITIONAL) == []
+    with pytest.raises(torchkv.ProtocolError):
+        GraphGate(0)
 
 
 def test_the_group_is_a_process_group_and_overrides_what_crashes() -> None:

@@ -12,6 +12,7 @@ from protocol_kit import GRANT_TIMEOUT, TIMEOUT, Acts, post, receiver, roster
 
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.layout import KVLayout
+from torchkv.protocol.actions import Account
 from torchkv.protocol.receiver import Receiver
 from torchkv.wire import (
     Abort,
@@ -303,6 +304,33 @@ def test_quiesced_of_a_live_request_is_no_end() -> None:
     machine.on_quiesced(0, Quiesced(1))
     assert receive.pending_writers() == (0,)
     assert leased(machine) == {5}
+
+
+@pytest.mark.parametrize("earlier", ["succeeded", "was cancelled"])
+def test_a_write_report_of_an_older_generation_covers_nothing(earlier: str) -> None:
+    """The report of an earlier life, late or sent again, says nothing about the bytes of the one that lives now."""
+    machine = receiver()
+    first = post(machine, 5, 6)
+    if earlier == "succeeded":
+        complete(machine, generation=1)
+    else:
+        machine.cancel("r", "cancel")
+    assert first.ended == (earlier == "succeeded")
+    second = post(machine, 8, 9)
+    machine.on_attest(0, attest(0, 4, generation=2), 0.0)
+    machine.on_seal(0, Seal(2, 2, b""), 0.0)
+    Acts(machine)
+
+    machine.on_attest(0, attest(0, 8, generation=1), 0.0)  # would cover the rest
+    acts = Acts(machine)
+    assert "rx" not in acts.settled
+    assert not any(isinstance(action, Account) for action in acts.all)
+    assert not machine.layer_done(second, 0)
+    assert {8, 9} <= leased(machine)
+
+    machine.on_attest(0, attest(0, 8, generation=2), 0.0)  # the same words, of this life
+    assert Acts(machine).settled["rx"] is None
+    assert second.ended
 
 
 @given(st.lists(st.tuples(KINDS, st.integers(0, 1)), max_size=12))

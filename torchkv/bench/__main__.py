@@ -25,6 +25,16 @@ HEADER = (
 
 def main() -> int:
     args = _parse()
+    return _gpu(args) if args.device == "cuda" else _host(args)
+
+
+def _gpu(args: argparse.Namespace) -> int:
+    from torchkv.bench import gpu_table
+
+    return gpu_table.run(only=args.only, repeats=args.repeats, report_only=args.report_only, as_json=args.json)
+
+
+def _host(args: argparse.Namespace) -> int:
     out = sys.stderr if args.json else sys.stdout
     _say(out, f"# torchkv {_version()} bench: {_machine()}; every run byte-checked, fresh random bytes, shuffled pages")
     rows: list[dict[str, Any]] = [{"machine": _machine()}]
@@ -51,6 +61,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m torchkv.bench", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages lie (default cpu)")
     parser.add_argument("--mib", type=int, default=256, help="payload of each run in MiB (default 256)")
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each case (default 9)")
     parser.add_argument("--only", default="", help="run only the cases whose name contains this")

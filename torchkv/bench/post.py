@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchkv.arguments import Pages
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
 from torchkv.layout import KVLayout
@@ -30,6 +31,7 @@ class PostResult:
     pages: int
     array_us: float
     array_p99_us: float
+    tensor_us: float
     list_us: float
 
 
@@ -47,15 +49,17 @@ def _write() -> dict[str, float]:
     kv.register(KVCache.empty(_layout(), PAGES, device="cpu"), instance="writer")
     array = np.random.default_rng().permutation(PAGES)
     as_array = _post(kv, "array", array)
+    as_tensor = _post(kv, "tensor", torch.from_numpy(array))
     as_list = _post(kv, "list", array.tolist())
     return {
         "array_us": 1e6 * statistics.median(as_array),
         "array_p99_us": 1e6 * float(np.percentile(as_array, 99)),
+        "tensor_us": 1e6 * statistics.median(as_tensor),
         "list_us": 1e6 * statistics.median(as_list),
     }
 
 
-def _post(kv: KVProcessGroup, name: str, pages: Sequence[int] | np.ndarray[Any, Any]) -> list[float]:
+def _post(kv: KVProcessGroup, name: str, pages: Pages) -> list[float]:
     seconds: list[float] = []
     send: Callable[..., Any] = kv.send_layer
     for turn in range(ROUNDS):
@@ -72,6 +76,6 @@ def _post(kv: KVProcessGroup, name: str, pages: Sequence[int] | np.ndarray[Any, 
 def _read() -> None:
     kv = current_group(None)
     kv.register(KVCache.empty(_layout(), PAGES, device="cpu"), instance="reader")
-    for name in ("array", "list"):
+    for name in ("array", "tensor", "list"):
         for turn in range(ROUNDS):
             kv.recv_pages(f"{name}{turn}", np.random.default_rng().permutation(PAGES), 0).wait()

@@ -20,6 +20,13 @@ class Coverage:
     def add(self, lo: int, hi: int) -> None:
         if lo >= hi:
             return
+        # The two common cases, many times a transfer: the first interval, and the same once more.
+        if not self._los:
+            self._los.append(lo)
+            self._his.append(hi)
+            return
+        if self._los[-1] <= lo and hi <= self._his[-1]:
+            return
         first = bisect_left(self._his, lo)
         last = bisect_right(self._los, hi)
         if first < last:

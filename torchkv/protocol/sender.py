@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from torchkv.errors import (
     KVError,
@@ -23,9 +22,9 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
-from torchkv.plan import first_page_outside, seal_matches
+from torchkv.plan import seal_matches
 from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Ticket
-from torchkv.protocol.coverage import Coverage
+from torchkv.protocol.life import Finish, Life, check_prefix, check_prefixes, check_range, extent
 from torchkv.roster import Roster
 from torchkv.wire import MAX_TEXT, Abort, Alive, Attest, Grant, Quiesced, Revoke, Seal, Verdict, unpack_pages
 
@@ -34,37 +33,6 @@ __all__ = ["Sender"]
 MAX_QUEUED_OPS = 8192  # per life, before its grant
 MAX_QUEUED_PAGES = 1 << 22  # per rank, before their grants
 MAX_REFUSALS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Finish:
-    ticket: Ticket
-    aux: bytes
-
-
-@dataclass(eq=False, slots=True)
-class _Life:
-    request: str
-    dst: int
-    born: float
-    grant: BoundGrant | None = None
-    queue: deque[SendOp] = field(default_factory=deque)
-    running: dict[SendOp, None] = field(default_factory=dict)
-    given: dict[int, Coverage] = field(default_factory=dict)  # layer -> pages given, in this rank's pages
-    num_pages: int = 0  # one past the highest page given
-    finish: _Finish | None = None
-    sealed_at: float | None = None
-    heard: float = 0.0  # when the receiver last showed progress, once sealed
-    error: KVError | None = None
-    refused: bool = False  # failed before its grant, and a grant has since been answered with that
-    revoked: bool = False  # the receiver waits for Quiesced
-    tainted: bool = False  # a channel broke under this life: bytes may land after it
-    cancels: list[Ticket] = field(default_factory=list)
-
-    @property
-    def drained(self) -> bool:
-        """Whether this rank writes nothing more and reads its source pages no more."""
-        return not self.running
 
 
 class Sender:
@@ -77,8 +45,8 @@ class Sender:
         self._roster = roster
         self._timeout = timeout
         self._grant_timeout = grant_timeout
-        self._lives: dict[tuple[str, int], _Life] = {}
-        self._by_generation: dict[tuple[int, int], _Life] = {}
+        self._lives: dict[tuple[str, int], Life] = {}
+        self._by_generation: dict[tuple[int, int], Life] = {}
         self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for a life
         self._refusals: dict[tuple[str, int], deque[float]] = {}  # lives cancelled before their grant: until when
         self._tainted: set[tuple[int, int]] = set()  # ended generations that can never be called quiescent
@@ -90,11 +58,13 @@ class Sender:
     def admit(self, request: str, dst: int, *, start: int, num_pages: int) -> None:
         """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
         life = self._lives.get((request, dst))
-        if life is not None:
-            self._check_open(life)
-        grant = self._grant_of(request, dst)
+        if life is None:
+            grant = self._unbound.get((request, dst))
+        else:
+            life.check_open()
+            grant = life.grant
         if grant is not None:
-            _check_range(grant, start, num_pages)
+            check_range(grant, start, num_pages)
         elif life is not None and len(life.queue) >= MAX_QUEUED_OPS:
             raise ProtocolError(
                 f"request {request!r} to rank {dst}: {len(life.queue)} transfers wait for its grant, the limit; "
@@ -117,32 +87,24 @@ class Sender:
     def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
         """One verb towards several receivers means one suffix: the prefixes known so far must be equal."""
         known = {dst: grant.prefix_tokens for dst in dsts if (grant := self._grant_of(request, dst)) is not None}
-        if len(set(known.values())) > 1:
-            raise ProtocolError(
-                f"request {request!r}: its receivers hold unequal prefixes (rank -> tokens: {known}); "
-                f"use one call a receiver, each with the pages after its own prefix"
-            )
+        check_prefixes(request, known)
 
     def submit(self, op: SendOp, now: float) -> None:
         """Queues or starts ``op``, which ``admit`` has accepted under the same lock."""
         life = self._life(op.request, op.dst, now)
-        for layer in op.layers:
-            life.given.setdefault(layer, Coverage()).add(op.start, op.start + op.num_pages)
-        if op.num_pages:  # an empty chunk promises nothing, wherever it starts
-            life.num_pages = max(life.num_pages, op.start + op.num_pages)
-        if life.grant is not None:
-            _check_prefix(op, life.grant)
+        life.add_given(op)
         if life.grant is None:
             life.queue.append(op)
             self._queued_pages += op.num_pages
         else:
-            self._start(life, op)
+            check_prefix(op, life.grant)
+            self._start(life, op, life.grant)
 
     def check_finish(self, request: str, dst: int) -> None:
         """Raises unless ``finish`` would be accepted now. Changes nothing."""
         life = self._lives.get((request, dst))
         if life is not None:
-            self._check_open(life)
+            life.check_open()
         grant = self._grant_of(request, dst)
         if problem := self._unfinished(request, dst, life, grant):
             raise ProtocolError(f"finish({request!r}) to rank {dst}: {problem}")
@@ -150,7 +112,7 @@ class Sender:
     def finish(self, request: str, dst: int, *, aux: bytes, ticket: Ticket, now: float) -> None:
         """Seals the life as soon as all its transfers are flushed. ``check_finish`` has accepted it."""
         life = self._life(request, dst, now)
-        life.finish = _Finish(ticket, aux)
+        life.finish = Finish(ticket, aux)
         self._seal_if_done(life, now)
 
     def cancel(self, request: str, ticket: Ticket, now: float) -> list[Ticket]:
@@ -323,33 +285,24 @@ class Sender:
 
     # ---------------------------------------------------------------- inside
 
-    def _lives_of(self, request: str, life: _Life) -> list[_Life]:
+    def _lives_of(self, request: str, life: Life) -> list[Life]:
         """All lives of ``request``, and ``life`` even if it has ended: they read the same pages."""
         return [life, *(other for other in list(self._lives.values()) if other.request == request)]
-
-    def _check_open(self, life: _Life) -> None:
-        if life.error is not None:
-            raise life.error
-        if life.finish is not None:
-            raise ProtocolError(
-                f"request {life.request!r} to rank {life.dst} is finished already; wait for its finish() work to "
-                f"complete before using the name again, or cancel({life.request!r})"
-            )
 
     def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
         """The grant that binds this life, or would bind the one that begins now."""
         life = self._lives.get((request, dst))
         return self._unbound.get((request, dst)) if life is None else life.grant
 
-    def _life(self, request: str, dst: int, now: float) -> _Life:
+    def _life(self, request: str, dst: int, now: float) -> Life:
         life = self._lives.get((request, dst))
         if life is None:
-            life = self._lives[(request, dst)] = _Life(request, dst, now)
+            life = self._lives[(request, dst)] = Life(request, dst, now)
             if (grant := self._unbound.pop((request, dst), None)) is not None:
                 self._bind(life, grant, now)
         return life
 
-    def _bind(self, life: _Life, grant: BoundGrant, now: float) -> None:
+    def _bind(self, life: Life, grant: BoundGrant, now: float) -> None:
         life.grant = grant
         life.heard = now
         self._by_generation[(life.dst, grant.generation)] = life
@@ -358,8 +311,8 @@ class Sender:
         problem: KVError | None = None
         for op in waiting:
             try:
-                _check_range(grant, op.start, op.num_pages)
-                _check_prefix(op, grant)
+                check_range(grant, op.start, op.num_pages)
+                check_prefix(op, grant)
             except (PageOutOfRange, ProtocolError) as error:
                 problem = error
         if problem is None and life.finish is not None:
@@ -370,15 +323,14 @@ class Sender:
             self._fail(life, problem)
             return
         for op in waiting:
-            self._start(life, op)
+            self._start(life, op, grant)
         self._seal_if_done(life, now)
 
-    def _start(self, life: _Life, op: SendOp) -> None:
-        assert life.grant is not None
+    def _start(self, life: Life, op: SendOp, grant: BoundGrant) -> None:
         life.running[op] = None
-        self.actions.append(Start(op, life.grant))
+        self.actions.append(Start(op, grant))
 
-    def _unfinished(self, request: str, dst: int, life: _Life | None, grant: BoundGrant | None) -> str | None:
+    def _unfinished(self, request: str, dst: int, life: Life | None, grant: BoundGrant | None) -> str | None:
         """What is still owed if the request were sealed now, in words; None if nothing, as far as is known."""
         num_pages = 0 if life is None else life.num_pages
         if grant is None:
@@ -394,22 +346,23 @@ class Sender:
                 return None if first is None else f"nothing was sent, but layer {first} page 0 is owed; send it first"
             if seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
                 limit = min(limit, num_pages * plan.src_page_size)
+        pages = {} if life is None else life.given()
         for layer in plan.layers:
-            given = None if life is None else life.given.get(layer)
+            given = pages.get(layer)
             for lo, hi in plan.owed(layer, limit):
                 first_page, last_page = lo // plan.src_page_size, -(-hi // plan.src_page_size)
                 missing = first_page if given is None else given.gap(first_page, last_page)
                 if missing is not None:
-                    return f"layer {layer} page {missing} (counted after the prefix) was not sent{_extent(life, grant)}"
+                    return f"layer {layer} page {missing} (counted after the prefix) was not sent{extent(life, grant)}"
         if grant is not None and not seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
-            return f"every rank gives all pages after the prefix, also those another one writes{_extent(life, grant)}"
+            return f"every rank gives all pages after the prefix, also those another one writes{extent(life, grant)}"
         return None
 
     def _likely_writers(self, dst: int) -> tuple[int, ...]:
         """Before the grant names the writers: the ranks of this instance that would contribute."""
         return self._roster.contributing(self._roster.siblings, dst)
 
-    def _seal_if_done(self, life: _Life, now: float) -> None:
+    def _seal_if_done(self, life: Life, now: float) -> None:
         if life.error is not None or life.finish is None or life.grant is None or life.sealed_at is not None:
             return
         if life.running or life.queue:
@@ -417,7 +370,7 @@ class Sender:
         life.sealed_at = life.heard = now
         self._tell(life.dst, Seal(life.grant.generation, life.num_pages, life.finish.aux))
 
-    def _fail(self, life: _Life, error: KVError, *, tell: bool = True) -> None:
+    def _fail(self, life: Life, error: KVError, *, tell: bool = True) -> None:
         assert life.error is None
         error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
         life.error = error
@@ -431,7 +384,7 @@ class Sender:
             self._tell_abort(life.grant, error)
         self._after_drain(life)
 
-    def _after_drain(self, life: _Life) -> None:
+    def _after_drain(self, life: Life) -> None:
         if life.running or life.error is None:
             return
         if life.revoked and life.grant is not None and not life.tainted:
@@ -442,14 +395,14 @@ class Sender:
             life.cancels = []
             self._end(life)
 
-    def _end(self, life: _Life) -> None:
+    def _end(self, life: Life) -> None:
         del self._lives[(life.request, life.dst)]
         if life.grant is not None:
             del self._by_generation[(life.dst, life.grant.generation)]
             if life.tainted:
                 self._tainted.add((life.dst, life.grant.generation))
 
-    def _refuse_next(self, life: _Life, now: float) -> None:
+    def _refuse_next(self, life: Life, now: float) -> None:
         """The grant meant for this life is still to come: it must not bind a later one."""
         if len(self._refusals) >= MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
@@ -472,40 +425,8 @@ class Sender:
     def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
         self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
 
-    def _late(self, life: _Life, what: str, limit: float, option: str) -> TransferTimeout:
+    def _late(self, life: Life, what: str, limit: float, option: str) -> TransferTimeout:
         return TransferTimeout(
             f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
             f"cancel({life.request!r}) and retry, or raise the limit"
-        )
-
-
-def _extent(life: _Life | None, grant: BoundGrant | None) -> str:
-    """How much was sent and granted, to end a complaint with."""
-    if life is None or grant is None:
-        return "; send it, or cancel"
-    return (
-        f": {life.num_pages} pages of {grant.plan.src_page_size} tokens were sent, {len(grant.pages)} pages of "
-        f"{grant.plan.dst_page_size} tokens are granted behind a prefix of {grant.prefix_tokens} tokens; send the "
-        f"rest, or cancel"
-    )
-
-
-def _check_prefix(op: SendOp, grant: BoundGrant) -> None:
-    """One verb towards several receivers means one suffix, so their prefixes must be equal."""
-    op.prefixes[grant.dst] = grant.prefix_tokens
-    if len(set(op.prefixes.values())) > 1:
-        raise ProtocolError(
-            f"request {op.request!r}: its receivers hold unequal prefixes (rank -> tokens: {op.prefixes}); "
-            f"use one call a receiver, each with the pages after its own prefix"
-        )
-
-
-def _check_range(grant: BoundGrant, start: int, num_pages: int) -> None:
-    outside = first_page_outside(start, num_pages, grant.plan.src_page_size, grant.num_tokens)
-    if outside is not None:
-        raise PageOutOfRange(
-            f"request {grant.request!r} to rank {grant.dst}: page {outside} (counted after the prefix, "
-            f"{grant.plan.src_page_size} tokens each) lies outside the grant of {len(grant.pages)} pages of "
-            f"{grant.plan.dst_page_size} tokens behind a prefix of {grant.prefix_tokens} tokens; "
-            f"send only pages after the prefix"
         )

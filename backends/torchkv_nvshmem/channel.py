@@ -1,0 +1,239 @@
+"""The way to one PE: a stream, the peer's regions, and a queue of operations."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from torchkv import devicemem
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
+from torchkv.transport import Batch, Channel, RemoteView
+from torchkv_nvshmem import wire
+from torchkv_nvshmem.heap import Place
+from torchkv_nvshmem.operation import FlushOperation, Operation, PutOperation, SignalOperation, StreamPut
+from torchkv_nvshmem.process import Watch
+from torchkv_nvshmem.runtime import Runtime
+from torchkv_nvshmem.spans import Table, resolve
+from torchkv_nvshmem.wire import AddressBlob, RegionBlob
+
+__all__ = ["SIGNAL_NBYTES", "SLOTS", "NVSHMEMChannel"]
+
+SLOTS = 64
+SIGNAL_NBYTES = 8
+_CLOSE_SECONDS = 5.0  # for what is on the stream; over NVLink a matter of milliseconds
+_CLOSE_POLL = 0.0005
+
+
+class NVSHMEMChannel(Channel):
+    """See `torchkv.transport.Channel`. Made by ``NVSHMEMTransport.connect``."""
+
+    def __init__(self, runtime: Runtime, peer: AddressBlob, regions: Sequence[RegionBlob], local: Table) -> None:
+        self._runtime = runtime
+        self._pe = peer.pe
+        self._peer = f"PE {peer.pe} (process {peer.pid})"
+        self._local = local
+        self._regions = list(regions)
+        self._remote = Table()
+        self._mailbox = self._mailbox_of(peer)
+        for index, blob in enumerate(self._regions):
+            self._remote.add(self._address_of(index, blob), blob.nbytes)
+        self._views: dict[int, RemoteView | str] = {}  # or why there is none
+        self._mappings: list[devicemem.Mapping] = []
+        self._queue: deque[Operation] = deque()
+        self._posted: list[Operation] = []
+        self._failure: KVError | None = None
+        self._closed = False
+        with runtime.lock:
+            self._mapped = bool(runtime.library.pointer(self._mailbox, self._pe))
+        self._watch = Watch(peer.process)
+        self._stream = runtime.gpu.stream()
+
+    def _mailbox_of(self, peer: AddressBlob) -> int:
+        self._check_member(peer.heap, peer.pe, "its address")
+        if not 0 <= peer.pe < self._runtime.size:
+            raise ProtocolError(f"{self._peer}: this NVSHMEM job has {self._runtime.size} PEs")
+        place = Place(peer.mailbox_block, peer.mailbox_offset, SLOTS * SIGNAL_NBYTES)
+        if place.offset % SIGNAL_NBYTES:
+            raise ProtocolError(f"{self._peer}: signal words at byte {place.offset} are not aligned")
+        return self._runtime.heap.address(place, f"{self._peer}: its address")
+
+    def _address_of(self, index: int, blob: RegionBlob) -> int:
+        """The symmetric address of a region, or 0 if it lies outside symmetric memory."""
+        what = f"its region {index}"
+        self._check_member(blob.heap, blob.pe, what)
+        if blob.block == wire.NO_BLOCK:
+            return 0
+        return self._runtime.heap.address(Place(blob.block, blob.offset, blob.nbytes), f"{self._peer}: {what}")
+
+    def _check_member(self, heap: bytes, pe: int, what: str) -> None:
+        if heap != self._runtime.heap_id:
+            raise TransportUnavailable(f"{self._peer}: {what} belongs to another NVSHMEM job; use another transport")
+        if pe != self._pe:
+            raise ProtocolError(f"{self._peer}: {what} names PE {pe}")
+
+    # ------------------------------------------------------------------ the contract
+
+    @property
+    def link(self) -> str:
+        return "nvshmem/p2p" if self._mapped else "nvshmem/remote"
+
+    def put(self, batch: Batch) -> PutOperation:
+        self._require_usable()
+        spans = resolve(batch, self._local, self._remote, self._peer)
+        operation = PutOperation(self._put_name(len(batch)), self._runtime, self._stream, pe=self._pe, spans=spans)
+        self._queue.append(operation)
+        return operation
+
+    def put_on_stream(self, batch: Batch, stream: torch.cuda.Stream) -> StreamPut:
+        """The same, all at once and in the order of the caller's ``stream``: no earlier work on it need be done.
+
+        A flush or signal of this channel comes after it. Raises ``ProtocolError`` while ``stream`` is capturing: a
+        replay would write again, unasked.
+        """
+        self._require_usable()
+        theirs = self._runtime.gpu.borrow(stream)
+        spans = resolve(batch, self._local, self._remote, self._peer)
+        operation = StreamPut(self._put_name(len(batch)), self._runtime, theirs, pe=self._pe, spans=spans)
+        self._stream.follow(theirs)
+        self._posted.append(operation)
+        return operation
+
+    def flush(self) -> FlushOperation:
+        self._require_usable()
+        operation = FlushOperation(f"flush to {self._peer}", self._runtime, self._stream)
+        self._queue.append(operation)
+        return operation
+
+    def signal(self, slot: int, value: int) -> SignalOperation:
+        self._require_usable()
+        if not 0 <= slot < SLOTS:
+            raise ProtocolError(f"signal slot {slot} to {self._peer}: allowed are 0..{SLOTS - 1}")
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ProtocolError(f"signal value {value} to {self._peer} does not fit int64")
+        target = self._mailbox + slot * SIGNAL_NBYTES
+        name = f"signal {slot} to {self._peer}"
+        operation = SignalOperation(name, self._runtime, self._stream, pe=self._pe, target=target, value=value)
+        self._queue.append(operation)
+        return operation
+
+    def view(self, region: int) -> RemoteView | None:
+        """``ptr`` is an address of this rank's own device context, for its kernels."""
+        found = self._view(region)
+        return found if isinstance(found, RemoteView) else None
+
+    def why_no_view(self, region: int) -> str:
+        found = self._view(region)
+        return "" if isinstance(found, RemoteView) else found
+
+    def _view(self, region: int) -> RemoteView | str:
+        if self._closed:
+            raise ProtocolError(f"view of region {region}: the channel to {self._peer} is closed")
+        if not 0 <= region < len(self._regions):
+            raise ProtocolError(f"{self._peer} has no region {region}: it published {len(self._regions)}")
+        if region not in self._views:
+            self._views[region] = self._map(region)
+        return self._views[region]
+
+    def _map(self, region: int) -> RemoteView | str:
+        blob, device = self._regions[region], self._runtime.gpu.device
+        address = int(self._remote.base[region])
+        if address:
+            with self._runtime.lock:
+                ptr = self._runtime.library.pointer(address, self._pe)
+            if not ptr:
+                return f"NVSHMEM reaches {self._peer} over the network only: no NVLink or PCIe peer access to its GPU"
+            return RemoteView(ptr, blob.nbytes, device)
+        if not blob.share:
+            return f"{self._peer} has no bytes in region {region}"
+        try:
+            mapping = self._runtime.gpu.open_share(blob.share)
+        except TransportUnavailable as error:
+            return str(error)
+        self._mappings.append(mapping)
+        if mapping.nbytes != blob.nbytes:
+            raise ProtocolError(
+                f"{self._peer} published region {region} with {blob.nbytes} bytes over memory of {mapping.nbytes}"
+            )
+        return RemoteView(mapping.ptr, mapping.nbytes, device)
+
+    @property
+    def drained(self) -> bool:
+        # What a peer on this host writes, its own GPU contexts write: they end before the process counts as ended.
+        # Of one on another host packets may still be on their way, and nobody here can tell.
+        return self._mapped and self._watch.ended
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._fail(PeerLost(f"the channel to {self._peer} was closed"))
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.step(0) or not self.idle:
+            if time.monotonic() > deadline:
+                break  # a peer over the network that is gone: its operations never end, and keep their memory
+            time.sleep(_CLOSE_POLL)
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()
+        self._views.clear()
+        self._watch.close()
+        if self.idle:
+            self._stream.close()
+
+    # ------------------------------------------------------------------ for the transport
+
+    @property
+    def idle(self) -> bool:
+        """No operation is under way."""
+        return not self._queue and not self._posted
+
+    def uses_local(self, region: int) -> bool:
+        """Whether an unfinished put reads from local region ``region``."""
+        return any(
+            isinstance(operation, PutOperation) and operation.uses_local(region)
+            for operation in (*self._posted, *self._queue)
+        )
+
+    def step(self, budget_ns: int) -> bool:
+        """Advances the operations for about ``budget_ns``. True if anything moved."""
+        if self.idle:
+            return False
+        if self._failure is None and self._watch.ended:
+            self._fail(PeerLost(f"{self._peer} has ended; what was sent to it is lost"))
+        moved = False
+        for operation in self._posted:
+            moved = operation.step(budget_ns) or moved
+        while self._queue:
+            operation = self._queue[0]
+            moved = operation.step(budget_ns) or moved
+            if not operation.posted:
+                break
+            self._posted.append(self._queue.popleft())
+        for operation in self._posted:
+            # A failed operation takes the channel with it: what follows could not be vouched for.
+            if operation.done and operation.failed and self._failure is None:
+                assert operation.error is not None
+                self._fail(operation.error)
+        self._posted = [operation for operation in self._posted if not operation.done]
+        return moved
+
+    # ------------------------------------------------------------------ inside
+
+    def _put_name(self, count: int) -> str:
+        return f"put of {count} spans to {self._peer}"
+
+    def _fail(self, failure: KVError) -> None:
+        self._failure = failure
+        for operation in (*self._posted, *self._queue):
+            operation.stop(failure)
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise ProtocolError(f"the channel to {self._peer} is closed")
+        if self._failure is None and self._watch.ended:
+            self._fail(PeerLost(f"{self._peer} has ended"))
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))

@@ -1,0 +1,81 @@
+"""A peer's regions mapped into this process: shared memory on the host, CUDA IPC on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from torchkv import devicemem, hostmem
+from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.transport import RemoteView
+from torchkv_ucx.wire import RegionBlob
+
+__all__ = ["PeerViews"]
+
+
+class _Mapped(Protocol):
+    ptr: int
+    nbytes: int
+
+    def close(self) -> None: ...
+
+
+class PeerViews:
+    """Maps regions on first use. ``device``: gives the GPU whose kernels will use the views of device memory."""
+
+    def __init__(self, regions: Sequence[RegionBlob], device: Callable[[], torch.device], peer: str) -> None:
+        self._regions = regions
+        self._device = device
+        self._peer = peer
+        self._mapped: dict[int, tuple[_Mapped, torch.device]] = {}
+        self._refused: dict[int, str] = {}
+
+    def view(self, region: int) -> RemoteView | None:
+        """Raises ``ProtocolError`` for a region that does not exist, or whose memory is smaller than it says."""
+        self._check(region)
+        if region not in self._mapped and region not in self._refused:
+            try:
+                self._mapped[region] = self._map(region)
+            except TransportUnavailable as error:  # puts may still reach it
+                self._refused[region] = str(error)
+        if region in self._refused:
+            return None
+        mapped, device = self._mapped[region]
+        return RemoteView(mapped.ptr, self._regions[region].nbytes, device)
+
+    def why_not(self, region: int) -> str:
+        """Why `view` gives None; "" if it does not, or has not been asked."""
+        self._check(region)
+        return self._refused.get(region, "")
+
+    def _check(self, region: int) -> None:
+        if not 0 <= region < len(self._regions):
+            raise ProtocolError(f"{self._peer} has no region {region}: it published {len(self._regions)}")
+
+    def _map(self, region: int) -> tuple[_Mapped, torch.device]:
+        blob = self._regions[region]
+        mapped: _Mapped
+        if not blob.share:
+            raise TransportUnavailable(
+                f"region {region} of {self._peer} is not in memory that can be mapped; allocate it with "
+                "torchkv.KVCache.empty"
+            )
+        if blob.device == "cuda":
+            device = self._device()
+            mapped = devicemem.open_share(blob.share, device)
+        else:
+            device = torch.device("cpu")
+            mapped = hostmem.open_segment(blob.share)
+        if mapped.nbytes < blob.nbytes:
+            mapped.close()
+            raise ProtocolError(
+                f"{self._peer} published region {region} with {blob.nbytes} bytes over memory of {mapped.nbytes}"
+            )
+        return mapped, device
+
+    def close(self) -> None:
+        for mapped, _ in self._mapped.values():
+            mapped.close()
+        self._mapped.clear()

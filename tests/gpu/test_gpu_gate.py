@@ -1,0 +1,365 @@
+"""Flags and gates on a real GPU. Streams are held by the host, so that nothing here depends on time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.device_count() == 0:
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from torchkv import cudadriver, devicemem, gate
+from torchkv.arguments import as_send_pages
+from torchkv.devicepages import DevicePages
+from torchkv.errors import ProtocolError
+from torchkv.events import RecordedEvent, event_pool, wait_on_stream
+from torchkv.flags import Flags
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+LAYERS, SIZE = 4, 1 << 20
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Polls, as the progress thread does; fails after a while."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+
+
+@pytest.fixture
+def flags() -> Any:
+    torch.cuda.set_device(GPU)
+    # The first launch of a kernel loads it, and that waits for all streams, held ones too.
+    gate.GraphGate(1).mark(0)
+    torch.zeros(4, dtype=torch.int32, device=GPU).to(torch.int64)
+    torch.cuda.synchronize()
+    made = Flags(GPU)
+    yield made
+    made.close()
+    torch.cuda.synchronize()
+
+
+def test_a_hold_stops_a_stream_and_a_flag_tells_when_it_went_on(flags: Flags) -> None:
+    stream, other = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU, priority=-1)
+    data = torch.zeros(SIZE, dtype=torch.int64, pin_memory=True)
+    source = torch.zeros(SIZE, dtype=torch.int64, device=GPU)
+    source.fill_(0)
+    torch.cuda.synchronize()
+    for value in range(1, 20):
+        hold = flags.hold(stream)
+        with torch.cuda.stream(stream):
+            source.fill_(value)
+            data.copy_(source, non_blocking=True)
+        behind, beside = flags.signal(stream), flags.signal(other)
+        until(lambda flag=beside: flag.done)
+        assert not behind.done
+        assert not hold.passed
+        assert int(data.sum()) == (value - 1) * SIZE
+        hold.open()
+        until(lambda flag=behind: flag.done)
+        assert hold.passed
+        # Everything before the signal is visible to the host when the flag is.
+        assert int(data.sum()) == value * SIZE
+        behind.release()
+        beside.release()
+
+
+def test_more_uses_than_words(flags: Flags) -> None:
+    stream = torch.cuda.current_stream()
+    for _ in range(20_000):
+        flag = flags.signal(stream)
+        until(lambda flag=flag: flag.done)
+        flag.release()
+
+
+def test_close_lets_a_held_stream_go(flags: Flags) -> None:
+    stream = torch.cuda.Stream(GPU)
+    hold = flags.hold(stream)
+    end = torch.cuda.Event()
+    end.record(stream)
+    assert not end.query()
+    flags.close()
+    until(end.query)
+    assert hold.passed
+
+
+def test_nothing_of_ours_is_captured(flags: Flags) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in (flags.signal, flags.hold):
+            with pytest.raises(ProtocolError, match="GraphGate"):
+                call(torch.cuda.current_stream())
+        with pytest.raises(ProtocolError, match="GraphGate"):
+            gate.refuse_capture("send_layer('r')", 0)
+        with pytest.raises(ProtocolError, match="captured"):
+            gate.GraphGate(1)
+        torch.zeros(4, device=GPU).add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def test_a_thread_that_ignores_captures_works_beside_one_and_does_not_break_it(flags: Flags) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    found: list[object] = []
+
+    def progress() -> None:
+        try:
+            devicemem.make_current(GPU)
+            cudadriver.ignore_captures()
+            found.append(event.query())
+            found.append(devicemem.allocate(100, GPU).numel())
+            flag = flags.signal(side)
+            until(lambda: flag.done)
+            flag.release()
+        except BaseException as error:  # noqa: BLE001 - the main thread looks at it
+            found.append(error)
+
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream(GPU)
+    graph, value = torch.cuda.CUDAGraph(), torch.zeros(1, device=GPU)
+    with torch.cuda.graph(graph):  # the default mode: "global"
+        value.add_(1)
+        thread = threading.Thread(target=progress)
+        thread.start()
+        thread.join(30)
+    assert found == [True, 100]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert int(value) == 1
+
+
+@pytest.mark.parametrize("keep_gil", [True, False])
+@pytest.mark.parametrize("own", [True, False], ids=["own-stream", "default-stream"])
+def test_a_gate_is_behind_what_was_enqueued(own: bool, keep_gil: bool, flags: Flags) -> None:
+    stream = torch.cuda.Stream(GPU) if own else torch.cuda.default_stream(GPU)
+    with torch.cuda.stream(stream):
+        before = gate.record_gate(0, keep_gil=keep_gil)
+        hold = flags.hold(stream)
+        assert flags.holding
+        event = gate.record_gate(0, keep_gil=keep_gil)
+    until(before.query)
+    assert not event.query()
+    hold.open()
+    assert not flags.holding
+    until(event.query)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("own", [True, False], ids=["own-stream", "default-stream"])
+def test_a_gate_is_on_the_stream_of_the_gpu_that_was_asked_for(own: bool, flags: Flags) -> None:
+    """And not on that of the current one."""
+    stream = torch.cuda.Stream(GPU) if own else torch.cuda.default_stream(GPU)
+    with torch.cuda.stream(stream):
+        hold = flags.hold(stream)
+        with torch.cuda.device(1):
+            event, elsewhere = gate.record_gate(0), gate.record_gate(1)
+            assert torch.cuda.current_device() == 1
+        until(elsewhere.query)
+        assert not event.query()
+        hold.open()
+        until(event.query)
+
+
+def test_a_thread_that_has_no_context_yet_records_a_gate(flags: Flags) -> None:
+    found: list[object] = []
+
+    def record() -> None:
+        try:
+            event = gate.record_gate(0)
+            until(event.query)
+            found.append("recorded")
+        except BaseException as error:  # noqa: BLE001 - the main thread looks at it
+            found.append(error)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    thread.join(30)
+    assert found == ["recorded"]
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["ours", "PyTorch's"])
+def test_a_stream_waits_for_an_event_that_is_used_again_meanwhile(pooled: bool, flags: Flags) -> None:
+    """What a stream waits for is what the event had recorded when it was told to wait."""
+    first, second, free = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU), torch.cuda.Stream(GPU, priority=-1)
+    hold = flags.hold(first)
+    with torch.cuda.stream(first):
+        event: RecordedEvent | torch.cuda.Event = gate.record_gate(0) if pooled else torch.cuda.Event()
+        if isinstance(event, torch.cuda.Event):
+            event.record(first)
+    wait_on_stream(event, second)
+    behind = flags.signal(second)
+    if isinstance(event, RecordedEvent):
+        handle = event.handle
+        del event
+        with torch.cuda.stream(free):
+            again = gate.record_gate(0)
+        assert again.handle == handle, "the test recorded another event"
+        until(again.query)
+    else:
+        event.record(free)
+        until(event.query)
+    beside = flags.signal(free)
+    until(lambda: beside.done)
+    assert not behind.done
+    hold.open()
+    until(lambda: behind.done)
+    behind.release()
+    beside.release()
+
+
+def test_gates_by_the_thousand_come_from_a_pool_that_stops_growing(flags: Flags) -> None:
+    pool = event_pool(0)
+    handles = set()
+    for _ in range(5):
+        events = [gate.record_gate(0) for _ in range(600)]
+        assert len({event.handle for event in events}) == 600
+        torch.cuda.synchronize()
+        assert all(event.query() for event in events)
+        handles |= {event.handle for event in events}
+        del events
+    assert len(pool._free) >= len(handles)
+    assert len(handles) < 1200
+
+
+def test_page_ids_on_the_gpu_are_gated_by_their_own_event_and_belong_on_the_cache_s_gpu(flags: Flags) -> None:
+    device: Any = SimpleNamespace(index=0, record_gate=lambda: gate.record_gate(0))
+    ids = torch.tensor([3, 1, 2], dtype=torch.int32, device=GPU)
+    torch.cuda.synchronize()
+    hold = flags.hold(torch.cuda.current_stream())
+    pages = as_send_pages(ids, num_pages=4, device=device, what="test")
+    assert isinstance(pages, DevicePages)
+    assert not pages.ready.query()
+    hold.open()
+    until(pages.ready.query)
+    assert pages.ids.tolist() == [3, 1, 2]
+    assert pages.ids.dtype is torch.int64
+    device.index = 1
+    with pytest.raises(ProtocolError, match=r"cuda:0.*cuda:1"):
+        as_send_pages(ids, num_pages=4, device=device, what="test")
+
+
+class Step:
+    """A captured model step: each layer writes its pages, derived from ``content``, then marks the gate."""
+
+    def __init__(self) -> None:
+        self.content = torch.zeros(SIZE, dtype=torch.int64, device=GPU)
+        self.pages = torch.full((LAYERS, SIZE), -1, dtype=torch.int64, device=GPU)
+        self.gate = gate.GraphGate(LAYERS, GPU)
+        self.events = [torch.cuda.Event(external=True) for _ in range(LAYERS)]
+        self.side = torch.cuda.Stream(GPU)
+        self._run(warm_up=True)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._run(warm_up=False)
+        self.graph.replay()  # not armed, and finished: later arms begin behind it
+        torch.cuda.synchronize()
+
+    def _run(self, *, warm_up: bool) -> None:
+        for layer in range(LAYERS):
+            self.pages[layer].copy_(self.content * (layer + 1) + layer)
+            self.gate.mark(layer)
+            if not warm_up:
+                self.events[layer].record()
+
+    def fresh(self) -> torch.Tensor:
+        """New content, in stream order; what the pages must then hold."""
+        content = torch.randint(1, 1 << 40, (SIZE,))
+        self.content.copy_(content.to(GPU))
+        return torch.stack([content * (layer + 1) + layer for layer in range(LAYERS)])
+
+    def send(self, layer: int) -> torch.Tensor:
+        """What a transfer that starts now reads."""
+        with torch.cuda.stream(self.side):
+            return self.pages[layer].cpu()
+
+
+def test_two_replays_each_send_their_own_bytes(flags: Flags) -> None:
+    step = Step()
+    for _ in range(3):
+        want = step.fresh()
+        hold = flags.hold(torch.cuda.current_stream())
+        events = step.gate.arm()
+        step.graph.replay()
+        assert not any(event.query() for event in events), "open before the replay has begun"
+        hold.open()
+        for layer, event in enumerate(events):
+            until(event.query)
+            assert torch.equal(step.send(layer), want[layer])
+        torch.cuda.synchronize()
+
+
+def test_an_external_event_sends_the_bytes_of_the_replay_before(flags: Flags) -> None:
+    """Negative control: a sender that waits for a captured graph's events, from before the replay as ours does."""
+    step = Step()
+    old = step.fresh()
+    step.graph.replay()
+    torch.cuda.synchronize()
+    want = step.fresh()
+    torch.cuda.synchronize()
+    events = step.gate.arm()
+    assert all(event.query() for event in step.events), "they tell of the replay before"
+    sent = [step.send(layer) for layer in range(LAYERS)]
+    assert not any(event.query() for event in events), "ours wait for the next"
+    step.graph.replay()
+    torch.cuda.synchronize()
+    for layer in range(LAYERS):
+        assert torch.equal(sent[layer], old[layer])
+        assert not torch.equal(sent[layer], want[layer])
+        assert events[layer].query()
+        assert torch.equal(step.send(layer), want[layer])
+
+
+def test_several_arms_are_outstanding(flags: Flags) -> None:
+    step = Step()
+    stream = torch.cuda.current_stream()
+    arms, holds = [], []
+    for _ in range(3):
+        holds.append(flags.hold(stream))
+        arms.append(step.gate.arm())
+        step.graph.replay()
+    for index, hold in enumerate(holds):
+        later = [event for arm in arms[index:] for event in arm]
+        assert not any(event.query() for event in later)
+        hold.open()
+        until(lambda arm=arms[index]: all(event.query() for event in arm))
+    torch.cuda.synchronize()
+
+
+def test_eager_marks_and_marks_in_inference_mode(flags: Flags) -> None:
+    with torch.inference_mode():
+        made = gate.GraphGate(2)
+    stream = torch.cuda.current_stream()
+    hold = flags.hold(stream)
+    made.mark(0)  # not armed, and still waiting when the next is
+    events = made.arm()
+    inner = flags.hold(stream)
+    made.mark(0)
+    hold.open()
+    until(lambda: hold.passed)
+    assert not any(event.query() for event in events)
+    inner.open()
+    until(events[0].query)
+    assert not events[1].query()
+    with torch.inference_mode():
+        made.mark(1)
+    until(events[1].query)
+
+
+def test_a_graph_outlives_its_gate(flags: Flags) -> None:
+    step = Step()
+    graph, seen = step.graph, step.gate._host_counts
+    before = seen.clone()
+    step.gate = None  # type: ignore[assignment]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(seen, before + 1)

@@ -1,0 +1,165 @@
+"""SIGKILL of a peer whose GPU memory is mapped here, or into which kernels are writing: ``PeerLost``, never a hang,
+and when the group has been destroyed the survivor keeps none of either rank's GPU memory.
+
+Deadlines are minutes here, so that only the detection of the death itself can end a wait in time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, ask, kv_world
+from lane_cases import own_device, random_fill
+from rank_parts import needs_gpus, until
+from small import Never, small_layout
+
+from torchkv import KVCache, KVWork, PeerLost
+
+SURVIVOR, VICTIM = range(2)
+PATIENCE = 30  # seconds; the deadlines of the group are ten times that
+DEADLINES = {"TORCHKV_TIMEOUT": "300", "TORCHKV_GRANT_TIMEOUT": "300", "TORCHKV_HEARTBEAT": "60"}
+
+# 1 GiB a rank, which one thread block is busy with for a while.
+BIG = {"num_layers": 16, "num_kv_heads": 8, "head_dim": 128}
+PAGES = list(range(1024))
+POOL_NBYTES = 1 << 30
+# What stays of a process that has run: loaded kernels, the driver's own, 2 MiB of a dead peer that UCX never unmaps.
+SLACK = 128 << 20
+
+pytestmark = needs_gpus(1)
+
+
+def free_nbytes() -> list[int]:
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+
+
+def start_gpus() -> list[int]:
+    """A context of this rank on every GPU; the free memory of each, before the other rank has touched any."""
+    own_device("cuda")
+    torch.ones(1, device="cuda").add_(1).cpu()
+    free_nbytes()
+    return free_nbytes()
+
+
+def join() -> None:
+    kv, device = kv_world(), own_device("cuda")
+    cache = KVCache.empty(small_layout(**BIG), len(PAGES), device=device, group=kv)
+    assert cache.nbytes == POOL_NBYTES
+    random_fill(cache, np.random.default_rng())
+    kv.register(cache)
+
+
+def expect_lost(work: KVWork) -> None:
+    with pytest.raises(PeerLost, match=f"rank {VICTIM}") as caught:
+        work.wait(PATIENCE)
+    assert caught.value.retryable
+
+
+# ---------------------------------------------------------------------- victims
+
+
+def write() -> None:
+    """All layers but the last, which waits for an event that never comes."""
+    kv = kv_world()
+    layers = range(BIG["num_layers"])
+    for layer in layers[:-1]:
+        kv.send_layer("r", layer, PAGES, SURVIVOR)
+    kv.send_layer("r", layers[-1], PAGES, SURVIVOR, event=Never())
+    kv.finish("r", SURVIVOR)
+    ask("ready")
+
+
+def read() -> None:
+    kv_world().recv_pages("r", PAGES, SURVIVOR)
+    ask("ready")
+
+
+# ---------------------------------------------------------------------- survivors
+
+
+def receive() -> None:
+    kv = kv_world()
+    rx = kv.recv_pages("r", PAGES, VICTIM)
+    rx.wait_layer(0, PATIENCE)
+    ask("kill now")
+    expect_lost(rx)
+    kv.cancel("r").wait(PATIENCE)
+    assert kv.quarantined() == {}, "the victim is dead, so nothing of it can land any more"
+    assert rx.exception().pages_safe
+
+
+def send() -> None:
+    kv = kv_world()
+    layers = range(BIG["num_layers"])
+    moving = [kv.send_layer("r", layer, PAGES, VICTIM) for layer in layers[:-1]]
+    gated = kv.send_layer("r", layers[-1], PAGES, VICTIM, event=Never())
+    done = kv.finish("r", VICTIM)
+    moving[0].wait(PATIENCE)
+    ask("kill now")
+    expect_lost(gated)
+    expect_lost(done)
+    for work in moving[1:]:
+        with suppress(PeerLost):  # it may have been through before the kill
+            work.wait(PATIENCE)
+        assert work.is_completed()
+    kv.cancel("r").wait(PATIENCE)
+
+
+def leave(before: list[int]) -> None:
+    """Destroys the group; ``before``: free memory of each GPU before it was there."""
+
+    def missing() -> list[int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return [then - now for then, now in zip(before, free_nbytes(), strict=True)]
+
+    assert max(missing()) > SLACK, "this rank's own pool, at least, should have been noticed"
+    dist.destroy_process_group()
+    until(lambda: max(missing()) < SLACK, "GPU memory is back where it was before the group")
+
+
+# ---------------------------------------------------------------------- the test
+
+
+@pytest.fixture
+def new_ranks() -> Iterator[Callable[[dict[str, str]], Ranks]]:
+    """Ranks for one test: one of them will be dead at its end."""
+    made: list[Ranks] = []
+
+    def make(env: dict[str, str]) -> Ranks:
+        made.append(Ranks(2, env={**DEADLINES, "TORCHKV_SM_BUDGET": "1", **env}))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+@pytest.mark.parametrize("env", [{}, {"TORCHKV_PATH": "slices"}], ids=["direct", "put"])
+@pytest.mark.parametrize(
+    ("victim", "survivor"), [(write, receive), (read, send)], ids=["a-writer-is-killed", "a-receiver-is-killed"]
+)
+def test_memory_of_a_killed_peer_comes_back(
+    victim: Callable[[], Any],
+    survivor: Callable[[], Any],
+    env: dict[str, str],
+    new_ranks: Callable[[dict[str, str]], Ranks],
+) -> None:
+    ranks = new_ranks(env)
+    (before,) = ranks.run(start_gpus, ranks=[SURVIVOR])
+    ranks.run(join)
+    ranks.start(victim, ranks=[VICTIM])
+    ranks.start(survivor, ranks=[SURVIVOR])
+    assert ranks.hear(VICTIM) == "ready"
+    assert ranks.hear(SURVIVOR) == "kill now"
+    ranks.kill(VICTIM)
+    ranks.tell(SURVIVOR)
+    ranks.join([SURVIVOR])
+    ranks.run(leave, before, ranks=[SURVIVOR])

@@ -1,0 +1,141 @@
+"""UCX on device memory, beyond the contract suite (which runs there too: ``pytest -m gpu tests/contract``)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from contract_pair import MIB, connected, slices
+from contract_world import World, device_worlds
+
+GPUS = torch.cuda.device_count()
+if GPUS == 0:
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("ucxx", reason="needs ucxx")
+
+
+@pytest.fixture(scope="module", params=device_worlds(), ids=lambda world: world.lane)
+def lane(request: pytest.FixtureRequest) -> Iterator[World]:
+    world: World = request.param
+    yield world
+    world.stop()
+
+
+@pytest.fixture
+def world(lane: World) -> Iterator[World]:
+    yield lane
+    lane.close_transports()
+
+
+def run_python(code: str, **variables: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "PYTORCH_", "MASTER_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_killed_peer_is_lost_and_its_memory_comes_back(world: World) -> None:
+    """A mapping keeps a dead owner's memory allocated: neither a view nor UCX may hold one after close()."""
+    size, slack = 256 * MIB, 32 * MIB  # slack: what UCX maps to learn that it reaches a GPU, and drivers' own
+    a = world.end("a")
+    place = int(world.devices[-1].removeprefix("cuda:"))
+    own = size if len(world.devices) == 1 else 0  # of a's own region on the GPU that is watched
+
+    def free_nbytes(wanted: int, seconds: float) -> int:
+        """The driver takes a dead process's memory back in its own time."""
+        deadline = time.monotonic() + seconds
+        while (free := int(a.call("free_device_nbytes", place))) < wanted and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return free
+
+    def lose(name: str, nbytes: int) -> None:
+        """Connects to a process that is then killed under a put; the channel stays open."""
+        pair = connected(world, (nbytes,), "allocate", names=("a", name))
+        assert a.call("view", pair.channel, 0)
+        pair.put(slices(8 * MIB))
+        operations = a.call("put", pair.channel, *slices(nbytes)), a.call("flush", pair.channel)
+        world.process(name).kill()
+        assert [error and error[0] for error in a.call("wait", *operations)] == ["PeerLost"] * 2
+
+    def start_again() -> None:
+        a.call("close")
+        a.call("open")  # drops this end's own regions
+
+    everything = 1 << 62
+    lose("first", 64 * MIB)
+    start_again()
+    baseline = free_nbytes(everything, 3.0)
+    lose("second", size)
+    held = free_nbytes(everything, 3.0)
+    assert held < baseline - own - size + slack, "nothing held the dead peer's memory: the test shows nothing"
+    start_again()
+    assert free_nbytes(baseline - slack, 20.0) >= baseline - slack
+
+
+_CONTEXTS = """
+import torch
+from torchkv_ucx import UCXTransport
+from torchkv.cudadriver import check, driver
+
+def active():
+    cuda = driver()
+    devices = [check(cuda.cuDeviceGet(i), "") for i in range(torch.cuda.device_count())]
+    return [bool(check(cuda.cuDevicePrimaryCtxGetState(device), "")[1]) for device in devices]
+
+a, b = UCXTransport(), UCXTransport()
+last = torch.device("cuda", torch.cuda.device_count() - 1)
+a.register(a.allocate(4096, torch.device("cpu")))
+region = b.register(b.allocate(4096, torch.device("cpu")))
+there, back = a.connect(b.address(), [region.descriptor()]), b.connect(a.address(), [])
+flush = there.flush()
+while not flush.done:
+    a.progress(), b.progress()
+print(active())
+a.register(a.allocate(4096, last))
+print(active())
+a.close(), b.close()
+"""
+
+
+def test_host_memory_opens_no_gpu_and_device_memory_only_its_own() -> None:
+    """A context on GPU 0 of every rank, by accident, costs half a gigabyte each."""
+    before, after = run_python(_CONTEXTS).splitlines()[-2:]
+    assert before == str([False] * GPUS)
+    assert after == str([False] * (GPUS - 1) + [True])
+
+
+_EXPANDABLE = """
+import torch
+from torchkv_ucx import UCXTransport
+from torchkv.errors import TransportUnavailable
+transport = UCXTransport()
+gpu = torch.device("cuda", 0)
+try:
+    transport.register(torch.zeros(1 << 20, dtype=torch.uint8, device=gpu))
+    print("registered")
+except TransportUnavailable as error:
+    print("refused:", error)
+print(repr(transport.register(transport.allocate(1 << 20, gpu)).no_put))
+transport.close()
+"""
+
+
+def test_expandable_segments_are_refused_and_our_own_memory_is_not() -> None:
+    refused, own = run_python(_EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True").splitlines()[-2:]
+    assert refused.startswith("refused:")
+    assert "KVCache.empty" in refused
+    assert own == "''"
+    control, _ = run_python(_EXPANDABLE).splitlines()[-2:]
+    assert control == "registered"
+
+
+def test_without_cuda_ipc_device_memory_is_for_views_only() -> None:
+    stdout = run_python(_EXPANDABLE, UCX_TLS="tcp,cma,self")
+    assert "cuda_ipc" in stdout.splitlines()[-1]

@@ -1,0 +1,116 @@
+"""The progress thread's rest: it ends for each of its reasons, and for nothing else.
+
+Every test also shows that other threads run meanwhile: they are what ends the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchkv import idle
+
+LONG = 60.0  # seconds: a rest that lasts as long has missed its reason
+TOP = 1 << 32
+
+
+class Rest:
+    """A rest on a thread of its own."""
+
+    def __init__(self, wake: Any, fds: Any = (), **what: Any) -> None:
+        self._thread = threading.Thread(target=lambda: idle.rest(wake, fds, seconds=LONG, **what), daemon=True)
+        self._thread.start()
+
+    def ends(self) -> bool:
+        self._thread.join(LONG / 3)
+        return not self._thread.is_alive()
+
+    def goes_on(self) -> bool:
+        self._thread.join(0.1)  # also long enough for it to take naps
+        return self._thread.is_alive()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    idle.warm_up()
+
+
+@pytest.fixture
+def wake() -> Iterator[Any]:
+    word = np.zeros(1, dtype=np.int64)
+    yield word
+    word[0] = 1  # no rest outlives its test
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_store_to_the_wake_word_ends_it(wake: Any) -> None:
+    rest = Rest(wake)
+    assert rest.goes_on()
+    wake[0] = 1
+    assert rest.ends()
+
+
+def test_a_readable_file_descriptor_ends_it_whichever_it_is(wake: Any, pipe: tuple[int, int]) -> None:
+    silent = os.pipe()
+    try:
+        rest = Rest(wake, (silent[0], pipe[0]))
+        assert rest.goes_on()
+        os.write(pipe[1], b"x")
+        assert rest.ends()
+        assert Rest(wake, (silent[0], pipe[0])).ends(), "it is readable from the start"
+        assert Rest(wake, (silent[0],)).goes_on()
+        wake[0] = 1
+    finally:
+        for end in silent:
+            os.close(end)
+
+
+@pytest.mark.parametrize("value", [1, 5, 1 << 31, TOP - 1, 0])
+def test_a_word_that_reaches_its_value_ends_it(value: int, wake: Any) -> None:
+    words = np.zeros(8, dtype=np.uint32)
+    words[[2, 6]] = (value - 1) % TOP
+    words[3] = value  # nobody waits for it
+    rest = Rest(wake, words=words, awaited=[(2, value), (6, value)])
+    assert rest.goes_on()
+    words[6] = value
+    assert rest.ends()
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "reached"),
+    [
+        (7, 7, True),
+        (8, 7, True),
+        (6, 7, False),
+        (0, TOP - 1, True),  # it has gone round
+        (TOP - 1, 0, False),
+        ((1 << 31) - 1, 0, True),
+        (1 << 31, 0, False),  # that far ahead is behind
+    ],
+)
+def test_words_are_compared_as_the_gpu_compares_them(word: int, value: int, reached: bool, wake: Any) -> None:
+    rest = Rest(wake, words=np.array([word], dtype=np.uint32), awaited=[(0, value)])
+    assert rest.ends() if reached else rest.goes_on()
+
+
+def test_it_ends_when_its_time_is_up(wake: Any) -> None:
+    done = threading.Event()
+
+    def short() -> None:
+        idle.rest(wake, (), seconds=0.01, words=np.zeros(1, dtype=np.uint32), awaited=[(0, 1)])
+        done.set()
+
+    threading.Thread(target=short, daemon=True).start()
+    assert done.wait(LONG / 3)

@@ -1,0 +1,202 @@
+"""The page-copy kernels. What runs the kernel is in kernel_cases.py; here is what needs neither GPU nor interpreter."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA build of PyTorch brings it)")
+
+from torchkv import kernellaunch, kernels, pagecopy
+from torchkv.kernellaunch import TILES, TILES_PER_BLOCK, TILES_PER_JOB, divisor
+from torchkv.slab import Rows
+from torchkv.slabgeometry import Geometry, Side
+
+CASES = Path(__file__).with_name("kernel_cases.py")
+
+
+def shape(**given: Any) -> Geometry:
+    side = Side(page_stride=4096, base=0, token_stride=256, per_page=1, num_pages=8)
+    fields = {"tokens": 16, "holders": 1, "index": 0, "per_unit": 1, "src": side, "dst": side, "alignment": 16}
+    return Geometry(**{**fields, "rows": Rows(1, 0, 0, 1, 0, 0, 4096), **given})
+
+
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when a kernel is defined, so the cases have a process to themselves."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    overrides = ["-o", "addopts=--strict-markers"]
+    done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# Division by multiplication
+
+
+def divide(number: int, magic: int, shift: int) -> int:
+    """`pagecopy._div`, with 64-bit registers."""
+    product = (2 * number) * (magic & 0xFFFFFFFF)
+    assert product < 1 << 64
+    return (product >> 32) >> shift
+
+
+@settings(max_examples=500)
+@given(number=st.integers(0, (1 << 31) - 1), by=st.integers(1, (1 << 31) - 1))
+def test_division(number: int, by: int) -> None:
+    magic, shift = divisor(by)
+    assert -(1 << 31) <= magic < 1 << 31
+    assert 0 <= shift < 32
+    multiple = number // by * by
+    for value in (number, multiple, max(0, multiple - 1), (1 << 31) - 1):
+        assert divide(value, magic, shift) == value // by
+
+
+def test_division_by_every_small_number() -> None:
+    for by in range(1, 3000):
+        magic, shift = divisor(by)
+        top = ((1 << 31) - 1) // by * by
+        for value in (0, by - 1, by, top - 1, top, (1 << 31) - 1, random.randrange(1 << 31)):
+            assert divide(value, magic, shift) == value // by
+
+
+# Choice of the tile
+
+
+def test_tiles_keep_every_block_busy() -> None:
+    for words in (1, 100, 1 << 12, 1 << 17, 1 << 20, 1 << 30):
+        for num_jobs in (1, 2, 160):
+            for blocks in (1, 8, 16, 132):
+                tile = kernellaunch._tile(words, num_jobs, blocks)
+                if tile != TILES[-1]:
+                    assert num_jobs * (words // tile.words) >= TILES_PER_BLOCK * blocks
+                    assert words >= TILES_PER_JOB * tile.words
+    assert kernellaunch._tile(1 << 18, 160, 132) == TILES[0]
+    assert kernellaunch._tile(1 << 17, 2, 132) == TILES[-1]
+
+
+def test_a_tile_is_no_larger_than_what_launches_allow_for() -> None:
+    assert kernellaunch.MAX_WORDS + max(tile.words for tile in TILES) < 1 << 31
+
+
+@settings(max_examples=300)
+@given(per_row=st.integers(1, 300), first=st.integers(0, 1000))
+def test_a_table_holds_all_rows_that_a_tile_touches(per_row: int, first: int) -> None:
+    tile = kernellaunch.Tile(512, 4, 64)
+    what = kernellaunch.shape(shape(rows=Rows(1, 0, 0, 1, 0, 0, 16 * per_row)))
+    table = kernellaunch._constants(pagecopy.DIRECT, what, tile)[-1]
+    word = first * tile.words
+    touched = (word + tile.words - 1) // per_row - word // per_row + 1
+    assert table in (0, 64)
+    assert touched <= table or table == 0
+    assert table or per_row <= 9, "long rows are worth a table"
+
+
+# Launching: with a compiled kernel in the place of the real one
+
+
+class FakeKernel:
+    """Takes the place of a Triton kernel; notes what is compiled, loaded and launched."""
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+
+    def warmup(self, *arguments: int, grid: tuple[int, ...], num_warps: int) -> FakeKernel:
+        self.log.append(("compile", arguments[pagecopy.NUM_INTEGERS :], num_warps))
+        return self
+
+    @property
+    def run(self) -> None:
+        self.log.append(("load",))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(*arguments: int, **options: int) -> None:
+            self.log.append(("start", grid, len(arguments), options))
+
+        return start
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(pagecopy, "copy", FakeKernel(found))
+    monkeypatch.setattr(kernellaunch.triton, "JITFunction", FakeKernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernellaunch._compiled.cache_clear()
+    yield found
+    kernellaunch._compiled.cache_clear()
+
+
+def send(geometry: Geometry, num_pages: int = 4, blocks: int = 2) -> None:
+    ids = torch.zeros(num_pages, dtype=torch.int64)
+    kernels.copy_pages(
+        torch.zeros((1, 2), dtype=torch.int64),
+        ids,
+        ids,
+        geometry,
+        first_job=0,
+        num_jobs=1,
+        start=0,
+        limit_tokens=16 * num_pages,
+        errors=torch.zeros(1, dtype=torch.int64),
+        blocks=blocks,
+    )
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_prepare_compiles_all_that_a_transfer_needs(
+    log: list[tuple[Any, ...]], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", known)
+    geometry = shape()
+    kernels.prepare(geometry)
+    assert [entry[0] for entry in log if entry[0] != "load"] == ["compile"] * len(TILES)
+    assert sum(entry[0] == "load" for entry in log) == (len(TILES) if known else 0)
+    log.clear()
+    for num_pages in (1, 60, 100_000):
+        send(geometry, num_pages)
+    assert {entry[0] for entry in log} == {"start"}, "something was compiled when the data were there already"
+    assert all(entry[2] == pagecopy.NUM_INTEGERS + 6 for entry in log)
+    # A version of Triton that is not known gets the options of an ordinary launch.
+    assert all(bool(entry[3]) is not known for entry in log)
+
+
+def test_prepare_takes_other_modes(log: list[tuple[Any, ...]]) -> None:
+    kernels.prepare(shape(), pagecopy.GATHER, pagecopy.SCATTER)
+    assert {entry[1][0] for entry in log if entry[0] == "compile"} == {pagecopy.GATHER, pagecopy.SCATTER}
+
+
+def test_no_more_blocks_than_tiles(log: list[tuple[Any, ...]]) -> None:
+    send(shape(), num_pages=3, blocks=132)  # 3 pages of 256 words: two tiles of 512
+    assert [entry[1] for entry in log if entry[0] == "start"] == [(2, 1, 1)]
+
+
+def test_layouts_share_variants(log: list[tuple[Any, ...]]) -> None:
+    """Nothing but the word's width and the number of row counts makes another variant."""
+    side = Side(page_stride=8192, base=512, token_stride=512, per_page=1, num_pages=99)
+    for geometry in (shape(), shape(src=side), shape(rows=Rows(1, 0, 0, 1, 0, 0, 1152), dst=side)):
+        send(geometry)
+    assert sum(entry[0] == "compile" for entry in log) == 1
+
+
+# Error codes
+
+
+@pytest.mark.parametrize("page", [0, 7, (1 << 31) - 1, -1, -(1 << 31)])
+@pytest.mark.parametrize("position", [0, 5, kernels.MAX_IDS - 1])
+@pytest.mark.parametrize("side", [0, 1])
+def test_error_codes(side: int, position: int, page: int) -> None:
+    errors = kernels.error_slot()
+    assert kernels.first_error(errors) is None
+    errors[0] = (position + 1) << 33 | side << 32 | (page & 0xFFFFFFFF)
+    assert kernels.first_error(errors) == (("source", "destination")[side], position, page)

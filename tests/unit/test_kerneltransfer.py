@@ -1,0 +1,191 @@
+"""When a transfer by kernels is over: never before all that it enqueued has run. The GPU is a fake."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from torchkv import kerneltransfer
+from torchkv.errors import TransferCancelled, TransportUnavailable
+from torchkv.kerneltransfer import KernelTransfer
+from torchkv.protocol.actions import SendOp
+
+LAYERS = (0, 1, 2)
+
+
+class Gpu:
+    """As much of `torchkv.device.Device` as a transfer uses. ``log``: what was enqueued, in order."""
+
+    blocks = 1
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.flags: list[Any] = []
+        self.released: list[str] = []
+        self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
+        self.broken = False
+
+    def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
+        self.log.append(f"upload {key[0]}")
+        return SimpleNamespace(ids=torch.from_numpy(ids))
+
+    def signal(self, stream: Any) -> Any:
+        if self.broken:
+            raise TransportUnavailable("signalling from a stream failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+        self.log.append("signal")
+        self.flags.append(SimpleNamespace(done=False))
+        return self.flags[-1]
+
+    def retire(self, flag: Any) -> None:
+        assert flag.done
+
+    def release(self, stream: Any, request: str) -> None:
+        self.released.append("stream")
+
+    def error_slot(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    def retire_errors(self, slot: torch.Tensor) -> None:
+        self.released.append("errors")
+
+    def run(self) -> None:
+        for flag in self.flags:
+            flag.done = True
+
+
+class Event:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.error: Exception | None = None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(kerneltransfer, "wait_on_stream", lambda event, stream: event.log.append("wait"))
+    monkeypatch.setattr(kerneltransfer.kernels, "copy_pages", lambda *args, **what: made.log.append("kernel"))
+    return made
+
+
+def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS) -> KernelTransfer:
+    """One of two pages; ``groups``: kernels a launch. The plan's layers are ``owed``."""
+    shape = SimpleNamespace(pairs=lambda **what: range(2), pair_nbytes=64, rows=SimpleNamespace(per_pair=1))
+    job = SimpleNamespace(geometry=shape, table=None, ranges=lambda layers: [(0, len(layers))])
+    plan = SimpleNamespace(layers=owed, src_page_size=16, nbytes=lambda tokens: 128 * len(owed))
+    grant: Any = SimpleNamespace(dst=1, generation=1, num_tokens=32, pages=np.array([4, 5]), plan=plan)
+    route: Any = SimpleNamespace(channel=object(), num_pages=8, count=lambda *args, **what: None)
+    return KernelTransfer(
+        SendOp("r", 1, {}, LAYERS, 0, 2, None),
+        grant,
+        pages=np.array([2, 3]),
+        waits=[Event(gpu.log)],  # type: ignore[list-item]
+        stream=SimpleNamespace(query=lambda: True),  # type: ignore[arg-type]
+        jobs=SimpleNamespace(groups=[job] * groups),  # type: ignore[arg-type]
+        device=gpu,  # type: ignore[arg-type]
+        local=SimpleNamespace(num_pages=8),  # type: ignore[arg-type]
+        route=route,
+        report=lambda layers, nbytes, path: gpu.log.append(f"report {len(layers)} {nbytes}"),
+    )
+
+
+def advance(made: KernelTransfer, times: int = 20) -> None:
+    for _ in range(times):
+        if not made.finished:
+            made.advance()
+
+
+def test_it_waits_copies_and_reports_in_order(gpu: Gpu) -> None:
+    made = transfer(gpu)
+    advance(made)
+    assert gpu.log == ["wait", "upload dst", "upload src", "kernel", "signal"]
+    assert not made.finished
+    assert gpu.released == []
+    gpu.run()
+    advance(made)
+    assert made.finished
+    assert made.error is None
+    assert gpu.log[-1] == "report 3 384"
+    assert sorted(gpu.released) == ["errors", "stream", "upload", "upload"]
+
+
+def test_a_launch_that_fails_half_way_is_over_when_its_first_half_is(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_pages(*args: Any, **what: Any) -> None:
+        if "kernel" in gpu.log:
+            raise TransportUnavailable("no second kernel")
+        gpu.log.append("kernel")
+
+    monkeypatch.setattr(kerneltransfer.kernels, "copy_pages", copy_pages)
+    made = transfer(gpu, groups=2)
+    advance(made)
+    assert gpu.log[-2:] == ["kernel", "signal"]
+    assert not made.finished
+    assert gpu.released == []
+    gpu.run()
+    advance(made)
+    assert made.finished
+    assert made.flushed
+    assert "no second kernel" in str(made.error)
+    assert sorted(gpu.released) == ["errors", "stream", "upload", "upload"]
+
+
+def test_a_halted_one_runs_to_its_end_and_reports_nothing(gpu: Gpu) -> None:
+    made = transfer(gpu)
+    made.advance()
+    made.halt()
+    advance(made)
+    assert not made.finished
+    gpu.run()
+    advance(made)
+    assert made.finished
+    assert made.flushed
+    assert isinstance(made.error, TransferCancelled)
+    assert not any(entry.startswith("report") for entry in gpu.log)
+
+
+def test_one_that_is_halted_before_it_began_enqueues_nothing(gpu: Gpu) -> None:
+    made = transfer(gpu)
+    made.halt()
+    advance(made)
+    assert made.finished
+    assert made.flushed
+    assert gpu.log == []
+    assert sorted(gpu.released) == ["errors", "stream"]
+
+
+def test_nothing_owed_waits_for_nothing(gpu: Gpu) -> None:
+    made = transfer(gpu, owed=())
+    advance(made)
+    assert made.finished
+    assert made.error is None
+    assert gpu.log == []
+
+
+def test_a_gpu_that_failed_leaves_the_pages_unproven(gpu: Gpu) -> None:
+    made = transfer(gpu)
+    made.advance()
+    gpu.broken = True
+    made.halt()
+    advance(made)
+    assert made.finished
+    assert not made.flushed, "nobody can tell what was written"
+    assert gpu.released == []
+
+
+def test_an_event_that_cannot_be_asked_is_no_closed_gate(gpu: Gpu) -> None:
+    made = transfer(gpu)
+    assert made.gated
+    made._waits[0].error = RuntimeError("CUDA error: an illegal memory access was encountered")  # type: ignore[union-attr]
+    assert not made.gated

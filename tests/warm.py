@@ -1,0 +1,12 @@
+"""Imported by the server that test processes are forked from: they inherit the machine code that this makes.
+
+Otherwise each of them would load it from disk, or compile it where there is none yet, as in a clean clone. Nothing
+here loads UCX, starts a thread or touches a GPU.
+"""
+
+from __future__ import annotations
+
+from torchkv import arguments, descriptors, hostcopy
+
+for module in (arguments, descriptors, hostcopy):
+    module.warm_up()

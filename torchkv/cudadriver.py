@@ -1,0 +1,180 @@
+"""The CUDA driver, as the modules for device memory need it: loaded on first use, every result checked.
+
+Nothing here runs on a machine without GPUs until somebody asks for device memory; then the answer is a
+``TransportUnavailable`` that says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchkv.errors import ProtocolError, TransportUnavailable
+
+__all__ = [
+    "check",
+    "check_code",
+    "context",
+    "device_index",
+    "driver",
+    "failed_with",
+    "ignore_captures",
+    "is_capturing",
+    "library",
+    "library_with_gil",
+    "make_current",
+    "primary_context",
+]
+
+
+@functools.cache
+def driver() -> Any:
+    """The initialised module ``cuda.bindings.driver``. Raises ``TransportUnavailable`` without it or without a GPU."""
+    try:
+        module: Any = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise TransportUnavailable(
+            f"device memory needs the package cuda-bindings ({error}); pip install cuda-bindings, of the same CUDA "
+            "major version as torch.version.cuda"
+        ) from error
+    try:
+        result = module.cuInit(0)
+    except RuntimeError as error:  # what it raises where it finds no libcuda
+        raise TransportUnavailable(f"no CUDA driver on this machine ({error}); use device='cpu' here") from error
+    check(result, "initialising CUDA")
+    return module
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a driver call's ``(code, value, ...)``: None, the one value, or a tuple of several.
+
+    Raises ``TransportUnavailable`` with ``what`` and the code's name unless the call succeeded.
+    """
+    code, *values = result
+    if int(code) != 0:
+        raise TransportUnavailable(f"{what} failed: {code.name}")
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+_POINTER, _UINT32, _UINT64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuEventQuery": (_POINTER,),
+    "cuEventRecord": (_POINTER, _POINTER),  # event, stream
+    "cuStreamIsCapturing": (_POINTER, ctypes.POINTER(ctypes.c_int)),
+    "cuStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
+    "cuStreamWaitValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),  # stream, address, value, flags
+    "cuStreamWriteValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),
+}
+
+
+@functools.cache
+def library() -> Any:
+    """The driver's own functions, for the few calls that are made often: the module's wrappers cost 1 to 2 us each.
+
+    Only those of ``_SIGNATURES``. They return a code, for `check_code`, and let go of the GIL meanwhile.
+    """
+    return _load(ctypes.CDLL)
+
+
+@functools.cache
+def library_with_gil() -> Any:
+    """The same functions, keeping the GIL: for the caller's thread, which would have to wait to get it back."""
+    return _load(ctypes.PyDLL)
+
+
+def _load(kind: Callable[[str], Any]) -> Any:
+    driver()  # its reasons are clearer
+    try:
+        loaded = kind("libcuda.so.1")
+        for name, types in _SIGNATURES.items():
+            getattr(loaded, name).argtypes = types
+    except (OSError, AttributeError) as error:
+        raise TransportUnavailable(f"the CUDA driver lacks what torchkv needs ({error}); use 525 or newer") from error
+    return loaded
+
+
+def check_code(code: int, what: str) -> None:
+    """Raises ``TransportUnavailable`` with ``what`` and the code's name unless a call of `library` succeeded."""
+    if code != 0:
+        check((driver().CUresult(code),), what)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream, given by its handle, is being captured into a CUDA graph. Keeps the GIL."""
+    if stream == 0:
+        return False  # CUDA never captures the default stream
+    status = ctypes.c_int()
+    code = library_with_gil().cuStreamIsCapturing(stream, ctypes.byref(status))
+    check_code(code, "asking whether a stream is captured")
+    return status.value != 0
+
+
+def failed_with(result: tuple[Any, ...], name: str) -> bool:
+    """Whether a driver call ended with this one error, e.g. ``"CUDA_ERROR_OUT_OF_MEMORY"``."""
+    return bool(result[0].name == name)
+
+
+def device_index(device: torch.device) -> int:
+    """The ordinal of a CUDA device; without an index, PyTorch's current one. Raises ``ProtocolError`` for others."""
+    if device.type != "cuda":
+        raise ProtocolError(f"a CUDA device is needed here, not {device}")
+    if device.index is not None:
+        return int(device.index)
+    driver()  # its reasons are clearer than those of PyTorch
+    return int(torch.cuda.current_device())
+
+
+@functools.cache
+def primary_context(index: int) -> Any:
+    """The context of ``cuda:index`` that PyTorch uses too. Raises ``TransportUnavailable`` if there is no such GPU."""
+    # Never released: PyTorch holds it as well, and for as long as the process lives.
+    cuda = driver()
+    device = check(cuda.cuDeviceGet(index), f"looking for cuda:{index}")
+    return check(cuda.cuDevicePrimaryCtxRetain(device), f"opening cuda:{index}")
+
+
+def make_current(device: torch.device) -> None:
+    """Makes the device's primary context, the one PyTorch uses, current on the calling thread.
+
+    A new thread has none, and driver calls then fail, or build a second context on device 0.
+    Raises ``TransportUnavailable``.
+    """
+    index = device_index(device)
+    check(driver().cuCtxSetCurrent(primary_context(index)), f"making cuda:{index} current")
+
+
+def ignore_captures() -> None:
+    """Lets the calling thread query events and allocate while *another* thread captures a CUDA graph.
+
+    For threads of our own: a capture in the default mode otherwise makes these calls fail here, and breaks itself.
+    """
+    cuda = driver()
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    check(cuda.cuThreadExchangeStreamCaptureMode(relaxed), "setting the capture mode")
+
+
+@contextlib.contextmanager
+def context(index: int) -> Iterator[Any]:
+    """The driver, with the primary context of ``cuda:index`` current and captures ignored; undone at the end."""
+    cuda = driver()
+    where = f"switching to cuda:{index}"
+    check(cuda.cuCtxPushCurrent(primary_context(index)), where)
+    try:
+        mode = check(
+            cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), where
+        )
+        try:
+            yield cuda
+        finally:
+            check(cuda.cuThreadExchangeStreamCaptureMode(mode), where)
+    finally:
+        check(cuda.cuCtxPopCurrent(), where)

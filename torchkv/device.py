@@ -1,0 +1,97 @@
+"""What one rank's transfers share on its GPU: side streams, completion flags and uploaded page ids."""
+
+from __future__ import annotations
+
+import torch
+
+from torchkv import cudadriver, gate, kernels
+from torchkv.events import RecordedEvent, event_pool
+from torchkv.flags import Flag, Flags
+from torchkv.uploads import Uploads
+
+__all__ = ["Device"]
+
+# Transfers whose data are not ready yet wait on streams of their own, so that no transfer waits for another's gate.
+GATED_STREAMS = 4
+MAX_ACTIVE = 256
+
+
+class Device:
+    """Made and used by the progress thread of one rank; ``flags``, ``index`` and `record_gate` are the callers' too.
+
+    ``blocks`` bounds the thread blocks of each copy kernel (``Options.sm_budget``).
+    """
+
+    def __init__(self, device: torch.device, *, blocks: int) -> None:
+        self.device = device
+        self.index = cudadriver.device_index(device)
+        self.blocks = blocks
+        self.activate()
+        event_pool(self.index)  # so that no caller has to fill it
+        self.flags = Flags(device)
+        self.in_flight: set[Flag] = set()  # what the progress thread has to look at
+        # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended.
+        self._open = torch.cuda.Stream(device, priority=-1)
+        self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
+        self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
+        self.uploads = Uploads(device)
+        self._errors = list(torch.zeros((MAX_ACTIVE, 1), dtype=torch.int64, pin_memory=True))
+
+    def activate(self) -> None:
+        """Makes the GPU current on the calling thread."""
+        cudadriver.make_current(self.device)
+        torch.cuda.set_device(self.device)
+        cudadriver.ignore_captures()
+
+    def record_gate(self) -> RecordedEvent:
+        """An event behind everything that the calling thread's current stream of this GPU has been given."""
+        # Recording into a full queue waits for the GPU, and the GPU may wait for a hold that only the progress thread
+        # opens, for which it needs the GIL.
+        return gate.record_gate(self.index, keep_gil=not self.flags.holding)
+
+    @property
+    def open_stream(self) -> torch.cuda.Stream:
+        """For work that waits for nothing."""
+        return self._open
+
+    def claim(self, request: str) -> torch.cuda.Stream | None:
+        """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""
+        free = None
+        for stream, tenants in self._tenants.items():
+            if request in tenants:
+                tenants.append(request)
+                return stream
+            if not tenants and free is None:
+                free = stream
+        if free is not None:
+            self._tenants[free].append(request)
+        return free
+
+    def release(self, stream: torch.cuda.Stream, request: str) -> None:
+        """Gives back what `claim` gave."""
+        if stream in self._tenants:
+            self._tenants[stream].remove(request)
+
+    def signal(self, stream: torch.cuda.Stream) -> Flag:
+        """A flag that rises when everything enqueued on ``stream`` so far is done and visible to the whole system."""
+        flag = self.flags.signal(stream)
+        self.in_flight.add(flag)
+        return flag
+
+    def retire(self, flag: Flag) -> None:
+        self.in_flight.discard(flag)
+        flag.release()
+
+    def error_slot(self) -> torch.Tensor:
+        """Where kernels of one transfer say which page id was bad: int64 ``[1]``, 0, in pinned memory."""
+        slot = self._errors.pop() if self._errors else kernels.error_slot()
+        slot.zero_()
+        return slot
+
+    def retire_errors(self, slot: torch.Tensor) -> None:
+        """Gives back what `error_slot` gave, when the kernels have ended."""
+        self._errors.append(slot)
+
+    def close(self) -> None:
+        """Releases every stream that still waits for this rank. After the last transfer."""
+        self.flags.close()

@@ -1,0 +1,79 @@
+"""Where the layers of one route lie, as tables in device memory that kernels read: made once, used by every request."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchkv.plan import PairPlan
+from torchkv.route import LocalPages, Route
+from torchkv.slabgeometry import Geometry, geometry
+
+__all__ = ["JobGroup", "JobTable"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobGroup:
+    """All (layer, component) of a plan that share a geometry.
+
+    layers: global layer id of each job, ascending. table: int64 ``[len(layers), 2]`` on the GPU, source and destination
+    address of each job.
+    """
+
+    geometry: Geometry
+    layers: tuple[int, ...]
+    table: torch.Tensor
+
+    def ranges(self, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """(first job, number of jobs) for ascending ``layers``, with neighbours joined."""
+        found: list[tuple[int, int]] = []
+        for layer in layers:
+            first, end = bisect_left(self.layers, layer), bisect_right(self.layers, layer)
+            if first == end:
+                continue
+            if found and sum(found[-1]) == first:
+                found[-1] = (found[-1][0], end - found[-1][0])
+            else:
+                found.append((first, end - first))
+        return found
+
+
+class JobTable:
+    """The job groups of one (route, plan)."""
+
+    def __init__(self, plan: PairPlan, local: LocalPages, route: Route) -> None:
+        self.plan = plan
+        entries: dict[Geometry, list[tuple[int, int, int]]] = {}
+        for slab in plan.slabs:
+            for layer in slab.layers:
+                pointers = (local.ptr(slab.component, layer), route.ptr(slab.component, layer))
+                shape = geometry(
+                    slab,
+                    src_page_stride=local.placements[slab.component, layer].page_stride,
+                    dst_page_stride=route.placements[slab.component, layer].page_stride,
+                    src_page_size=plan.src_page_size,
+                    dst_page_size=plan.dst_page_size,
+                    num_src_pages=local.num_pages,
+                    num_dst_pages=route.num_pages,
+                    addresses=pointers,
+                )
+                entries.setdefault(shape, []).append((layer, *pointers))
+        self.groups = [_group(shape, sorted(jobs), local.device) for shape, jobs in entries.items()]
+
+    @classmethod
+    def of(cls, plan: PairPlan, local: LocalPages, route: Route) -> JobTable:
+        """The route's table for ``plan``, made on first use."""
+        for table in route.job_tables:
+            if table.plan is plan:
+                return table
+        table = cls(plan, local, route)
+        route.job_tables.append(table)
+        return table
+
+
+def _group(shape: Geometry, jobs: list[tuple[int, int, int]], device: torch.device) -> JobGroup:
+    table = torch.tensor([[src, dst] for _, src, dst in jobs], dtype=torch.int64)
+    return JobGroup(shape, tuple(layer for layer, *_ in jobs), table.to(device))

@@ -1,0 +1,199 @@
+"""Launches of the page-copy kernel: its arguments, the tile for the amount of work, and compiling ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from torchkv import pagecopy
+from torchkv.slabgeometry import Geometry, Side
+
+__all__ = ["Addresses", "divisor", "launch", "prepare", "shape"]
+
+
+class Tile(NamedTuple):
+    """words: that a block moves at once. warps: that do it. table: look rows up where a tile touches at most so many.
+
+    ``table=0`` locates every word by itself, which is what has been measured so far.
+    """
+
+    words: int
+    warps: int
+    table: int
+
+
+# The first that leaves every block and every job some of them, else the last. Large tiles fill the link with few blocks
+# (each thread has four 16-byte loads in flight); small ones let a launch of some MiB use all its blocks to the end.
+TILES = (Tile(4096, 32, 0), Tile(2048, 32, 0), Tile(512, 16, 0))
+TILES_PER_BLOCK = 8
+TILES_PER_JOB = 4  # the last tile of a job may be nearly empty
+
+MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
+
+# A compiled kernel can be called without Triton's dispatcher, which takes longer to look at the type of each argument
+# than a layer takes to copy. Which arguments it then expects is no documented interface and has changed before, so
+# versions that this was not tried on get the ordinary launch.
+CALLS_COMPILED = triton.__version__.split("+")[0].rpartition(".")[0] == "3.6"
+
+
+class Addresses(NamedTuple):
+    """Of the job table's first row, both sides' page ids, the stage (0 where there is none) and the error slot."""
+
+    jobs: int
+    src_ids: int
+    dst_ids: int
+    stage: int
+    errors: int
+
+
+class Shape(NamedTuple):
+    """What a geometry contributes to a launch.
+
+    unit: bytes of a word. rows, parts: kernel constants. integers: runtime arguments, from ``words_per_pair`` on.
+    """
+
+    unit: int
+    rows: int
+    parts: bool
+    words_per_pair: int
+    words_per_row: int
+    pair_nbytes: int
+    integers: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def shape(geometry: Geometry) -> Shape:
+    """The kernel's view of ``geometry``, computed once."""
+    n0, s0, d0, n1, s1, d1, run = geometry.rows
+    unit = geometry.unit
+    per_row = run // unit
+    per_pair = geometry.rows.per_pair * per_row
+    src, dst = geometry.src, geometry.dst
+    integers = (
+        per_pair,
+        *divisor(per_pair),
+        per_row,
+        *divisor(per_row),
+        n1,
+        *divisor(n1),
+        s0,
+        d0,
+        s1,
+        d1,
+        *divisor(geometry.per_unit),
+        geometry.index * geometry.per_unit,
+        geometry.per_unit * (geometry.holders - 1),
+        *_side(src, geometry.tokens),
+        *_side(dst, geometry.tokens),
+    )
+    return Shape(
+        unit=unit,
+        rows=0 if n0 * n1 == 1 else 1 if n0 == 1 else 2,
+        parts=geometry.holders > 1 or src.per_page > 1 or dst.per_page > 1,
+        words_per_pair=per_pair,
+        words_per_row=per_row,
+        pair_nbytes=geometry.pair_nbytes,
+        integers=integers,
+    )
+
+
+def _side(side: Side, tokens: int) -> tuple[int, ...]:
+    part_stride = tokens * side.token_stride
+    return side.per_page, *divisor(side.per_page), part_stride, side.page_stride, side.base, side.num_pages
+
+
+def divisor(number: int) -> tuple[int, int]:
+    """(magic, shift) with ``n // number == (2 * n * magic >> 32) >> shift`` for 0 <= n < 2**31.
+
+    With ``shift = ceil(log2(number))`` and ``magic = ceil(2**(31 + shift) / number)``, which is below 2**32, the
+    error of the product is less than 1 / number. The magic is given as the int32 with the same bits.
+    """
+    shift = (number - 1).bit_length()
+    magic = -(-(1 << (31 + shift)) // number)
+    return magic - (magic >> 31 << 32), shift
+
+
+def launch(
+    mode: int, geometry: Geometry, addresses: Addresses, *, num_jobs: int, ranks: range, start: int, blocks: int
+) -> None:
+    """Enqueues the pairs of these ranks, for ``num_jobs`` jobs, on the current stream of the current device.
+
+    mode: ``pagecopy.DIRECT``, ``GATHER`` or ``SCATTER``. start: the first page id's position, in sender pages.
+    blocks: thread blocks at most. Nothing is checked here.
+    """
+    what = shape(geometry)
+    for first, count in _pieces(ranks, MAX_WORDS // what.words_per_pair):
+        words = count * what.words_per_pair
+        tile = _tile(words, num_jobs, blocks)
+        integers = (
+            addresses.jobs,
+            addresses.src_ids,
+            addresses.dst_ids,
+            addresses.stage + (first - ranks.start) * what.pair_nbytes,
+            len(ranks) * what.pair_nbytes,
+            addresses.errors,
+            num_jobs,
+            first,
+            start,
+            words,
+            *what.integers,
+        )
+        grid = min(blocks, num_jobs * -(-words // tile.words))
+        _enqueue(grid, integers, _constants(mode, what, tile), tile.warps)
+
+
+def prepare(geometry: Geometry, *modes: int) -> None:
+    """Compiles, and loads onto the current device, every variant that copies of ``geometry`` can need.
+
+    modes: as for `launch`; direct copies if none are named. Enqueues nothing. Slow the first time on a machine; after
+    that Triton finds the variants on disk.
+    """
+    if not isinstance(pagecopy.copy, triton.JITFunction):  # the interpreter
+        return
+    device = torch.cuda.current_device()
+    for mode in modes or (pagecopy.DIRECT,):
+        for tile in TILES:
+            _compiled(device, _constants(mode, shape(geometry), tile), tile.warps)
+
+
+def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
+    """``ranks`` as (first, count) with count <= most."""
+    for first in range(ranks.start, ranks.stop, most):
+        yield first, min(most, ranks.stop - first)
+
+
+def _tile(words: int, num_jobs: int, blocks: int) -> Tile:
+    for tile in TILES:
+        tiles = words // tile.words
+        if tiles >= TILES_PER_JOB and num_jobs * tiles >= TILES_PER_BLOCK * blocks:
+            return tile
+    return TILES[-1]
+
+
+def _constants(mode: int, what: Shape, tile: Tile) -> tuple[int, ...]:
+    per_row = what.words_per_row
+    touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
+    return mode, what.unit, what.rows, int(what.parts), tile.words, tile.table if touched <= tile.table else 0
+
+
+def _enqueue(blocks: int, integers: tuple[int, ...], constants: tuple[int, ...], warps: int) -> None:
+    if not CALLS_COMPILED or not isinstance(pagecopy.copy, triton.JITFunction):  # the latter: the interpreter
+        pagecopy.copy[(blocks,)](*integers, *constants, num_warps=warps)
+        return
+    compiled = _compiled(torch.cuda.current_device(), constants, warps)
+    compiled[(blocks, 1, 1)](*integers, *constants)
+
+
+@cache
+def _compiled(device: int, constants: tuple[int, ...], warps: int) -> Any:
+    """One variant, compiled for the current device or taken from Triton's cache, and loaded there."""
+    # The width of an argument comes from its annotation, so zeros will do.
+    zeros = [0] * pagecopy.NUM_INTEGERS
+    compiled = pagecopy.copy.warmup(*zeros, *constants, grid=(1,), num_warps=warps)
+    if CALLS_COMPILED:
+        _ = compiled.run  # reading it loads the code onto the device, which takes a while and may synchronise
+    return compiled

@@ -1,0 +1,180 @@
+"""Page copies by a GPU kernel: straight into a peer's pages, into a packed stage, or out of one.
+
+Here arguments are checked; `torchkv.pagecopy` is the kernel, `torchkv.copyreference` says the same in plain loops.
+
+A few blocks must fill the link, so each has much in flight: many warps with several 16-byte loads each.
+
+Page ids come from device memory and are checked there. A pair with a bad id is left out, and its code is stored where
+`first_error` finds it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchkv import pagecopy
+from torchkv.copyreference import BadPage
+from torchkv.errors import ProtocolError
+from torchkv.kernellaunch import Addresses, launch, prepare, shape
+from torchkv.slabgeometry import Geometry, Side, geometry
+
+__all__ = [
+    "BadPage",
+    "Geometry",
+    "Side",
+    "copy_pages",
+    "error_slot",
+    "first_error",
+    "gather",
+    "geometry",
+    "prepare",
+    "scatter",
+]
+
+MAX_IDS = (1 << 29) - 2  # page ids of a call: what fits in an error code
+
+
+def error_slot() -> torch.Tensor:
+    """A fresh ``errors`` argument: int64 ``[1]``, 0, in pinned host memory where there is a GPU."""
+    return torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+
+
+def first_error(errors: torch.Tensor) -> BadPage | None:
+    """One of the bad page ids that the kernels given ``errors`` have met, or None. Read it after they are done."""
+    code = int(errors[0])
+    if code == 0:
+        return None
+    page = code & 0xFFFFFFFF
+    return BadPage(
+        side="destination" if code >> 32 & 1 else "source",
+        position=(code >> 33) - 1,
+        page=page - (1 << 32) if page >> 31 else page,
+    )
+
+
+def copy_pages(
+    jobs: torch.Tensor,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    geometry: Geometry,
+    *,
+    first_job: int,
+    num_jobs: int,
+    start: int,
+    limit_tokens: int,
+    errors: torch.Tensor,
+    blocks: int,
+) -> None:
+    """Copies the stripe of sender pages [start, start + len(src_pages)) of each job straight into the other's pages.
+
+    Enqueued on the current stream of the current device. jobs: int64 ``[n, 2]``, source and destination base address
+    of each; rows [first_job, first_job + num_jobs) are done. src_pages, dst_pages: int64 ids of the call's and of the
+    grant's pages. limit_tokens: tokens of the grant. errors: see `error_slot`. blocks: thread blocks at most.
+    All tensors stay unchanged until the kernel is done; addresses are trusted, page ids are not.
+    Raises ``ProtocolError`` for tensors of the wrong kind and counts out of range.
+    """
+    _check_ids("src_pages", src_pages)
+    _check_ids("dst_pages", dst_pages)
+    ranks = geometry.pairs(num_src_pages=src_pages.numel(), start=start, limit_tokens=limit_tokens)
+    _check_grant(geometry, dst_pages, limit_tokens)
+    first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
+    where = Addresses(
+        jobs=first, src_ids=src_pages.data_ptr(), dst_ids=dst_pages.data_ptr(), stage=0, errors=errors.data_ptr()
+    )
+    launch(pagecopy.DIRECT, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
+
+
+def gather(
+    jobs: torch.Tensor,
+    src_pages: torch.Tensor,
+    stage: torch.Tensor,
+    geometry: Geometry,
+    *,
+    first_job: int,
+    num_jobs: int,
+    start: int,
+    limit_tokens: int,
+    errors: torch.Tensor,
+    blocks: int,
+) -> None:
+    """Packs what `copy_pages` would copy into ``stage``: job after job, pair after pair, row after row.
+
+    stage: uint8 ``[>= num_jobs * pairs * pair_nbytes]``, aligned to ``geometry.unit``. The rest, and errors, as for
+    `copy_pages`; the second column of ``jobs`` is not read.
+    """
+    _check_ids("src_pages", src_pages)
+    ranks = geometry.pairs(num_src_pages=src_pages.numel(), start=start, limit_tokens=limit_tokens)
+    _check_stage(geometry, stage, num_jobs * len(ranks))
+    first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
+    where = Addresses(
+        jobs=first, src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.data_ptr(), errors=errors.data_ptr()
+    )
+    launch(pagecopy.GATHER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
+
+
+def scatter(
+    jobs: torch.Tensor,
+    stage: torch.Tensor,
+    dst_pages: torch.Tensor,
+    geometry: Geometry,
+    *,
+    num_src_pages: int,
+    first_job: int,
+    num_jobs: int,
+    start: int,
+    limit_tokens: int,
+    errors: torch.Tensor,
+    blocks: int,
+) -> None:
+    """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
+
+    The rest, and errors, as for `copy_pages`; the first column of ``jobs`` is not read.
+    """
+    _check_ids("dst_pages", dst_pages)
+    _check_grant(geometry, dst_pages, limit_tokens)
+    ranks = geometry.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens)
+    _check_stage(geometry, stage, num_jobs * len(ranks))
+    first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
+    where = Addresses(
+        jobs=first, src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.data_ptr(), errors=errors.data_ptr()
+    )
+    launch(pagecopy.SCATTER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
+
+
+def _check_ids(name: str, ids: torch.Tensor) -> None:
+    if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or ids.numel() > MAX_IDS:
+        raise ProtocolError(
+            f"{name} must be a contiguous one-dimensional int64 tensor of at most {MAX_IDS} page ids, not {ids.dtype} "
+            f"of shape {tuple(ids.shape)}"
+        )
+
+
+def _check_grant(geometry: Geometry, dst_pages: torch.Tensor, limit_tokens: int) -> None:
+    if limit_tokens > (room := dst_pages.numel() * geometry.dst.per_page * geometry.tokens):
+        raise ProtocolError(f"a grant of {limit_tokens} tokens has dst_pages for {room} tokens only")
+
+
+def _check_stage(geometry: Geometry, stage: torch.Tensor, pairs: int) -> None:
+    need = pairs * shape(geometry).pair_nbytes
+    if stage.dtype is not torch.uint8 or stage.dim() != 1 or not stage.is_contiguous() or stage.numel() < need:
+        raise ProtocolError(
+            f"a stage for {pairs} page pairs must be a contiguous uint8 tensor of at least {need} bytes, not "
+            f"{stage.dtype} of shape {tuple(stage.shape)}"
+        )
+    if stage.data_ptr() % (unit := shape(geometry).unit):
+        raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.data_ptr():#x}")
+
+
+def _check_launch(
+    jobs: torch.Tensor, errors: torch.Tensor, *, first_job: int, num_jobs: int, start: int, blocks: int
+) -> int:
+    """Address of the first job's row in ``jobs``."""
+    if jobs.dtype is not torch.int64 or not jobs.is_contiguous() or jobs.dim() != 2 or jobs.shape[1] != 2:
+        raise ProtocolError(f"jobs must be contiguous int64 [n, 2], not {jobs.dtype} of shape {tuple(jobs.shape)}")
+    if not 0 <= first_job <= first_job + num_jobs <= jobs.shape[0]:
+        raise ProtocolError(f"jobs {first_job}..{first_job + num_jobs} of a table of {jobs.shape[0]}")
+    if blocks < 1 or start < 0:
+        raise ProtocolError(f"blocks must be at least 1 and start at least 0, not {blocks} and {start}")
+    if errors.dtype is not torch.int64 or errors.numel() != 1:
+        raise ProtocolError(f"errors must hold one int64, not {errors.dtype} of shape {tuple(errors.shape)}")
+    return jobs.data_ptr() + 16 * first_job

@@ -1,0 +1,277 @@
+"""Executes what the protocol has started: waits for its data, chooses its path, advances it, reports its end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from torchkv.copytransfer import CopyTransfer
+from torchkv.devicepages import DevicePages
+from torchkv.env import Options
+from torchkv.errors import KVError, ProtocolError, TransferTimeout
+from torchkv.events import StreamEvent
+from torchkv.plan import PairPlan
+from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.sender import Sender
+from torchkv.puttransfer import PutTransfer
+from torchkv.route import LocalPages, Route
+from torchkv.transfer import STEP_BYTES, Report, Transfer
+from torchkv.transport import Int64Array
+
+if TYPE_CHECKING:
+    from torchkv.device import Device
+
+__all__ = ["Event", "Mover", "SendPayload"]
+
+MAX_ACTIVE = 64
+MAX_STEPS = 32  # pieces of one transfer in a row: a round of everything else costs as much as several small ones
+
+
+class Event(Protocol):
+    """Anything that says when data is ready; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class SendPayload:
+    """What is needed to execute a `SendOp`: this rank's page ids, what gates them, the path to take."""
+
+    pages: Int64Array | DevicePages
+    event: Event | None
+    path: str | None
+
+    @property
+    def gates(self) -> list[Event]:
+        """Everything that must have happened before the pages may be read."""
+        gates = [] if self.event is None else [self.event]
+        return [*gates, self.pages.ready] if isinstance(self.pages, DevicePages) else gates
+
+
+class Mover:
+    """The transfers of one rank. Belongs to the driver's thread; ``lock`` guards ``sender``, which callers share.
+
+    route: gives the way to a rank. broke: told of a route whose channel broke under a transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        sender: Sender,
+        lock: threading.Lock,
+        options: Options,
+        local: LocalPages | None,
+        device: Device | None,
+        route: Callable[[int], Route],
+        broke: Callable[[Route], None],
+    ) -> None:
+        self.device = device
+        self._sender = sender
+        self._lock = lock
+        self._timeout = options.timeout
+        self._local = local
+        self._route = route
+        self._broke = broke
+        self._gated: list[tuple[SendOp, BoundGrant]] = []  # started, waiting for their event
+        self._queue: deque[Transfer] = deque()
+        self._active: deque[Transfer] = deque()
+        self._moved_at: dict[Transfer, float] = {}
+        self._by_op: dict[SendOp, Transfer] = {}
+
+    @property
+    def moving(self) -> bool:
+        """Whether transfers are under way, or waiting for their gates."""
+        return self.pending > 0
+
+    @property
+    def pending(self) -> int:
+        """How many verbs are not over yet."""
+        return len(self._gated) + len(self._by_op)
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate has to be looked at again and again."""
+        return bool(self._gated)
+
+    def moves_to(self, rank: int) -> bool:
+        """Whether a transfer to ``rank`` is under way."""
+        return any(op.dst == rank for op in self._by_op)
+
+    def prepare(self, plan: PairPlan, route: Route) -> None:
+        """Loads what transfers of ``plan`` need, before any stream waits for the host: loading waits for streams."""
+        if self.device is not None and self._local is not None and route.direct:
+            from torchkv import kernels
+            from torchkv.jobs import JobTable
+
+            for group in JobTable.of(plan, self._local, route).groups:
+                kernels.prepare(group.geometry)
+
+    def start(self, op: SendOp, grant: BoundGrant) -> None:
+        self._gated.append((op, grant))
+
+    def halt(self, op: SendOp) -> None:
+        transfer = self._by_op.get(op)
+        if transfer is not None:
+            transfer.halt()
+
+    def open_gates(self, now: float) -> bool:
+        """Turns started ops into transfers as soon as their data are ready."""
+        if not self._gated:
+            return False
+        waiting: list[tuple[SendOp, BoundGrant]] = []
+        gated, self._gated = self._gated, []
+        for op, grant in gated:
+            error: KVError | None = None
+            try:
+                if not self._sender.wants(op):
+                    error = TransferTimeout(f"request {op.request!r} failed before its event was ready")
+                elif (transfer := self._transfer(op, grant)) is None:
+                    waiting.append((op, grant))
+                    continue
+                else:
+                    self._by_op[op] = transfer
+                    self._moved_at[transfer] = now
+                    self._queue.append(transfer)
+                    continue
+            except KVError as raised:
+                error = raised
+            except Exception as raised:  # noqa: BLE001 - the caller's event object may raise anything
+                error = ProtocolError(f"request {op.request!r}: event.query() raised {raised!r}")
+            with self._lock:
+                self._sender.op_finished(op, error, flushed=True, now=now)
+        self._gated.extend(waiting)
+        return len(waiting) < len(gated)
+
+    def _transfer(self, op: SendOp, grant: BoundGrant) -> Transfer | None:
+        """The transfer that executes ``op``, or None while its gate is shut."""
+        assert self._local is not None
+        payload: SendPayload = op.payload
+        route = self._route(op.dst)
+        path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+        if self.device is not None and path == "direct" and route.channel is not None:
+            return self._kernel_transfer(op, grant, payload, route, payload.pages)
+        if not all(gate.query() for gate in payload.gates):
+            return None
+        pages = self._host_pages(op, payload)
+        if pages is None:
+            return None
+        if route.channel is None and np.intersect1d(pages, grant.pages).size:
+            raise ProtocolError(
+                f"request {op.request!r}: a local copy from pages {pages[:4].tolist()}... into themselves; "
+                f"give recv_pages other pages than those that are sent"
+            )
+        if path != "direct":
+            return PutTransfer(
+                op, grant, pages=pages, path=path, local=self._local, route=route, report=self._report_of(op)
+            )
+        if self.device is not None:
+            return self._kernel_transfer(op, grant, payload, route, pages)
+        return CopyTransfer(op, grant, pages=pages, local=self._local, route=route, report=self._report_of(op))
+
+    def _host_pages(self, op: SendOp, payload: SendPayload) -> Int64Array | None:
+        """This rank's page ids; None while they are on their way from the GPU."""
+        if not isinstance(payload.pages, DevicePages):
+            return payload.pages
+        assert self.device is not None
+        assert self._local is not None
+        num_pages = self._local.num_pages
+        stream = self.device.open_stream
+        return payload.pages.on_host(stream, num_pages=num_pages, what=f"request {op.request!r} to rank {op.dst}")
+
+    def _kernel_transfer(
+        self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route, pages: Int64Array | DevicePages
+    ) -> Transfer | None:
+        """A transfer whose stream waits for the gate; None if the gate can only be watched from here, and is shut."""
+        # Here, because it brings Triton with it, which a rank without a GPU need not have.
+        from torchkv.jobs import JobTable
+        from torchkv.kerneltransfer import KernelTransfer
+
+        assert self.device is not None
+        assert self._local is not None
+        jobs = JobTable.of(grant.plan, self._local, route)
+        waits: list[StreamEvent] = []
+        for gate in payload.gates:
+            if gate.query():
+                continue
+            if not isinstance(gate, StreamEvent):
+                return None
+            waits.append(gate)
+        stream = self.device.claim(op.request) if waits else self.device.open_stream
+        if stream is None:
+            return None
+        return KernelTransfer(
+            op,
+            grant,
+            pages=pages,
+            waits=waits,
+            stream=stream,
+            jobs=jobs,
+            device=self.device,
+            local=self._local,
+            route=route,
+            report=self._report_of(op),
+        )
+
+    def _report_of(self, op: SendOp) -> Report:
+        def report(layers: tuple[int, ...], nbytes: int, path: str) -> None:
+            with self._lock:
+                self._sender.attest(op, layers, nbytes=nbytes, path=path if nbytes else "none")
+
+        return report
+
+    def advance(self, now: float) -> bool:
+        """A bounded step of active transfers, in turn. True if anything moved."""
+        moved = False
+        while self._queue and len(self._active) < MAX_ACTIVE:
+            transfer = self._queue.popleft()
+            self._moved_at[transfer] = now
+            self._active.append(transfer)
+        budget = STEP_BYTES
+        for _ in range(len(self._active)):
+            if budget <= 0:
+                break
+            transfer = self._active.popleft()
+            self._active.append(transfer)
+            if nbytes := self._advance(transfer, budget):
+                self._moved_at[transfer] = now
+                budget -= nbytes
+                moved = True
+            elif now - self._moved_at[transfer] > self._timeout and transfer.error is None:
+                if transfer.gated:
+                    self._moved_at[transfer] = now
+                else:
+                    transfer.fail(self._stuck(transfer.op))
+            if transfer.finished:
+                moved = True
+                self._active.remove(transfer)
+                self._finish(transfer, now)
+        return moved
+
+    def _advance(self, transfer: Transfer, budget: int) -> int:
+        """Some steps of one transfer: about ``budget`` bytes, in not too many pieces. Returns the bytes moved."""
+        total = 0
+        for _ in range(MAX_STEPS):
+            nbytes = transfer.advance()
+            total += nbytes
+            if not nbytes or total >= budget:
+                break
+        return total
+
+    def _finish(self, transfer: Transfer, now: float) -> None:
+        del self._by_op[transfer.op]
+        del self._moved_at[transfer]
+        if not transfer.flushed:
+            self._broke(transfer.route)
+        with self._lock:
+            self._sender.op_finished(transfer.op, transfer.error, flushed=transfer.flushed, now=now)
+
+    def _stuck(self, op: SendOp) -> TransferTimeout:
+        return TransferTimeout(
+            f"request {op.request!r} to rank {op.dst}: layers {list(op.layers)[:4]} made no progress for "
+            f"{self._timeout:g} s (Options.timeout); cancel({op.request!r}) and retry, or raise the limit"
+        )
