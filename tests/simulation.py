@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from torchkv_loopback import Faults, LoopbackTransport, World
 
 from torchkv.cache import KVCache
-from torchkv.card import Card, ProcessId
+from torchkv.card import Card
 from torchkv.control import PeerEvent, PeerState
 from torchkv.endpoint import KVEndpoint
 from torchkv.engine import Engine
 from torchkv.env import Options
 from torchkv.layout import KVLayout
+from torchkv.processes import ProcessId
 from torchkv.registration import Registration
 
 SILENT_HEARTBEATS = 5

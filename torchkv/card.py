@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import select
 from typing import Annotated
 
 import msgspec
 
 from torchkv.cache import KVCache, Placement
 from torchkv.errors import ProtocolError, make_error
-from torchkv.hostmem import host_identity
 from torchkv.layout import KVLayout
+from torchkv.processes import ProcessId
 from torchkv.roster import Member
 from torchkv.transport import Region
 
-__all__ = [
-    "MAX_CARD",
-    "Card",
-    "PlacementCard",
-    "ProcessId",
-    "RegionCard",
-    "placement_cards",
-    "process_ended",
-    "region_card",
-    "this_process",
-    "watch_process",
-]
+__all__ = ["MAX_CARD", "Card", "PlacementCard", "RegionCard", "placement_cards", "region_card"]
 
 MAX_CARD = 64 << 20
 MAX_NBYTES = 1 << 46
@@ -34,14 +21,6 @@ MAX_NBYTES = 1 << 46
 Offset = Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-
-
-class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process, unmistakably: its PID namespace and boot, its pid, and when it started (in clock ticks)."""
-
-    host: Annotated[str, msgspec.Meta(max_length=64)]
-    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-    started: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class RegionCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,48 +114,3 @@ def placement_cards(cache: KVCache) -> list[PlacementCard]:
 
 def region_card(region: Region) -> RegionCard:
     return RegionCard(region.descriptor(), region.nbytes)
-
-
-def _started(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        # The command name, in parentheses, may hold anything; fields are counted from behind it.
-        return int(file.read().rpartition(")")[2].split()[19])
-
-
-def this_process() -> ProcessId:
-    return ProcessId(host_identity().hex(), os.getpid(), _started(os.getpid()))
-
-
-def watch_process(process: ProcessId) -> int | None:
-    """A pidfd that turns readable when ``process`` has ended, all its threads included.
-
-    None if it runs on another host or in another PID namespace, where only its own word proves anything.
-    """
-    if process.host != host_identity().hex():
-        return None
-    try:
-        fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return _always_readable()
-    except OSError:
-        return None
-    try:
-        same = _started(process.pid) == process.started
-    except OSError:
-        same = False
-    if not same:
-        os.close(fd)
-        return _always_readable()
-    return fd
-
-
-def process_ended(fd: int) -> bool:
-    """Whether the process behind a `watch_process` descriptor has ended."""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def _always_readable() -> int:
-    """Stands for a process that had ended before it could be watched."""
-    return os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -16,9 +16,9 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from torchkv.card import ProcessId, process_ended, watch_process
 from torchkv.errors import TransportUnavailable
 from torchkv.network import job_interface
+from torchkv.processes import ProcessId, process_ended, watch_process
 from torchkv.wire import MAX_FRAME
 
 __all__ = ["Control", "PeerEvent", "PeerState", "ZmqControl"]

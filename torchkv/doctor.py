@@ -21,11 +21,11 @@ import torch
 from torchkv import devicemem
 from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
-from torchkv.card import this_process, watch_process
 from torchkv.env import PREFIX, Options, warn_about_unknown_variables
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.hostmem import allocate, open_segment, share
 from torchkv.network import job_interface
+from torchkv.processes import this_process, watch_process
 from torchkv.transport import load_transport, transport_names
 
 __all__ = ["Finding", "examine", "main"]

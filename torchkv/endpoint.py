@@ -140,7 +140,7 @@ class KVEndpoint:
         what = f"finish({request!r})"
         data = arguments.as_aux(aux, what=what)
         self._check_slot(what, state_slot, layout)
-        owed = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
+        owed = engine.roster.targets(dst, what)
         work = KVWork(what, flags=engine.flags)
         with engine.lock:
             self._check_open(engine, what)
@@ -158,7 +158,7 @@ class KVEndpoint:
         engine, _ = self._registered("prefix_tokens")
         request = arguments.as_request(request)
         what = f"prefix_tokens({request!r})"
-        ranks = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
+        ranks = engine.roster.targets(dst, what)
         if not ranks:
             raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
         deadline = time.monotonic() + min(self._options.grant_timeout, threading.TIMEOUT_MAX)
@@ -231,7 +231,7 @@ class KVEndpoint:
         held = arguments.as_layers(layers, layout, what=what)
         start = arguments.as_count(start, what=what, name="start")
         ready = arguments.as_event(event, what=what)
-        ranks = engine.roster.owed(engine.roster.resolve(dst, what, "dst"))
+        ranks = engine.roster.targets(dst, what)
         if page_for_page:
             self._check_page_for_page(engine, ranks, what, "use send_slice or send_pages")
         if self._options.path is not None:

@@ -81,7 +81,7 @@ class Options:
     grant_timeout: seconds a sender waits for its grant, and a receiver for its first byte or seal.
     heartbeat: seconds between heartbeats; a peer silent for five of them counts as lost.
     staging_send, staging_recv: bytes of staging memory that ``staged_put`` may take (not used before it exists).
-    sm_budget: thread blocks that GPU copy kernels may take (not used on the host).
+    sm_budget: thread blocks that each copy kernel may take on a GPU.
     checksum: verify bytes end to end; refused until the staging path, which computes it, exists.
     require: a path every peer must be reachable by (``"direct"``), else ``register`` raises.
     min_gbps: least rate in GB/s (1e9 bytes/s) that ``register`` must measure to every peer, else it raises.

@@ -22,10 +22,16 @@ __all__ = ["Expectation", "GateEvent", "GraphGate", "record_gate", "refuse_captu
 Int64Array = npt.NDArray[np.int64]
 
 
+def current_device() -> int:
+    """The calling thread's current GPU; without the checks of PyTorch's own function."""
+    return int(torch._C._cuda_getDevice())
+
+
 def refuse_capture(what: str, index: int) -> None:
     """Raises ``ProtocolError`` while the calling thread's current stream, or that of ``cuda:index``, is captured."""
     # Both: a call that runs once, beside a capture on another GPU, is not what whoever captures there expects.
-    if torch.cuda.is_current_stream_capturing() or is_capturing(index):
+    # They are one where that GPU is current, which is nearly always, and each question costs a caller's microsecond.
+    if torch.cuda.is_current_stream_capturing() or (current_device() != index and is_capturing(index)):
         raise ProtocolError(
             f"{what}: this stream is being captured into a CUDA graph, and a transfer cannot be part of one: replays "
             "would skip its checks. Capture torchkv.GraphGate.mark(layer), and call this with an event of "

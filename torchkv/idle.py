@@ -10,6 +10,7 @@ lock, which the model's own launches need.
 from __future__ import annotations
 
 import ctypes
+import os
 import select
 import struct
 from collections.abc import Iterable
@@ -22,7 +23,8 @@ from torchkv.transport import Int64Array
 
 __all__ = ["rest", "warm_up"]
 
-SPIN = 100_000  # nanoseconds
+# Nanoseconds; not at all where the caller, its model and this thread share so few cores.
+SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0
 NAP = 50_000
 _LOOK = 16  # rounds over the words between two looks at the file descriptors, which are system calls
 _CLOCK_MONOTONIC = 1

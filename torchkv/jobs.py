@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from torchkv.plan import PairPlan
+from torchkv.plan import PairPlan, Slab
 from torchkv.route import LocalPages, Route
 from torchkv.slabgeometry import Geometry, geometry
+from torchkv.transport import Int64Array
 
 __all__ = ["JobGroup", "JobTable"]
 
@@ -19,12 +21,15 @@ __all__ = ["JobGroup", "JobTable"]
 class JobGroup:
     """All (layer, component) of a plan that share a geometry.
 
-    layers: global layer id of each job, ascending. table: int64 ``[len(layers), 2]`` on the GPU, source and destination
-    address of each job.
+    slab: of one of them, with its layer only; offsets of pages are the same in all. layers: global layer id of each
+    job, ascending.
+    addresses: int64 ``[len(layers), 2]``, source and destination address of each job. table: the same on the GPU.
     """
 
     geometry: Geometry
+    slab: Slab
     layers: tuple[int, ...]
+    addresses: Int64Array
     table: torch.Tensor
 
     def ranges(self, layers: Sequence[int]) -> list[tuple[int, int]]:
@@ -47,6 +52,7 @@ class JobTable:
     def __init__(self, plan: PairPlan, local: LocalPages, route: Route) -> None:
         self.plan = plan
         entries: dict[Geometry, list[tuple[int, int, int]]] = {}
+        slabs: dict[Geometry, Slab] = {}
         for slab in plan.slabs:
             for layer in slab.layers:
                 pointers = (local.ptr(slab.component, layer), route.ptr(slab.component, layer))
@@ -60,8 +66,10 @@ class JobTable:
                     num_dst_pages=route.num_pages,
                     addresses=pointers,
                 )
+                if shape not in slabs:
+                    slabs[shape] = replace(slab, layers=(layer,))
                 entries.setdefault(shape, []).append((layer, *pointers))
-        self.groups = [_group(shape, sorted(jobs), local.device) for shape, jobs in entries.items()]
+        self.groups = [_group(shape, slabs[shape], sorted(jobs), local.device) for shape, jobs in entries.items()]
 
     @classmethod
     def of(cls, plan: PairPlan, local: LocalPages, route: Route) -> JobTable:
@@ -74,6 +82,7 @@ class JobTable:
         return table
 
 
-def _group(shape: Geometry, jobs: list[tuple[int, int, int]], device: torch.device) -> JobGroup:
-    table = torch.tensor([[src, dst] for _, src, dst in jobs], dtype=torch.int64)
-    return JobGroup(shape, tuple(layer for layer, *_ in jobs), table.to(device))
+def _group(shape: Geometry, slab: Slab, jobs: list[tuple[int, int, int]], device: torch.device) -> JobGroup:
+    addresses = np.array([(src, dst) for _, src, dst in jobs], dtype=np.int64)
+    table = torch.tensor(addresses, device=device)
+    return JobGroup(shape, slab, tuple(layer for layer, *_ in jobs), addresses, table)

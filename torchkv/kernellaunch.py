@@ -1,4 +1,4 @@
-"""Launches of the page-copy kernel: its arguments, the tile for the amount of work, and compiling ahead of time."""
+"""Launches of the page-copy kernel: its arguments, its tile, and compiling ahead of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Addresses", "divisor", "launch", "prepare", "shape"]
 class Tile(NamedTuple):
     """words: that a block moves at once. warps: that do it. table: look rows up where a tile touches at most so many.
 
-    ``table=0`` locates every word by itself, which is what has been measured so far.
+    ``table=0`` locates every word by itself, which takes twice the instructions.
     """
 
     words: int
@@ -26,11 +26,9 @@ class Tile(NamedTuple):
     table: int
 
 
-# The first that leaves every block and every job some of them, else the last. Large tiles fill the link with few blocks
-# (each thread has four 16-byte loads in flight); small ones let a launch of some MiB use all its blocks to the end.
-TILES = (Tile(4096, 32, 0), Tile(2048, 32, 0), Tile(512, 16, 0))
-TILES_PER_BLOCK = 8
-TILES_PER_JOB = 4  # the last tile of a job may be nearly empty
+# The best of some thirty that were measured between two H200 (docs/measurements), for one layer as for eighty: 16 of
+# these blocks fill nine tenths of the link, and 32 KiB are few enough for all blocks to end together.
+TILE = Tile(2048, 8, 256)
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
 
@@ -128,7 +126,6 @@ def launch(
     what = shape(geometry)
     for first, count in _pieces(ranks, MAX_WORDS // what.words_per_pair):
         words = count * what.words_per_pair
-        tile = _tile(words, num_jobs, blocks)
         integers = (
             addresses.jobs,
             addresses.src_ids,
@@ -142,12 +139,12 @@ def launch(
             words,
             *what.integers,
         )
-        grid = min(blocks, num_jobs * -(-words // tile.words))
-        _enqueue(grid, integers, _constants(mode, what, tile), tile.warps)
+        grid = min(blocks, num_jobs * -(-words // TILE.words))
+        _enqueue(grid, integers, _constants(mode, what), TILE.warps)
 
 
 def prepare(geometry: Geometry, *modes: int) -> None:
-    """Compiles, and loads onto the current device, every variant that copies of ``geometry`` can need.
+    """Compiles, and loads onto the current device, the variants that copies of ``geometry`` need.
 
     modes: as for `launch`; direct copies if none are named. Enqueues nothing. Slow the first time on a machine; after
     that Triton finds the variants on disk.
@@ -156,8 +153,7 @@ def prepare(geometry: Geometry, *modes: int) -> None:
         return
     device = torch.cuda.current_device()
     for mode in modes or (pagecopy.DIRECT,):
-        for tile in TILES:
-            _compiled(device, _constants(mode, shape(geometry), tile), tile.warps)
+        _compiled(device, _constants(mode, shape(geometry)), TILE.warps)
 
 
 def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
@@ -166,15 +162,8 @@ def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
         yield first, min(most, ranks.stop - first)
 
 
-def _tile(words: int, num_jobs: int, blocks: int) -> Tile:
-    for tile in TILES:
-        tiles = words // tile.words
-        if tiles >= TILES_PER_JOB and num_jobs * tiles >= TILES_PER_BLOCK * blocks:
-            return tile
-    return TILES[-1]
-
-
-def _constants(mode: int, what: Shape, tile: Tile) -> tuple[int, ...]:
+def _constants(mode: int, what: Shape) -> tuple[int, ...]:
+    tile = TILE
     per_row = what.words_per_row
     touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
     return mode, what.unit, what.rows, int(what.parts), tile.words, tile.table if touched <= tile.table else 0

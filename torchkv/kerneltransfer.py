@@ -1,19 +1,26 @@
-"""The direct path on GPUs: a kernel on a side stream stores this rank's pages into the peer's."""
+"""The direct path on GPUs: a kernel on a side stream stores this rank's pages into the peer's.
+
+Where the pages of a verb are few long spans, the copy engines do it instead.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from torchkv import kernels
+from torchkv import copyengine, cost, kernels
 from torchkv.device import Device
 from torchkv.devicepages import DevicePages
 from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
 from torchkv.events import StreamEvent, wait_on_stream
 from torchkv.flags import Flag
-from torchkv.jobs import JobTable
+from torchkv.jobs import JobGroup, JobTable
+from torchkv.offsets import PairOffsets
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.route import LocalPages, Route
 from torchkv.transfer import Report, Transfer
@@ -24,11 +31,29 @@ __all__ = ["KernelTransfer"]
 
 MAX_LAUNCHES = 3  # groups of layers on their way at once: the GPU never waits for this thread
 
+# Copies of one launch: each takes a place in the stream's queue, and posting to a full one waits. MAX_COPIES is what
+# ``group_bytes`` takes at 2 MiB each. Behind a gate it could be a wait for ever, if only this thread opens that gate;
+# so there only as many as take little more room than a kernel does.
+MAX_COPIES = 256
+MAX_GATED_COPIES = 4
+
+COPY_ENGINE = "copy-engine"  # the lane's name
+
+_Spans = tuple[Int64Array, Int64Array, Int64Array]
+
+
+class _Launch(NamedTuple):
+    """A group of layers on its way. moved: lane -> bytes and spans."""
+
+    layers: tuple[int, ...]
+    moved: dict[str, tuple[int, int]]
+    flag: Flag
+
 
 class KernelTransfer(Transfer):
     """See `Transfer`. ``waits``: events that the stream waits for; none if the pages may be read at once.
 
-    A kernel that has been enqueued cannot be called back: a failed transfer is drained when its kernels are done,
+    What has been enqueued cannot be called back: a failed transfer is drained when its kernels and copies are done,
     and those wait for the caller's event.
     """
 
@@ -55,7 +80,10 @@ class KernelTransfer(Transfer):
         self._stream = stream
         self._jobs = jobs
         self._device = device
-        self._in_flight: deque[tuple[tuple[int, ...], int, int, Flag]] = deque()
+        # Also when all of them have happened: transfers of one request share a stream, and its other gates.
+        self._max_copies = MAX_GATED_COPIES if self._waits else MAX_COPIES
+        self._in_flight: deque[_Launch] = deque()
+        self._lanes: set[str] = set()
         self._begun = False  # something may have been enqueued that no flag follows yet
         self._uploads: list[Upload] = []
         self._errors = device.error_slot()
@@ -69,25 +97,28 @@ class KernelTransfer(Transfer):
         return bool(self._waits)
 
     def _run(self) -> Iterator[int]:
-        spans = 0
         groups = list(self._groups())
         if groups:
             self._begun = True
-            src, dst = self._begin()
+            self._begin()
         for layers in groups:
-            nbytes, rows = self._launch(layers, src, dst)
-            self._in_flight.append((layers, nbytes, rows, self._device.signal(self._stream)))
-            spans += rows
+            moved = self._launch(layers)
+            self._in_flight.append(_Launch(layers, moved, self._device.signal(self._stream)))
             yield from self._settle(MAX_LAUNCHES - 1)
         yield from self._settle(0)
         self._release()
-        self.route.count(self._lane, transfers=1, spans=spans)
+        for lane in self._lanes or {self._lane}:
+            self.route.count(lane, transfers=1)
 
-    def _begin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lets the stream wait for the gates; returns the page ids of both sides, in device memory."""
+    def _begin(self) -> None:
+        """Lets the stream wait for the gates."""
         with torch.cuda.stream(self._stream):
             for event in self._waits:
                 wait_on_stream(event, self._stream)
+
+    @cached_property
+    def _ids(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The page ids of both sides, in device memory."""
         dst = self._upload("dst", self._grant.pages)
         return self._pages.ids if isinstance(self._pages, DevicePages) else self._upload("src", self._pages), dst
 
@@ -107,70 +138,125 @@ class KernelTransfer(Transfer):
         for upload in self._uploads:
             self._device.uploads.release(upload)
 
-    def _launch(self, layers: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> tuple[int, int]:
-        """Enqueues kernels for ``layers``; returns bytes and rows. Raises ``TransportUnavailable``."""
+    def _launch(self, layers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+        """Enqueues copies of ``layers``; returns lane -> bytes and spans. Raises ``TransportUnavailable``."""
         try:
-            return self._enqueue(layers, src, dst)
+            return self._enqueue(layers)
         except KVError:
             raise
         except RuntimeError as error:  # CUDA's and Triton's
             raise TransportUnavailable(f"the GPU refused a copy kernel: {error}") from error
 
-    def _enqueue(self, layers: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> tuple[int, int]:
-        nbytes = rows = 0
+    def _enqueue(self, layers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+        moved: dict[str, tuple[int, int]] = {}
         with torch.cuda.stream(self._stream):
             for group in self._jobs.groups:
                 shape = group.geometry
                 limit = self._grant.num_tokens
                 pairs = len(shape.pairs(num_src_pages=self.op.num_pages, start=self.op.start, limit_tokens=limit))
-                for first, count in group.ranges(layers) if pairs else ():
-                    kernels.copy_pages(
-                        group.table,
-                        src,
-                        dst,
-                        shape,
-                        first_job=first,
-                        num_jobs=count,
-                        start=self.op.start,
-                        limit_tokens=limit,
-                        errors=self._errors,
-                        blocks=self._device.blocks,
-                    )
-                    nbytes += count * pairs * shape.pair_nbytes
-                    rows += count * pairs * shape.rows.per_pair
-        return nbytes, rows
+                ranges = group.ranges(layers) if pairs else []
+                spans = self._long_spans(group, pairs * shape.pair_nbytes) if ranges else None
+                for first, count in ranges:
+                    _, copies = moved.get(COPY_ENGINE, (0, 0))
+                    if spans is not None and copies + count * len(spans[0]) <= self._max_copies:
+                        self._post(group, first, count, spans)
+                        lane, per_job = COPY_ENGINE, len(spans[0])
+                    else:
+                        self._start_kernel(group, first, count)
+                        lane, per_job = self._lane, pairs * shape.rows.per_pair
+                    nbytes, posted = moved.get(lane, (0, 0))
+                    moved[lane] = nbytes + count * pairs * shape.pair_nbytes, posted + count * per_job
+        return moved
+
+    def _start_kernel(self, group: JobGroup, first: int, count: int) -> None:
+        src, dst = self._ids
+        kernels.copy_pages(
+            group.table,
+            src,
+            dst,
+            group.geometry,
+            first_job=first,
+            num_jobs=count,
+            start=self.op.start,
+            limit_tokens=self._grant.num_tokens,
+            errors=self._errors,
+            blocks=self._device.blocks,
+        )
+
+    def _post(self, group: JobGroup, first: int, count: int, spans: _Spans) -> None:
+        src_off, dst_off, length = spans
+        src, dst = group.addresses[first : first + count].T[:, :, None]
+        copyengine.copy_batch((src + src_off).ravel(), (dst + dst_off).ravel(), np.tile(length, count), self._stream)
+
+    # ------------------------------------------------------------------ kernel or copy engines
+
+    def _long_spans(self, group: JobGroup, nbytes: int) -> _Spans | None:
+        """What one job of ``group`` has to copy, of ``nbytes``, if that is better left to the copy engines, or None."""
+        # What costs least to find out comes first: most transfers are of layers that are small, or of scattered pages.
+        if not cost.copy_engine_pays(spans=1, nbytes=nbytes) or self._offsets is None or not group.geometry.seamless:
+            return None
+        if not cost.copy_engine_pays(spans=self._num_runs, nbytes=nbytes):
+            return None
+        spans = self._offsets.spans(group.slab, group.slab.layers[0])
+        if not cost.copy_engine_pays(spans=len(spans[0]), nbytes=nbytes) or copyengine.available() is not None:
+            return None
+        return spans
+
+    @cached_property
+    def _offsets(self) -> PairOffsets | None:
+        """None if only the kernel can do it, or is known to do it best: copies within one GPU were never compared."""
+        only_kernel = self.route.channel is None or isinstance(self._pages, DevicePages)
+        if only_kernel or not self._device.uses_copy_engines:
+            return None
+        return PairOffsets(self.op, self._grant, self._pages, self._local, self.route)
+
+    @cached_property
+    def _num_runs(self) -> int:
+        """About the least number of spans that the pages of both sides allow, whatever the geometry."""
+        assert not isinstance(self._pages, DevicePages)
+        src_size, dst_size = self._plan.src_page_size, self._plan.dst_page_size
+        first, end = self.op.start * src_size, (self.op.start + self.op.num_pages) * src_size
+        granted = self._grant.pages[first // dst_size : -(-end // dst_size)]
+        return max(cost.count_runs(self._pages), cost.count_runs(granted))
+
+    # ------------------------------------------------------------------ the end
 
     def _settle(self, allowed: int) -> Iterator[int]:
         """Waits until at most ``allowed`` groups of layers are on their way, and reports those that have arrived."""
         while len(self._in_flight) > allowed:
-            layers, nbytes, _, flag = self._in_flight[0]
+            layers, moved, flag = self._in_flight[0]
             if not flag.done:
                 yield 0
                 continue
             self._in_flight.popleft()
             self._device.retire(flag)
             self._check_ids()
-            self.route.count(self._lane, nbytes=nbytes)
-            self._report(layers, nbytes, "direct")
-            yield nbytes
+            for lane, (nbytes, spans) in moved.items():
+                self.route.count(lane, nbytes=nbytes, spans=spans)
+            self._lanes.update(moved)
+            total = sum(nbytes for nbytes, _ in moved.values())
+            self._report(layers, total, "direct")
+            yield total
 
     def _check_ids(self) -> None:
         """Raises what the kernels found wrong with page ids, of which they have written nothing."""
         bad = kernels.first_error(self._errors)
         if bad is not None:
-            limit = self._local.num_pages if bad.side == "source" else self.route.num_pages
-            raise PageOutOfRange(f"page {bad.page}, number {bad.position} of the {bad.side}, is outside [0, {limit})")
+            mine = bad.side == "source"
+            whose, limit = ("this", self._local.num_pages) if mine else ("the peer's", self.route.num_pages)
+            which = f"number {bad.position} of the {bad.side}'s ids"
+            raise PageOutOfRange(f"page {bad.page} ({which}) is outside {whose} cache's [0, {limit})")
 
     def _drain(self) -> Iterator[int]:
         """After a failure: the kernels that are enqueued run to their end."""
         if self._begun:
             # Also those of a step that failed half-way, and copies of page ids into memory that others get next.
             try:
-                self._in_flight.append(((), 0, 0, self._device.signal(self._stream)))
+                self._in_flight.append(_Launch((), {}, self._device.signal(self._stream)))
             except KVError:
                 self.flushed = False  # the first error is the one to report; this one means that nobody can tell
         while self._in_flight:
-            *_, flag = self._in_flight[0]
+            flag = self._in_flight[0].flag
             if flag.done:
                 self._in_flight.popleft()
                 self._device.retire(flag)

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from torchkv.cache import KVCache, allocate
-from torchkv.card import MAX_CARD, Card, this_process
+from torchkv.card import MAX_CARD, Card
 from torchkv.control import ZmqControl
 from torchkv.endpoint import KVEndpoint
 from torchkv.engine import Engine
 from torchkv.env import Options, warn_about_unknown_variables
 from torchkv.errors import ProtocolError
 from torchkv.explain import Explanation, explain
+from torchkv.processes import this_process
 from torchkv.progress import ProgressThread
 from torchkv.registration import (
     Registration,

@@ -11,13 +11,14 @@ import msgspec
 
 from torchkv import arguments, descriptors, hostcopy, idle
 from torchkv.cache import KVCache
-from torchkv.card import Card, placement_cards, region_card, this_process
+from torchkv.card import Card, placement_cards, region_card
 from torchkv.control import Control
 from torchkv.engine import Engine
 from torchkv.env import Options
 from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
 from torchkv.layout import KVLayout
 from torchkv.probe import PROBE_BYTES, measure
+from torchkv.processes import this_process
 from torchkv.progress import ProgressThread
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route

@@ -45,6 +45,7 @@ class Roster:
         self.contributing = lru_cache(maxsize=4096)(self._contributing)
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
         self.owed = lru_cache(maxsize=4096)(self._owed)
+        self._targets: dict[int | str, tuple[int, ...]] = {}
 
     def check(self) -> None:
         """Raises ``LayoutMismatch`` for the first pair of ranks whose layouts cannot be reconciled."""
@@ -79,6 +80,16 @@ class Roster:
         ranks = tuple(operator.index(cast(SupportsIndex, rank)) for rank in given)
         if len(set(ranks)) != len(ranks):
             raise ProtocolError(f"{what}: {name}={list(ranks)} names a rank twice")
+        return ranks
+
+    def targets(self, peers: int | str | Sequence[int], what: str) -> tuple[int, ...]:
+        """``dst`` as those of its ranks that this one owes something: `resolve`, then `owed`."""
+        plain = type(peers) is int or type(peers) is str
+        if plain and (known := self._targets.get(peers)) is not None:  # type: ignore[arg-type]  # just checked
+            return known
+        ranks = self.owed(self.resolve(peers, what, "dst"))
+        if plain:
+            self._targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
         return ranks
 
     def layout(self, rank: int) -> KVLayout:

@@ -66,6 +66,12 @@ class Geometry:
         """Bytes of one page pair in one job."""
         return self.rows.per_pair * self.rows.run
 
+    @property
+    def seamless(self) -> bool:
+        """Whether pairs are whole in one run, and nothing lies between those of consecutive pages on either side."""
+        sides = (self.src, self.dst)
+        return self.rows.per_pair == 1 and all(side.page_stride == side.per_page * self.rows.run for side in sides)
+
     def pairs(self, *, num_src_pages: int, start: int, limit_tokens: int) -> range:
         """Ranks, within the stripe, of the pairs of sender pages [start, start + num_src_pages).
 

@@ -192,8 +192,8 @@ class Transport(ABC):
     def available() -> str | None:
         """None if this transport can work here, else the reason and the command that mends it."""
 
-    @classmethod
-    def join(cls, *, rank: int, size: int, store: Store, device: torch.device) -> None:  # noqa: B027 - optional
+    @classmethod  # noqa: B027 - optional, so neither abstract nor an error
+    def join(cls, *, rank: int, size: int, store: Store, device: torch.device) -> None:
         """Called on every member of a group, on any thread, before memory is allocated for it or a transport is made.
 
         For transports whose members must meet first; may block until all have come. rank, size, store: the group's.

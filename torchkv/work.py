@@ -54,7 +54,7 @@ class KVWork(dist.Work):
         wait_layer: Callable[[int, float | None], None] | None = None,
         flags: Flags | None = None,
     ) -> None:
-        super().__init__()
+        dist.Work.__init__(self)  # super() takes half a microsecond more
         self._what = what
         self._began = time.perf_counter()
         if wait_layer is not None:

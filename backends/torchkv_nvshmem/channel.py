@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,13 +11,14 @@ import torch
 
 from torchkv import devicemem
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
+from torchkv.processes import process_ended, watch_process
+from torchkv.spans import Table
 from torchkv.transport import Batch, Channel, RemoteView
 from torchkv_nvshmem import wire
 from torchkv_nvshmem.heap import Place
 from torchkv_nvshmem.operation import FlushOperation, Operation, PutOperation, SignalOperation, StreamPut
-from torchkv_nvshmem.process import Watch
 from torchkv_nvshmem.runtime import Runtime
-from torchkv_nvshmem.spans import Table, resolve
+from torchkv_nvshmem.spans import OUTSIDE, resolve
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
 __all__ = ["SIGNAL_NBYTES", "SLOTS", "NVSHMEMChannel"]
@@ -33,7 +35,7 @@ class NVSHMEMChannel(Channel):
     def __init__(self, runtime: Runtime, peer: AddressBlob, regions: Sequence[RegionBlob], local: Table) -> None:
         self._runtime = runtime
         self._pe = peer.pe
-        self._peer = f"PE {peer.pe} (process {peer.pid})"
+        self._peer = f"PE {peer.pe} (process {peer.process.pid})"
         self._local = local
         self._regions = list(regions)
         self._remote = Table()
@@ -48,7 +50,8 @@ class NVSHMEMChannel(Channel):
         self._closed = False
         with runtime.lock:
             self._mapped = bool(runtime.library.pointer(self._mailbox, self._pe))
-        self._watch = Watch(peer.process)
+        self._pidfd = watch_process(peer.process)
+        self._ended = False
         self._stream = runtime.gpu.stream()
 
     def _mailbox_of(self, peer: AddressBlob) -> int:
@@ -61,11 +64,11 @@ class NVSHMEMChannel(Channel):
         return self._runtime.heap.address(place, f"{self._peer}: its address")
 
     def _address_of(self, index: int, blob: RegionBlob) -> int:
-        """The symmetric address of a region, or 0 if it lies outside symmetric memory."""
+        """The symmetric address of a region, or `OUTSIDE`."""
         what = f"its region {index}"
         self._check_member(blob.heap, blob.pe, what)
         if blob.block == wire.NO_BLOCK:
-            return 0
+            return OUTSIDE
         return self._runtime.heap.address(Place(blob.block, blob.offset, blob.nbytes), f"{self._peer}: {what}")
 
     def _check_member(self, heap: bytes, pe: int, what: str) -> None:
@@ -140,7 +143,7 @@ class NVSHMEMChannel(Channel):
     def _map(self, region: int) -> RemoteView | str:
         blob, device = self._regions[region], self._runtime.gpu.device
         address = int(self._remote.base[region])
-        if address:
+        if address != OUTSIDE:
             with self._runtime.lock:
                 ptr = self._runtime.library.pointer(address, self._pe)
             if not ptr:
@@ -163,7 +166,7 @@ class NVSHMEMChannel(Channel):
     def drained(self) -> bool:
         # What a peer on this host writes, its own GPU contexts write: they end before the process counts as ended.
         # Of one on another host packets may still be on their way, and nobody here can tell.
-        return self._mapped and self._watch.ended
+        return self._mapped and self._peer_ended()
 
     def close(self) -> None:
         if self._closed:
@@ -179,7 +182,9 @@ class NVSHMEMChannel(Channel):
             mapping.close()
         self._mappings.clear()
         self._views.clear()
-        self._watch.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         if self.idle:
             self._stream.close()
 
@@ -201,7 +206,7 @@ class NVSHMEMChannel(Channel):
         """Advances the operations for about ``budget_ns``. True if anything moved."""
         if self.idle:
             return False
-        if self._failure is None and self._watch.ended:
+        if self._failure is None and self._peer_ended():
             self._fail(PeerLost(f"{self._peer} has ended; what was sent to it is lost"))
         moved = False
         for operation in self._posted:
@@ -222,6 +227,11 @@ class NVSHMEMChannel(Channel):
 
     # ------------------------------------------------------------------ inside
 
+    def _peer_ended(self) -> bool:
+        """Whether the peer's process, all its threads included, has ended. Of one elsewhere nobody here can tell."""
+        self._ended = self._ended or (self._pidfd is not None and process_ended(self._pidfd))
+        return self._ended
+
     def _put_name(self, count: int) -> str:
         return f"put of {count} spans to {self._peer}"
 
@@ -233,7 +243,7 @@ class NVSHMEMChannel(Channel):
     def _require_usable(self) -> None:
         if self._closed:
             raise ProtocolError(f"the channel to {self._peer} is closed")
-        if self._failure is None and self._watch.ended:
+        if self._failure is None and self._peer_ended():
             self._fail(PeerLost(f"{self._peer} has ended"))
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from torchkv.errors import KVError, TransferCancelled
+from torchkv.spans import Spans
 from torchkv.transport import Int64Array
 from torchkv_nvshmem import pump
 from torchkv_nvshmem.gpu import Mark, Stream
 from torchkv_nvshmem.runtime import Runtime
-from torchkv_nvshmem.spans import Spans
 
 __all__ = ["FlushOperation", "Operation", "PutOperation", "SignalOperation", "StreamPut"]
 

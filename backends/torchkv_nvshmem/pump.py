@@ -6,14 +6,9 @@ depend on where NVSHMEM was loaded, and numba can keep it on disk between runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
-from torchkv.compiled import compiled
+from torchkv.compiled import c_function, compiled
 from torchkv.transport import Int64Array
 
 __all__ = ["CURSOR", "STATE_WORDS", "post"]
@@ -27,25 +22,9 @@ _PUT, _CLOCK = 0, 1
 _CLOCK_MONOTONIC = 1
 _BURST = 32  # puts between two looks at the clock
 
-
-def _codegen(arity: int, result_bits: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
-        prototype = ir.FunctionType(result, [word] * arity)
-        value = builder.call(builder.inttoptr(arguments[0], prototype.as_pointer()), arguments[1:])
-        return ir.Constant(word, 0) if result_bits == 0 else builder.sext(value, word)
-
-    return codegen
-
-
-def _signature(arity: int) -> Any:
-    return types.int64(*[types.int64] * (arity + 1))
-
-
 # An int argument takes the low half of its 64-bit register, on x86-64 as on AArch64.
-_call_put = intrinsic(lambda typing, f, target, source, nbytes, pe, stream: (_signature(5), _codegen(5, 0)))
-_call_clock = intrinsic(lambda typing, f, clock, result: (_signature(2), _codegen(2, 32)))
+_call_put = c_function(5, 0)
+_call_clock = c_function(2, 32)
 
 
 @compiled

@@ -18,12 +18,12 @@ from typing import TypeVar
 import torch
 
 from torchkv.errors import KVError, ProtocolError, TransportUnavailable
+from torchkv.hostmem import host_identity
 from torchkv_nvshmem import environment, wire
 from torchkv_nvshmem.exchange import Exchange
 from torchkv_nvshmem.gpu import Device, Gpu
 from torchkv_nvshmem.heap import Heap, Place
 from torchkv_nvshmem.library import UID_NBYTES, LibNVSHMEM, Library, why_not
-from torchkv_nvshmem.process import this_process
 from torchkv_nvshmem.wire import MAX_NBYTES, AllocateCard, JoinCard, StartCard
 
 __all__ = ["MAILBOXES_NBYTES", "PROCESS", "Membership", "Party", "Runtime"]
@@ -192,7 +192,7 @@ class Membership:
                 heap=b"" if runtime is None else runtime.heap_id,
                 pe=0 if runtime is None else runtime.pe,
                 nbytes=reserve,
-                host=this_process().host,
+                host=host_identity(),
                 gpu=gpu.uuid(),
                 gpu_nbytes=gpu.memory()[1],
             )

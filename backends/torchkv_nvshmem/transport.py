@@ -9,13 +9,13 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.processes import this_process
+from torchkv.spans import Table
 from torchkv.transport import Capabilities, Region, Revoke, Transport
 from torchkv_nvshmem import library, wire
 from torchkv_nvshmem.channel import SIGNAL_NBYTES, SLOTS, NVSHMEMChannel
 from torchkv_nvshmem.exchange import through_store
-from torchkv_nvshmem.process import this_process
 from torchkv_nvshmem.runtime import PROCESS, Membership, Party
-from torchkv_nvshmem.spans import Table
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
 __all__ = ["RESERVE", "NVSHMEMRegion", "NVSHMEMTransport"]
@@ -142,16 +142,14 @@ class NVSHMEMTransport(Transport):
 
     def address(self) -> bytes:
         self._require_open()
-        me, runtime = this_process(), self._runtime
+        runtime = self._runtime
         return wire.pack(
             AddressBlob(
                 heap=runtime.heap_id,
                 pe=runtime.pe,
                 mailbox_block=self._place.block,
                 mailbox_offset=self._place.offset,
-                host=me.host,
-                pid=me.pid,
-                started=me.started,
+                process=this_process(),
             )
         )
 

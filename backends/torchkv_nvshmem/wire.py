@@ -12,8 +12,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from torchkv.errors import ProtocolError
+from torchkv.processes import ProcessId
 from torchkv_nvshmem.library import UID_NBYTES
-from torchkv_nvshmem.process import ProcessId
 
 __all__ = [
     "HEAP_ID_NBYTES",
@@ -63,13 +63,7 @@ class AddressBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     pe: _Pe
     mailbox_block: _Pe
     mailbox_offset: _Nbytes
-    host: Annotated[bytes, msgspec.Meta(max_length=64)]
-    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-    started: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-
-    @property
-    def process(self) -> ProcessId:
-        return ProcessId(self.host, self.pid, self.started)
+    process: ProcessId
 
 
 class JoinCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):

@@ -11,11 +11,15 @@ A variable the user has set always wins. The reasons, one per setting:
 * ``LOG_LEVEL=fatal``: what fails comes back as a typed error; UCX would also log one line for every put that a
   dead peer has left in the socket, by the thousand.
 * ``CM_REUSEADDR=y``: a restarted process can listen on the port of its former life.
-* ``CUDA_IPC_CACHE=n``: a peer's device memory stays mapped only while copies into it run, not until this process
-  ends, which would keep the memory of a dead peer allocated. It costs nothing while the channel's own view holds
-  the mapping: the driver then only counts a reference. (See also `torchkv_ucx.gpu.doorstep`.)
 * ``NET_DEVICES``: UCX listens on *every* interface by default, and whoever completes its handshake may write
   into registered memory. torchkv opens only the interface the job runs on, see `net_devices`.
+
+One is left to UCX's default on purpose: ``CUDA_IPC_CACHE=y`` keeps every device memory that was put into mapped until
+this process ends. Memory of a peer that has died, or has freed it, therefore comes back before that only if all went
+by the direct path, through views, which is torchkv's choice on one host. With ``n`` UCX maps and unmaps around every
+put, and both wait for what runs on the GPU: a put then waits for the model's kernels, and the progress thread stands
+still behind a stream that waits for a transfer (``wait_stream``), perhaps for this one. Set ``n`` only where memory
+matters and that does not. (See also `torchkv_ucx.gpu.doorstep`.)
 """
 
 from __future__ import annotations
@@ -33,7 +37,6 @@ _SETTINGS = {
     "UCX_RNDV_THRESH": "inf",
     "UCX_PROTO_EMULATION_ENABLE": "n",
     "UCX_MEMTYPE_CACHE": "n",
-    "UCX_CUDA_IPC_CACHE": "n",
     "UCX_ERROR_SIGNALS": "",
     "UCX_CM_REUSEADDR": "y",
     "UCX_WARN_UNUSED_ENV_VARS": "n",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchkv import spans
 from torchkv.errors import KVError, PeerLost, TransferCancelled
 from torchkv.transport import Int64Array
 from torchkv_ucx import pump
@@ -29,14 +30,9 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Checked puts, int64[n] each: absolute addresses, bytes, and the regions whose handles to use."""
+class Spans(spans.Spans):
+    """Checked puts with the handles of their regions."""
 
-    source: Int64Array
-    target: Int64Array
-    length: Int64Array
-    local_region: Int64Array
-    remote_region: Int64Array
     memhs: Int64Array  # by local region
     rkeys: Int64Array  # by remote region
     memory_type: int = HOST  # ucs_memory_type_t of all sources, and of all targets

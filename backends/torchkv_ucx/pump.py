@@ -6,14 +6,9 @@ depend on where libucp was loaded, and numba can keep it on disk between runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
-from torchkv.compiled import compiled
+from torchkv.compiled import c_function, compiled
 from torchkv.transport import Int64Array
 
 __all__ = [
@@ -54,36 +49,12 @@ _PARAM_MEMH = 8  # word of ucp_request_param_t
 _BURST = 32  # puts between two looks at the clock
 VECTOR = 256  # spans of one vectored write
 
-
-def _c_function(arity: int, result_bits: int, *, signed: bool) -> Any:
-    """An intrinsic ``call(address, *arguments)`` for a C function of ``arity`` integer or pointer arguments."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
-        prototype = ir.FunctionType(result, [word] * arity)
-        value = builder.call(builder.inttoptr(arguments[0], prototype.as_pointer()), arguments[1:])
-        if result_bits == 0:
-            return ir.Constant(word, 0)
-        if result_bits == 64:
-            return value
-        return builder.sext(value, word) if signed else builder.zext(value, word)
-
-    signature = types.int64(*[types.int64] * (arity + 1))
-    if arity == 1:
-        return intrinsic(lambda typing, f, a: (signature, codegen))
-    if arity == 2:
-        return intrinsic(lambda typing, f, a, b: (signature, codegen))
-    assert arity == 6
-    return intrinsic(lambda typing, f, a, b, c, d, e, g: (signature, codegen))
-
-
-_call_put = _c_function(6, 64, signed=True)
-_call_flush = _c_function(2, 64, signed=True)
-_call_check = _c_function(1, 8, signed=True)
-_call_free = _c_function(1, 0, signed=True)
-_call_progress = _c_function(1, 32, signed=False)
-_call_clock = _c_function(2, 32, signed=True)
+_call_put = c_function(6, 64)
+_call_flush = c_function(2, 64)
+_call_check = c_function(1, 8)
+_call_free = c_function(1, 0)
+_call_progress = c_function(1, 32, signed=False)
+_call_clock = c_function(2, 32)
 
 
 @compiled

@@ -157,12 +157,12 @@ class World:
         self._ends.clear()
 
 
-def device_worlds() -> list[World]:
+def device_worlds(**environment: str) -> list[World]:
     """UCX on the memory of one GPU, and of two where there are two."""
     count = torch.cuda.device_count()
     places = {"ucx-cuda-same": ("cuda:0",), "ucx-cuda-pair": ("cuda:0", "cuda:1")}
     return [
-        World(lane, "ucx", in_process=False, expected_link="cuda_ipc", devices=devices)
+        World(lane, "ucx", in_process=False, environment=environment, expected_link="cuda_ipc", devices=devices)
         for lane, devices in places.items()
         if len(devices) <= count
     ]
@@ -178,5 +178,5 @@ def worlds_of(transport: str) -> list[World]:
             World("ucx-tcp", transport, in_process=False, environment={"UCX_TLS": "tcp"}, expected_link="tcp"),
         ]
     if transport == "nvshmem":
-        return []  # device memory only: tests/gpu/test_nvshmem.py
+        return []  # device memory only: tests/gpu/test_nvshmem_gpu.py
     return [World(transport, transport, in_process=False)]

@@ -289,17 +289,18 @@ class Step:
                 self.gate.mark(layer)
             self.left.record()
 
-    def replay(self, cache: KVCache, pages: list[int]) -> list[Any]:
-        """Starts a step with fresh contents for ``pages``; the events of its layers."""
+    def prepare(self, cache: KVCache, pages: list[int]) -> list[Any]:
+        """Fresh contents for ``pages``, which the next replay writes; the events of its layers."""
         torch.cuda.synchronize()
         self.ids.copy_(torch.tensor(pages))
         for held_now, fresh in zip(self.contents, fresh_bytes(cache), strict=True):
             for name in "kv":
                 held_now[name].copy_(fresh[name])
         torch.cuda.synchronize()
-        events = self.gate.arm()
+        return self.gate.arm()
+
+    def replay(self) -> None:
         self._graph.replay()
-        return events
 
 
 def replays(gated: bool) -> None:
@@ -312,10 +313,19 @@ def replays(gated: bool) -> None:
         for number in range(2):
             stale = exchanged(kv, page_bytes(cache, sent[number]))
             if step is not None:
-                events = step.replay(cache, sent[number])
-                for layer in range(LAYERS):
-                    event = events[layer] if gated or number == 0 else step.left
-                    kv.send_layer(f"r{number}", layer, sent[number], READER, event=event)
+                events = step.prepare(cache, sent[number])
+                right = gated or number == 0
+                works = [
+                    kv.send_layer(
+                        f"r{number}", layer, sent[number], READER, event=events[layer] if right else step.left
+                    )
+                    for layer in range(LAYERS)
+                ]
+                if right:
+                    assert not any(work.is_completed() for work in works)
+                else:  # the event tells of the replay before
+                    assert all(work.wait(30) for work in works)
+                step.replay()
                 kv.finish(f"r{number}", READER).wait(30)
                 torch.cuda.synchronize()
             else:

@@ -1,5 +1,5 @@
 """SIGKILL of a peer whose GPU memory is mapped here, or into which kernels are writing: ``PeerLost``, never a hang,
-and when the group has been destroyed the survivor keeps none of either rank's GPU memory.
+and when the group has been destroyed the survivor keeps none of either rank's GPU memory, unless UCX has put into it.
 
 Deadlines are minutes here, so that only the detection of the death itself can end a wait in time.
 """
@@ -112,7 +112,7 @@ def send() -> None:
     kv.cancel("r").wait(PATIENCE)
 
 
-def leave(before: list[int]) -> None:
+def leave(before: list[int], all_comes_back: bool) -> None:
     """Destroys the group; ``before``: free memory of each GPU before it was there."""
 
     def missing() -> list[int]:
@@ -122,6 +122,8 @@ def leave(before: list[int]) -> None:
 
     assert max(missing()) > SLACK, "this rank's own pool, at least, should have been noticed"
     dist.destroy_process_group()
+    if not all_comes_back:
+        return
     until(lambda: max(missing()) < SLACK, "GPU memory is back where it was before the group")
 
 
@@ -142,14 +144,24 @@ def new_ranks() -> Iterator[Callable[[dict[str, str]], Ranks]]:
         ranks.close()
 
 
-@pytest.mark.parametrize("env", [{}, {"TORCHKV_PATH": "slices"}], ids=["direct", "put"])
-@pytest.mark.parametrize(
-    ("victim", "survivor"), [(write, receive), (read, send)], ids=["a-writer-is-killed", "a-receiver-is-killed"]
-)
+PUT = {"TORCHKV_PATH": "slices"}
+# UCX keeps mapped what it has put into, until this process ends (see `torchkv_ucx.environment`): what a receiver that
+# was killed leaves comes back here only without that cache. Nothing of a writer's is ever put into.
+CASES = [
+    pytest.param(write, receive, {}, True, id="a-writer-direct"),
+    pytest.param(write, receive, PUT, True, id="a-writer-put"),
+    pytest.param(read, send, {}, True, id="a-receiver-direct"),
+    pytest.param(read, send, PUT, False, id="a-receiver-put"),
+    pytest.param(read, send, {**PUT, "UCX_CUDA_IPC_CACHE": "n"}, True, id="a-receiver-put-without-cache"),
+]
+
+
+@pytest.mark.parametrize(("victim", "survivor", "env", "all_comes_back"), CASES)
 def test_memory_of_a_killed_peer_comes_back(
     victim: Callable[[], Any],
     survivor: Callable[[], Any],
     env: dict[str, str],
+    all_comes_back: bool,
     new_ranks: Callable[[dict[str, str]], Ranks],
 ) -> None:
     ranks = new_ranks(env)
@@ -162,4 +174,4 @@ def test_memory_of_a_killed_peer_comes_back(
     ranks.kill(VICTIM)
     ranks.tell(SURVIVOR)
     ranks.join([SURVIVOR])
-    ranks.run(leave, before, ranks=[SURVIVOR])
+    ranks.run(leave, before, all_comes_back, ranks=[SURVIVOR])

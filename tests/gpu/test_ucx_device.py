@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from contract_pair import MIB, connected, slices
+from contract_pair import MIB, Pair, connected, slices
 from contract_world import World, device_worlds
 
 GPUS = torch.cuda.device_count()
@@ -41,8 +41,11 @@ def run_python(code: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_a_killed_peer_is_lost_and_its_memory_comes_back(world: World) -> None:
-    """A mapping keeps a dead owner's memory allocated: neither a view nor UCX may hold one after close()."""
+def check_memory_comes_back(world: World, lose: Callable[[Pair, str, int], None]) -> None:
+    """A mapping keeps a dead owner's memory allocated: nothing may hold one after close().
+
+    lose: given a pair, the name of its far end, and the bytes of a region on both: kills that end, sees it lost.
+    """
     size, slack = 256 * MIB, 32 * MIB  # slack: what UCX maps to learn that it reaches a GPU, and drivers' own
     a = world.end("a")
     place = int(world.devices[-1].removeprefix("cuda:"))
@@ -55,28 +58,50 @@ def test_a_killed_peer_is_lost_and_its_memory_comes_back(world: World) -> None:
             time.sleep(0.05)
         return free
 
-    def lose(name: str, nbytes: int) -> None:
-        """Connects to a process that is then killed under a put; the channel stays open."""
+    def lose_one(name: str, nbytes: int) -> None:
+        """The channel stays open."""
         pair = connected(world, (nbytes,), "allocate", names=("a", name))
         assert a.call("view", pair.channel, 0)
-        pair.put(slices(8 * MIB))
-        operations = a.call("put", pair.channel, *slices(nbytes)), a.call("flush", pair.channel)
-        world.process(name).kill()
-        assert [error and error[0] for error in a.call("wait", *operations)] == ["PeerLost"] * 2
+        lose(pair, name, nbytes)
 
     def start_again() -> None:
         a.call("close")
         a.call("open")  # drops this end's own regions
 
     everything = 1 << 62
-    lose("first", 64 * MIB)
+    lose_one("first", 64 * MIB)
     start_again()
     baseline = free_nbytes(everything, 3.0)
-    lose("second", size)
+    lose_one("second", size)
     held = free_nbytes(everything, 3.0)
     assert held < baseline - own - size + slack, "nothing held the dead peer's memory: the test shows nothing"
     start_again()
     assert free_nbytes(baseline - slack, 20.0) >= baseline - slack
+
+
+def test_memory_of_a_killed_peer_comes_back_from_views(world: World) -> None:
+    def lose(pair: Pair, name: str, nbytes: int) -> None:
+        world.process(name).kill()
+        pair.a.call("wait_drained", pair.channel)
+
+    check_memory_comes_back(world, lose)
+
+
+@pytest.mark.parametrize("unmapping", device_worlds(UCX_CUDA_IPC_CACHE="n"), ids=lambda world: world.lane)
+def test_memory_of_a_killed_peer_comes_back_from_puts_where_ucx_keeps_no_mappings(unmapping: World) -> None:
+    """By default UCX keeps them until the process ends (see `torchkv_ucx.environment`)."""
+
+    def lose(pair: Pair, name: str, nbytes: int) -> None:
+        pair.put(slices(8 * MIB))
+        operations = pair.a.call("put", pair.channel, *slices(nbytes)), pair.a.call("flush", pair.channel)
+        unmapping.process(name).kill()
+        assert [error and error[0] for error in pair.a.call("wait", *operations)] == ["PeerLost"] * 2
+
+    try:
+        check_memory_comes_back(unmapping, lose)
+        unmapping.close_transports()
+    finally:
+        unmapping.stop()
 
 
 _CONTEXTS = """

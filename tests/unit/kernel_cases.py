@@ -26,16 +26,14 @@ from torchkv.slabgeometry import Geometry, Side
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_kernels.py, which starts this in the interpreter"
 
-# With and without the table of rows. A tile costs the interpreter 50 ms, whatever its size.
-WORD_BY_WORD, BY_ROWS = (Tile(512, 4, 0),), (Tile(512, 4, 512),)
-SMALL = {"words": (Tile(256, 1, 0), Tile(128, 1, 0)), "rows": (Tile(256, 1, 256), Tile(128, 1, 128))}
+# With and without the table of rows. A tile costs the interpreter 50 ms, whatever its size; small ones make several.
+WORD_BY_WORD, BY_ROWS = Tile(512, 4, 0), Tile(512, 4, 512)
+SMALL = {"words": Tile(128, 1, 0), "rows": Tile(128, 1, 128)}
 CANARY = 64  # bytes around every pool
 
 
-def kernel_send(
-    seen: set[int], sabotage: Callable[[Geometry], Geometry], tiles: tuple[Tile, ...] | None
-) -> Callable[..., None]:
-    """`oracle._send` by the kernel, or without ``tiles`` by the reference; ``seen`` collects the units."""
+def kernel_send(seen: set[int], sabotage: Callable[[Geometry], Geometry], tile: Tile | None) -> Callable[..., None]:
+    """`oracle._send` by the kernel, or without ``tile`` by the reference; ``seen`` collects the units."""
 
     def send(
         plan: PairPlan,
@@ -67,7 +65,7 @@ def kernel_send(
         for true_shape, jobs in groups.items():
             seen.add(true_shape.unit)
             shape = sabotage(true_shape)
-            if tiles is not None:
+            if tile is not None:
                 addresses = [(src.ctypes.data, dst.ctypes.data) for src, dst in jobs]
                 run_kernel(shape, addresses, src_ids, dst_ids, start, limit, staged=factored)
                 continue
@@ -117,7 +115,7 @@ def wrong_bytes(
     monkeypatch: pytest.MonkeyPatch,
     sabotage: Callable[[Geometry], Geometry] = lambda shape: shape,
 ) -> list[int]:
-    """Differences after copies by the reference, by the kernel with both ways to locate words, and through a stage."""
+    """Differences after copies by the reference, by the kernel straight in two calls, and through a stage."""
     seen: set[int] = set()
     monkeypatch.setattr(oracle, "GAP", unit)  # canaries that leave the pages aligned
     rng = np.random.default_rng()
@@ -132,10 +130,11 @@ def wrong_bytes(
     expected = reference(sources, pages, target, dst_pages)
     assert differences(target, expected) > 0, "the poison is not what is expected"
     found = []
-    ways = (False, None, None), (False, 2, WORD_BY_WORD), (False, None, BY_ROWS), (True, None, BY_ROWS)
-    for factored, chunk, tiles in ways:
-        monkeypatch.setattr(kernellaunch, "TILES", tiles)
-        monkeypatch.setattr(oracle, "_send", kernel_send(seen, sabotage, tiles))
+    two_calls = max(1, 8 // next(iter(writers.values())).page_size)  # pages of the first
+    ways = (False, None, None), (False, two_calls, BY_ROWS), (True, None, WORD_BY_WORD)
+    for factored, chunk, tile in ways:
+        monkeypatch.setattr(kernellaunch, "TILE", tile)
+        monkeypatch.setattr(oracle, "_send", kernel_send(seen, sabotage, tile))
         got, _ = planned(sources, pages, target, dst_pages, factored=factored, chunk=chunk)
         found.append(differences(got, expected))
     assert seen == {unit}
@@ -155,11 +154,11 @@ FAMILIES: dict[str, tuple[dict[int, KVLayout], KVLayout, int]] = {
     "heads, few to many": ({i: gqa(i, 2, **BF16) for i in range(2)}, gqa(**BF16), 16),
     "heads, many to few": ({0: gqa(**BF16)}, gqa(1, 2, **BF16), 16),
     "HND to NHD": ({0: gqa(order="HND", **BF16)}, gqa(**BF16), 16),
-    "NHD slices to HND": ({i: gqa(i, 2, **BF16) for i in range(2)}, gqa(order="HND", **BF16), 16),
+    "NHD slices to HND": ({1: gqa(1, 2, **BF16)}, gqa(order="HND", **BF16), 16),
     "striped": ({i: gqa(i, 4, num_kv_heads=2, **BF16) for i in range(4)}, gqa(num_kv_heads=2, **BF16), 16),
     "pages of 8 to 2": ({0: gqa(page_size=8, **BF16)}, gqa(page_size=2, **BF16), 16),
     "pages of 2 to 8, HND": (
-        {i: gqa(i, 2, page_size=2, **BF16) for i in range(2)},
+        {1: gqa(1, 2, page_size=2, **BF16)},
         gqa(page_size=8, order="HND", **BF16),
         16,
     ),
@@ -174,8 +173,8 @@ FAMILIES: dict[str, tuple[dict[int, KVLayout], KVLayout, int]] = {
     "unit 4": ({0: gqa(num_layers=1)}, gqa(1, 4, num_layers=1), 4),
     "unit 2": ({0: gqa(num_layers=1, head_dim=3)}, gqa(1, 4, num_layers=1, head_dim=3), 2),
     "unit 1": (
-        {0: gqa(head_dim=3, dtype=torch.int8, page_size=3)},
-        gqa(1, 2, head_dim=3, dtype=torch.int8, page_size=3),
+        {0: gqa(num_layers=1, head_dim=3, dtype=torch.int8, page_size=3)},
+        gqa(1, 2, num_layers=1, head_dim=3, dtype=torch.int8, page_size=3),
         1,
     ),
 }
@@ -184,7 +183,7 @@ FAMILIES: dict[str, tuple[dict[int, KVLayout], KVLayout, int]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_byte_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     writers, reader, unit = FAMILIES[family]
-    assert wrong_bytes(writers, reader, unit, monkeypatch) == [0, 0, 0, 0]
+    assert wrong_bytes(writers, reader, unit, monkeypatch) == [0, 0, 0]
 
 
 SABOTAGE: dict[str, Callable[[Geometry], Geometry]] = {
@@ -289,17 +288,17 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 FEW = settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 
-@pytest.mark.parametrize("tiles", SMALL)
+@pytest.mark.parametrize("tile", SMALL)
 @FEW
 @given(case=cases(), blocks=st.integers(1, 5))
-def test_direct_copies_are_the_reference(tiles: str, case: Case, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILES", SMALL[tiles])
+def test_direct_copies_are_the_reference(case: Case, tile: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernellaunch, "TILE", SMALL[tile])
     pools, errors = case.pools(), kernels.error_slot()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit}
@@ -310,11 +309,11 @@ def test_direct_copies_are_the_reference(tiles: str, case: Case, blocks: int, mo
     assert kernels.first_error(errors) in (bad or {None})
 
 
-@pytest.mark.parametrize("tiles", SMALL)
+@pytest.mark.parametrize("tile", SMALL)
 @FEW
 @given(case=cases(), blocks=st.integers(1, 5))
-def test_stages_are_the_reference(tiles: str, case: Case, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILES", SMALL[tiles])
+def test_stages_are_the_reference(case: Case, tile: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernellaunch, "TILE", SMALL[tile])
     pools = case.pools()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit}
@@ -343,10 +342,10 @@ def plain(*, num_pages: int = 6, run: int = 48, alignment: int = 16) -> Case:
     return Case(shape, src, dst, 0, num_pages, 2)
 
 
-@pytest.mark.parametrize("tiles", SMALL)
+@pytest.mark.parametrize("tile", SMALL)
 @pytest.mark.parametrize(("side", "page"), [("source", 6), ("source", -(1 << 40)), ("destination", 1 << 40)])
-def test_a_bad_page_is_left_out_and_named(side: str, page: int, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILES", SMALL[tiles])
+def test_a_bad_page_is_left_out_and_named(side: str, page: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernellaunch, "TILE", SMALL[tile])
     case = plain()
     position = 3
     (case.src_ids if side == "source" else case.dst_ids)[position] = page
@@ -371,8 +370,8 @@ def test_only_the_jobs_asked_for() -> None:
 
 
 def test_launches_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What exceeds 32 bits is done in several launches; here three words are too many."""
-    monkeypatch.setattr(kernellaunch, "MAX_WORDS", 7)
+    """What exceeds 32 bits is done in several launches; here ten words are too many."""
+    monkeypatch.setattr(kernellaunch, "MAX_WORDS", 9)
     case = plain(run=48)
     pools = case.pools()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)

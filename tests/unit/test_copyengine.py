@@ -9,44 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_fake import STREAM, FakeDriver
 
 from torchkv import copyengine
 from torchkv.errors import ProtocolError, TransportUnavailable
 
-STREAM = SimpleNamespace(cuda_stream=0x5150)
 CANARY = 16
-
-
-def numbers(address: int, count: int) -> list[int]:
-    return list((ctypes.c_int64 * count).from_address(address))
-
-
-class FakeDriver:
-    """``cuMemcpyBatchAsync`` (and ``_v2``): copies on the spot, and notes the attributes that it was given."""
-
-    def __init__(self, *names: str, result: int = 0) -> None:
-        self.result = result
-        self.calls: list[tuple[str, int]] = []
-        for name in names:
-            setattr(self, name, self._function(name))
-
-    def _function(self, name: str) -> Any:
-        def function(*arguments: Any) -> int:
-            dst, src, length, count, attributes, first, num_attributes, *failed, stream = arguments
-            assert len(failed) == (0 if name.endswith("_v2") else 1)
-            assert stream == STREAM.cuda_stream
-            assert num_attributes == 1
-            assert first._obj.value == 0
-            given = attributes._obj
-            assert (given.src_access_order, given.flags) == (1, 1)
-            assert ctypes.sizeof(given) == 24
-            self.calls.append((name, count))
-            if self.result == 0:
-                for to, start, nbytes in zip(*(numbers(a, count) for a in (dst, src, length)), strict=True):
-                    ctypes.memmove(to, start, nbytes)
-            return self.result
-
-        return function
 
 
 @pytest.fixture(autouse=True)

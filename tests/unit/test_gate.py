@@ -24,6 +24,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     state = [False]
     install(monkeypatch, FakeDriver())
     monkeypatch.setattr(gate, "is_capturing", lambda index: False)
+    monkeypatch.setattr(gate, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
     monkeypatch.setattr(gate, "_captured", {})
 

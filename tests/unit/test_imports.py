@@ -13,8 +13,8 @@ BACKENDS = ROOT / "backends"
 
 # May not touch threads, sockets, files, clocks or processes; what they may import from torchkv is as pure.
 PURE = [
-    *("component", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab", "slabgeometry"),
-    "wire",
+    *("component", "cost", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab"),
+    *("slabgeometry", "wire"),
     *("actions", "instance", "life", "receiver", "sender", "session"),
 ]
 IMPURE_LIBRARIES = {
@@ -28,7 +28,7 @@ BACKEND_MAY_IMPORT = {
     f"torchkv.{name}"
     for name in (
         *("transport", "errors", "env", "network", "compiled"),
-        *("hostmem", "hostcopy", "cudadriver", "devicemem", "flags"),
+        *("hostmem", "hostcopy", "cudadriver", "devicemem", "flags", "processes", "spans"),
     )
 }
 
@@ -36,7 +36,8 @@ BACKEND_MAY_IMPORT = {
 LAYERS = [
     {"errors", "slab", "coverage", "compiled", "cudadriver"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport", "idle"},
-    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine"},
+    {"cost"},
+    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans"},
     {"pagecopy", "copyreference", "kernellaunch", "kernels"},
     {"wire", "cache", "roster", "work", "network", "devicepages", "uploads"},
     {"actions", "session", "instance", "life", "sender", "receiver", "device"},

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from torchkv.jobs import JobGroup
 
-GEOMETRY: Any = None  # not looked at here
+UNUSED: Any = None  # geometry and slab are not looked at here
 
 
 def group(layers: list[int]) -> JobGroup:
-    return JobGroup(GEOMETRY, tuple(layers), torch.zeros(len(layers), 2, dtype=torch.int64))
+    addresses = torch.zeros(len(layers), 2, dtype=torch.int64)
+    return JobGroup(UNUSED, UNUSED, tuple(layers), addresses.numpy(), addresses)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA build of PyTorch brings it)")
 
 from torchkv import kernellaunch, kernels, pagecopy
-from torchkv.kernellaunch import TILES, TILES_PER_BLOCK, TILES_PER_JOB, divisor
+from torchkv.kernellaunch import TILE, Tile, divisor
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
 
@@ -70,31 +70,21 @@ def test_division_by_every_small_number() -> None:
             assert divide(value, magic, shift) == value // by
 
 
-# Choice of the tile
-
-
-def test_tiles_keep_every_block_busy() -> None:
-    for words in (1, 100, 1 << 12, 1 << 17, 1 << 20, 1 << 30):
-        for num_jobs in (1, 2, 160):
-            for blocks in (1, 8, 16, 132):
-                tile = kernellaunch._tile(words, num_jobs, blocks)
-                if tile != TILES[-1]:
-                    assert num_jobs * (words // tile.words) >= TILES_PER_BLOCK * blocks
-                    assert words >= TILES_PER_JOB * tile.words
-    assert kernellaunch._tile(1 << 18, 160, 132) == TILES[0]
-    assert kernellaunch._tile(1 << 17, 2, 132) == TILES[-1]
+# The tile
 
 
 def test_a_tile_is_no_larger_than_what_launches_allow_for() -> None:
-    assert kernellaunch.MAX_WORDS + max(tile.words for tile in TILES) < 1 << 31
+    assert kernellaunch.MAX_WORDS + TILE.words < 1 << 31
 
 
 @settings(max_examples=300)
 @given(per_row=st.integers(1, 300), first=st.integers(0, 1000))
 def test_a_table_holds_all_rows_that_a_tile_touches(per_row: int, first: int) -> None:
-    tile = kernellaunch.Tile(512, 4, 64)
+    tile = Tile(512, 4, 64)
     what = kernellaunch.shape(shape(rows=Rows(1, 0, 0, 1, 0, 0, 16 * per_row)))
-    table = kernellaunch._constants(pagecopy.DIRECT, what, tile)[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernellaunch, "TILE", tile)
+        table = kernellaunch._constants(pagecopy.DIRECT, what)[-1]
     word = first * tile.words
     touched = (word + tile.words - 1) // per_row - word // per_row + 1
     assert table in (0, 64)
@@ -160,8 +150,8 @@ def test_prepare_compiles_all_that_a_transfer_needs(
     monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", known)
     geometry = shape()
     kernels.prepare(geometry)
-    assert [entry[0] for entry in log if entry[0] != "load"] == ["compile"] * len(TILES)
-    assert sum(entry[0] == "load" for entry in log) == (len(TILES) if known else 0)
+    assert [entry[0] for entry in log if entry[0] != "load"] == ["compile"]
+    assert sum(entry[0] == "load" for entry in log) == int(known)
     log.clear()
     for num_pages in (1, 60, 100_000):
         send(geometry, num_pages)
@@ -177,7 +167,7 @@ def test_prepare_takes_other_modes(log: list[tuple[Any, ...]]) -> None:
 
 
 def test_no_more_blocks_than_tiles(log: list[tuple[Any, ...]]) -> None:
-    send(shape(), num_pages=3, blocks=132)  # 3 pages of 256 words: two tiles of 512
+    send(shape(), num_pages=TILE.words // 256 + 1, blocks=132)  # pages of 256 words: one more than a tile
     assert [entry[1] for entry in log if entry[0] == "start"] == [(2, 1, 1)]
 
 

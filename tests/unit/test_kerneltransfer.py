@@ -12,63 +12,14 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from gpu_fake import Event, Gpu
+
 from torchkv import kerneltransfer
 from torchkv.errors import TransferCancelled, TransportUnavailable
 from torchkv.kerneltransfer import KernelTransfer
 from torchkv.protocol.actions import SendOp
 
 LAYERS = (0, 1, 2)
-
-
-class Gpu:
-    """As much of `torchkv.device.Device` as a transfer uses. ``log``: what was enqueued, in order."""
-
-    blocks = 1
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.flags: list[Any] = []
-        self.released: list[str] = []
-        self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
-        self.broken = False
-
-    def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
-        self.log.append(f"upload {key[0]}")
-        return SimpleNamespace(ids=torch.from_numpy(ids))
-
-    def signal(self, stream: Any) -> Any:
-        if self.broken:
-            raise TransportUnavailable("signalling from a stream failed: CUDA_ERROR_ILLEGAL_ADDRESS")
-        self.log.append("signal")
-        self.flags.append(SimpleNamespace(done=False))
-        return self.flags[-1]
-
-    def retire(self, flag: Any) -> None:
-        assert flag.done
-
-    def release(self, stream: Any, request: str) -> None:
-        self.released.append("stream")
-
-    def error_slot(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int64)
-
-    def retire_errors(self, slot: torch.Tensor) -> None:
-        self.released.append("errors")
-
-    def run(self) -> None:
-        for flag in self.flags:
-            flag.done = True
-
-
-class Event:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.error: Exception | None = None
-
-    def query(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return False
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from nvshmem_fake import CPU, World
 from torchkv_nvshmem import NVSHMEMTransport, environment, library, wire
 from torchkv_nvshmem.exchange import through_store
 from torchkv_nvshmem.heap import ALIGNMENT, Heap, Place
-from torchkv_nvshmem.process import Watch, _started, this_process
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
 from torchkv import hostmem
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransportUnavailable
+from torchkv.processes import ProcessId, process_started
 from torchkv.transport import Batch, Channel, Completion, Region
 
 POISON = 0xDD
@@ -806,7 +806,9 @@ class Doomed:
     def address_of(self, transport: NVSHMEMTransport) -> bytes:
         pid = self.process.pid
         whole = wire.unpack(transport.address(), AddressBlob)
-        return wire.pack(msgspec.structs.replace(whole, pid=pid, started=_started(pid)))
+        return wire.pack(
+            msgspec.structs.replace(whole, process=ProcessId(whole.process.host, pid, process_started(pid)))
+        )
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -847,7 +849,7 @@ def test_an_idle_channel_notices_too(pair: Pair) -> None:
 
 def test_of_a_peer_on_another_host_nothing_is_known(pair: Pair) -> None:
     whole = wire.unpack(pair.b.address(), AddressBlob)
-    gone = msgspec.structs.replace(whole, host=b"another", pid=(1 << 31) - 1, started=0)
+    gone = msgspec.structs.replace(whole, process=ProcessId("another", (1 << 31) - 1, 0))
     channel = pair.a.connect(wire.pack(gone), [])
     assert not channel.drained
     assert pair.finish(channel.flush()) == [None]
@@ -862,16 +864,6 @@ def test_a_dead_peer_that_is_reached_over_the_network_only_is_never_drained() ->
         with pytest.raises(PeerLost):
             channel.flush()
         assert not channel.drained
-
-
-def test_a_pid_that_went_to_another_process_has_ended() -> None:
-    me = this_process()
-    watch = Watch(me)
-    assert not watch.ended
-    watch.close()
-    later = Watch(msgspec.structs.replace(me, started=me.started + 1))
-    assert later.ended
-    later.close()
 
 
 # -- bytes from the network --------------------------------------------------------------------------------------
@@ -929,7 +921,8 @@ def test_every_field_of_a_region_is_bounded_even_under_a_right_digest(pair: Pair
     "change",
     [
         {"pe": 2}, {"pe": -1}, {"mailbox_block": 9}, {"mailbox_offset": 3 * MIB}, {"mailbox_offset": 12},
-        {"mailbox_offset": -8}, {"pid": 0}, {"pid": 1 << 31}, {"started": -1}, {"host": b"x" * 65},
+        {"mailbox_offset": -8}, {"process": ProcessId("x", 0, 0)}, {"process": ProcessId("x", 1 << 31, 0)},
+        {"process": ProcessId("x", 1, -1)}, {"process": ProcessId("x" * 65, 1, 0)},
     ],
 )  # fmt: skip
 def test_every_field_of_an_address_is_bounded_too(pair: Pair, change: dict[str, Any]) -> None:

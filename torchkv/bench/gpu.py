@@ -23,9 +23,11 @@ from torchkv.process_group import KVProcessGroup
 __all__ = ["CASES", "GpuCase", "GpuResult", "count_wrong", "devices", "fill", "run_gpu_case"]
 
 LAYERS, TOKENS, HEADS, HEAD_DIM = 80, 4096, 8, 128
-BURST = 4  # sends of one request in a row: what a busy link carries, without the way to it
+BURST = 16  # sends of one request in a row: what a busy link carries, without the way to it
 MATMUL = 8192
 MATMULS = 24
+PAIRS = 5
+SENDS = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,6 @@ def _write(case: GpuCase, repeats: int) -> list[dict[str, Any]]:
     here, there = devices(0)
     pages = np.random.default_rng().permutation(num_pages)
     limit = _copy_rate(payload, here, there)
-    alone = _matmul_seconds(here, lambda: None) if case.matmul else 0.0
     rows = []
     for blocks in case.gates:
         with _group(case, blocks, layout, num_pages, here) as (kv, cache):
@@ -145,7 +146,7 @@ def _write(case: GpuCase, repeats: int) -> list[dict[str, Any]]:
                     seconds.append(alone_ended - began)
                     bursts.append((ended - alone_ended) / BURST)
                     post.append(posted - began)
-            slowdown = _slowdown(kv, pages, here, alone) if case.matmul else None
+            slowdown = _slowdown(kv, pages, here) if case.matmul else None
             lanes = kv.explain(1).lanes
             rows.append(
                 {
@@ -228,26 +229,30 @@ def _copy_rate(nbytes: int, here: torch.device, there: torch.device) -> float:
     return rate
 
 
-def _slowdown(kv: KVProcessGroup, pages: np.ndarray[Any, Any], device: torch.device, alone: float) -> float:
-    """Time of matmuls beside sends that last longer than they do, as a ratio to their time alone."""
+def _slowdown(kv: KVProcessGroup, pages: np.ndarray[Any, Any], device: torch.device) -> float:
+    """Time of matmuls beside sends that last longer than they do, as a ratio to their time alone.
+
+    Alone and beside in turn, because the GPU's clock falls as it gets warm. Median of the ratios of neighbours.
+    """
     kv.prefix_tokens("beside", 1)
-    works: list[Any] = []
+    ratios = []
+    for _ in range(PAIRS):
+        alone = _matmul_seconds(device, lambda: None)
+        works: list[Any] = []
 
-    def send() -> None:
-        for _ in range(200):
-            works.append(kv.send_pages("beside", pages, 1, event=_Ready()))
-        while not works[0].is_completed():
-            time.sleep(0.0001)
+        def send(works: list[Any] = works) -> None:
+            works += [kv.send_pages("beside", pages, 1, event=_Ready()) for _ in range(SENDS)]
+            while not works[0].is_completed():
+                time.sleep(0.0001)
 
-    seconds = _matmul_seconds(device, send)
-    outlasted = not works[-1].is_completed()
-    for work in works:
-        work.wait()
+        beside = _matmul_seconds(device, send)
+        if works[-1].is_completed():
+            raise KVError("the copies ended before the matmuls did: nothing was measured")
+        for work in works:
+            work.wait()
+        ratios.append(beside / alone)
     kv.finish("beside", 1).wait()
-    if not outlasted:
-        raise KVError("the copies ended before the matmuls did: nothing was measured")
-    ratio: float = seconds / alone
-    return ratio
+    return statistics.median(ratios)
 
 
 class _Ready:

@@ -1,0 +1,99 @@
+"""A GPU, and its driver's batched copy, without a GPU: what was enqueued can be looked at."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchkv.errors import TransportUnavailable
+
+__all__ = ["STREAM", "Event", "FakeDriver", "Gpu"]
+
+STREAM: Any = SimpleNamespace(cuda_stream=0x5150, query=lambda: True)
+
+
+class Gpu:
+    """As much of `torchkv.device.Device` as a transfer uses. ``log``: what was enqueued, in order."""
+
+    blocks = 1
+    uses_copy_engines = True
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.flags: list[Any] = []
+        self.released: list[str] = []
+        self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
+        self.broken = False
+
+    def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
+        self.log.append(f"upload {key[0]}")
+        return SimpleNamespace(ids=torch.from_numpy(ids))
+
+    def signal(self, stream: Any) -> Any:
+        if self.broken:
+            raise TransportUnavailable("signalling from a stream failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+        self.log.append("signal")
+        self.flags.append(SimpleNamespace(done=False))
+        return self.flags[-1]
+
+    def retire(self, flag: Any) -> None:
+        assert flag.done
+
+    def release(self, stream: Any, request: str) -> None:
+        self.released.append("stream")
+
+    def error_slot(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    def retire_errors(self, slot: torch.Tensor) -> None:
+        self.released.append("errors")
+
+    def run(self) -> None:
+        for flag in self.flags:
+            flag.done = True
+
+
+class Event:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.error: Exception | None = None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+def numbers(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
+class FakeDriver:
+    """``cuMemcpyBatchAsync`` (and ``_v2``): copies on the spot, and notes the attributes that it was given."""
+
+    def __init__(self, *names: str, result: int = 0) -> None:
+        self.result = result
+        self.calls: list[tuple[str, int]] = []
+        for name in names:
+            setattr(self, name, self._function(name))
+
+    def _function(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            dst, src, length, count, attributes, first, num_attributes, *failed, stream = arguments
+            assert len(failed) == (0 if name.endswith("_v2") else 1)
+            assert stream == STREAM.cuda_stream
+            assert num_attributes == 1
+            assert first._obj.value == 0
+            given = attributes._obj
+            assert (given.src_access_order, given.flags) == (1, 1)
+            assert ctypes.sizeof(given) == 24
+            self.calls.append((name, count))
+            if self.result == 0:
+                for to, start, nbytes in zip(*(numbers(a, count) for a in (dst, src, length)), strict=True):
+                    ctypes.memmove(to, start, nbytes)
+            return self.result
+
+        return function
