@@ -230,7 +230,7 @@ class KVEndpoint:
         ids = arguments.as_send_pages(pages, num_pages=engine.roster.me.num_pages, device=device, what=what)
         held = arguments.as_layers(layers, layout, what=what)
         start = arguments.as_count(start, what=what, name="start")
-        ready = arguments.as_event(event, what=what)
+        ready = event if event is None else arguments.as_event(event, what=what)
         ranks = engine.roster.targets(dst, what)
         if page_for_page:
             self._check_page_for_page(engine, ranks, what, "use send_slice or send_pages")
@@ -240,19 +240,24 @@ class KVEndpoint:
         if device is not None and ready is None and not isinstance(ids, DevicePages):
             ready = device.record_gate()
         work = KVWork(what, flags=engine.flags)
+        # One payload and one record of prefixes for all destinations: nobody changes the former.
+        payload = SendPayload(ids, ready, self._options.path)
+        prefixes: dict[int, int] = {}
+        num_pages = len(ids)
+        sender = engine.sender
+        now = self._now()
         with engine.lock:
-            self._check_open(engine, what)
+            if engine.closed:
+                self._check_open(engine, what)
             for rank in ranks:  # first: a tombstone repeats its own error
-                engine.sender.admit(request, rank, start=start, num_pages=len(ids))
-            self._check_alive(engine, ranks, what)
+                sender.admit(request, rank, start, num_pages)
+            if engine.lost:
+                self._check_alive(engine, ranks, what)
             if len(ranks) > 1:
-                engine.sender.check_prefixes(request, ranks)
+                sender.check_prefixes(request, ranks)
             work._expect(len(ranks))
-            now = self._now()
-            prefixes: dict[int, int] = {}
             for rank in ranks:
-                payload = SendPayload(ids, ready, self._options.path)
-                engine.sender.submit(SendOp(request, rank, prefixes, held, start, len(ids), work, payload), now)
+                sender.submit(SendOp(request, rank, prefixes, held, start, num_pages, work, payload), now)
         self._wake()
         return work
 

@@ -205,8 +205,9 @@ class KernelTransfer(Transfer):
     @cached_property
     def _offsets(self) -> PairOffsets | None:
         """None if only the kernel can do it, or is known to do it best: copies within one GPU were never compared."""
-        only_kernel = self.route.channel is None or isinstance(self._pages, DevicePages)
-        if only_kernel or not self._device.uses_copy_engines:
+        if self.route.channel is None or isinstance(self._pages, DevicePages):
+            return None
+        if not self._device.uses_copy_engines:
             return None
         return PairOffsets(self.op, self._grant, self._pages, self._local, self.route)
 

@@ -55,7 +55,7 @@ class Sender:
 
     # ---------------------------------------------------------------- the caller's verbs
 
-    def admit(self, request: str, dst: int, *, start: int, num_pages: int) -> None:
+    def admit(self, request: str, dst: int, start: int, num_pages: int) -> None:
         """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
         life = self._lives.get((request, dst))
         if life is None:
