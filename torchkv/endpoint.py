@@ -20,6 +20,7 @@ from torchkv.mover import SendPayload
 from torchkv.progress import Waker
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.receiver import Receive
+from torchkv.transport import Int64Array
 from torchkv.work import KVWork
 
 __all__ = ["KVEndpoint", "Peers"]
@@ -221,25 +222,32 @@ class KVEndpoint:
         *,
         page_for_page: bool = False,
     ) -> KVWork:
+        # The caller's critical path: what is plain already is not looked at by a function.
         engine, layout = self._registered(verb)
         request = arguments.as_request(request)
         what = f"{verb}({request!r})"
         device = engine.device
-        if device is not None:
+        ids: Int64Array | DevicePages
+        if device is None:
+            ids = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+        else:
             gate.refuse_capture(what, device.index)
-        ids = arguments.as_send_pages(pages, num_pages=engine.roster.me.num_pages, device=device, what=what)
+            ids = arguments.as_send_pages(pages, num_pages=engine.roster.me.num_pages, device=device, what=what)
         held = arguments.as_layers(layers, layout, what=what)
-        start = arguments.as_count(start, what=what, name="start")
+        if type(start) is not int or start:
+            start = arguments.as_count(start, what=what, name="start")
         ready = event if event is None else arguments.as_event(event, what=what)
         ranks = engine.roster.targets(dst, what)
-        if page_for_page:
+        if page_for_page and ranks not in engine.whole_pages:
             self._check_page_for_page(engine, ranks, what, "use send_slice or send_pages")
+            if len(ranks) == 1:
+                engine.whole_pages.add(ranks)
         if self._options.path is not None:
             self._check_forced_path(engine, ranks, what)
         # Page ids on the GPU bring an event of their own, behind the same stream.
         if device is not None and ready is None and not isinstance(ids, DevicePages):
             ready = device.record_gate()
-        work = KVWork(what, flags=engine.flags)
+        work = KVWork(what) if device is None else KVWork(what, flags=device.flags)
         # One payload and one record of prefixes for all destinations: nobody changes the former.
         payload = SendPayload(ids, ready, self._options.path)
         prefixes: dict[int, int] = {}

@@ -77,6 +77,7 @@ class Engine:
         self.sender = Sender(roster, **timeouts)
         self.receiver = Receiver(roster, **timeouts)
         self.routes: dict[int, Route] = {}
+        self.whole_pages: set[tuple[int, ...]] = set()  # ranks seen to match page for page; the callers'
         self.lost: dict[int, str] = {}  # peers that do not answer -> why
         self.dropped_frames = 0
         self.closed = ""  # why no call is served any more

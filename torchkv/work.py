@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVWork"]
 
-# Guards the making and resolving of futures, of all works: both are rare and brief.
+# Guards the making and resolving of futures and latches, of all works: both are rare and brief.
 _futures = threading.Lock()
 
 
@@ -44,6 +44,8 @@ class KVWork(dist.Work):
     _pages_safe: Callable[[], bool] | None = None
     _future: torch.futures.Future[Any] | None = None
     _is_done = False
+    # Held until completion, and made by the first who waits for that: most works are never waited for one by one.
+    _latch: threading.Lock | None = None
     _flags: Flags | None = None  # of the GPU that the cache lies on
     _holds: tuple[Hold, ...] = ()  # streams that wait for this work
 
@@ -61,9 +63,6 @@ class KVWork(dist.Work):
             self._wait_layer = wait_layer
         if flags is not None:
             self._flags = flags
-        # A latch: held until completion. An Event would do, at ten times the cost on the caller's critical path.
-        self._latch = threading.Lock()
-        self._latch.acquire()
 
     # ------------------------------------------------------------------ torch.distributed.Work
 
@@ -187,7 +186,8 @@ class KVWork(dist.Work):
         with _futures:
             self._ended = time.perf_counter()
             self._is_done = True
-            self._latch.release()
+            if self._latch is not None:
+                self._latch.release()
             for hold in self._holds:
                 hold.open()
             self._holds = ()
@@ -201,8 +201,15 @@ class KVWork(dist.Work):
 
     def _wait_done(self, limit: float) -> bool:
         """Blocks until completion, or for ``limit`` seconds if that is positive. Whether it is complete."""
-        if not self._is_done and self._latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX) if limit > 0 else -1):
-            self._latch.release()  # for the next waiter
+        with _futures:
+            if self._is_done:
+                return True
+            if self._latch is None:
+                self._latch = threading.Lock()
+                self._latch.acquire()
+            latch = self._latch
+        if latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX) if limit > 0 else -1):
+            latch.release()  # for the next waiter
         return self._is_done
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
