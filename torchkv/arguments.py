@@ -72,12 +72,12 @@ def as_pages(pages: Pages, *, num_pages: int, what: str) -> Int64Array:
     return ids
 
 
-def as_send_pages(pages: Pages, *, num_pages: int, device: Device | None, what: str) -> Int64Array | DevicePages:
+def as_send_pages(pages: Pages, *, num_pages: int, device: Device, what: str) -> Int64Array | DevicePages:
     """The same; ids in a CUDA tensor stay there, where the cache does (``device``), and are checked when they are read.
 
     Raises ``ProtocolError`` also for ids on another GPU than the cache.
     """
-    if device is None or type(pages) is not torch.Tensor or not pages.is_cuda:
+    if type(pages) is not torch.Tensor or not pages.is_cuda:
         return as_pages(pages, num_pages=num_pages, what=what)
     if pages.device.index != device.index:
         raise ProtocolError(f"{what}: pages is on {pages.device}, the cache on cuda:{device.index}; move the ids there")

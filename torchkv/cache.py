@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from torchkv import hostmem
+from torchkv import devicemem, hostmem
 from torchkv.component import integer
 from torchkv.errors import LayoutMismatch, TransportUnavailable
 from torchkv.layout import KVLayout
@@ -178,11 +178,7 @@ def as_device(device: str | torch.device) -> torch.device:
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory that peers on the same host can map: uint8 ``[nbytes]``. Raises ``TransportUnavailable``."""
-    if device.type == "cpu":
-        return hostmem.allocate(nbytes)
-    from torchkv import devicemem
-
-    return devicemem.allocate(nbytes, device)
+    return hostmem.allocate(nbytes) if device.type == "cpu" else devicemem.allocate(nbytes, device)
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-__all__ = ["c_function", "compiled", "compiled_with_gil"]
+__all__ = ["c_function", "compiled", "compiled_with_gil", "monotonic_ns"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -62,3 +64,15 @@ def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
         6: lambda typing, f, a, b, c, d, e, g: (signature, codegen),
     }
     return intrinsic(made[arity])
+
+
+_CLOCK_MONOTONIC = 1
+_call_clock = c_function(2, 32)
+
+
+@compiled
+def monotonic_ns(clock_gettime: int, scratch: npt.NDArray[np.int64]) -> int:
+    """For compiled code: the monotonic clock in ns. clock_gettime: address of libc's function; scratch: of length 2."""
+    _call_clock(clock_gettime, _CLOCK_MONOTONIC, scratch.ctypes.data)
+    now: int = scratch[0] * 1_000_000_000 + scratch[1]
+    return now

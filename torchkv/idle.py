@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from torchkv.compiled import c_function, compiled
+from torchkv.compiled import c_function, compiled, monotonic_ns
 from torchkv.transport import Int64Array
 
 __all__ = ["rest", "warm_up"]
@@ -27,7 +27,6 @@ __all__ = ["rest", "warm_up"]
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0
 NAP = 50_000
 _LOOK = 16  # rounds over the words between two looks at the file descriptors, which are system calls
-_CLOCK_MONOTONIC = 1
 
 _libc = ctypes.CDLL(None)
 _FUNCTIONS = np.array(
@@ -35,14 +34,6 @@ _FUNCTIONS = np.array(
     dtype=np.int64,
 )
 _call_poll = c_function(4, 32)
-_call_clock = c_function(2, 32)
-
-
-@compiled
-def _now(functions: Int64Array, clock: Int64Array) -> int:
-    _call_clock(functions[1], _CLOCK_MONOTONIC, clock.ctypes.data)
-    now: int = clock[0] * 1_000_000_000 + clock[1]
-    return now
 
 
 @compiled
@@ -59,7 +50,7 @@ def _rest(
 ) -> None:
     clock = np.zeros(2, dtype=np.int64)
     limit = np.zeros(2, dtype=np.int64)  # a struct timespec: how long to sleep in ppoll
-    began = _now(functions, clock)
+    began = monotonic_ns(functions[1], clock)
     while True:
         for _ in range(_LOOK):
             if wake[0] != 0:
@@ -70,7 +61,7 @@ def _rest(
                     return
         if _call_poll(functions[0], fds.ctypes.data, len(fds), limit.ctypes.data, 0) > 0:
             return
-        passed = _now(functions, clock) - began
+        passed = monotonic_ns(functions[1], clock) - began
         if passed >= nanoseconds:
             return
         if passed >= spin:

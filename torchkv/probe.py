@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torchkv import hostcopy
+from torchkv import copyengine, hostcopy
 from torchkv.errors import TransferTimeout
 from torchkv.progress import ProgressThread
 from torchkv.route import Route
@@ -80,8 +80,6 @@ def _store(source: Region, view: RemoteView) -> _Timed:
 
 
 def _copy(source: Region, view: RemoteView, device: Device) -> _Timed:
-    from torchkv import copyengine
-
     stream = device.open_stream
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record(stream)

@@ -33,9 +33,10 @@ import numpy.typing as npt
 import torch
 from torch._C._distributed_c10d import Store
 
-from torchkv.errors import KVError, TransportUnavailable
+from torchkv.errors import KVError, ProtocolError, TransportUnavailable
 
 __all__ = [
+    "SIGNAL_SLOTS",
     "Batch",
     "Capabilities",
     "Channel",
@@ -45,6 +46,7 @@ __all__ = [
     "RemoteView",
     "Revoke",
     "Transport",
+    "check_signal",
     "installed_transports",
     "load_transport",
     "transport_names",
@@ -53,6 +55,8 @@ __all__ = [
 Int64Array = npt.NDArray[np.int64]
 
 ENTRY_POINT_GROUP = "torchkv.backends"
+
+SIGNAL_SLOTS = 64
 
 
 class Revoke(enum.Enum):
@@ -127,17 +131,24 @@ class RemoteView:
     device: torch.device
 
 
-class Region(ABC):
-    """A registered span of local memory. Kept alive, with its tensor, until ``Transport.deregister``."""
+class Region:
+    """A registered span of local memory: the whole storage of a tensor, kept alive until ``Transport.deregister``.
 
-    index: int  # position in registration order; what Batch.local_region holds
-    ptr: int
-    nbytes: int
-    device: torch.device
+    index: position in registration order; what ``Batch.local_region`` holds. descriptor: opaque bytes from which a
+    peer's transport reaches this region, at most 4 KiB.
+    """
 
-    @abstractmethod
+    def __init__(self, index: int, tensor: torch.Tensor, descriptor: bytes) -> None:
+        storage = tensor.untyped_storage()
+        self.index = index
+        self.ptr = storage.data_ptr()
+        self.nbytes = storage.nbytes()
+        self.device = tensor.device
+        self._storage = storage
+        self._descriptor = descriptor
+
     def descriptor(self) -> bytes:
-        """Opaque bytes from which a peer's transport reaches this region. At most 4 KiB."""
+        return self._descriptor
 
 
 class Channel(ABC):
@@ -161,7 +172,7 @@ class Channel(ABC):
 
     @abstractmethod
     def signal(self, slot: int, value: int) -> Completion:
-        """Store ``value`` (int64) in the peer's signal ``slot`` (0..63), ordered after all earlier puts."""
+        """Store ``value`` (int64) in the peer's signal ``slot`` (`SIGNAL_SLOTS`), ordered after all earlier puts."""
 
     @abstractmethod
     def view(self, region: int) -> RemoteView | None:
@@ -249,6 +260,14 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes channels, regions and the transport itself. Idempotent."""
+
+
+def check_signal(slot: int, value: int = 0, *, where: str = "") -> None:
+    """Raises ``ProtocolError`` for a signal slot that does not exist, or a value that does not fit int64."""
+    if not 0 <= slot < SIGNAL_SLOTS:
+        raise ProtocolError(f"signal slot {slot}{where}: allowed are 0..{SIGNAL_SLOTS - 1}")
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ProtocolError(f"signal value {value}{where} does not fit int64")
 
 
 def transport_names() -> list[str]:

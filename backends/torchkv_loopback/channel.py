@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from torchkv.errors import PeerLost, ProtocolError
-from torchkv.transport import Batch, Channel, Completion, Int64Array, RemoteView
+from torchkv.transport import Batch, Channel, Completion, Int64Array, Region, RemoteView, check_signal
 from torchkv_loopback.operation import Fence, Piece, Put, Span, cut
 from torchkv_loopback.world import World
 
 if TYPE_CHECKING:
-    from torchkv_loopback.transport import LoopbackRegion, LoopbackTransport
+    from torchkv_loopback.transport import LoopbackTransport
 
 __all__ = ["LoopbackChannel"]
-
-SLOTS = 64
 
 
 class LoopbackChannel(Channel):
@@ -32,8 +30,8 @@ class LoopbackChannel(Channel):
         *,
         node: int,
         peer: LoopbackTransport,
-        local: Mapping[int, LoopbackRegion],
-        remote: list[LoopbackRegion],
+        local: Mapping[int, Region],
+        remote: list[Region],
         views: bool,
     ) -> None:
         self._world = world
@@ -67,8 +65,7 @@ class LoopbackChannel(Channel):
         return self._fence("flush", Fence())
 
     def signal(self, slot: int, value: int) -> Completion:
-        if not 0 <= slot < SLOTS:
-            raise ProtocolError(f"signal slot {slot}: allowed are 0..{SLOTS - 1}")
+        check_signal(slot, value)
         return self._fence("signal", Fence(slot, value))
 
     def view(self, region: int) -> RemoteView | None:
@@ -226,7 +223,7 @@ def _bases(
     index: Int64Array,
     offset: Int64Array,
     length: Int64Array,
-    regions: Mapping[int, LoopbackRegion],
+    regions: Mapping[int, Region],
 ) -> Int64Array:
     """Address of each span, or ``ProtocolError`` naming the first that is outside its region."""
     table = max(regions, default=-1) + 1

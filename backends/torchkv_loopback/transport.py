@@ -9,31 +9,15 @@ import torch
 
 from torchkv import hostmem
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.transport import Capabilities, Region, Revoke, Transport
+from torchkv.transport import Capabilities, Region, Revoke, Transport, check_signal
 from torchkv_loopback import wire
-from torchkv_loopback.channel import SLOTS, LoopbackChannel
+from torchkv_loopback.channel import LoopbackChannel
 from torchkv_loopback.world import World
 
-__all__ = ["LoopbackRegion", "LoopbackTransport"]
+__all__ = ["Region", "LoopbackTransport"]
 
 # A world is not thread-safe, so transports that name none meet in their own thread's.
 _default = threading.local()
-
-
-class LoopbackRegion(Region):
-    """Host memory of this process. Made by ``LoopbackTransport.register``."""
-
-    def __init__(self, index: int, tensor: torch.Tensor, descriptor: bytes) -> None:
-        storage = tensor.untyped_storage()
-        self.index = index
-        self.ptr = storage.data_ptr()
-        self.nbytes = storage.nbytes()
-        self.device = tensor.device
-        self._storage = storage
-        self._descriptor = descriptor
-
-    def descriptor(self) -> bytes:
-        return self._descriptor
 
 
 class LoopbackTransport(Transport):
@@ -61,7 +45,7 @@ class LoopbackTransport(Transport):
         if not self._world.exists(self.node) or self.node in self._world.transports:
             raise ProtocolError(f"node {self.node} does not exist in this world, or has a transport already")
         self._views = views
-        self._regions: dict[int, LoopbackRegion] = {}
+        self._regions: dict[int, Region] = {}
         self._next_index = 0
         self._channels: list[LoopbackChannel] = []
         self._closed = False
@@ -71,12 +55,12 @@ class LoopbackTransport(Transport):
         _require_host(device)
         return hostmem.allocate(nbytes)
 
-    def register(self, tensor: torch.Tensor) -> LoopbackRegion:
+    def register(self, tensor: torch.Tensor) -> Region:
         self._require_open()
         _require_host(tensor.device)
         nbytes = tensor.untyped_storage().nbytes()
         record = wire.RegionRecord(self._world.identity, self.node, self._next_index, nbytes)
-        region = LoopbackRegion(self._next_index, tensor, wire.pack_region(record))
+        region = Region(self._next_index, tensor, wire.pack_region(record))
         self._regions[region.index] = region
         self._next_index += 1
         return region
@@ -110,20 +94,19 @@ class LoopbackTransport(Transport):
         self._channels.append(channel)
         return channel
 
-    def _region_of(self, record: wire.RegionRecord) -> LoopbackRegion:
+    def _region_of(self, record: wire.RegionRecord) -> Region:
         found = self._regions.get(record.index)
         mine = (self._world.identity, self.node)
         if found is None or (record.world, record.node) != mine or record.nbytes != found.nbytes:
             raise ProtocolError(f"region descriptor names region {record.index}, which node {self.node} does not have")
         return found
 
-    def has(self, region: LoopbackRegion) -> bool:
+    def has(self, region: Region) -> bool:
         """Whether ``region`` is registered here still."""
         return not self._closed and self._regions.get(region.index) is region
 
     def read_signal(self, slot: int) -> int:
-        if not 0 <= slot < SLOTS:
-            raise ProtocolError(f"signal slot {slot}: allowed are 0..{SLOTS - 1}")
+        check_signal(slot)
         return self._world.signals(self.node)[slot]
 
     def progress(self) -> bool:

@@ -13,7 +13,7 @@ from torchkv import devicemem
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
 from torchkv.processes import process_ended, watch_process
 from torchkv.spans import Table
-from torchkv.transport import Batch, Channel, RemoteView
+from torchkv.transport import SIGNAL_SLOTS, Batch, Channel, RemoteView, check_signal
 from torchkv_nvshmem import wire
 from torchkv_nvshmem.heap import Place
 from torchkv_nvshmem.operation import FlushOperation, Operation, PutOperation, SignalOperation, StreamPut
@@ -21,9 +21,8 @@ from torchkv_nvshmem.runtime import Runtime
 from torchkv_nvshmem.spans import OUTSIDE, resolve
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
-__all__ = ["SIGNAL_NBYTES", "SLOTS", "NVSHMEMChannel"]
+__all__ = ["SIGNAL_NBYTES", "NVSHMEMChannel"]
 
-SLOTS = 64
 SIGNAL_NBYTES = 8
 _CLOSE_SECONDS = 5.0  # for what is on the stream; over NVLink a matter of milliseconds
 _CLOSE_POLL = 0.0005
@@ -58,7 +57,7 @@ class NVSHMEMChannel(Channel):
         self._check_member(peer.heap, peer.pe, "its address")
         if not 0 <= peer.pe < self._runtime.size:
             raise ProtocolError(f"{self._peer}: this NVSHMEM job has {self._runtime.size} PEs")
-        place = Place(peer.mailbox_block, peer.mailbox_offset, SLOTS * SIGNAL_NBYTES)
+        place = Place(peer.mailbox_block, peer.mailbox_offset, SIGNAL_SLOTS * SIGNAL_NBYTES)
         if place.offset % SIGNAL_NBYTES:
             raise ProtocolError(f"{self._peer}: signal words at byte {place.offset} are not aligned")
         return self._runtime.heap.address(place, f"{self._peer}: its address")
@@ -112,10 +111,7 @@ class NVSHMEMChannel(Channel):
 
     def signal(self, slot: int, value: int) -> SignalOperation:
         self._require_usable()
-        if not 0 <= slot < SLOTS:
-            raise ProtocolError(f"signal slot {slot} to {self._peer}: allowed are 0..{SLOTS - 1}")
-        if not -(1 << 63) <= value < 1 << 63:
-            raise ProtocolError(f"signal value {value} to {self._peer} does not fit int64")
+        check_signal(slot, value, where=f" to {self._peer}")
         target = self._mailbox + slot * SIGNAL_NBYTES
         name = f"signal {slot} to {self._peer}"
         operation = SignalOperation(name, self._runtime, self._stream, pe=self._pe, target=target, value=value)

@@ -5,6 +5,7 @@ What is on a stream runs to its end. So an operation ends when the mark behind t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-class Operation:
+class Operation(ABC):
     """Base of all operations. ``step`` advances it; ``posted`` lets the channel's next operation begin."""
 
     def __init__(self, name: str, runtime: Runtime, stream: Stream) -> None:
@@ -46,8 +47,9 @@ class Operation:
         self._marks: deque[tuple[Mark, _Part]] = deque()
 
     @property
+    @abstractmethod
     def posted(self) -> bool:
-        raise NotImplementedError
+        """Whether nothing more of it will be enqueued."""
 
     @property
     def failed(self) -> bool:
@@ -91,9 +93,9 @@ class Operation:
                 self.stop(error)
                 self._unmarked = None
 
+    @abstractmethod
     def _post(self, budget_ns: int) -> _Part | None:
         """Enqueues something; what it was."""
-        raise NotImplementedError
 
 
 class PutOperation(Operation):
@@ -153,8 +155,9 @@ class _Ordered(Operation):
             self._enqueue()
         return _Part(0, 0)
 
+    @abstractmethod
     def _enqueue(self) -> None:
-        raise NotImplementedError
+        """Enqueues what comes behind the quiet."""
 
 
 class FlushOperation(_Ordered):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchkv.compiled import c_function, compiled
+from torchkv.compiled import c_function, compiled, monotonic_ns
 from torchkv.transport import Int64Array
 
 __all__ = ["CURSOR", "STATE_WORDS", "post"]
@@ -19,19 +19,10 @@ CURSOR, STATE_WORDS = 0, 1
 # Indices into the table of function addresses; the order is library.FUNCTIONS.
 _PUT, _CLOCK = 0, 1
 
-_CLOCK_MONOTONIC = 1
 _BURST = 32  # puts between two looks at the clock
 
 # An int argument takes the low half of its 64-bit register, on x86-64 as on AArch64.
 _call_put = c_function(5, 0)
-_call_clock = c_function(2, 32)
-
-
-@compiled
-def _now(functions: Int64Array, clock: Int64Array) -> int:
-    _call_clock(functions[_CLOCK], _CLOCK_MONOTONIC, clock.ctypes.data)
-    now: int = clock[0] * 1_000_000_000 + clock[1]
-    return now
 
 
 @compiled
@@ -52,7 +43,7 @@ def post(
     source, target, length: int64[n], absolute addresses here, symmetric addresses of the peer, and bytes.
     """
     clock = np.empty(2, dtype=np.int64)
-    deadline = _now(functions, clock) + budget_ns
+    deadline = monotonic_ns(functions[_CLOCK], clock) + budget_ns
     first = state[CURSOR]
     nbytes = 0
     while state[CURSOR] < len(length) and state[CURSOR] - first < max_spans:
@@ -63,6 +54,6 @@ def post(
         if length[i] > 0:
             _call_put(functions[_PUT], target[i], source[i], length[i], pe, stream)
             nbytes += length[i]
-        if (i - first) % _BURST == _BURST - 1 and _now(functions, clock) > deadline:
+        if (i - first) % _BURST == _BURST - 1 and monotonic_ns(functions[_CLOCK], clock) > deadline:
             break
     return nbytes

@@ -11,35 +11,19 @@ from torch._C._distributed_c10d import Store
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.processes import this_process
 from torchkv.spans import Table
-from torchkv.transport import Capabilities, Region, Revoke, Transport
+from torchkv.transport import SIGNAL_SLOTS, Capabilities, Region, Revoke, Transport, check_signal
 from torchkv_nvshmem import library, wire
-from torchkv_nvshmem.channel import SIGNAL_NBYTES, SLOTS, NVSHMEMChannel
+from torchkv_nvshmem.channel import SIGNAL_NBYTES, NVSHMEMChannel
 from torchkv_nvshmem.exchange import through_store
 from torchkv_nvshmem.runtime import PROCESS, Membership, Party
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
-__all__ = ["RESERVE", "NVSHMEMRegion", "NVSHMEMTransport"]
+__all__ = ["RESERVE", "Region", "NVSHMEMTransport"]
 
 # The staging rings and scratch memory of one group with default options. NVSHMEM's heap grows in steps of 512 MiB, so
 # that asking for less would save nothing.
 RESERVE = 416 << 20
 _ROUND_NS = 1_000_000  # what one progress() may take, so that its thread can also look after other things
-
-
-class NVSHMEMRegion(Region):
-    """Device memory. Made by ``NVSHMEMTransport.register``."""
-
-    def __init__(self, index: int, tensor: torch.Tensor, descriptor: bytes) -> None:
-        storage = tensor.untyped_storage()
-        self.index = index
-        self.ptr = storage.data_ptr()
-        self.nbytes = storage.nbytes()
-        self.device = tensor.device
-        self._storage = storage
-        self._descriptor = descriptor
-
-    def descriptor(self) -> bytes:
-        return self._descriptor
 
 
 class NVSHMEMTransport(Transport):
@@ -87,7 +71,7 @@ class NVSHMEMTransport(Transport):
         """Raises ``TransportUnavailable`` before `join`."""
         self._runtime = runtime = membership.runtime
         runtime.gpu.enter()
-        words = runtime.take(SLOTS * SIGNAL_NBYTES)
+        words = runtime.take(SIGNAL_SLOTS * SIGNAL_NBYTES)
         place = None if words is None else runtime.find(words)
         if words is None or place is None:
             raise TransportUnavailable("no symmetric memory left for signal words: too many transports are open")
@@ -96,7 +80,7 @@ class NVSHMEMTransport(Transport):
         self._mailbox = words.view(torch.int64)
         runtime.gpu.settle()
         self._reader = runtime.gpu.stream()
-        self._regions: dict[int, NVSHMEMRegion] = {}
+        self._regions: dict[int, Region] = {}
         self._table = Table()
         self._channels: list[NVSHMEMChannel] = []
         # arm() must name a file descriptor, and nothing that happens to device memory makes one readable.
@@ -115,7 +99,7 @@ class NVSHMEMTransport(Transport):
             )
         return tensor
 
-    def register(self, tensor: torch.Tensor) -> NVSHMEMRegion:
+    def register(self, tensor: torch.Tensor) -> Region:
         self._require_open()
         self._runtime.check_device(tensor.device)
         runtime = self._runtime
@@ -128,7 +112,7 @@ class NVSHMEMTransport(Transport):
             blob = RegionBlob(runtime.heap_id, runtime.pe, wire.NO_BLOCK, 0, nbytes, share)
         base = 0 if place is None else tensor.untyped_storage().data_ptr()
         index = self._table.add(base, nbytes)
-        self._regions[index] = region = NVSHMEMRegion(index, tensor, wire.pack(blob))
+        self._regions[index] = region = Region(index, tensor, wire.pack(blob))
         return region
 
     def deregister(self, region: Region) -> None:
@@ -164,8 +148,7 @@ class NVSHMEMTransport(Transport):
     def read_signal(self, slot: int) -> int:
         """Waits some microseconds for a copy from the device, but for no other work on it."""
         self._require_open()
-        if not 0 <= slot < SLOTS:
-            raise ProtocolError(f"signal slot {slot}: allowed are 0..{SLOTS - 1}")
+        check_signal(slot)
         return self._reader.read_int64(self._mailbox, slot)
 
     def progress(self) -> bool:

@@ -1,6 +1,6 @@
 """The opaque bytes of this transport: what ranks tell each other when they join, addresses and region descriptors.
 
-They cross the network. All are msgpack of closed types with bounded fields; what they name is checked against the
+They cross the network in a frame (`torchkv.blob`), with bounded fields; what they name is checked against the
 heap before it becomes an address.
 """
 
@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from torchkv.errors import ProtocolError
+from torchkv.blob import Frame
 from torchkv.processes import ProcessId
 from torchkv_nvshmem.library import UID_NBYTES
 
@@ -35,8 +35,7 @@ MAX_CARD = 4 << 10  # also what Region.descriptor() may take
 HEAP_ID_NBYTES = 16
 NO_BLOCK = -1  # the region lies outside the symmetric heap
 
-_MAGIC = b"tknv1"
-_DIGEST_NBYTES = 16
+_FRAME = Frame(transport="nvshmem", magic=b"tknv1")
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]
 _Pe = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
@@ -98,40 +97,20 @@ class AllocateCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     free: _Nbytes = 0
 
 
-Blob = TypeVar("Blob", RegionBlob, AddressBlob, JoinCard, StartCard, AllocateCard)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def pack(blob: RegionBlob | AddressBlob | JoinCard | StartCard | AllocateCard) -> bytes:
-    body = msgspec.msgpack.encode(blob)
-    packed = _MAGIC + _digest(body) + body
+    packed = _FRAME.pack(blob)
     assert len(packed) <= MAX_CARD
     return packed
 
 
-def unpack(data: bytes, kind: type[Blob]) -> Blob:
+def unpack(data: bytes, kind: type[T]) -> T:
     """Raises ``ProtocolError`` unless ``data`` is the whole output of `pack` for a ``kind``."""
-    what = f"NVSHMEM transport {kind.__struct_config__.tag}"
-    start = len(_MAGIC) + _DIGEST_NBYTES
-    if not isinstance(data, bytes) or not start < len(data) <= MAX_CARD:
-        size = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
-        raise ProtocolError(f"{what}: got {size}, expected {start + 1}..{MAX_CARD} bytes")
-    if not data.startswith(_MAGIC):
-        raise ProtocolError(
-            f"{what}: not made by this version of the nvshmem transport; run the same torchkv everywhere"
-        )
-    body = data[start:]
-    if _digest(body) != data[len(_MAGIC) : start]:
-        raise ProtocolError(f"{what}: digest does not match, the bytes were damaged on their way")
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{what}: {error}") from error
+    return _FRAME.unpack(data, kind, limit=MAX_CARD)
 
 
 def heap_id(uid: bytes) -> bytes:
     """Names the heap that the job of ``uid`` shares."""
     return hashlib.blake2b(uid, digest_size=HEAP_ID_NBYTES, person=b"torchkv-nvheap").digest()
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_DIGEST_NBYTES, person=b"torchkv-nvshmem").digest()

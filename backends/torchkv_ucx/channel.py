@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
-from torchkv.transport import Batch, Channel, Int64Array, RemoteView
+from torchkv.transport import Batch, Channel, Int64Array, RemoteView, check_signal
 from torchkv_ucx import pump
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES, LibUCP
-from torchkv_ucx.mailbox import SIGNAL_NBYTES, SLOTS, Mailbox
+from torchkv_ucx.mailbox import SIGNAL_NBYTES, Mailbox
 from torchkv_ucx.operation import FlushOperation, Link, Operation, PutOperation, SignalOperation, VectoredPut
 from torchkv_ucx.process import LocalProcess
 from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
@@ -151,10 +151,7 @@ class UCXChannel(Channel):
 
     def signal(self, slot: int, value: int) -> SignalOperation:
         self._require_usable()
-        if not 0 <= slot < SLOTS:
-            raise ProtocolError(f"signal slot {slot} to {self._peer}: allowed are 0..{SLOTS - 1}")
-        if not -(1 << 63) <= value < 1 << 63:
-            raise ProtocolError(f"signal value {value} to {self._peer} does not fit int64")
+        check_signal(slot, value, where=f" to {self._peer}")
         target = self._peer_mailbox + slot * SIGNAL_NBYTES
         operation = SignalOperation(
             self._link, f"signal {slot} to {self._peer}", self._mailbox, value, target, self._mailbox_memh,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchkv.transport import Int64Array
+from torchkv.transport import SIGNAL_SLOTS, Int64Array
 
-__all__ = ["SIGNAL_NBYTES", "SLOTS", "Mailbox"]
+__all__ = ["SIGNAL_NBYTES", "Mailbox"]
 
-SLOTS = 64
 SIGNAL_NBYTES = 16
 _OUTGOING = 256  # signals under way at once; more wait
 
@@ -21,10 +20,10 @@ class Mailbox:
     """Words 0..63: signals received. The rest: values on their way out, which must stay put until they are sent."""
 
     def __init__(self) -> None:
-        self.words: Int64Array = np.zeros((SLOTS + _OUTGOING, 2), dtype=np.int64)
+        self.words: Int64Array = np.zeros((SIGNAL_SLOTS + _OUTGOING, 2), dtype=np.int64)
         self.words[:, 1] = ~self.words[:, 0]
-        self._known: Int64Array = np.zeros(SLOTS, dtype=np.int64)
-        self._free = list(range(SLOTS, SLOTS + _OUTGOING))
+        self._known: Int64Array = np.zeros(SIGNAL_SLOTS, dtype=np.int64)
+        self._free = list(range(SIGNAL_SLOTS, SIGNAL_SLOTS + _OUTGOING))
 
     @property
     def base(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchkv.compiled import c_function, compiled
+from torchkv.compiled import c_function, compiled, monotonic_ns
 from torchkv.transport import Int64Array
 
 __all__ = [
@@ -44,7 +44,6 @@ _PUT, _FLUSH, _CHECK, _FREE, _PROGRESS, _CLOCK, _WRITEV = 0, 1, 2, 3, 4, 5, 6
 
 _INPROGRESS = 1
 _LAST_ERROR = -100  # a result in (_LAST_ERROR, 0) is a status, not a request
-_CLOCK_MONOTONIC = 1
 _PARAM_MEMH = 8  # word of ucp_request_param_t
 _BURST = 32  # puts between two looks at the clock
 VECTOR = 256  # spans of one vectored write
@@ -54,14 +53,6 @@ _call_flush = c_function(2, 64)
 _call_check = c_function(1, 8)
 _call_free = c_function(1, 0)
 _call_progress = c_function(1, 32, signed=False)
-_call_clock = c_function(2, 32)
-
-
-@compiled
-def _now(functions: Int64Array, clock: Int64Array) -> int:
-    _call_clock(functions[_CLOCK], _CLOCK_MONOTONIC, clock.ctypes.data)
-    now: int = clock[0] * 1_000_000_000 + clock[1]
-    return now
 
 
 @compiled
@@ -161,7 +152,7 @@ def pump(
     memhs, rkeys: handles by region index. ring, state: see the constants above.
     """
     clock = np.empty(2, dtype=np.int64)
-    deadline = _now(functions, clock) + budget_ns
+    deadline = monotonic_ns(functions[_CLOCK], clock) + budget_ns
     moved = False
     while True:
         step = reap(functions, ring, state)
@@ -179,7 +170,7 @@ def pump(
             moved = moved or worked > 0
             if worked == 0 and step == 0:
                 return moved
-        if _now(functions, clock) > deadline:
+        if monotonic_ns(functions[_CLOCK], clock) > deadline:
             return moved
 
 
@@ -193,11 +184,11 @@ def post_flush(functions: Int64Array, endpoint: int, params: Int64Array, ring: I
 def advance(functions: Int64Array, worker: int, budget_ns: int) -> bool:
     """Drives UCX until it has nothing to do or the budget is spent. True if anything moved."""
     clock = np.empty(2, dtype=np.int64)
-    deadline = _now(functions, clock) + budget_ns
+    deadline = monotonic_ns(functions[_CLOCK], clock) + budget_ns
     moved = False
     while _call_progress(functions[_PROGRESS], worker) > 0:
         moved = True
-        if _now(functions, clock) > deadline:
+        if monotonic_ns(functions[_CLOCK], clock) > deadline:
             break
     return moved
 
@@ -219,7 +210,7 @@ def write_vectors(
     False if the kernel refused; the cursor then stands at the first span of the call that failed.
     """
     clock = np.empty(2, dtype=np.int64)
-    deadline = _now(functions, clock) + budget_ns
+    deadline = monotonic_ns(functions[_CLOCK], clock) + budget_ns
     while state[CURSOR] < len(length) and state[STOPPED] == 0:
         first = state[CURSOR]
         count = min(VECTOR, len(length) - first)
@@ -234,6 +225,6 @@ def write_vectors(
         if total and _call_put(functions[_WRITEV], pid, local, count, remote, count, 0) != total:
             return False
         state[CURSOR] = first + count
-        if _now(functions, clock) > deadline:
+        if monotonic_ns(functions[_CLOCK], clock) > deadline:
             break
     return True

@@ -14,10 +14,10 @@ import torch
 
 from torchkv import devicemem, hostmem
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.transport import Capabilities, Region, Revoke, Transport
+from torchkv.transport import Capabilities, Region, Revoke, Transport, check_signal
 from torchkv_ucx import environment, gpu, libucp, pump, wire
 from torchkv_ucx.channel import UCXChannel
-from torchkv_ucx.mailbox import SLOTS, Mailbox
+from torchkv_ucx.mailbox import Mailbox
 from torchkv_ucx.spans import LocalRegions
 
 __all__ = ["UCXRegion", "UCXTransport"]
@@ -39,18 +39,9 @@ class UCXRegion(Region):
     """
 
     def __init__(self, index: int, tensor: torch.Tensor, memh: int, descriptor: bytes, no_put: str = "") -> None:
-        storage = tensor.untyped_storage()
-        self.index = index
-        self.ptr = storage.data_ptr()
-        self.nbytes = storage.nbytes()
-        self.device = tensor.device
+        super().__init__(index, tensor, descriptor)
         self.memh = memh
         self.no_put = no_put
-        self._storage = storage
-        self._descriptor = descriptor
-
-    def descriptor(self) -> bytes:
-        return self._descriptor
 
 
 class _Capabilities:
@@ -210,8 +201,7 @@ class UCXTransport(Transport):
         return channel
 
     def read_signal(self, slot: int) -> int:
-        if not 0 <= slot < SLOTS:
-            raise ProtocolError(f"signal slot {slot}: allowed are 0..{SLOTS - 1}")
+        check_signal(slot)
         return self._mailbox.read(slot)
 
     def progress(self) -> bool:

@@ -20,12 +20,12 @@ from harness import SERVER
 from hypothesis import given
 from hypothesis import strategies as st
 from torchkv_ucx import UCXTransport, environment, wire
-from torchkv_ucx.mailbox import SLOTS, Mailbox
+from torchkv_ucx.mailbox import Mailbox
 from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
 
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.network import job_interface
-from torchkv.transport import Batch
+from torchkv.transport import SIGNAL_SLOTS, Batch
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,14 @@ def test_every_field_is_bounded_even_under_a_right_digest(change: dict[str, Any]
 
 @given(st.binary(max_size=300))
 def test_any_body_under_a_right_digest_is_refused_or_well_formed(body: bytes) -> None:
-    framed = wire.frame(body)
+    framed = wire.FRAME.wrap(body)
     for unpack in (wire.unpack_region, wire.unpack_address):
         with pytest.raises(ProtocolError):
             unpack(framed)
 
 
 def test_a_mailbox_too_small_for_the_slots_is_refused() -> None:
-    small = msgspec.structs.replace(_ADDRESS, mailbox=msgspec.structs.replace(_REGION, nbytes=SLOTS * 16 - 1))
+    small = msgspec.structs.replace(_ADDRESS, mailbox=msgspec.structs.replace(_REGION, nbytes=SIGNAL_SLOTS * 16 - 1))
     with pytest.raises(ProtocolError, match="mailbox"):
         wire.unpack_address(wire.pack(small))
 
@@ -246,7 +246,7 @@ def test_outgoing_places_run_out_and_come_back() -> None:
     while (place := mailbox.acquire(len(places))) is not None:
         places.append(place)
     assert len(set(places)) == len(places) == 256
-    assert min(places) == SLOTS
+    assert min(places) == SIGNAL_SLOTS
     mailbox.release(places[3])
     assert mailbox.acquire(1) == places[3]
 

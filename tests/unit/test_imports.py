@@ -28,7 +28,7 @@ BACKEND_MAY_IMPORT = {
     f"torchkv.{name}"
     for name in (
         *("transport", "errors", "env", "network", "compiled"),
-        *("hostmem", "hostcopy", "cudadriver", "devicemem", "flags", "processes", "spans"),
+        *("hostmem", "hostcopy", "cudadriver", "devicemem", "flags", "processes", "spans", "blob"),
     )
 }
 
@@ -37,7 +37,7 @@ LAYERS = [
     {"errors", "slab", "coverage", "compiled", "cudadriver"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport", "idle"},
     {"cost"},
-    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans"},
+    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob"},
     {"pagecopy", "copyreference", "kernellaunch", "kernels"},
     {"wire", "cache", "roster", "work", "network", "devicepages", "uploads"},
     {"actions", "session", "instance", "life", "sender", "receiver", "device"},

@@ -97,7 +97,8 @@ def _plan_line(plan: PlanResult) -> str:
 def _post_line(post: PostResult) -> str:
     return (
         f"post: send_layer of {post.pages} pages returns in p50 {post.array_us:.1f} us (int64 array, gate 20 us), "
-        f"p99 {post.array_p99_us:.1f} us; as a list p50 {post.list_us:.1f} us"
+        f"p99 {post.array_p99_us:.1f} us; as a tensor p50 {post.tensor_us:.1f} us, as a list "
+        f"{post.list_us:.1f} us"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchkv.bench.check import count_wrong
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
 from torchkv.env import Options
@@ -20,7 +21,7 @@ from torchkv.errors import KVError
 from torchkv.layout import KVLayout
 from torchkv.process_group import KVProcessGroup
 
-__all__ = ["CASES", "GpuCase", "GpuResult", "count_wrong", "devices", "fill", "run_gpu_case"]
+__all__ = ["CASES", "GpuCase", "GpuResult", "devices", "fill", "run_gpu_case"]
 
 LAYERS, TOKENS, HEADS, HEAD_DIM = 80, 4096, 8, 128
 BURST = 16  # sends of one request in a row: what a busy link carries, without the way to it
@@ -285,21 +286,3 @@ def fill(cache: KVCache, *, seed: int) -> None:
     for number, storage in enumerate(cache.storages):
         generator = torch.Generator(storage.device).manual_seed(1000 * seed + number)
         storage.random_(0, 256, generator=generator)
-
-
-def count_wrong(source: KVCache, got: KVCache, src: torch.Tensor, dst: torch.Tensor) -> int:
-    heads = got.layout.heads
-    wrong = 0
-    for name in ("k", "v"):
-        for want, have in zip(source[name], got[name], strict=True):
-            assert want is not None
-            assert have is not None
-            expected = want.view(torch.int16)[src][:, :, heads.start : heads.stop]
-            wrong += int((expected != have.view(torch.int16)[dst]).sum()) * 2
-    return wrong
-
-
-def gpu_names(devices: Sequence[int] = (0, 1)) -> str:
-    """What is measured on, for the table's head."""
-    count = torch.cuda.device_count()
-    return ", ".join(torch.cuda.get_device_name(device) for device in devices if device < count)

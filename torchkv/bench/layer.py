@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchkv import copyengine, kernels
-from torchkv.bench.gpu import count_wrong, devices, fill
+from torchkv.bench.check import count_wrong
+from torchkv.bench.gpu import devices, fill
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
 from torchkv.jobs import JobTable

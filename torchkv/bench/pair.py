@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchkv.bench.cases import Case
+from torchkv.bench.check import count_wrong
 from torchkv.bench.processes import run_two
 from torchkv.bench.rivals import Memcpy, serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
@@ -117,7 +118,7 @@ def _read(case: Case, nbytes: int, repeats: int) -> int:
         dist.barrier()
         rx.wait()
         _fill(source, seed=turn)
-        wrong += _count_wrong(source, cache, sent.numpy(), pages)
+        wrong += count_wrong(source, cache, sent, torch.from_numpy(pages))
     if case.limit != "memcpy":
         serve_python_puts(layout.page_nbytes("k") // case.page_size)
     return wrong
@@ -129,15 +130,3 @@ def _fill(cache: KVCache, *, seed: int) -> None:
         generator = np.random.default_rng((seed, number))
         array = storage.numpy()
         array.view(np.uint64)[:] = generator.integers(0, 1 << 64, len(array) // 8, dtype=np.uint64)
-
-
-def _count_wrong(source: KVCache, got: KVCache, src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> int:
-    heads = got.layout.heads
-    wrong = 0
-    for name in ("k", "v"):
-        for want, have in zip(source[name], got[name], strict=True):
-            assert want is not None
-            assert have is not None
-            expected = want.view(torch.int16)[torch.from_numpy(src)][:, :, heads.start : heads.stop]
-            wrong += int((expected != have.view(torch.int16)[torch.from_numpy(dst)]).sum()) * 2
-    return wrong
