@@ -95,11 +95,16 @@ class Ranks:
         """The values of a started call. Raises `RankFailed`."""
         until = time.monotonic() + deadline
         values: dict[int, Any] = {}
-        while waiting := [rank for rank in ranks if rank not in values]:
-            self._await(waiting, until)
-            for rank in waiting:
-                if self._pipes[rank].poll():
-                    values[rank] = self._value(rank)
+        try:
+            while waiting := [rank for rank in ranks if rank not in values]:
+                self._await(waiting, until)
+                for rank in waiting:
+                    if self._pipes[rank].poll():
+                        values[rank] = self._value(rank)
+        except BaseException as error:
+            # Also an interrupt or pytest-timeout: else the values of this call would answer the next one.
+            self._kill_all(f"{type(error).__name__}: {error}")
+            raise
         return [values[rank] for rank in ranks]
 
     def hear(self, rank: int, *, deadline: float = DEADLINE) -> Any:
@@ -205,11 +210,15 @@ class Ranks:
         return text
 
     def _fail(self, text: str) -> None:
-        self.broken = f"these ranks are gone, because of an earlier failure: {text.splitlines()[0]}"
+        self._kill_all(text)
+        raise RankFailed(text)
+
+    def _kill_all(self, why: str) -> None:
+        if not self.broken:
+            self.broken = f"these ranks are gone, because of an earlier failure: {why.splitlines()[0]}"
         for process in self._processes:
             if process.exitcode is None:
                 os.kill(process.pid, signal.SIGKILL)
-        raise RankFailed(text)
 
     def _end(self) -> None:
         for process, pipe in zip(self._processes, self._pipes, strict=True):

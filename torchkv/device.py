@@ -29,8 +29,6 @@ class Device:
         self.activate()
         event_pool(self.index)  # so that no caller has to fill it
         self.flags = Flags(device)
-        # Off, because its tests between two GPUs (tests/gpu/test_copy_engine.py) have not been run yet.
-        self.uses_copy_engines = False
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
         # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended.
         self._open = torch.cuda.Stream(device, priority=-1)

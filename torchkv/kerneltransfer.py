@@ -155,7 +155,8 @@ class KernelTransfer(Transfer):
                 limit = self._grant.num_tokens
                 pairs = len(shape.pairs(num_src_pages=self.op.num_pages, start=self.op.start, limit_tokens=limit))
                 ranges = group.ranges(layers) if pairs else []
-                spans = self._long_spans(group, pairs * shape.pair_nbytes) if ranges else None
+                jobs = sum(count for _, count in ranges)
+                spans = self._long_spans(group, jobs, pairs * shape.pair_nbytes) if jobs else None
                 for first, count in ranges:
                     _, copies = moved.get(COPY_ENGINE, (0, 0))
                     if spans is not None and copies + count * len(spans[0]) <= self._max_copies:
@@ -190,15 +191,17 @@ class KernelTransfer(Transfer):
 
     # ------------------------------------------------------------------ kernel or copy engines
 
-    def _long_spans(self, group: JobGroup, nbytes: int) -> _Spans | None:
-        """What one job of ``group`` has to copy, of ``nbytes``, if that is better left to the copy engines, or None."""
+    def _long_spans(self, group: JobGroup, jobs: int, nbytes: int) -> _Spans | None:
+        """What each of ``jobs`` jobs of ``group`` has to copy, ``nbytes``, if copy engines do it better; else None."""
+
+        def pays(spans: int) -> bool:
+            return cost.copy_engine_pays(spans=jobs * spans, nbytes=jobs * nbytes)
+
         # What costs least to find out comes first: most transfers are of layers that are small, or of scattered pages.
-        if not cost.copy_engine_pays(spans=1, nbytes=nbytes) or self._offsets is None or not group.geometry.seamless:
-            return None
-        if not cost.copy_engine_pays(spans=self._num_runs, nbytes=nbytes):
+        if not pays(1) or self._offsets is None or not group.geometry.seamless or not pays(self._num_runs):
             return None
         spans = self._offsets.spans(group.slab, group.slab.layers[0])
-        if not cost.copy_engine_pays(spans=len(spans[0]), nbytes=nbytes) or copyengine.available() is not None:
+        if not pays(len(spans[0])) or copyengine.available() is not None:
             return None
         return spans
 
@@ -206,8 +209,6 @@ class KernelTransfer(Transfer):
     def _offsets(self) -> PairOffsets | None:
         """None if only the kernel can do it, or is known to do it best: copies within one GPU were never compared."""
         if self.route.channel is None or isinstance(self._pages, DevicePages):
-            return None
-        if not self._device.uses_copy_engines:
             return None
         return PairOffsets(self.op, self._grant, self._pages, self._local, self.route)
 
@@ -237,7 +238,8 @@ class KernelTransfer(Transfer):
             self._lanes.update(moved)
             total = sum(nbytes for nbytes, _ in moved.values())
             self._report(layers, total, "direct")
-            yield total
+            # Not the bytes: it is the GPU that has copied them, and the step that ends this need not wait its turn.
+            yield 1
 
     def _check_ids(self) -> None:
         """Raises what the kernels found wrong with page ids, of which they have written nothing."""

@@ -14,22 +14,15 @@ from small import meet, page_bytes
 
 from torchkv import KVCache, KVProcessGroup, copyengine
 
-# 32 KiB a page: 128 of them, in a row, are 4 MiB. Two layers of keys and values are as many copies as go behind a gate.
+# 32 KiB a page: 256 of them, in a row, are 8 MiB. Two layers of keys and values are as many copies as go behind a gate.
 BIG = {"num_layers": 2, "num_kv_heads": 8, "head_dim": 128}
-NUM_PAGES, COUNT = 140, 128
+NUM_PAGES, COUNT = 280, 256
 PAGE_NBYTES = 32 * 1024
 
 IN_A_ROW = "in a row"
 SCATTERED = "scattered"
 
 pytestmark = needs_gpus(1)
-
-
-def switch_on(kv: KVProcessGroup) -> None:
-    """The copy engines are off by default."""
-    assert kv._engine is not None
-    assert kv._engine.device is not None
-    kv._engine.device.uses_copy_engines = True
 
 
 def choose(how: str, first: int) -> list[int]:
@@ -52,7 +45,6 @@ def expect_bytes(kv: KVProcessGroup, cache: KVCache, before: torch.Tensor, pages
 def one_request(writer: str, reader: str, lane: str) -> None:
     with gpu_group() as kv:
         cache = registered_cache(kv, num_pages=NUM_PAGES, **BIG)
-        switch_on(kv)
         before = page_bytes(cache, list(range(NUM_PAGES)))
         if kv.rank() == WRITER:
             pages = choose(writer, 3)
@@ -85,7 +77,6 @@ def gated_copies() -> None:
     """What is final only when the gate opens is what arrives, and nothing arrives before."""
     with gpu_group() as kv:
         cache = registered_cache(kv, num_pages=NUM_PAGES, **BIG)
-        switch_on(kv)
         pages = choose(IN_A_ROW, 5)
         if kv.rank() == WRITER:
             kv.send_pages("loads what is needed", pages, READER)

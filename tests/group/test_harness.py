@@ -53,6 +53,24 @@ def test_a_hang_comes_with_the_stacks(bare: Ranks) -> None:
         bare.join([1], deadline=0.5)
 
 
+def test_an_interrupt_ends_the_ranks(bare: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytest-timeout does it: what the ranks answer later must not be taken for the value of another call."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt("time is up")
+
+    bare.start(square, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "_await", interrupt)
+        with pytest.raises(Interrupt):
+            bare.join([0, 1])
+    with pytest.raises(AssertionError, match="earlier failure: Interrupt: time is up"):
+        bare.run(square, 4)
+
+
 def test_an_undeclared_kill_fails_the_call(bare: Ranks) -> None:
     bare.start(wait_for_ever, ranks=[0])
     bare.hear(0)

@@ -19,7 +19,6 @@ class Gpu:
     """As much of `torchkv.device.Device` as a transfer uses. ``log``: what was enqueued, in order."""
 
     blocks = 1
-    uses_copy_engines = True
 
     def __init__(self) -> None:
         self.log: list[str] = []

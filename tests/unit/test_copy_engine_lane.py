@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from gpu_fake import STREAM, Event, FakeDriver, Gpu
 
-from torchkv import KVCache, KVLayout, copyengine, kerneltransfer
+from torchkv import KVCache, KVLayout, copyengine, cost, kerneltransfer
 from torchkv.devicepages import DevicePages
 from torchkv.errors import TransportUnavailable
 from torchkv.jobs import JobTable
@@ -149,6 +149,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     made = FakeDriver("cuMemcpyBatchAsync_v2")
+    # Whatever a batch costs in itself: it is spans of 2 MiB on average that decide here, in pools of a few MiB.
+    monkeypatch.setattr(cost, "BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(cost, "LAUNCH_SECONDS", 0.0)
     monkeypatch.setattr(copyengine, "_post", copyengine._post.__wrapped__)  # without the memory of tests before
     monkeypatch.setattr(copyengine, "_driver", lambda: made)
     return made

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchkv.bench.beside import BY_BYTES, Slowdown, slowdown
 from torchkv.bench.check import count_wrong
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
@@ -24,11 +25,7 @@ from torchkv.process_group import KVProcessGroup
 __all__ = ["CASES", "GpuCase", "GpuResult", "devices", "fill", "run_gpu_case"]
 
 LAYERS, TOKENS, HEADS, HEAD_DIM = 80, 4096, 8, 128
-BURST = 16  # sends of one request in a row: what a busy link carries, without the way to it
-MATMUL = 8192
-MATMULS = 24
-PAIRS = 5
-SENDS = 120
+BURST_BYTES = 20 << 30  # in sends of one request, in a row: what a busy link carries, without the way to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +78,10 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuResult:
-    """One row. Rates in 1e9 bytes/s, times in microseconds. slowdown: of a matmul beside the copies, or None.
+    """One row. Rates in 1e9 bytes/s, times in microseconds. slowdown: of a matmul beside the copies.
 
-    gbps: of `BURST` sends in a row. p50_us, p99_us: of one send alone, from the call to its completion on the host.
-    post_us: until the call of one returned.
+    gbps: of sends in a row that move `BURST_BYTES`. p50_us, p99_us: of one send alone, from the call to its completion
+    on the host. post_us: until the call of one returned.
     """
 
     case: GpuCase
@@ -97,7 +94,7 @@ class GpuResult:
     post_us: float
     path: str
     lane: str
-    slowdown: float | None
+    slowdown: Slowdown | None
     wrong: int
 
     @property
@@ -107,7 +104,8 @@ class GpuResult:
     @property
     def passed(self) -> bool:
         gate = self.case.gates[self.blocks]
-        return self.wrong == 0 and (gate is None or self.ratio >= gate)
+        slow = self.slowdown if self.blocks == Options().sm_budget else None
+        return self.wrong == 0 and (gate is None or self.ratio >= gate) and (slow is None or slow.by_bytes <= BY_BYTES)
 
 
 def run_gpu_case(case: GpuCase, *, repeats: int) -> list[GpuResult]:
@@ -121,9 +119,10 @@ def run_gpu_case(case: GpuCase, *, repeats: int) -> list[GpuResult]:
 def _write(case: GpuCase, repeats: int) -> list[dict[str, Any]]:
     layout, reader, num_pages = case.layouts()
     payload = 2 * case.layers * num_pages * reader.page_nbytes("k")
+    burst = max(1, BURST_BYTES // payload) if case.path is None else 16
     here, there = devices(0)
     pages = np.random.default_rng().permutation(num_pages)
-    limit = _copy_rate(payload, here, there)
+    limit = _copy_rate(payload, burst, here, there)
     rows = []
     for blocks in case.gates:
         with _group(case, blocks, layout, num_pages, here) as (kv, cache):
@@ -139,15 +138,15 @@ def _write(case: GpuCase, repeats: int) -> list[dict[str, Any]]:
                 posted = time.perf_counter()
                 work.wait()
                 alone_ended = time.perf_counter()
-                for work in [kv.send_pages(request, pages, 1) for _ in range(BURST)]:
+                for work in [kv.send_pages(request, pages, 1) for _ in range(burst)]:
                     work.wait()
                 ended = time.perf_counter()
                 kv.finish(request, 1).wait()
                 if turn:  # the first run loads kernels and maps memory
                     seconds.append(alone_ended - began)
-                    bursts.append((ended - alone_ended) / BURST)
+                    bursts.append((ended - alone_ended) / burst)
                     post.append(posted - began)
-            slowdown = _slowdown(kv, pages, here) if case.matmul else None
+            slow = slowdown(kv, pages, blocks, here, there) if case.matmul else None
             lanes = kv.explain(1).lanes
             rows.append(
                 {
@@ -160,7 +159,7 @@ def _write(case: GpuCase, repeats: int) -> list[dict[str, Any]]:
                     "post_us": 1e6 * statistics.median(post),
                     "path": work.path,
                     "lane": max(lanes, key=lambda lane: lanes[lane].nbytes),
-                    "slowdown": slowdown,
+                    "slowdown": slow,
                 }
             )
     return rows
@@ -212,8 +211,8 @@ def _group(
     dist.destroy_process_group(kv)
 
 
-def _copy_rate(nbytes: int, here: torch.device, there: torch.device) -> float:
-    """GB/s of plain copies of ``nbytes`` from GPU to GPU: the limit."""
+def _copy_rate(nbytes: int, burst: int, here: torch.device, there: torch.device) -> float:
+    """GB/s of ``burst`` plain copies of ``nbytes`` each from GPU to GPU: the limit."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=here)
     target = torch.empty(nbytes, dtype=torch.uint8, device=there)
     seconds = []
@@ -221,64 +220,13 @@ def _copy_rate(nbytes: int, here: torch.device, there: torch.device) -> float:
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         began.record()
-        for _ in range(BURST):
+        for _ in range(burst):
             target.copy_(source, non_blocking=True)
         ended.record()
         ended.synchronize()
-        seconds.append(began.elapsed_time(ended) / 1e3 / BURST)
+        seconds.append(began.elapsed_time(ended) / 1e3 / burst)
     rate: float = nbytes / statistics.median(seconds) / 1e9
     return rate
-
-
-def _slowdown(kv: KVProcessGroup, pages: np.ndarray[Any, Any], device: torch.device) -> float:
-    """Time of matmuls beside sends that last longer than they do, as a ratio to their time alone.
-
-    Alone and beside in turn, because the GPU's clock falls as it gets warm. Median of the ratios of neighbours.
-    """
-    kv.prefix_tokens("beside", 1)
-    ratios = []
-    for _ in range(PAIRS):
-        alone = _matmul_seconds(device, lambda: None)
-        works: list[Any] = []
-
-        def send(works: list[Any] = works) -> None:
-            works += [kv.send_pages("beside", pages, 1, event=_Ready()) for _ in range(SENDS)]
-            while not works[0].is_completed():
-                time.sleep(0.0001)
-
-        beside = _matmul_seconds(device, send)
-        if works[-1].is_completed():
-            raise KVError("the copies ended before the matmuls did: nothing was measured")
-        for work in works:
-            work.wait()
-        ratios.append(beside / alone)
-    kv.finish("beside", 1).wait()
-    return statistics.median(ratios)
-
-
-class _Ready:
-    """Data that have long been there: without it a send would wait for the matmuls before it in the stream."""
-
-    def query(self) -> bool:
-        return True
-
-
-def _matmul_seconds(device: torch.device, before: Any) -> float:
-    """Seconds of `MATMULS` large bf16 matmuls; ``before()`` runs after the warm-up."""
-    a, b = (torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    for _ in range(8):
-        torch.mm(a, b, out=out)
-    torch.cuda.synchronize()
-    before()
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    began.record()
-    for _ in range(MATMULS):
-        torch.mm(a, b, out=out)
-    ended.record()
-    ended.synchronize()
-    seconds: float = began.elapsed_time(ended) / 1e3
-    return seconds
 
 
 def fill(cache: KVCache, *, seed: int) -> None:

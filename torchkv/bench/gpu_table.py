@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchkv.bench.beside import BY_BYTES, Slowdown
 from torchkv.bench.gpu import CASES, GpuCase, GpuResult, run_gpu_case
 from torchkv.bench.layer import LayerResult, layer_cost
 from torchkv.bench.nixl import NixlResult, nixl_available, nixl_rate
@@ -52,6 +53,8 @@ def run(*, only: str, repeats: int, report_only: bool, as_json: bool) -> int:
             continue
         for result in run_gpu_case(case, repeats=repeats):
             say(_line(result))
+            if result.slowdown is not None:
+                say(_beside_line(result.slowdown))
             rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
             fastest[case.name] = max(fastest.get(case.name, 0.0), result.gbps)
             failed |= not result.passed
@@ -88,11 +91,19 @@ def _unavailable(transport: str) -> str | None:
 
 def _line(r: GpuResult) -> str:
     gate = r.case.gates[r.blocks]
-    beside = "-" if r.slowdown is None else f"{r.slowdown:.3f}x"
+    beside = "-" if r.slowdown is None else f"{r.slowdown.sends:.3f}x"
     return (
         f"{r.case.name:22} {r.case.transport:9} {r.blocks:6} {r.path:7} {r.lane:14} {r.nbytes:11} {r.gbps:7.1f} "
         f"{r.limit_gbps:7.1f} {r.ratio:6.3f} {'-' if gate is None else f'{gate:g}':>5} {r.p50_us:8.0f} {r.p99_us:8.0f} "
         f"{r.post_us:8.1f} {beside:>7} {r.wrong:7}"
+    )
+
+
+def _beside_line(slow: Slowdown) -> str:
+    return (
+        f"  a matmul takes {slow.sends:.3f}x beside these sends, {slow.idle_blocks:.3f}x beside as many idle blocks: "
+        f"the bytes cost {slow.by_bytes:.3f}x (gate {BY_BYTES:g}x with the default blocks); beside plain copies at the "
+        f"link's rate {slow.copies:.3f}x"
     )
 
 
