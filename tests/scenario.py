@@ -16,7 +16,7 @@ from torchkv_loopback import Faults
 from torchkv.env import Options
 from torchkv.errors import KVError, LayoutMismatch
 from torchkv.layout import KVLayout
-from torchkv.protocol.receiver import Receive
+from torchkv.protocol.receive import Receive
 from torchkv.work import KVWork
 
 RECV_PAGES = 10  # pages [0, RECV_PAGES) receive, the rest of a pool sends

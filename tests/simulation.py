@@ -99,6 +99,7 @@ class Rank(KVEndpoint):
         self.node = node
         self.rank = rank
         self._options = options
+        self._forced = options.forced_path
         self._engine = None
         self._cache = None
         self._waker = None

@@ -30,6 +30,7 @@ from torchkv.functional import (
     send_layer,
     send_pages,
     send_slice,
+    staged_put,
 )
 from torchkv.gate import GraphGate
 from torchkv.layout import KVLayout
@@ -68,6 +69,7 @@ __all__ = [
     "send_layer",
     "send_pages",
     "send_slice",
+    "staged_put",
 ]
 
 register_backend()

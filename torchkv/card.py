@@ -49,6 +49,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     layout: Annotated[bytes, msgspec.Meta(max_length=64 << 10)] = b""
     num_pages: Count = 0
     num_slots: Count = 0
+    staging: Offset = 0  # bytes of its staging ring, which is the last region but one
     device: Name = ""  # type of the memory that the pages lie in
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
     regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
@@ -76,6 +77,8 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def member(self) -> Member:
         """Raises ``ProtocolError`` unless every page lies inside its region."""
+        if self.staging and (len(self.regions) < 2 or self.staging > self.regions[-2].nbytes):
+            raise ProtocolError(f"rank {self.rank}: its card's staging ring of {self.staging} bytes is no region of it")
         layout = KVLayout.decode(self.layout) if self.layout else None
         if layout is not None:
             self._check_placements(layout)
@@ -86,6 +89,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             layout=layout,
             num_pages=self.num_pages,
             num_slots=self.num_slots,
+            staging=self.staging,
         )
 
     def placement_map(self) -> dict[tuple[str, int], Placement]:

@@ -19,7 +19,7 @@ from torchkv.layout import KVLayout
 from torchkv.mover import SendPayload
 from torchkv.progress import Waker
 from torchkv.protocol.actions import SendOp
-from torchkv.protocol.receiver import Receive
+from torchkv.protocol.receive import Receive
 from torchkv.transport import Int64Array
 from torchkv.work import KVWork
 
@@ -30,6 +30,7 @@ class KVEndpoint:
     """The verbs, over an engine that something else drives. All methods are thread-safe."""
 
     _options: Options
+    _forced: str | None  # Options.forced_path
     _engine: Engine | None
     _cache: KVCache | None
     _waker: Waker | None
@@ -106,6 +107,18 @@ class KVEndpoint:
     ) -> KVWork:
         """Sends only the bytes that both sides hold, for any pair of layouts. Otherwise as `send_pages`."""
         return self._send("send_slice", request, layers, pages, dst, start, event)
+
+    def staged_put(
+        self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+    ) -> KVWork:
+        """Sends through staging memory: gathered here, put in bulk into the receiver's ring, scattered there.
+
+        Whatever becomes of this rank, nothing of it can land on the receiver's pages once the request has failed. The
+        work completes when the bytes are visible in the receiver's ring; ``work.wait_source()`` returns as soon as
+        they are gathered. Otherwise as `send_pages`. Fails with ``RingExhausted`` if the receiver's ring stays full
+        for ``Options.timeout``. A destination that is this rank itself is copied to directly.
+        """
+        return self._send("staged_put", request, layers, pages, dst, start, event, staged=True)
 
     def send_pages(
         self,
@@ -221,6 +234,7 @@ class KVEndpoint:
         event: Any,
         *,
         page_for_page: bool = False,
+        staged: bool = False,
     ) -> KVWork:
         # The caller's critical path: what is plain already is not looked at by a function.
         engine, layout = self._registered(verb)
@@ -242,14 +256,15 @@ class KVEndpoint:
             self._check_page_for_page(engine, ranks, what, "use send_slice or send_pages")
             if len(ranks) == 1:
                 engine.whole_pages.add(ranks)
-        if self._options.path is not None:
-            self._check_forced_path(engine, ranks, what)
+        forced = "staged" if staged else self._forced
+        if forced is not None:
+            self._check_forced_path(engine, ranks, what, forced)
         # Page ids on the GPU bring an event of their own, behind the same stream.
         if device is not None and ready is None and not isinstance(ids, DevicePages):
             ready = device.record_gate()
         work = KVWork(what) if device is None else KVWork(what, flags=device.flags)
         # One payload and one record of prefixes for all destinations: nobody changes the former.
-        payload = SendPayload(ids, ready, self._options.path)
+        payload = SendPayload(ids, ready, forced)
         prefixes: dict[int, int] = {}
         num_pages = len(ids)
         sender = engine.sender
@@ -299,8 +314,7 @@ class KVEndpoint:
                     f"so whole pages cannot be sent"
                 )
 
-    def _check_forced_path(self, engine: Engine, ranks: tuple[int, ...], what: str) -> None:
-        forced = self._options.path
+    def _check_forced_path(self, engine: Engine, ranks: tuple[int, ...], what: str, forced: str) -> None:
         if forced == "runs":
             self._check_page_for_page(engine, ranks, what, f"leave Options.path unset, it is {forced!r}")
         for rank in ranks:

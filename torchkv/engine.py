@@ -16,14 +16,19 @@ from torchkv.control import Control, PeerEvent, PeerState
 from torchkv.env import Options
 from torchkv.errors import AuthError, KVError, ProtocolError
 from torchkv.mover import Mover
-from torchkv.protocol.actions import Account, Action, Halt, Settle, Start, Tell
+from torchkv.packer import Staging
+from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
 from torchkv.protocol.session import Session
+from torchkv.protocol.stageclient import StageClient
+from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route
+from torchkv.staging import StagingRing
 from torchkv.transport import Transport
+from torchkv.unstager import Unstager
 from torchkv.wire import (
     Abort,
     Alive,
@@ -36,7 +41,13 @@ from torchkv.wire import (
     Quiesced,
     Revoke,
     Seal,
+    StageAsk,
+    Staged,
+    StageDenied,
+    StageGrant,
     Verdict,
+    Withdraw,
+    Withdrawn,
     decode_frame,
     encode_frame,
 )
@@ -68,14 +79,18 @@ class Engine:
         local: LocalPages | None,
         connect: Callable[[int], Route],
         device: Device | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # notified when a grant or a layer has arrived
         self.roster = roster
         self.options = options
         timeouts = {"timeout": options.timeout, "grant_timeout": options.grant_timeout}
-        self.sender = Sender(roster, **timeouts)
-        self.receiver = Receiver(roster, **timeouts)
+        ring = None if staging is None else staging.receiving
+        self.keeper = StageKeeper(StagingRing(0 if ring is None else ring.nbytes), timeout=options.timeout)
+        self._client = StageClient()
+        self.sender = Sender(roster, **timeouts, stages=self._client)
+        self.receiver = Receiver(roster, **timeouts, keeper=self.keeper)
         self.routes: dict[int, Route] = {}
         self.whole_pages: set[tuple[int, ...]] = set()  # ranks seen to match page for page; the callers'
         self.lost: dict[int, str] = {}  # peers that do not answer -> why
@@ -87,6 +102,7 @@ class Engine:
         self._control = control
         self._connect = connect
         self.device = device  # where the cache lies, if that is a GPU
+        self.staging = staging
         self._sessions = {
             rank: Session(roster.rank, roster.me.incarnation, member.incarnation)
             for rank, member in roster.members.items()
@@ -100,8 +116,13 @@ class Engine:
             options=options,
             local=local,
             device=device,
+            staging=staging,
+            client=self._client,
             route=self.route,
             broke=self._replace,
+        )
+        self._unstager = Unstager(
+            receiver=self.receiver, lock=self.lock, packer=None if staging is None else staging.packer
         )
         self._completed: deque[KVWork] = deque()  # their callbacks are still to run
         self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
@@ -122,6 +143,7 @@ class Engine:
         busy |= self._mover.open_gates(now)
         busy |= self._transport.progress()
         busy |= self._mover.advance(now)
+        busy |= self._unstager.advance(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
             with self.lock:
@@ -150,7 +172,7 @@ class Engine:
     @property
     def moving(self) -> bool:
         """Whether transfers are under way, which only the transport's progress advances."""
-        return self._mover.moving
+        return self._mover.moving or self._unstager.busy
 
     def route(self, rank: int) -> Route:
         """The way to ``rank``, made on first use. Driver's thread only."""
@@ -162,6 +184,25 @@ class Engine:
         """Does before the first request to ``rank`` what it would otherwise have to wait for."""
         writers = self.roster.contributing(self.roster.siblings, rank)
         self._mover.prepare(self.roster.plan(self.roster.rank, writers, rank), self.route(rank))
+
+    def prepare_to_receive(self, rank: int) -> None:
+        """The same for requests from ``rank``, if they are likely to be staged."""
+        if self.staging is None or not self._mover.will_stage(self.route(rank)):
+            return
+        writers = self.roster.contributing(self.roster.instances[self.roster.members[rank].instance], self.roster.rank)
+        plan = self.roster.plan(rank, writers, self.roster.rank)
+        self.staging.packer.prepare(plan, sending=False, checksum=self.options.checksum)
+
+    def staging_use(self, rank: int) -> dict[str, int]:
+        """Bytes of staging memory; see `Explanation`. Driver's thread only."""
+        with self.lock:
+            return {
+                "send": 0 if self.staging is None else self.staging.sending.taken,
+                "recv": self.keeper.ring.capacity,
+                "in use": self.keeper.ring.in_use,
+                "quarantined": self.keeper.ring.quarantined,
+                "peer": self.roster.members[rank].staging,
+            }
 
     def _replace(self, route: Route) -> None:
         """A channel broke under a transfer. A later request gets a new one, if the peer is still there.
@@ -237,13 +278,25 @@ class Engine:
             case Abort():
                 self.receiver.on_abort(src, message)
             case Quiesced():
-                self.receiver.on_quiesced(src, message)
+                self.receiver.on_quiesced(src, message, now)
             case Post():
                 self._leader.on_post(src, message, now)
             case Outcome():
                 self._leader.on_outcome(src, message, now)
             case InstanceVerdict():
                 self.receiver.on_instance_verdict(src, message)
+            case StageAsk():
+                self.receiver.on_stage_ask(src, message, now)
+            case Staged():
+                self.receiver.on_staged(src, message, now)
+            case Withdraw():
+                self.receiver.on_withdraw(src, message)
+            case StageGrant():
+                self._client.on_grant(src, message, self.roster.members[src].staging)
+            case StageDenied():
+                self._client.on_denied(src, message, self.roster.members[src].staging)
+            case Withdrawn():
+                self._client.on_withdrawn(src, message.generation)
 
     def _speak(self, now: float) -> bool:
         said = False
@@ -269,7 +322,7 @@ class Engine:
                 if rank in self.routes:  # its memory is mapped here, and would outlive its process
                     self.routes[rank].close()
                 with self.lock:
-                    self.receiver.peer_dead(rank)
+                    self.receiver.peer_dead(rank, now)
         return bool(events)
 
     def _drained(self, rank: int) -> bool:
@@ -331,6 +384,10 @@ class Engine:
 
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []
+        # First: a stage must be known to be written before a seal says that this was everything.
+        for credits in (self._client, self.keeper):
+            taken += [Tell(rank, message) for rank, message in credits.outbox]
+            credits.outbox = []
         for machine in (self.sender, self.receiver, self._leader):
             taken += machine.actions
             machine.actions = []
@@ -358,3 +415,5 @@ class Engine:
                 self._mover.start(op, grant)
             case Halt(op):
                 self._mover.halt(op)
+            case Scatter():
+                self._unstager.start(action)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TypeVar
 
-from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.errors import ProtocolError
 
 __all__ = ["PATHS", "Options", "interface_from_env", "seconds", "warn_about_unknown_variables"]
 
 PREFIX = "TORCHKV_"
-PATHS = ("runs", "slices", "direct")
+PATHS = ("runs", "slices", "staged", "direct")
 
 MAX_HEARTBEAT = 3600.0
 
@@ -76,13 +76,14 @@ class Options:
     """Settings of one group; pass as ``pg_options``.
 
     transport: name of an installed transport, or ``"auto"``.
-    path: force ``runs``, ``slices`` or ``direct`` for every transfer; None lets torchkv choose.
+    path: force ``runs``, ``slices``, ``staged`` or ``direct`` for every transfer; None lets torchkv choose.
     timeout: seconds without progress after which a granted request fails.
     grant_timeout: seconds a sender waits for its grant, and a receiver for its first byte or seal.
     heartbeat: seconds between heartbeats; a peer silent for five of them counts as lost.
-    staging_send, staging_recv: bytes of staging memory that ``staged_put`` may take (not used before it exists).
+    staging_send: bytes of memory that ``staged_put`` packs into, taken when it is first needed; 0 for none.
+    staging_recv: bytes of the staging ring that others write to, taken by ``register``; 0 for none.
     sm_budget: thread blocks that each copy kernel may take on a GPU.
-    checksum: verify bytes end to end; refused until the staging path, which computes it, exists.
+    checksum: verify bytes end to end, which takes the staged path for every transfer.
     require: a path every peer must be reachable by (``"direct"``), else ``register`` raises.
     min_gbps: least rate in GB/s (1e9 bytes/s) that ``register`` must measure to every peer, else it raises.
     """
@@ -110,14 +111,25 @@ class Options:
                 raise ProtocolError(f"Options.{name}={value!r} is not one of {', '.join(PATHS)}")
         for name in ("staging_send", "staging_recv", "sm_budget"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ProtocolError(f"Options.{name}={value!r} must be a positive int")
+            least = 1 if name == "sm_budget" else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ProtocolError(f"Options.{name}={value!r} must be an int, {least} or more")
         if not isinstance(self.transport, str):
             raise ProtocolError(f"Options.transport={self.transport!r} must be the name of a transport, or 'auto'")
         if self.min_gbps is not None and not (isinstance(self.min_gbps, int | float) and self.min_gbps > 0):
             raise ProtocolError(f"Options.min_gbps={self.min_gbps!r} must be positive, or None to measure nothing")
-        if self.checksum:
-            raise TransportUnavailable("Options.checksum: no path computes checksums in this version; leave it False")
+        if not isinstance(self.checksum, bool):
+            raise ProtocolError(f"Options.checksum={self.checksum!r} must be a bool")
+        if self.checksum and self.path not in (None, "staged"):
+            raise ProtocolError(
+                f"Options.checksum: only the staged path computes checksums, and Options.path={self.path!r}; leave one "
+                "of them out"
+            )
+
+    @property
+    def forced_path(self) -> str | None:
+        """The path that every transfer must take, or None."""
+        return "staged" if self.checksum else self.path
 
 
 def interface_from_env() -> str | None:

@@ -20,11 +20,13 @@ __all__ = ["Explanation", "explain"]
 class Explanation:
     """How this rank reaches a peer. ``str()`` is one readable line; ``as_dict()`` is for programs.
 
-    path: what ``send_pages`` would take: ``direct``, ``runs``, ``slices``, or ``none`` if nothing is owed.
+    path: what ``send_pages`` would take: ``direct``, ``runs``, ``slices``, ``staged``, or ``none`` if nothing is owed.
     link: what carries the bytes. why: why not a better path, or empty.
     limit_gbps: measured rate of bulk bytes on this link, in 1e9 bytes/s; None if nothing is owed.
     notes: what else is worth knowing, such as memory taken beyond what the cache needs.
     lanes: by lane, what it has carried so far. lost: why the peer counts as lost, or empty.
+    staging: bytes of staging memory: ``send`` and ``recv``, what this rank has taken to send from and for its ring,
+    what is ``in use`` and ``quarantined`` of the ring, and the ``peer`` 's ring.
     """
 
     peer: int
@@ -37,6 +39,7 @@ class Explanation:
     lanes: Mapping[str, Counter]
     lost: str
     dropped_frames: int
+    staging: Mapping[str, int]
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,6 +66,7 @@ def explain(
         "transport": thread.transport.name,
         "lost": engine.lost.get(rank, ""),
         "dropped_frames": engine.dropped_frames,
+        "staging": thread.call(lambda: engine.staging_use(rank)),
         "notes": tuple(notes),
     }
     if not roster.owes(rank):
@@ -72,11 +76,11 @@ def explain(
     route = thread.call(lambda: engine.route(rank))
     lane = thread.call(lambda: route.lane)
     limit = None if common["lost"] else registration.measure(thread, route)
-    path = route.path(forced=engine.options.path, page_for_page=roster.page_for_page(rank))
+    path = route.path(forced=engine.options.forced_path, page_for_page=roster.page_for_page(rank))
     return Explanation(
         path=path,
         link=_link(route, path, lane),
-        why="" if path == "direct" else route.no_view or f"Options.path={engine.options.path!r}",
+        why="" if path == "direct" else route.no_view or f"Options.path={engine.options.forced_path!r}",
         limit_gbps=limit,
         lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in route.counters.items()},
         **common,

@@ -25,6 +25,7 @@ __all__ = [
     "send_layer",
     "send_pages",
     "send_slice",
+    "staged_put",
 ]
 
 Group = dist.ProcessGroup | None
@@ -63,6 +64,13 @@ def send_slice(
 ) -> KVWork:
     """`KVProcessGroup.send_slice` on ``group``, or on the default group."""
     return current_group(group).send_slice(request, layers, pages, dst, start=start, event=event)
+
+
+def staged_put(
+    request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
+) -> KVWork:
+    """`KVProcessGroup.staged_put` on ``group``, or on the default group."""
+    return current_group(group).staged_put(request, layers, pages, dst, start=start, event=event)
 
 
 def send_pages(

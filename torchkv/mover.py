@@ -15,11 +15,14 @@ from torchkv.devicepages import DevicePages
 from torchkv.env import Options
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
 from torchkv.events import StreamEvent
+from torchkv.packer import Staging
 from torchkv.plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.sender import Sender
+from torchkv.protocol.stageclient import StageClient
 from torchkv.puttransfer import PutTransfer
 from torchkv.route import LocalPages, Route
+from torchkv.stagedtransfer import StagedTransfer
 from torchkv.transfer import STEP_BYTES, Report, Transfer
 from torchkv.transport import Int64Array
 
@@ -67,6 +70,8 @@ class Mover:
         options: Options,
         local: LocalPages | None,
         device: Device | None,
+        staging: Staging | None,
+        client: StageClient,
         route: Callable[[int], Route],
         broke: Callable[[Route], None],
     ) -> None:
@@ -74,7 +79,11 @@ class Mover:
         self._sender = sender
         self._lock = lock
         self._timeout = options.timeout
+        self._forced = options.forced_path
+        self._checksum = options.checksum
         self._local = local
+        self._staging = staging
+        self._client = client
         self._route = route
         self._broke = broke
         self._gated: list[tuple[SendOp, BoundGrant]] = []  # started, waiting for their event
@@ -102,8 +111,18 @@ class Mover:
         """Whether a transfer to ``rank`` is under way."""
         return any(op.dst == rank for op in self._by_op)
 
+    def will_stage(self, route: Route) -> bool:
+        """Whether transfers on this route are likely to be staged."""
+        if route.channel is None or route.staging is None or self._staging is None:
+            return False
+        return self._forced == "staged" or not route.direct
+
     def prepare(self, plan: PairPlan, route: Route) -> None:
         """Loads what transfers of ``plan`` need, before any stream waits for the host: loading waits for streams."""
+        if self.will_stage(route):
+            assert self._staging is not None
+            self._staging.sending.take()
+            self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
         if self.device is not None and self._local is not None and route.direct:
             from torchkv import kernels
             from torchkv.jobs import JobTable
@@ -153,10 +172,14 @@ class Mover:
         payload: SendPayload = op.payload
         route = self._route(op.dst)
         path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+        if path != "staged" and route.channel is not None and not self._may_write_pages(grant):
+            return None
         if self.device is not None and path == "direct" and route.channel is not None:
             return self._kernel_transfer(op, grant, payload, route, payload.pages)
         if not all(gate.query() for gate in payload.gates):
             return None
+        if path == "staged":
+            return self._staged_transfer(op, grant, payload, route)
         pages = self._host_pages(op, payload)
         if pages is None:
             return None
@@ -172,6 +195,28 @@ class Mover:
         if self.device is not None:
             return self._kernel_transfer(op, grant, payload, route, pages)
         return CopyTransfer(op, grant, pages=pages, local=self._local, route=route, report=self._report_of(op))
+
+    def _may_write_pages(self, grant: BoundGrant) -> bool:
+        """Whether the receiver does not rely (any more) on this rank's word to write to its staging ring only."""
+        with self._lock:
+            return self._client.go_direct(grant.dst, grant.generation)
+
+    def _staged_transfer(self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route) -> Transfer:
+        assert self._local is not None
+        assert self._staging is not None
+        return StagedTransfer(
+            op,
+            grant,
+            pages=payload.pages,
+            client=self._client,
+            lock=self._lock,
+            stages=self._staging.sending,
+            packer=self._staging.packer,
+            checksum=self._checksum,
+            local=self._local,
+            route=route,
+            report=self._report_of(op),
+        )
 
     def _host_pages(self, op: SendOp, payload: SendPayload) -> Int64Array | None:
         """This rank's page ids; None while they are on their way from the GPU."""
@@ -241,7 +286,7 @@ class Mover:
                 self._moved_at[transfer] = now
                 budget -= nbytes
                 moved = True
-            elif now - self._moved_at[transfer] > self._timeout and transfer.error is None:
+            elif now - self._moved_at[transfer] > self._timeout * transfer.patience and transfer.error is None:
                 if transfer.gated:
                     self._moved_at[transfer] = now
                 else:

@@ -20,6 +20,7 @@ from torchkv.engine import Engine
 from torchkv.env import Options, warn_about_unknown_variables
 from torchkv.errors import ProtocolError
 from torchkv.explain import Explanation, explain
+from torchkv.probe import PROBE_BYTES
 from torchkv.processes import this_process
 from torchkv.progress import ProgressThread
 from torchkv.registration import (
@@ -80,6 +81,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]  # the stubs know only (store, ...)
         self._store = store
         self._options = options
+        self._forced = options.forced_path
         self._thread: ProgressThread | None = None
         self._engine = None
         self._cache = None
@@ -207,7 +209,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
     def _start(self, transport: type[Transport], cache: KVCache | None) -> ProgressThread:
         if transport.capabilities.collective_memory:
             device = torch.device("cuda", torch.cuda.current_device()) if cache is None else cache.device
-            transport.join(rank=self.rank(), size=self.size(), store=self._store, device=device)
+            self._join(transport, device)
 
         def make() -> tuple[Transport, ZmqControl]:
             made = transport()
@@ -218,6 +220,10 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
                 raise
 
         return ProgressThread(f"{self.rank()}", make)
+
+    def _join(self, transport: type[Transport], device: torch.device) -> None:
+        reserve = self._options.staging_send + self._options.staging_recv + PROBE_BYTES[device.type]
+        transport.join(rank=self.rank(), size=self.size(), store=self._store, device=device, reserve=reserve)
 
     def _exchange(self, card: Card) -> list[Card]:
         """Every rank's card, in rank order. Collective, over tensors: nothing received is unpickled."""
@@ -244,7 +250,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         transport = choose_transport(self._options.transport)
         if not transport.capabilities.collective_memory or device.type != "cuda":
             return allocate(nbytes, device)
-        transport.join(rank=self.rank(), size=self.size(), store=self._store, device=device)
+        self._join(transport, device)
         asked = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size())]
         dist.all_gather(asked, torch.tensor([nbytes]), group=self)
         most = max(int(each) for each in asked)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchkv import arguments, descriptors, hostcopy, idle
+from torchkv import arguments, checksum, descriptors, hostcopy, idle
 from torchkv.cache import KVCache
 from torchkv.card import Card, placement_cards, region_card
 from torchkv.control import Control
@@ -17,11 +17,13 @@ from torchkv.engine import Engine
 from torchkv.env import Options
 from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
 from torchkv.layout import KVLayout
+from torchkv.packer import HostPacker, Staging
 from torchkv.probe import PROBE_BYTES, measure
 from torchkv.processes import this_process
 from torchkv.progress import ProgressThread
 from torchkv.roster import Roster
-from torchkv.route import LocalPages, Route
+from torchkv.route import LocalPages, Route, StageTarget
+from torchkv.stagememory import SendStages, StageMemory
 from torchkv.transport import Channel, Region, RemoteView, Transport, load_transport
 
 if TYPE_CHECKING:
@@ -64,9 +66,10 @@ class Registration:
     secret: bytes
 
     def __post_init__(self) -> None:
-        self._regions: list[Region] = []
+        self._regions: list[Region] = []  # as published: the cache's storages, the staging ring, memory for probes
         self._cards: dict[int, Card] = {}
         self.device: Device | None = None  # where the cache lies, if that is a GPU
+        self._staging: Staging | None = None
 
     def card(self) -> Card:
         """Registers the cache's memory and describes this rank. Raises ``TransportUnavailable``."""
@@ -98,11 +101,17 @@ class Registration:
             from torchkv.device import Device
 
             self.device = Device(device, blocks=self.options.sm_budget)
-        self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
-        for storage in (*self.cache.storages, self._probe_memory):
+        for storage in self.cache.storages:
             self._regions.append(self.transport.register(storage))
-        for module in (hostcopy, descriptors, arguments, idle):
+        ring: StageMemory | None = None
+        if self.options.staging_recv:
+            ring, region = self._stage_memory(self.options.staging_recv)
+            self._regions.append(region)
+        self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
+        self._regions.append(self.transport.register(self._probe_memory))
+        for module in (hostcopy, descriptors, arguments, idle, checksum):
             module.warm_up()
+        self._staging = self._make_staging(ring)
         return msgspec.structs.replace(
             card,
             address=self.transport.address(),
@@ -110,6 +119,7 @@ class Registration:
             num_pages=self.cache.num_pages,
             num_slots=self.cache.num_slots,
             device=device.type,
+            staging=0 if ring is None else ring.nbytes,
             regions=[region_card(region) for region in self._regions],
             placements=placement_cards(self.cache),
         )
@@ -134,6 +144,7 @@ class Registration:
             local=self._local_pages(),
             connect=self._connect,
             device=self.device,
+            staging=self._staging,
         )
 
     def warm(self, engine: Engine) -> None:
@@ -147,6 +158,8 @@ class Registration:
                 route = engine.route(rank)
                 route.path(forced=self.options.require, page_for_page=True)
                 engine.prepare(rank)
+            if engine.roster.contributing((rank,), self.rank):
+                engine.prepare_to_receive(rank)
 
     def measure(self, thread: ProgressThread, route: Route) -> float:
         """The rate to a peer's scratch memory in GB/s. Not to be called on the progress thread."""
@@ -180,6 +193,23 @@ class Registration:
             raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
         if len(cards[0].secret) < 16:
             raise ProtocolError("rank 0 published no secret for the control channel")
+
+    def _stage_memory(self, nbytes: int) -> tuple[StageMemory, Region]:
+        assert self.cache is not None
+        tensor = self.transport.allocate(nbytes, self.cache.device)
+        region = self.transport.register(tensor)
+        return StageMemory(tensor[:nbytes], region.index), region
+
+    def _make_staging(self, ring: StageMemory | None) -> Staging:
+        local = self._local_pages()
+        assert local is not None
+        sending = SendStages(self.options.staging_send, lambda nbytes: self._stage_memory(nbytes)[0])
+        if self.device is None:
+            return Staging(HostPacker(local, sending, ring), sending, ring)
+        # Here, because it brings Triton with it, which a rank without a GPU need not have.
+        from torchkv.devicepacker import DevicePacker
+
+        return Staging(DevicePacker(local, sending, ring, device=self.device), sending, ring)
 
     def _local_pages(self) -> LocalPages | None:
         if self.cache is None:
@@ -227,6 +257,7 @@ class Registration:
             channel=channel,
             views=views,
             num_pages=card.num_pages,
+            staging=StageTarget(len(card.regions) - 2, card.staging) if card.staging else None,
             no_view=no_view,
         )
 

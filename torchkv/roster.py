@@ -25,6 +25,7 @@ class Member:
     layout: KVLayout | None
     num_pages: int
     num_slots: int
+    staging: int = 0  # bytes of its staging ring
 
 
 class Roster:

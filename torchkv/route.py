@@ -16,7 +16,7 @@ from torchkv.transport import Channel, RemoteView
 if TYPE_CHECKING:
     from torchkv.jobs import JobTable
 
-__all__ = ["Counter", "LocalPages", "Route"]
+__all__ = ["Counter", "LocalPages", "Route", "StageTarget"]
 
 
 @dataclass(slots=True)
@@ -26,6 +26,14 @@ class Counter:
     transfers: int = 0
     spans: int = 0
     nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTarget:
+    """A peer's staging ring: which of its regions, and its bytes."""
+
+    region: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +62,7 @@ class Route:
     channel: Channel | None
     views: Sequence[RemoteView | None]  # by region of the peer
     num_pages: int  # of the peer
+    staging: StageTarget | None = None  # None: the peer has none
     no_view: str = ""  # why not every region has a view
     counters: dict[str, Counter] = field(default_factory=dict)
     job_tables: list[JobTable] = field(default_factory=list)  # of the GPU's kernels, one a plan
@@ -71,11 +80,15 @@ class Route:
         return view.ptr + place.offset
 
     def path(self, *, forced: str | None, page_for_page: bool) -> str:
-        """``direct``, ``runs`` or ``slices``. Raises ``TransportUnavailable`` if the forced one cannot work."""
+        """One of ``env.PATHS``. Raises ``TransportUnavailable`` if the forced one cannot work."""
         if self.channel is None:
             return "direct"  # whatever is forced: a local copy has no other path
         if forced == "direct" and not self.direct:
             raise TransportUnavailable(f"path 'direct' to rank {self.rank}: {self.no_view}; leave Options.path unset")
+        if forced == "staged" and self.staging is None:
+            raise TransportUnavailable(
+                f"path 'staged' to rank {self.rank}: it has no staging ring; set Options.staging_recv there"
+            )
         if forced is not None:
             return forced
         if self.direct:

@@ -70,6 +70,11 @@ class Transfer(ABC):
         self.fail(TransferCancelled(f"request {self.op.request!r}: stopped"))
 
     @property
+    def patience(self) -> float:
+        """How many times ``Options.timeout`` it may go without progress."""
+        return 1.0
+
+    @property
     def gated(self) -> bool:
         """Whether it has not begun because the data are not ready, which is no lack of progress."""
         return False

@@ -204,11 +204,11 @@ class Transport(ABC):
         """None if this transport can work here, else the reason and the command that mends it."""
 
     @classmethod  # noqa: B027 - optional, so neither abstract nor an error
-    def join(cls, *, rank: int, size: int, store: Store, device: torch.device) -> None:
+    def join(cls, *, rank: int, size: int, store: Store, device: torch.device, reserve: int) -> None:
         """Called on every member of a group, on any thread, before memory is allocated for it or a transport is made.
 
         For transports whose members must meet first; may block until all have come. rank, size, store: the group's.
-        May be called again. Raises ``TransportUnavailable``.
+        reserve: bytes that this rank will `allocate`, at most. May be called again. Raises ``TransportUnavailable``.
         """
 
     @classmethod

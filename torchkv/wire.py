@@ -20,6 +20,7 @@ from torchkv.errors import AuthError, ProtocolError
 from torchkv.transport import Int64Array
 
 __all__ = [
+    "MAX_ASKS",
     "MAX_AUX",
     "MAX_FRAME",
     "MAX_PAGES",
@@ -36,7 +37,13 @@ __all__ = [
     "Quiesced",
     "Revoke",
     "Seal",
+    "StageAsk",
+    "StageDenied",
+    "StageGrant",
+    "Staged",
     "Verdict",
+    "Withdraw",
+    "Withdrawn",
     "decode_frame",
     "encode_frame",
     "pack_pages",
@@ -49,6 +56,7 @@ MAX_PAGES = 1 << 20
 MAX_RANKS = 1 << 14
 MAX_LAYERS = 1 << 14
 MAX_TEXT = 2048
+MAX_ASKS = 8  # of one writer under one generation: stages asked for and not yet written
 MAX_FRAME = MAX_PAGES * 8 + MAX_AUX + (64 << 10)
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -154,8 +162,82 @@ class InstanceVerdict(Message, frozen=True, tag="instance"):
     text: Text
 
 
+class StageAsk(Message, frozen=True, tag="stage_ask"):
+    """Writer -> receiver: I need a stage of ``nbytes`` of your staging ring, or at least of ``least``.
+
+    ``serial`` counts 0, 1, 2, ... per (writer, generation). ``only``: under this generation I write through the ring
+    and nowhere else, until I withdraw that.
+    """
+
+    generation: Count
+    serial: Count
+    nbytes: Count
+    least: Count
+    only: bool
+
+
+class StageGrant(Message, frozen=True, tag="stage_grant"):
+    """Receiver -> writer: bytes [offset, offset + nbytes) of my ring are yours until you say ``Staged``."""
+
+    generation: Count
+    serial: Count
+    offset: Count
+    nbytes: Count
+
+
+class StageDenied(Message, frozen=True, tag="stage_denied"):
+    """Receiver -> writer: you get no stage for this ask, for this reason."""
+
+    generation: Count
+    serial: Count
+    text: Text
+
+
+class Staged(Message, frozen=True, tag="staged"):
+    """Writer -> receiver: the stage holds pages [start, start + num_pages) of these layers, visible in your ring.
+
+    Pages are mine, counted after the prefix. ``checked``: their checksums lie in the stage too. With 0 pages the
+    stage is given back unused.
+    """
+
+    generation: Count
+    serial: Count
+    layers: Annotated[list[Layer], msgspec.Meta(max_length=MAX_LAYERS)]
+    start: Count
+    num_pages: Count
+    checked: bool
+
+
+class Withdraw(Message, frozen=True, tag="withdraw"):
+    """Writer -> receiver: I want to write to your pages directly, and promise no longer to use the ring only."""
+
+    generation: Count
+
+
+class Withdrawn(Message, frozen=True, tag="withdrawn"):
+    """Receiver -> writer: I no longer rely on that promise; write directly."""
+
+    generation: Count
+
+
 AnyMessage: TypeAlias = (
-    Grant | Attest | Seal | Abort | Quiesced | Revoke | Verdict | Alive | Post | Outcome | InstanceVerdict
+    Grant
+    | Attest
+    | Seal
+    | Abort
+    | Quiesced
+    | Revoke
+    | Verdict
+    | Alive
+    | Post
+    | Outcome
+    | InstanceVerdict
+    | StageAsk
+    | StageGrant
+    | StageDenied
+    | Staged
+    | Withdraw
+    | Withdrawn
 )
 
 _encoder = msgspec.msgpack.Encoder()

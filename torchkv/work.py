@@ -36,6 +36,7 @@ class KVWork(dist.Work):
     bytes: int = 0
     aux: builtins.bytes = b""
     _parts = 0
+    _reading = 0  # parts that still read the source pages
     _wait_layer: Callable[[int, float | None], None] | None = None
     _ended: float | None = None
     _paths: frozenset[str] = frozenset()
@@ -46,6 +47,7 @@ class KVWork(dist.Work):
     _is_done = False
     # Held until completion, and made by the first who waits for that: most works are never waited for one by one.
     _latch: threading.Lock | None = None
+    _source_latch: threading.Lock | None = None  # the same, of the source pages
     _flags: Flags | None = None  # of the GPU that the cache lies on
     _holds: tuple[Hold, ...] = ()  # streams that wait for this work
 
@@ -121,7 +123,18 @@ class KVWork(dist.Work):
         return (time.perf_counter() if self._ended is None else self._ended) - self._began
 
     def wait_source(self, timeout: timedelta | float = timedelta(0)) -> bool:
-        """Blocks until the source pages may be overwritten. Like ``wait``, which it may precede."""
+        """Blocks until the source pages may be overwritten. Like ``wait``, which it may precede: with staging, it does.
+
+        Raises as ``wait`` does; once the pages have been read, it no longer matters here what becomes of the rest.
+        """
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        with _futures:
+            if self._source_latch is None and not self._is_done and self._reading:
+                self._source_latch = threading.Lock()
+                self._source_latch.acquire()
+            latch = self._source_latch
+        if latch is not None and _await(latch, limit) and not self._reading:
+            return True
         return self.wait(timeout)
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -161,9 +174,16 @@ class KVWork(dist.Work):
 
     def _expect(self, parts: int) -> None:
         """How many parts must settle; with none, the work is complete. Called once, before any can settle."""
-        self._parts = parts
+        self._parts = self._reading = parts
         if parts == 0:
             self._complete()
+
+    def _release_source(self) -> None:
+        """One part has read the last of the source pages."""
+        with _futures:
+            self._reading -= 1
+            if self._reading == 0 and self._source_latch is not None and not self._is_done:
+                self._source_latch.release()
 
     def _account(self, nbytes: int, path: str) -> None:
         self.bytes += nbytes
@@ -188,6 +208,8 @@ class KVWork(dist.Work):
             self._is_done = True
             if self._latch is not None:
                 self._latch.release()
+            if self._source_latch is not None and self._reading:
+                self._source_latch.release()
             for hold in self._holds:
                 hold.open()
             self._holds = ()
@@ -208,8 +230,7 @@ class KVWork(dist.Work):
                 self._latch = threading.Lock()
                 self._latch.acquire()
             latch = self._latch
-        if latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX) if limit > 0 else -1):
-            latch.release()  # for the next waiter
+        _await(latch, limit)
         return self._is_done
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
@@ -217,3 +238,11 @@ class KVWork(dist.Work):
             future.set_result([])
         else:
             future.set_exception(self._error)
+
+
+def _await(latch: threading.Lock, limit: float) -> bool:
+    """Whether the latch was released, within ``limit`` seconds if that is positive."""
+    released = latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX) if limit > 0 else -1)
+    if released:
+        latch.release()  # for the next waiter
+    return released

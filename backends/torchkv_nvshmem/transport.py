@@ -20,9 +20,10 @@ from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
 __all__ = ["RESERVE", "Region", "NVSHMEMTransport"]
 
-# The staging rings and scratch memory of one group with default options. NVSHMEM's heap grows in steps of 512 MiB, so
+# The staging memory and scratch memory of one group with default options. NVSHMEM's heap grows in steps of 512 MiB, so
 # that asking for less would save nothing.
 RESERVE = 416 << 20
+SIGNALS = 1 << 20  # for the signal words of a few transports
 _ROUND_NS = 1_000_000  # what one progress() may take, so that its thread can also look after other things
 
 
@@ -47,14 +48,15 @@ class NVSHMEMTransport(Transport):
         return library.why_not()
 
     @classmethod
-    def join(cls, *, rank: int, size: int, store: Store, device: torch.device, reserve: int = RESERVE) -> None:
+    def join(cls, *, rank: int, size: int, store: Store, device: torch.device, reserve: int = 0) -> None:
         """Starts NVSHMEM with all ranks of a group, or finds that it runs with them. Collective.
 
         reserve: bytes that this rank's transports will `allocate`; every rank holds the largest reserve in advance.
         Raises ``TransportUnavailable`` on all ranks, naming the one that cannot take part and why, also if NVSHMEM
         runs in some of them already: its members are fixed at its start.
         """
-        PROCESS.join(Party(rank, size, through_store(store, rank=rank, size=size)), device, reserve)
+        party = Party(rank, size, through_store(store, rank=rank, size=size))
+        PROCESS.join(party, device, max(RESERVE, reserve + SIGNALS))
 
     @classmethod
     def allocate_shared(cls, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from scenario import Scenario  # noqa: E402 - only now on the path
 
-from torchkv.protocol.receiver import Receive, Receiver, _Writer  # noqa: E402
+from torchkv.protocol.receive import Receive, Writer  # noqa: E402
+from torchkv.protocol.receiver import Receiver  # noqa: E402
 from torchkv.wire import Attest, Quiesced  # noqa: E402
 
 SEEDS_PER_TEST = 20
@@ -85,7 +86,7 @@ def _frees_at_failure(self: Receiver, receive: Receive) -> None:
         self._end(receive)
 
 
-def _first_ack_is_enough(self: Receiver, src: int, message: Quiesced) -> None:
+def _first_ack_is_enough(self: Receiver, src: int, message: Quiesced, _now: float) -> None:
     receive = self._receives.get(message.generation)
     if receive is None or receive.error is None:
         return
@@ -114,7 +115,7 @@ class _Anything:
         return None
 
 
-def _ignores_generations(self: Receiver, src: int, generation: int) -> tuple[Receive, _Writer] | None:
+def _ignores_generations(self: Receiver, src: int, generation: int) -> tuple[Receive, Writer] | None:
     exact = self._receives.get(generation)
     live = [exact] if exact is not None and exact.error is None else list(self._live.values())
     receive = next((receive for receive in live if src in receive.writers), None)

@@ -6,6 +6,7 @@ import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from harness import Ranks
@@ -20,18 +21,25 @@ class Lane:
     adopted: bool
     path: str | None
     env: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 TCP = (("UCX_TLS", "tcp"),)
+MEMORY = ("cma/", "posix/", "sysv/")
+# Every case takes several pieces, and the rings go round; checksums too.
+SMALL_RINGS = (("staging_send", 10 << 10), ("staging_recv", 12 << 10), ("checksum", True))
 LANES = [
     Lane("view", ("view",), adopted=False, path=None),
-    Lane("put-memory", ("cma/", "posix/", "sysv/"), adopted=True, path=None),
-    Lane("put-tcp", ("tcp/",), adopted=True, path=None, env=TCP),
+    Lane("put-memory", MEMORY, adopted=True, path="slices"),
+    Lane("put-tcp", ("tcp/",), adopted=True, path="slices", env=TCP),
+    Lane("staged-memory", MEMORY, adopted=False, path="staged"),
+    Lane("staged-tcp", ("tcp/",), adopted=True, path="staged", env=TCP, options=SMALL_RINGS),
 ]
 
 
 def run(ranks: Ranks, one: Case, lane: Lane) -> list[Report]:
-    function = functools.partial(transfer, adopted=lane.adopted, path=lane.path, seed=secrets.randbits(64))
+    seed = secrets.randbits(64)
+    function = functools.partial(transfer, adopted=lane.adopted, path=lane.path, seed=seed, **dict(lane.options))
     return ranks.run(function, one)
 
 
@@ -43,9 +51,9 @@ def test_layout_over_lane(one: Case, lane: Lane, shared_ranks: Callable[..., Ran
     check_reports(run(shared_ranks(name, 4, env=dict(lane.env)), one, lane), one, lane.prefixes)
 
 
-@pytest.mark.parametrize("path", ["direct", "slices", "runs"])
+@pytest.mark.parametrize("path", ["direct", "slices", "runs", "staged"])
 def test_forced_path_is_taken(path: str, four: Ranks) -> None:
-    lane = Lane(path, ("view",) if path == "direct" else ("cma/", "posix/", "sysv/"), adopted=False, path=path)
+    lane = Lane(path, ("view",) if path == "direct" else MEMORY, adopted=False, path=path)
     reports = run(four, CASES[0], lane)
     check_reports(reports, CASES[0], lane.prefixes)
     assert reports[2].path == path

@@ -11,13 +11,18 @@ from torchkv.errors import KVError
 from torchkv.layout import KVLayout
 from torchkv.protocol.actions import Halt, SendOp, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
-from torchkv.protocol.receiver import Receive, Receiver
+from torchkv.protocol.receive import Receive
+from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
+from torchkv.protocol.stageclient import StageClient
+from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Member, Roster
+from torchkv.staging import StagingRing
 from torchkv.transport import Int64Array
 from torchkv.wire import Grant, Message, pack_pages
 
 TIMEOUT, GRANT_TIMEOUT = 10.0, 100.0
+RING = 1 << 16
 
 Machine = Sender | Receiver | InstanceLeader
 M = TypeVar("M", bound=Message)
@@ -63,11 +68,12 @@ class Acts:
 
 
 def sender(view: Roster | None = None) -> Sender:
-    return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT)
+    return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, stages=StageClient())
 
 
 def receiver(view: Roster | None = None) -> Receiver:
-    return Receiver(view or pair(1), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT)
+    keeper = StageKeeper(StagingRing(RING), timeout=TIMEOUT)
+    return Receiver(view or pair(1), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, keeper=keeper)
 
 
 def grant(

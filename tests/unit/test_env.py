@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchkv import KVError, Options, ProtocolError, TransportUnavailable
+from torchkv import KVError, Options, ProtocolError
 from torchkv.env import interface_from_env, seconds, warn_about_unknown_variables
 
 
@@ -69,13 +69,11 @@ def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatc
         ("timeout", ""),
         ("heartbeat", "1s"),
         ("path", "teleport"),
-        ("path", "staged"),
         ("require", "best"),
         ("staging_send", "128M"),
-        ("staging_send", "0"),
+        ("staging_send", "-1"),
         ("sm_budget", "1.5"),
         ("checksum", "perhaps"),
-        ("checksum", "1"),
         ("min_gbps", "fast"),
         ("min_gbps", "0"),
     ],
@@ -99,6 +97,7 @@ def test_wrong_variables_are_refused_by_name(name: str, text: str, monkeypatch: 
         {"require": "slow"},
         {"staging_recv": -1},
         {"staging_send": "1"},
+        {"checksum": 1},
         {"sm_budget": 0},
         {"min_gbps": -2.0},
         {"min_gbps": "1"},
@@ -111,9 +110,12 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
         Options(**arguments)
 
 
-def test_checksum_is_refused_until_a_path_computes_it() -> None:
-    with pytest.raises(TransportUnavailable, match=r"Options\.checksum.*leave it False"):
-        Options(checksum=True)
+def test_checksums_take_the_staged_path() -> None:
+    assert Options().forced_path is None
+    assert Options(path="slices").forced_path == "slices"
+    assert Options(checksum=True).forced_path == Options(checksum=True, path="staged").forced_path == "staged"
+    with pytest.raises(ProtocolError, match=r"Options\.checksum.*Options\.path='direct'"):
+        Options(checksum=True, path="direct")
 
 
 def test_options_are_immutable_and_keyword_only() -> None:

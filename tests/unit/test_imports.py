@@ -14,8 +14,9 @@ BACKENDS = ROOT / "backends"
 # May not touch threads, sockets, files, clocks or processes; what they may import from torchkv is as pure.
 PURE = [
     *("component", "cost", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab"),
-    *("slabgeometry", "wire"),
-    *("actions", "instance", "life", "receiver", "sender", "session"),
+    *("slabgeometry", "wire", "pieces"),
+    *("actions", "instance", "life", "receive", "receiver", "sender", "session"),
+    *("staging", "stageclient", "stagekeeper"),
 ]
 IMPURE_LIBRARIES = {
     *("asyncio", "ctypes", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "selectors", "shutil", "signal"),
@@ -34,15 +35,17 @@ BACKEND_MAY_IMPORT = {
 
 # Lowest first: a module imports only from lower layers, or from its own.
 LAYERS = [
-    {"errors", "slab", "coverage", "compiled", "cudadriver"},
+    {"errors", "slab", "coverage", "compiled", "cudadriver", "staging"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport", "idle"},
+    {"checksum", "pieces"},
     {"cost"},
     {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob"},
-    {"pagecopy", "copyreference", "kernellaunch", "kernels"},
+    {"pagecopy", "copyreference", "kernellaunch", "kernels", "pagesum", "sumlaunch"},
     {"wire", "cache", "roster", "work", "network", "devicepages", "uploads"},
-    {"actions", "session", "instance", "life", "sender", "receiver", "device"},
-    {"card", "route", "arguments", "transfer", "control", "jobs", "offsets"},
-    {"copytransfer", "kerneltransfer", "puttransfer"},
+    {"actions", "session", "instance", "life", "receive", "sender", "receiver", "device", "stageclient", "stagekeeper"},
+    {"card", "route", "arguments", "transfer", "control", "jobs", "offsets", "stagememory"},
+    {"copytransfer", "hostpack", "devicepack", "kerneltransfer", "puttransfer"},
+    {"packer", "devicepacker", "stagedtransfer", "unstager"},
     {"mover"},
     {"engine"},
     {"probe", "registration", "progress", "endpoint", "explain"},

@@ -34,6 +34,10 @@ VERBS: dict[str, Expected] = {
         [("request", EMPTY), ("layers", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
         [("start", 0), ("event", None)],
     ),
+    "staged_put": (
+        [("request", EMPTY), ("layers", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
+        [("start", 0), ("event", None)],
+    ),
     "send_pages": (
         [("request", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
         [("layers", None), ("start", 0), ("event", None)],
@@ -46,7 +50,7 @@ VERBS: dict[str, Expected] = {
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
-LATER = ["PrefixCache", "join", "pipeline", "send_state", "staged_put"]
+LATER = ["PrefixCache", "join", "pipeline", "send_state"]
 
 ERRORS = {
     "LayoutMismatch": ValueError,

@@ -181,7 +181,7 @@ def test_leased_and_quarantined_pages_are_named_with_their_holder() -> None:
         post(machine, 5, request="other")
     assert machine.quarantined() == {5: (0,), 6: (0,)}
     assert leased(machine) == {5, 6}
-    machine.on_quiesced(0, Quiesced(1))
+    machine.on_quiesced(0, Quiesced(1), 0.0)
     assert machine.quarantined() == {}
     post(machine, 5, request="other")
 
@@ -240,13 +240,13 @@ def test_failure_revokes_at_every_writer_and_waits_for_every_one() -> None:
     assert isinstance(error, TransferCancelled)
     assert [rank for rank, _ in acts.tells(Revoke)] == [0, 1]
     assert "cancel" not in acts.settled
-    machine.on_quiesced(1, Quiesced(1))
-    machine.on_quiesced(1, Quiesced(1))
+    machine.on_quiesced(1, Quiesced(1), 0.0)
+    machine.on_quiesced(1, Quiesced(1), 0.0)
     assert Acts(machine).settled == {}
     assert leased(machine) == {5, 6}
     assert not error.pages_safe
     assert receive.pending_writers() == (0,)
-    machine.on_quiesced(0, Quiesced(1))
+    machine.on_quiesced(0, Quiesced(1), 0.0)
     assert Acts(machine).settled == {"cancel": None}
     assert leased(machine) == set()
     assert error.pages_safe
@@ -269,7 +269,7 @@ def test_a_sealed_writer_is_quiescent() -> None:
     complete(machine, writer=0)
     machine.cancel("r", "cancel")
     assert machine.quarantined() == {5: (1,), 6: (1,)}
-    machine.on_quiesced(1, Quiesced(1))
+    machine.on_quiesced(1, Quiesced(1), 0.0)
     assert leased(machine) == set()
 
 
@@ -278,7 +278,7 @@ def test_cancel_is_idempotent() -> None:
     post(machine, 5)
     assert machine.cancel("r", "one") == ["one"]
     assert machine.cancel("r", "two") == ["two"]
-    machine.on_quiesced(0, Quiesced(1))
+    machine.on_quiesced(0, Quiesced(1), 0.0)
     assert {"one", "two"} <= Acts(machine).settled.keys()
     assert machine.cancel("r", "three") == []
     assert machine.cancel("never heard of", "four") == []
@@ -288,8 +288,8 @@ def test_only_writers_of_the_grant_are_believed() -> None:
     machine = receiver(roster(1, ("p", gqa()), ("d", gqa()), ("x", gqa())))
     post(machine, 5)
     machine.cancel("r", "cancel")
-    machine.on_quiesced(2, Quiesced(1))
-    machine.on_quiesced(1, Quiesced(1))
+    machine.on_quiesced(2, Quiesced(1), 0.0)
+    machine.on_quiesced(1, Quiesced(1), 0.0)
     assert leased(machine) == {5}
     post(machine, 6, request="s")
     Acts(machine)
@@ -301,7 +301,7 @@ def test_only_writers_of_the_grant_are_believed() -> None:
 def test_quiesced_of_a_live_request_is_no_end() -> None:
     machine = receiver()
     receive = post(machine, 5)
-    machine.on_quiesced(0, Quiesced(1))
+    machine.on_quiesced(0, Quiesced(1), 0.0)
     assert receive.pending_writers() == (0,)
     assert leased(machine) == {5}
 
@@ -346,7 +346,7 @@ def test_messages_of_an_earlier_generation_change_nothing(late: list[tuple[str, 
         "attest": lambda w: machine.on_attest(w, attest(0, 8), 0.0),
         "seal": lambda w: machine.on_seal(w, Seal(1, 2, b"old"), 0.0),
         "abort": lambda w: machine.on_abort(w, Abort(1, "PeerLost", "old")),
-        "quiesced": lambda w: machine.on_quiesced(w, Quiesced(1)),
+        "quiesced": lambda w: machine.on_quiesced(w, Quiesced(1), 0.0),
         "alive": lambda w: machine.on_alive(w, Alive(1, False), 0.0),
     }
     for kind, writer in late:
@@ -420,9 +420,9 @@ def test_a_lost_writer_fails_what_still_needs_it() -> None:
     machine.peer_lost(1, "rank 1 is silent")
     assert isinstance(Acts(machine).error("rx"), PeerLost)
     assert machine.quarantined() == {5: (1,), 6: (1,)}
-    machine.peer_dead(0)
+    machine.peer_dead(0, 0.0)
     assert leased(machine) == {5, 6}
-    machine.peer_dead(1)
+    machine.peer_dead(1, 0.0)
     assert leased(machine) == set()
 
 

@@ -27,7 +27,13 @@ from torchkv.wire import (
     Quiesced,
     Revoke,
     Seal,
+    StageAsk,
+    Staged,
+    StageDenied,
+    StageGrant,
     Verdict,
+    Withdraw,
+    Withdrawn,
     _mac,
     decode_frame,
     encode_frame,
@@ -53,6 +59,12 @@ MESSAGES = st.one_of(
     st.builds(Post, _request, _count, _count, _count, _count),
     st.builds(Outcome, _request, _count, _kind, _text),
     st.builds(InstanceVerdict, _count, _kind, _text),
+    st.builds(StageAsk, _count, _count, _count, _count, st.booleans()),
+    st.builds(StageGrant, _count, _count, _count, _count),
+    st.builds(StageDenied, _count, _count, _text),
+    st.builds(Staged, _count, _count, st.lists(st.integers(0, (1 << 20) - 1)), _count, _count, st.booleans()),
+    st.builds(Withdraw, _count),
+    st.builds(Withdrawn, _count),
 )
 _word = st.integers(0, (1 << 64) - 1)
 
@@ -81,6 +93,7 @@ def test_round_trip_of_a_bare_acknowledgement() -> None:
 
 def test_every_message_type_is_covered() -> None:
     seen = {Grant, Attest, Seal, Abort, Quiesced, Revoke, Verdict, Alive, Post, Outcome, InstanceVerdict}
+    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn}
     assert set(Message.__subclasses__()) == seen
 
 
@@ -129,6 +142,11 @@ def encoded(*fields: object) -> bytes:
 def test_the_way_of_forging_works() -> None:
     """Negative control of the next test: in bounds, the same bytes are accepted."""
     assert decode_frame(encoded("seal", 1, 2, b"aux"), KEY).message == Seal(1, 2, b"aux")
+    assert decode_frame(encoded("stage_ask", 1, 0, 8, 4, True), KEY).message == StageAsk(1, 0, 8, 4, True)
+    assert decode_frame(encoded("stage_grant", 1, 0, 256, 8), KEY).message == StageGrant(1, 0, 256, 8)
+    assert decode_frame(encoded("stage_denied", 1, 0, "x" * 2048), KEY).message == StageDenied(1, 0, "x" * 2048)
+    assert decode_frame(encoded("staged", 1, 0, [0], 0, 1, False), KEY).message == Staged(1, 0, [0], 0, 1, False)
+    assert decode_frame(encoded("withdrawn", 1), KEY).message == Withdrawn(1)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +170,21 @@ def test_the_way_of_forging_works() -> None:
         ("attest", 1, [0], 0, 1, 1, "x" * 33),
         ("abort", 1, "ProtocolError", "x" * 2049),
         ("alive", 1, 1),
+        ("stage_ask", 1, -1, 8, 8, True),
+        ("stage_ask", 1, 0, 1 << 62, 8, True),
+        ("stage_ask", 1, 0, 8, -1, True),
+        ("stage_ask", 1, 0, 8, 8, 1),
+        ("stage_grant", 1, 0, -256, 8),
+        ("stage_grant", 1, 0, 0, 1 << 62),
+        ("stage_denied", 1, 0, "x" * 2049),
+        ("staged", 1, 0, [1 << 20], 0, 1, False),
+        ("staged", 1, 0, [-1], 0, 1, False),
+        ("staged", 1, 0, list(range((1 << 14) + 1)), 0, 1, False),
+        ("staged", 1, 0, [0], -1, 1, False),
+        ("staged", 1, 0, [0], 0, 1 << 62, False),
+        ("staged", 1, 0, [0], 0, 1, None),
+        ("withdraw", -1),
+        ("withdrawn", 1, 2),
         ("nonsense", 1),
         (),
     ],

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torchkv.errors import KVError
+from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
+from torchkv.staging import Stage
 from torchkv.transport import Int64Array
 from torchkv.wire import Message
 
-__all__ = ["Account", "Action", "BoundGrant", "Halt", "SendOp", "Settle", "Start", "Tell", "Ticket"]
+__all__ = ["Account", "Action", "BoundGrant", "Halt", "Scatter", "SendOp", "Settle", "Start", "Tell", "Ticket"]
 
 Ticket: TypeAlias = Any  # the driver's own handle of a pending call; the protocol only hands it back
 
@@ -75,6 +77,27 @@ class Halt:
     op: SendOp
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Scatter:
+    """Unpack a stage that rank ``src`` has written into this rank's pages; report with ``scattered`` exactly once.
+
+    layout: of ``piece``, by ``plan``. pages: the grant's page ids. num_tokens: the grant's. checked: compare the
+    checksums that lie in the stage too.
+    """
+
+    request: str
+    src: int
+    generation: int
+    serial: int
+    stage: Stage
+    piece: Piece
+    layout: PieceLayout
+    plan: PairPlan = field(repr=False)
+    pages: Int64Array = field(repr=False)
+    num_tokens: int
+    checked: bool
+
+
 @dataclass(slots=True)
 class Settle:
     """Complete the call behind ``ticket``, with ``error`` or successfully."""
@@ -93,4 +116,4 @@ class Account:
     path: str
 
 
-Action: TypeAlias = Tell | Start | Halt | Settle | Account
+Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | Account

@@ -9,7 +9,7 @@ The call fails at once; its pages stay leased until no write can land on them an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -23,9 +23,12 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
+from torchkv.pieces import Piece, check_piece, piece_layout
 from torchkv.plan import PairPlan, seal_matches
-from torchkv.protocol.actions import Account, Action, Settle, Tell, Ticket
+from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Ticket
 from torchkv.protocol.coverage import Coverage
+from torchkv.protocol.receive import Receive, Writer
+from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
 from torchkv.transport import Int64Array
 from torchkv.wire import (
@@ -40,58 +43,23 @@ from torchkv.wire import (
     Quiesced,
     Revoke,
     Seal,
+    StageAsk,
+    Staged,
     Verdict,
+    Withdraw,
     pack_pages,
 )
 
-__all__ = ["Receive", "Receiver"]
-
-
-@dataclass(eq=False, slots=True)
-class _Writer:
-    """What one contributing writer owes and has attested."""
-
-    plan: PairPlan
-    attested: dict[int, Coverage] = field(default_factory=dict)  # layer -> tokens visible here
-    sealed: int | None = None  # its page count
-    aux: bytes = b""
-    quiescent: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Receive:
-    """One `recv_pages` call: a generation of a request."""
-
-    request: str
-    generation: int
-    pages: Int64Array
-    prefix_tokens: int
-    num_tokens: int
-    writers: dict[int, _Writer]
-    ticket: Ticket
-    born: float
-    total: float | None  # one deadline for everything, if the caller gave one
-    heard: float | None = None  # when a writer last showed progress
-    told_alive: float = 0.0
-    complete_at: float | None = None
-    error: KVError | None = None
-    ended: bool = False
-    cancels: list[Ticket] = field(default_factory=list)
-
-    @property
-    def aux(self) -> bytes:
-        return next((writer.aux for writer in self.writers.values() if writer.aux), b"")
-
-    def pending_writers(self) -> tuple[int, ...]:
-        """Writers whose writes may still land."""
-        return tuple(rank for rank, writer in self.writers.items() if not writer.quiescent)
+__all__ = ["Receiver"]
 
 
 class Receiver:
     """All receives of this rank. Not thread-safe: the caller serialises. See `Sender` for ``actions``."""
 
-    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float) -> None:
+    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float, keeper: StageKeeper) -> None:
+        """keeper: of this rank's staging ring."""
         self._roster = roster
+        self._keeper = keeper
         self._timeout = timeout
         self._grant_timeout = grant_timeout
         self._next_generation = 1
@@ -135,7 +103,7 @@ class Receiver:
             pages=pages,
             prefix_tokens=prefix_tokens,
             num_tokens=len(pages) * page_size,
-            writers={rank: _Writer(self._roster.plan(rank, names, self._roster.rank)) for rank in names},
+            writers={rank: Writer(self._roster.plan(rank, names, self._roster.rank)) for rank in names},
             ticket=ticket,
             born=now,
             total=total,
@@ -193,10 +161,7 @@ class Receiver:
         if found is None:
             return
         receive, writer = found
-        lo, hi = message.lo, min(message.hi, receive.num_tokens)
-        for layer in message.layers:
-            if layer in writer.plan.layers:
-                writer.attested.setdefault(layer, Coverage()).add(lo, hi)
+        self._cover(receive, writer, message.layers, message.lo, message.hi)
         self.actions.append(Account(receive.ticket, message.nbytes, message.path))
         receive.heard = now
         self._complete_if_covered(receive, now)
@@ -210,6 +175,7 @@ class Receiver:
         plan = writer.plan
         # A sealed writer has flushed everything and writes no more, so its word is also its quiescence.
         writer.sealed, writer.aux, writer.quiescent = message.num_pages, message.aux, True
+        self._keeper.quiescent(src, receive.generation, now)
         if problem := self._bad_seal(receive, src, message, plan):
             self._fail(receive, ProtocolError(problem))
             return
@@ -225,9 +191,12 @@ class Receiver:
         if found is not None:
             self._fail(found[0], make_error(message.kind, message.text))
 
-    def on_quiesced(self, src: int, message: Quiesced) -> None:
+    def on_quiesced(self, src: int, message: Quiesced, now: float) -> None:
         receive = self._receives.get(message.generation)
-        if receive is None or receive.error is None or src not in receive.writers:
+        if receive is not None and receive.error is None:
+            return
+        self._keeper.quiescent(src, message.generation, now)  # also where the pages are free already
+        if receive is None or src not in receive.writers:
             return
         receive.writers[src].quiescent = True
         self._end_if_quiescent(receive)
@@ -254,8 +223,9 @@ class Receiver:
             if (writer is not None and writer.sealed is None) or (rank == leader and rank != self._roster.rank):
                 self._fail(receive, PeerLost(f"request {receive.request!r}: {reason}"))
 
-    def peer_dead(self, rank: int) -> None:
+    def peer_dead(self, rank: int, now: float) -> None:
         """The process of ``rank`` has ended and nothing that it wrote can land here any more."""
+        self._keeper.gone(rank, now)
         for receive in list(self._receives.values()):
             if rank in receive.writers and receive.error is not None:
                 receive.writers[rank].quiescent = True
@@ -271,6 +241,7 @@ class Receiver:
 
     def tick(self, now: float) -> None:
         """Deadlines and signs of life; call a few times a second."""
+        self._keeper.tick(now)
         for receive in [receive for receive in self._receives.values() if receive.error is None]:
             deadline, text = self._deadline(receive)
             if now >= deadline:
@@ -285,6 +256,79 @@ class Receiver:
                 receive.told_alive = now
                 alive = Alive(receive.generation, True)
                 self.actions.extend(Tell(rank, alive) for rank, w in receive.writers.items() if w.sealed is not None)
+
+    # ---------------------------------------------------------------- the staging ring
+
+    def on_stage_ask(self, src: int, message: StageAsk, now: float) -> None:
+        """Raises ``ProtocolError`` for what no honest writer asks."""
+        found = self._writer(src, message.generation)
+        if found is not None and not found[1].quiescent:
+            self._keeper.ask(src, message, now)
+            found[0].heard = now
+
+    def on_withdraw(self, src: int, message: Withdraw) -> None:
+        # A failed receive may have given its pages back on the strength of that promise: then it is kept to it.
+        if self._writer(src, message.generation) is not None:
+            self._keeper.withdraw(src, message)
+
+    def on_staged(self, src: int, message: Staged, now: float) -> None:
+        """A stage is written: has it unpacked, or takes it back."""
+        found = self._writer(src, message.generation)
+        if found is None or (stage := self._keeper.fill(src, message.generation, message.serial)) is None:
+            return
+        receive, writer = found
+        receive.heard = now
+        if message.num_pages == 0:
+            self._keeper.release(src, message.generation, message.serial, now)
+            return
+        piece = Piece(tuple(message.layers), message.start, message.num_pages)
+        try:
+            check_piece(writer.plan, piece, limit_tokens=receive.num_tokens)
+            layout = piece_layout(writer.plan, piece, limit_tokens=receive.num_tokens, checksum=message.checked)
+            if layout.nbytes > stage.nbytes:
+                raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
+        except ProtocolError as error:
+            self._keeper.release(src, message.generation, message.serial, now)
+            self._fail(receive, ProtocolError(f"request {receive.request!r}: rank {src} wrote {error}"))
+            return
+        receive.scattering += 1
+        self.actions.append(
+            Scatter(
+                request=receive.request,
+                src=src,
+                generation=receive.generation,
+                serial=message.serial,
+                stage=stage,
+                piece=piece,
+                layout=layout,
+                plan=writer.plan,
+                pages=receive.pages,
+                num_tokens=receive.num_tokens,
+                checked=message.checked,
+            )
+        )
+
+    def wants(self, job: Scatter) -> bool:
+        """Whether ``job`` should still be done: its receive has not failed meanwhile."""
+        return self._receives[job.generation].error is None
+
+    def scattered(self, job: Scatter, error: KVError | None, now: float) -> None:
+        """Nothing of ``job`` writes any more: its bytes are in the pages, or it failed, or it was not wanted."""
+        receive = self._receives[job.generation]
+        receive.scattering -= 1
+        self._keeper.release(job.src, job.generation, job.serial, now)
+        if receive.error is not None:
+            self._end_if_quiescent(receive)
+            return
+        if error is not None:
+            self._fail(receive, error)
+            return
+        page_size = job.plan.src_page_size
+        lo, hi = job.piece.start * page_size, (job.piece.start + job.piece.num_pages) * page_size
+        self._cover(receive, receive.writers[job.src], job.piece.layers, lo, hi)
+        self.actions.append(Account(receive.ticket, job.layout.payload, "staged"))
+        receive.heard = now
+        self._complete_if_covered(receive, now)
 
     # ---------------------------------------------------------------- inside
 
@@ -309,7 +353,7 @@ class Receiver:
                 advice = f"use other pages, or wait until cancel({holder.request!r}) completes"
             raise PageOutOfRange(f"{where}: page {page} {state} request {holder.request!r}; {advice}")
 
-    def _writer(self, src: int, generation: int) -> tuple[Receive, _Writer] | None:
+    def _writer(self, src: int, generation: int) -> tuple[Receive, Writer] | None:
         """The live receive that ``src`` writes to, or None: late and foreign messages change nothing."""
         receive = self._receives.get(generation)
         if receive is None or receive.error is not None or src not in receive.writers:
@@ -330,7 +374,13 @@ class Receiver:
             f"{receive.prefix_tokens} tokens; send exactly the pages after the prefix"
         )
 
-    def _covered(self, receive: Receive, writer: _Writer, layer: int) -> bool:
+    def _cover(self, receive: Receive, writer: Writer, layers: Iterable[int], lo: int, hi: int) -> None:
+        """Tokens [lo, hi) of these layers are here, as far as ``writer`` owes them."""
+        for layer in layers:
+            if layer in writer.plan.layers:
+                writer.attested.setdefault(layer, Coverage()).add(lo, min(hi, receive.num_tokens))
+
+    def _covered(self, receive: Receive, writer: Writer, layer: int) -> bool:
         limit = receive.num_tokens
         if writer.sealed is not None:
             limit = min(limit, writer.sealed * writer.plan.src_page_size)
@@ -339,6 +389,8 @@ class Receiver:
 
     def _complete_if_covered(self, receive: Receive, now: float) -> None:
         if receive.complete_at is not None or any(writer.sealed is None for writer in receive.writers.values()):
+            return
+        if receive.scattering:  # also of bytes that came twice: they must not land on pages that have been given back
             return
         for writer in receive.writers.values():
             if not all(self._covered(receive, writer, layer) for layer in writer.plan.layers):
@@ -361,6 +413,9 @@ class Receiver:
         error._pages_safe = lambda: receive.ended
         receive.error = error
         del self._live[receive.request]
+        for rank, writer in receive.writers.items():
+            writer.confined = self._keeper.promised(rank, receive.generation)
+        self._keeper.revoke(receive.generation)
         kind, text = error_kind(error), str(error)[:MAX_TEXT]
         self.actions.append(Settle(receive.ticket, error))
         self.actions.extend(Tell(rank, Revoke(receive.generation, kind, text)) for rank in receive.writers)
@@ -370,7 +425,7 @@ class Receiver:
         self._end_if_quiescent(receive)
 
     def _end_if_quiescent(self, receive: Receive) -> None:
-        if receive.error is not None and not receive.pending_writers():
+        if receive.error is not None and not receive.pending_writers() and not receive.scattering:
             self._end(receive)
 
     def _end(self, receive: Receive) -> None:
@@ -385,6 +440,8 @@ class Receiver:
     def _deadline(self, receive: Receive) -> tuple[float, str]:
         if receive.complete_at is not None:
             return float("inf"), ""  # the leader of the instance keeps the time, one for all
+        if receive.total is None and self._keeper.waiting(receive.generation):
+            return float("inf"), ""  # so does the ring, which knows better what is missing
         if receive.total is not None:
             return receive.born + receive.total, f"not complete within recv_pages(timeout={receive.total:g})"
         if receive.heard is None:

@@ -25,6 +25,7 @@ from torchkv.errors import (
 from torchkv.plan import seal_matches
 from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Ticket
 from torchkv.protocol.life import Finish, Life, check_prefix, check_prefixes, check_range, extent
+from torchkv.protocol.stageclient import StageClient
 from torchkv.roster import Roster
 from torchkv.wire import MAX_TEXT, Abort, Alive, Attest, Grant, Quiesced, Revoke, Seal, Verdict, unpack_pages
 
@@ -41,8 +42,10 @@ class Sender:
     Every method that may change something appends to ``actions``; the driver takes and performs them.
     """
 
-    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float) -> None:
+    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float, stages: StageClient) -> None:
+        """stages: what this rank asks of receivers' staging rings."""
         self._roster = roster
+        self._stages = stages
         self._timeout = timeout
         self._grant_timeout = grant_timeout
         self._lives: dict[tuple[str, int], Life] = {}
@@ -398,6 +401,7 @@ class Sender:
     def _end(self, life: Life) -> None:
         del self._lives[(life.request, life.dst)]
         if life.grant is not None:
+            self._stages.forget(life.dst, life.grant.generation)
             del self._by_generation[(life.dst, life.grant.generation)]
             if life.tainted:
                 self._tainted.add((life.dst, life.grant.generation))

@@ -1,0 +1,399 @@
+"""A receiver with a staging ring and its writers, in one process: what they say crosses a lossy net, what they put
+lands late. One cell of the ring's memory stands for a byte; all that is random comes from one generator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from torchkv.errors import RingExhausted
+from torchkv.protocol.session import Session
+from torchkv.protocol.stageclient import StageClient
+from torchkv.protocol.stagekeeper import StageKeeper
+from torchkv.staging import Stage, StagingRing
+from torchkv.wire import (
+    MAX_ASKS,
+    Abort,
+    Frame,
+    Message,
+    Quiesced,
+    Revoke,
+    Seal,
+    StageAsk,
+    Staged,
+    StageDenied,
+    StageGrant,
+    Withdraw,
+    Withdrawn,
+)
+
+ALIGNMENT = 4
+TIMEOUT = 1000.0
+RECEIVER = 0
+IN_FLIGHT = 3  # stages of one request
+QUIET_ROUNDS = 40  # several retransmissions, one after the other
+Key = tuple[int, int, int]  # writer, generation, serial
+
+
+@dataclass(eq=False)
+class Put:
+    """One half of a stage on its way into the ring."""
+
+    key: Key
+    offset: int
+    cells: list[int]
+    landed: bool = False
+
+
+@dataclass(eq=False)
+class Sending:
+    """A writer's part of a request. ``outcome`` is what the writer believes: '', 'done' or why not."""
+
+    generation: int
+    todo: deque[tuple[int, int]]
+    direct: bool  # at its end it also writes directly
+    open: dict[int, list[Put]] = field(default_factory=dict)
+    wrote_direct: bool = False
+    outcome: str = ""
+
+
+class Writer:
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.exchange = exchange
+        self.rank = rank
+        self.client = StageClient()
+        self.session = Session(rank, rank + 1, 1)
+        self.inbox: deque[Message] = deque()
+        self.running = True
+        self.dead = False
+        self.sendings: dict[int, Sending] = {}
+
+    def step(self) -> None:
+        for sending in list(self.sendings.values()):
+            self._progress(sending)
+        self._speak()
+
+    def read(self) -> None:
+        while self.inbox:
+            message = self.inbox.popleft()
+            self.on_message(message)
+            self.exchange.note(RECEIVER, self.rank, message)
+        self._speak()
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, StageGrant):
+            self.client.on_grant(RECEIVER, message, self.exchange.ring.capacity)
+        elif isinstance(message, StageDenied):
+            self.client.on_denied(RECEIVER, message, self.exchange.ring.capacity)
+        elif isinstance(message, Withdrawn):
+            self.client.on_withdrawn(RECEIVER, message.generation)
+        elif isinstance(message, Revoke):
+            sending = self.sendings.get(message.generation)
+            if sending is None:
+                self.session.send(Quiesced(message.generation))
+            else:
+                sending.outcome = sending.outcome or "revoked"
+
+    def fail(self, sending: Sending, why: str) -> None:
+        sending.outcome = why
+        self._speak()
+        self.session.send(Abort(sending.generation, "TransferCancelled", why))
+
+    def _speak(self) -> None:
+        for _, message in self.client.outbox:
+            self.session.send(message)
+        self.client.outbox.clear()
+
+    def _progress(self, sending: Sending) -> None:
+        if not sending.outcome:
+            self._move(sending)
+        if not sending.outcome:
+            return
+        if any(not put.landed for puts in sending.open.values() for put in puts):
+            return
+        self._speak()
+        last = Seal(sending.generation, 1, b"") if sending.outcome == "done" else Quiesced(sending.generation)
+        self.session.send(last)
+        self.client.forget(RECEIVER, sending.generation)
+        del self.sendings[sending.generation]
+
+    def _move(self, sending: Sending) -> None:
+        generation = sending.generation
+        while sending.todo and len(sending.open) < IN_FLIGHT:
+            nbytes, least = sending.todo.popleft()
+            sending.open[self.client.ask(RECEIVER, generation, nbytes=nbytes, least=least)] = []
+        for serial, puts in list(sending.open.items()):
+            try:
+                span = self.client.granted(RECEIVER, generation, serial)
+            except RingExhausted:
+                self.fail(sending, "denied")
+                return
+            if span is not None and not puts:
+                key = (self.rank, generation, serial)
+                puts += self.exchange.post(key, span.offset, span.nbytes)
+            elif puts and all(put.landed for put in puts):
+                self.exchange.flushed[self.rank, generation, serial] = [cell for put in puts for cell in put.cells]
+                self.client.staged(RECEIVER, generation, serial, layers=(0,), start=serial, num_pages=1, checked=False)
+                del sending.open[serial]
+        if sending.todo or sending.open:
+            return
+        if sending.direct:
+            sending.wrote_direct = self.client.go_direct(RECEIVER, generation)
+        if sending.wrote_direct or not sending.direct:
+            sending.outcome = "done"
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A generation on the receiver, up to the quiescence of its writers."""
+
+    writers: set[int]
+    failed: bool = False
+
+
+class Exchange:
+    """Ranks 1.. write to rank 0."""
+
+    def __init__(self, writers: int, *, capacity: int, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.ring = StagingRing(capacity, alignment=ALIGNMENT)
+        self.keeper = StageKeeper(self.ring, timeout=TIMEOUT)
+        self.writers = {rank: Writer(self, rank) for rank in range(1, writers + 1)}
+        self.sessions = {rank: Session(RECEIVER, 1, rank + 1) for rank in self.writers}
+        self.inbox: deque[tuple[int, Message]] = deque()
+        self.air: list[tuple[int, int, Frame]] = []  # (from, to, frame)
+        self.puts: list[Put] = []
+        self.memory = [-1] * self.ring.capacity
+        self.flushed: dict[Key, list[int]] = {}
+        self.scatters: list[tuple[Key, Stage]] = []
+        self.scattered: list[Key] = []
+        self.receivings: dict[int, Receiving] = {}
+        self.all: list[tuple[int, Sending, int]] = []  # (writer, its sending, how many stages)
+        self.heard: list[tuple[int, int, Message]] = []  # (from, to, message): may come again
+        self.cancelled: set[int] = set()
+        self.generation = 0
+
+    # ------------------------------------------------------------------ what happens
+
+    def open(self, ranks: set[int], pieces: list[tuple[int, int]], *, direct: bool = False) -> int:
+        """A new request; pieces: (bytes, least) of each stage. Returns its generation."""
+        self.generation += 1
+        ranks = {rank for rank in ranks if not self.writers[rank].dead}
+        if ranks:
+            self.receivings[self.generation] = Receiving(set(ranks))
+        for rank in ranks:
+            sending = Sending(self.generation, deque(pieces), direct)
+            self.writers[rank].sendings[self.generation] = sending
+            self.all.append((rank, sending, len(pieces)))
+        return self.generation
+
+    def post(self, key: Key, offset: int, nbytes: int) -> list[Put]:
+        cells = [self.random.getrandbits(62) for _ in range(nbytes)]
+        half = nbytes // 2
+        puts = [Put(key, offset, cells[:half]), Put(key, offset + half, cells[half:])]
+        self.puts += puts
+        return puts
+
+    def land(self, put: Put) -> None:
+        src, generation, serial = put.key
+        held = self.keeper._lines[generation][src].held[serial]
+        assert held.state.value in ("granted", "quarantined"), f"{put.key} writes into what is being read"
+        assert held.stage in self.ring.stages
+        assert held.stage.offset <= put.offset
+        assert put.offset + len(put.cells) <= held.stage.offset + held.nbytes
+        self.memory[put.offset : put.offset + len(put.cells)] = put.cells
+        put.landed = True
+        self.puts.remove(put)
+
+    def finish_scatter(self, index: int) -> None:
+        key, stage = self.scatters.pop(index)
+        cells = self.flushed[key]
+        assert self.memory[stage.offset : stage.offset + len(cells)] == cells, f"{key} was overwritten"
+        self.scattered.append(key)
+        self.keeper.release(*key, self.now)
+        self._speak()
+
+    def cancel(self, generation: int) -> None:
+        receiving = self.receivings.get(generation)
+        if receiving is None or receiving.failed:
+            return
+        receiving.failed = True
+        self.cancelled.add(generation)
+        self.keeper.revoke(generation)
+        self._speak()
+        for rank in receiving.writers:
+            self.sessions[rank].send(Revoke(generation, "TransferCancelled", ""))
+
+    def kill(self, rank: int) -> None:
+        """What it has put lands or vanishes; then the receiver learns of its end."""
+        writer = self.writers[rank]
+        writer.running, writer.dead = False, True
+        for put in [put for put in self.puts if put.key[0] == rank]:
+            if self.random.random() < 0.5:
+                self.land(put)
+            else:
+                self.puts.remove(put)
+        for generation, receiving in list(self.receivings.items()):
+            if rank in receiving.writers:
+                self.cancel(generation)
+        self.keeper.gone(rank, self.now)
+        for generation in list(self.receivings):
+            self._quiescent(rank, generation)
+        self._speak()
+
+    def note(self, src: int, dst: int, message: Message) -> None:
+        if isinstance(message, StageAsk | StageGrant | StageDenied | Staged | Withdraw | Withdrawn):
+            self.heard.append((src, dst, message))
+
+    def replay(self, index: int) -> None:
+        """A message that was heard before comes once more, past the session."""
+        src, dst, message = self.heard[index % len(self.heard)]
+        if dst == RECEIVER:
+            self.on_message(src, message)
+        elif not self.writers[dst].dead:
+            self.writers[dst].on_message(message)
+
+    def receive(self) -> None:
+        self.keeper.tick(self.now)
+        while self.inbox:
+            src, message = self.inbox.popleft()
+            self.on_message(src, message)
+            self.note(src, RECEIVER, message)
+        self._speak()
+
+    def on_message(self, src: int, message: Message) -> None:
+        generation = getattr(message, "generation", 0)
+        receiving = self.receivings.get(generation)
+        known = receiving is not None and src in receiving.writers and not receiving.failed
+        if isinstance(message, StageAsk) and known:
+            self.keeper.ask(src, message, self.now)
+        elif isinstance(message, Staged):
+            stage = self.keeper.fill(src, generation, message.serial)
+            if stage is not None:
+                assert receiving is not None, "scattered after its writer was quiescent"
+                assert not receiving.failed, "scattered for a failed request, whose pages may be in use again"
+                self.scatters.append(((src, generation, message.serial), stage))
+        elif isinstance(message, Withdraw) and known:
+            self.keeper.withdraw(src, message)
+        elif isinstance(message, Abort) and known:
+            self.cancel(generation)
+        elif isinstance(message, Quiesced | Seal):
+            self.keeper.quiescent(src, generation, self.now)
+            self._quiescent(src, generation)
+
+    # ------------------------------------------------------------------ the net
+
+    def talk(self) -> None:
+        """Puts what is due on the air."""
+        for rank, session in self.sessions.items():
+            self.air += [(RECEIVER, rank, frame) for frame in session.poll(self.now)]
+        for rank, writer in self.writers.items():
+            if writer.running:
+                self.air += [(rank, RECEIVER, frame) for frame in writer.session.poll(self.now)]
+
+    def deliver(self, *, drop: float = 0.0, double: float = 0.0) -> None:
+        """Everything on the air arrives in any order, but what is lost."""
+        self.random.shuffle(self.air)
+        air, self.air = self.air, []
+        for src, dst, frame in air:
+            if self.random.random() < drop:
+                continue
+            if self.random.random() < double:
+                self.air.append((src, dst, frame))
+            session = self.sessions[src] if dst == RECEIVER else self.writers[dst].session
+            if dst != RECEIVER and self.writers[dst].dead:
+                continue
+            for message in session.receive(frame):
+                if dst == RECEIVER:
+                    self.inbox.append((src, message))
+                else:
+                    self.writers[dst].inbox.append(message)
+
+    def round(self, *, drop: float = 0.0, double: float = 0.0, late: float = 0.0) -> None:
+        """Everybody who runs gets to run once, in any order. ``late``: the share of copies that take longer."""
+        self.now += 0.3
+        for put in self.random.sample(self.puts, len(self.puts)):
+            if self.random.random() >= late:
+                self.land(put)
+        for _ in range(len(self.scatters)):
+            if self.random.random() >= late:
+                self.finish_scatter(self.random.randrange(len(self.scatters)))
+        for writer in self.random.sample(list(self.writers.values()), len(self.writers)):
+            if writer.running:
+                writer.read()
+                writer.step()
+        self.receive()
+        self.talk()
+        self.deliver(drop=drop, double=double)
+        self.check()
+
+    def settle(self, *, drop: float = 0.0) -> bool:
+        """Whether everybody who runs gets done; False after many rounds in which nothing was scattered or ended."""
+        quiet, last = 0, (-1, -1)
+        while quiet < QUIET_ROUNDS:
+            if self._at_rest():
+                return True
+            self.round(drop=drop)
+            now = (len(self.scattered), sum(len(writer.sendings) for writer in self.writers.values()))
+            quiet, last = (quiet + 1 if now == last else 0), now
+        return False
+
+    def _at_rest(self) -> bool:
+        running = [writer for writer in self.writers.values() if writer.running]
+        if self.inbox or self.scatters or self.puts:
+            return False
+        if any(writer.sendings or writer.inbox or not writer.session.idle for writer in running):
+            return False
+        return all(self.sessions[writer.rank].idle for writer in running)
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check(self) -> None:
+        stages = sorted(self.ring.stages, key=lambda stage: stage.offset)
+        end = 0
+        for stage in stages:
+            assert end <= stage.offset, "stages overlap"
+            assert stage.offset % ALIGNMENT == stage.nbytes % ALIGNMENT == 0
+            end = stage.offset + stage.nbytes
+        assert end <= self.ring.capacity
+        assert sum(stage.nbytes for stage in stages) == self.ring.in_use
+        lines = [line for lines in self.keeper._lines.values() for line in lines.values()]
+        assert sum(len(line.held) for line in lines) == len(stages), "somebody's stage is nobody's"
+        assert all(line.unwritten <= MAX_ASKS for line in lines)
+        assert {line for line in lines if line.waiting} == set(self.keeper._turn)
+        for writer in self.writers.values():
+            for sending in writer.sendings.values():
+                if sending.wrote_direct:
+                    assert not self.keeper.promised(writer.rank, sending.generation), "its pages were called safe"
+
+    def check_over(self) -> None:
+        """Nothing is left of anything, and every request that nobody stopped has arrived, each stage once."""
+        assert self.keeper._lines == {}
+        assert self.keeper._turn == {}
+        assert self.ring.stages == ()
+        assert self.ring.in_use == self.ring.quarantined == 0
+        assert self.ring.room == self.ring.capacity
+        assert self.receivings == {}
+        assert len(self.scattered) == len(set(self.scattered))
+        for rank, sending, stages in self.all:
+            stopped = sending.generation in self.cancelled
+            assert stopped or sending.outcome == "done", f"{rank}, {sending}: nobody stopped it"
+            scattered = [key for key in self.scattered if key[:2] == (rank, sending.generation)]
+            assert stopped or len(scattered) == stages, "a stage was lost"
+        for writer in self.writers.values():
+            assert writer.dead or writer.client._lines == {}
+
+    def _speak(self) -> None:
+        for rank, message in self.keeper.outbox:
+            self.sessions[rank].send(message)
+        self.keeper.outbox.clear()
+
+    def _quiescent(self, rank: int, generation: int) -> None:
+        receiving = self.receivings.get(generation)
+        if receiving is not None:
+            receiving.writers.discard(rank)
+            if not receiving.writers:
+                del self.receivings[generation]

@@ -1,0 +1,320 @@
+"""Packing and unpacking pieces on the GPU that holds the pages: launches only, and how the kernels report.
+
+One rank sees of a transfer its own pages and the packed stage. So geometries here are one-sided: where the other side's
+strides would be, there are zeros, and the other side's layout cannot spoil what this one allows: wide words, long rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from torchkv import kernels, pagecopy, pagesum
+from torchkv.errors import ProtocolError
+from torchkv.hostpack import Mismatch
+from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks
+from torchkv.plan import PairPlan
+from torchkv.route import LocalPages
+from torchkv.slab import Rows, Slab
+from torchkv.slabgeometry import Geometry, geometry
+from torchkv.sumlaunch import SumAddresses, launch_sums, prepare_sums
+
+__all__ = ["PagePacker", "mismatch_slots"]
+
+MAX_BLOCKS = 256  # of a launch that verifies: each has a slot of its own
+RANK_BITS = 31  # of a mismatch's code; see `torchkv.pagesum`
+
+
+class _Run(NamedTuple):
+    """Jobs of a segment that one launch does. position: of the first among the segment's layers."""
+
+    position: int
+    first_job: int
+    num_jobs: int
+    geometry: Geometry
+
+
+def mismatch_slots() -> torch.Tensor:
+    """A fresh ``mismatches`` argument: int64 ``[MAX_BLOCKS]`` zeros, in pinned host memory where there is a GPU.
+
+    For one stream at a time: launches that overlap need slots of their own. Zeroed again, it is as good as new.
+    """
+    return torch.zeros(MAX_BLOCKS, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+
+
+class PagePacker:
+    """One rank's own pages under one plan: the sender's, which it gathers, or the receiver's, which it scatters into.
+
+    Makes its tables in device memory once. Its methods enqueue on the current stream of the current device, which must
+    be ``pages.device``; they neither synchronise nor allocate device memory. All tensors stay unchanged until the
+    kernels are done. Raises ``TransportUnavailable`` for pages that kernels cannot address.
+    """
+
+    def __init__(self, plan: PairPlan, pages: LocalPages, *, sending: bool) -> None:
+        self._plan = plan
+        self._sending = sending
+        self._mode = pagesum.WRITE if sending else pagesum.VERIFY
+        self._jobs: list[tuple[Slab, int]] = []  # (slab, layer) of each job
+        self._geometries: list[Geometry] = []  # of each job; equal ones are one object
+        self._numbers: dict[tuple[str, int, int], int] = {}  # (component, first head, layer) -> job
+        known: dict[Geometry, Geometry] = {}
+        for slab in plan.slabs:
+            for layer in slab.layers:
+                shape = _one_sided(plan, slab, layer, pages, sending=sending)
+                self._geometries.append(known.setdefault(shape, shape))
+                self._numbers[_key(slab, layer)] = len(self._jobs)
+                self._jobs.append((slab, layer))
+        self._in_order = sorted(range(len(self._jobs)), key=self._order)
+        self._table = self._job_table(pages)
+
+    def _order(self, job: int) -> tuple[int, int]:
+        """By layer, then as in the plan: the order in which mismatches are told."""
+        return self._jobs[job][1], job
+
+    def _job_table(self, pages: LocalPages) -> torch.Tensor:
+        """Each job's address, in this side's column, and in the other, which copies never read, its number in order."""
+        side = self._mode
+        table = torch.empty((len(self._jobs), 2), dtype=torch.int64)
+        for number, job in enumerate(self._in_order):
+            slab, layer = self._jobs[job]
+            table[job, side] = pages.ptr(slab.component, layer)
+            table[job, 1 - side] = number
+        return table.to(pages.device)
+
+    def prepare(self, *, checksum: bool) -> None:
+        """Compiles, and loads onto the current device, what the other methods launch. Slow the first time."""
+        for shape in set(self._geometries):
+            kernels.prepare(shape, pagecopy.GATHER if self._sending else pagecopy.SCATTER)
+            if checksum:
+                prepare_sums(shape, self._mode)
+
+    # ------------------------------------------------------------------ the sender's
+
+    def gather(
+        self,
+        layout: PieceLayout,
+        piece: Piece,
+        ids: torch.Tensor,
+        stage: torch.Tensor,
+        *,
+        limit_tokens: int,
+        errors: torch.Tensor,
+        blocks: int,
+    ) -> None:
+        """Packs ``piece`` into ``stage``.
+
+        layout: of the piece under a grant of ``limit_tokens`` tokens. ids: int64 ``[piece.num_pages]``, its page ids,
+        in device memory; they are checked there. stage: uint8 ``[>= layout.nbytes]``, aligned to 16 bytes. errors: see
+        `torchkv.kernels.error_slot`. blocks: thread blocks of a launch at most. Raises ``ProtocolError`` for tensors
+        of the wrong kind.
+        """
+        assert self._sending
+        self._check(piece, ids, limit_tokens)
+        for segment in layout.segments:
+            for run in self._runs(segment):
+                kernels.gather(
+                    self._table,
+                    ids,
+                    _part(stage, segment, run),
+                    run.geometry,
+                    first_job=run.first_job,
+                    num_jobs=run.num_jobs,
+                    start=piece.start,
+                    limit_tokens=limit_tokens,
+                    errors=errors,
+                    blocks=blocks,
+                )
+
+    def write_sums(
+        self,
+        layout: PieceLayout,
+        piece: Piece,
+        ids: torch.Tensor,
+        stage: torch.Tensor,
+        *,
+        limit_tokens: int,
+        errors: torch.Tensor,
+        blocks: int,
+    ) -> None:
+        """Computes the checksums of ``piece`` from the pages, and stores them where ``layout`` says.
+
+        Arguments and errors as for `gather`.
+        """
+        assert self._sending
+        where = SumAddresses(
+            self._table.data_ptr(), ids.data_ptr(), stage.data_ptr(), mismatches=0, errors=errors.data_ptr()
+        )
+        self._check_sums(layout, piece, ids, stage, limit_tokens)
+        self._sum(layout, piece, where, limit_tokens=limit_tokens, blocks=blocks)
+
+    # ------------------------------------------------------------------ the receiver's
+
+    def scatter(
+        self,
+        layout: PieceLayout,
+        piece: Piece,
+        ids: torch.Tensor,
+        stage: torch.Tensor,
+        *,
+        limit_tokens: int,
+        errors: torch.Tensor,
+        blocks: int,
+    ) -> None:
+        """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`."""
+        assert not self._sending
+        self._check(piece, ids, limit_tokens)
+        for segment in layout.segments:
+            for run in self._runs(segment):
+                kernels.scatter(
+                    self._table,
+                    _part(stage, segment, run),
+                    ids,
+                    run.geometry,
+                    num_src_pages=piece.num_pages,
+                    first_job=run.first_job,
+                    num_jobs=run.num_jobs,
+                    start=piece.start,
+                    limit_tokens=limit_tokens,
+                    errors=errors,
+                    blocks=blocks,
+                )
+
+    def verify_sums(
+        self,
+        layout: PieceLayout,
+        piece: Piece,
+        ids: torch.Tensor,
+        stage: torch.Tensor,
+        *,
+        limit_tokens: int,
+        errors: torch.Tensor,
+        mismatches: torch.Tensor,
+        blocks: int,
+    ) -> None:
+        """Computes the checksums of ``piece`` from the pages it was scattered into, and compares them with ``stage``'s.
+
+        mismatches: see `mismatch_slots`; `first_mismatch` reads it. The rest as for `scatter`.
+        """
+        assert not self._sending
+        if mismatches.dtype is not torch.int64 or not mismatches.is_contiguous() or not mismatches.numel():
+            raise ProtocolError(f"mismatches must be int64 slots, not {mismatches.dtype} {tuple(mismatches.shape)}")
+        where = SumAddresses(
+            self._table.data_ptr(), ids.data_ptr(), stage.data_ptr(), mismatches.data_ptr(), errors=errors.data_ptr()
+        )
+        self._check_sums(layout, piece, ids, stage, limit_tokens)
+        self._sum(layout, piece, where, limit_tokens=limit_tokens, blocks=min(blocks, mismatches.numel()))
+
+    def first_mismatch(self, mismatches: torch.Tensor, piece: Piece, *, limit_tokens: int) -> Mismatch | None:
+        """Of the pages of ``piece`` that `verify_sums` found wrong, the first: by layer, component and position.
+
+        Read it after the kernels are done. It is the same however many blocks there were.
+        """
+        codes = mismatches[mismatches != 0]
+        if not codes.numel():
+            return None
+        number, rank = divmod(int(codes.min()) - 1, 1 << RANK_BITS)
+        slab, layer = self._jobs[self._in_order[number]]
+        pair = _pair(slab, rank + self._ranks(slab, piece, limit_tokens).start)
+        return Mismatch(layer, slab.component, pair * slab.tokens // self._plan.dst_page_size)
+
+    # ------------------------------------------------------------------ both
+
+    def _sum(self, layout: PieceLayout, piece: Piece, where: SumAddresses, *, limit_tokens: int, blocks: int) -> None:
+        """where: with the addresses of the whole job table and of the stage."""
+        for segment in layout.segments:
+            assert segment.sums, "a layout without checksums"
+            for run in self._runs(segment):
+                launch_sums(
+                    self._mode,
+                    run.geometry,
+                    where._replace(
+                        jobs=where.jobs + 16 * run.first_job,
+                        sums=where.sums + segment.sums + 8 * run.position * segment.pairs,
+                    ),
+                    num_jobs=run.num_jobs,
+                    ranks=self._ranks(segment.slab, piece, limit_tokens),
+                    start=piece.start if self._sending else 0,
+                    blocks=blocks,
+                )
+
+    def _runs(self, segment: Segment) -> Iterator[_Run]:
+        """Neighbouring jobs of equal geometry: one run, unless layers were left out or pages lie unlike."""
+        jobs = [self._numbers[_key(segment.slab, layer)] for layer in segment.slab.layers]
+        first = 0
+        for end in range(1, len(jobs) + 1):
+            shape = self._geometries[jobs[first]]
+            if end == len(jobs) or jobs[end] != jobs[end - 1] + 1 or self._geometries[jobs[end]] is not shape:
+                yield _Run(first, jobs[first], end - first, shape)
+                first = end
+
+    def _ranks(self, slab: Slab, piece: Piece, limit_tokens: int) -> range:
+        return pair_ranks(self._plan, slab, piece.start, piece.num_pages, limit_tokens)
+
+    def _check(self, piece: Piece, ids: torch.Tensor, limit_tokens: int) -> None:
+        """That there is an id wherever the kernels look for one."""
+        if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous():
+            raise ProtocolError(f"page ids must be contiguous int64 [n], not {ids.dtype} {tuple(ids.shape)}")
+        need = piece.num_pages if self._sending else -(-limit_tokens // self._plan.dst_page_size)
+        if ids.numel() != need and (self._sending or ids.numel() < need):
+            raise ProtocolError(f"{ids.numel()} page ids for {need} pages of a piece")
+
+    def _check_sums(
+        self, layout: PieceLayout, piece: Piece, ids: torch.Tensor, stage: torch.Tensor, limit_tokens: int
+    ) -> None:
+        """What `torchkv.kernels` checks for copies."""
+        self._check(piece, ids, limit_tokens)
+        if stage.dtype is not torch.uint8 or not stage.is_contiguous() or stage.numel() < layout.nbytes:
+            raise ProtocolError(
+                f"a stage for {layout.nbytes} bytes must be a contiguous uint8 tensor, not {stage.dtype} of shape "
+                f"{tuple(stage.shape)}"
+            )
+        if stage.data_ptr() % 8:
+            raise ProtocolError(f"a stage with checksums must be aligned to 8 bytes, not at {stage.data_ptr():#x}")
+
+
+def _key(slab: Slab, layer: int) -> tuple[str, int, int]:
+    return slab.component, slab.heads.start, layer
+
+
+def _pair(slab: Slab, rank: int) -> int:
+    """The pair of this rank within the stripe, numbered from the prefix; see `torchkv.slabgeometry`."""
+    per_unit = slab.unit // slab.tokens
+    return slab.index * per_unit + rank + rank // per_unit * per_unit * (slab.holders - 1)
+
+
+def _part(stage: torch.Tensor, segment: Segment, run: _Run) -> torch.Tensor:
+    """Where a run's pairs are packed."""
+    first = segment.offset + run.position * segment.layer_nbytes
+    return stage[first : first + run.num_jobs * segment.layer_nbytes]
+
+
+def _one_sided(plan: PairPlan, slab: Slab, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:
+    """The geometry between this rank's pages and the packed order."""
+    stride = pages.placements[slab.component, layer].page_stride
+    if sending:
+        seen = replace(slab, dst_base=0, dst_token_stride=0, rows=_rows(slab.rows, sending=True))
+    else:
+        seen = replace(slab, src_base=0, src_token_stride=0, rows=_rows(slab.rows, sending=False))
+    return geometry(
+        seen,
+        src_page_stride=stride if sending else 0,
+        dst_page_stride=0 if sending else stride,
+        src_page_size=plan.src_page_size,
+        dst_page_size=plan.dst_page_size,
+        num_src_pages=pages.num_pages if sending else 0,
+        num_dst_pages=0 if sending else pages.num_pages,
+        addresses=[pages.ptr(slab.component, layer)],
+    )
+
+
+def _rows(rows: Rows, *, sending: bool) -> Rows:
+    """One side's rows, in packed order; those that lie one behind the other there are one."""
+    dims = [(rows.n1, rows.s1 if sending else rows.d1), (rows.n0, rows.s0 if sending else rows.d0)]
+    run = rows.run
+    while dims and (dims[0][0] == 1 or dims[0][1] == run):
+        run *= dims.pop(0)[0]
+    (n1, inner), (n0, outer) = [*dims, (1, 0), (1, 0)][:2]
+    return Rows(n0, outer, 0, n1, inner, 0, run) if sending else Rows(n0, 0, outer, n1, 0, inner, run)

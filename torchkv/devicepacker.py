@@ -1,0 +1,128 @@
+"""Moving pieces between pages and staging memory on a GPU: kernels on a side stream, watched through a flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchkv import kernels
+from torchkv.device import Device
+from torchkv.devicepack import PagePacker, mismatch_slots
+from torchkv.devicepages import DevicePages
+from torchkv.errors import PageOutOfRange, TransportUnavailable
+from torchkv.packer import Packer, mismatch
+from torchkv.pieces import Piece, PieceLayout
+from torchkv.plan import PairPlan
+from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
+from torchkv.route import LocalPages
+from torchkv.stagememory import SendStages, StageMemory
+from torchkv.staging import Stage
+from torchkv.transport import Int64Array
+
+__all__ = ["DevicePacker"]
+
+
+class DevicePacker(Packer):
+    """See `Packer`."""
+
+    def __init__(
+        self, local: LocalPages, sending: SendStages, receiving: StageMemory | None, *, device: Device
+    ) -> None:
+        super().__init__(local, sending, receiving)
+        self._device = device
+        self._packers: dict[tuple[int, bool], PagePacker] = {}
+        self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
+        self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
+
+    def gather(
+        self,
+        op: SendOp,
+        grant: BoundGrant,
+        pages: Int64Array | DevicePages,
+        piece: Piece,
+        layout: PieceLayout,
+        stage: Stage,
+        *,
+        checksum: bool,
+    ) -> Iterator[int]:
+        device, stream = self._device, self._device.open_stream
+        upload = None
+        if isinstance(pages, DevicePages):
+            ids = pages.ids
+        else:
+            upload = device.uploads.acquire(pages, stream, ("src", op.dst, grant.generation))
+            ids = upload.ids
+        first = piece.start - op.start
+        ids = ids[first : first + piece.num_pages]
+        memory = self._sending.take().tensor[stage.offset : stage.offset + stage.nbytes]
+        packer = self._packer(grant.plan, sending=True)
+        errors = device.error_slot()
+        common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
+        with torch.cuda.stream(stream):
+            packer.gather(layout, piece, ids, memory, **common)
+            if checksum:
+                packer.write_sums(layout, piece, ids, memory, **common)
+        yield from self._wait(stream)
+        if upload is not None:
+            device.uploads.release(upload)
+        bad = kernels.first_error(errors)
+        device.retire_errors(errors)
+        if bad is not None:
+            raise PageOutOfRange(
+                f"page {bad.page} (number {piece.start - op.start + bad.position} of the ids of this call) is outside "
+                f"this cache's [0, {self._local.num_pages})"
+            )
+        yield 1  # not the bytes: it is the GPU that has copied them
+
+    def scatter(self, job: Scatter) -> Iterator[int]:
+        assert self._receiving is not None
+        device, stream = self._device, self._device.open_stream
+        upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
+        memory = self._receiving.tensor[job.stage.offset : job.stage.offset + job.stage.nbytes]
+        packer = self._packer(job.plan, sending=False)
+        errors = device.error_slot()
+        slots = self._mismatch_slots() if job.checked else None
+        common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
+        with torch.cuda.stream(stream):
+            packer.scatter(job.layout, job.piece, upload.ids, memory, **common)
+            if slots is not None:
+                packer.verify_sums(job.layout, job.piece, upload.ids, memory, mismatches=slots, **common)
+        yield from self._wait(stream)
+        device.uploads.release(upload)
+        bad = kernels.first_error(errors)
+        assert bad is None, f"{bad}, but the ids were checked when they were posted"
+        device.retire_errors(errors)
+        if slots is not None:
+            wrong = packer.first_mismatch(slots, job.piece, limit_tokens=job.num_tokens)
+            self._slots.append(slots)
+            if wrong is not None:
+                raise mismatch(job, wrong)
+        yield 1
+
+    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
+        self._packer(plan, sending=sending).prepare(checksum=checksum)
+
+    def _packer(self, plan: PairPlan, *, sending: bool) -> PagePacker:
+        key = (id(plan), sending)
+        if key not in self._packers:
+            self._packers[key] = PagePacker(plan, self._local, sending=sending)
+            self._plans.append(plan)
+        return self._packers[key]
+
+    def _mismatch_slots(self) -> torch.Tensor:
+        slots = self._slots.pop() if self._slots else mismatch_slots()
+        slots.zero_()
+        return slots
+
+    def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
+        """Until everything enqueued so far is done. Raises ``TransportUnavailable`` if the GPU has failed."""
+        flag = self._device.signal(stream)
+        while not flag.done:
+            yield 0
+            try:
+                stream.query()
+            except RuntimeError as error:
+                raise TransportUnavailable(f"the GPU failed: {error}") from error
+        self._device.retire(flag)

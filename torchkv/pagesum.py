@@ -1,0 +1,153 @@
+"""The GPU kernel that sums page pairs, in Triton: `torchkv.checksum` says what, `torchkv.sumlaunch` launches it.
+
+The words of a pair are numbered in packed order, row after row, wherever its page lies. A tile is equally numbered
+words, its columns, of several pairs: each key is then computed once for all of them, where it would otherwise take more
+instructions than all the rest.
+
+There are no atomics: each block remembers the first mismatch that it meets, and stores it in a slot of its own.
+"""
+
+# Triton gives annotations meanings of its own, so the helpers have none.
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchkv.pagecopy import _div, _locate, _report
+
+__all__ = ["NUM_INTEGERS", "VERIFY", "WRITE", "sum_pairs"]
+
+# What becomes of the sums. Also on which side of the transfer the pages are, as columns of a job table: the sender
+# writes sums, the receiver verifies them.
+WRITE, VERIFY = 0, 1
+
+NUM_INTEGERS = 32  # runtime parameters of the kernel; the rest are constants
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX2 = tl.constexpr(0x94D049BB133111EB)
+_NONE = tl.constexpr((1 << 63) - 1)
+
+
+@triton.jit
+def _key(number):
+    """K_j of `torchkv.checksum`."""
+    mixed = number.to(tl.uint64) + _GOLDEN
+    mixed = (mixed ^ (mixed >> 30)) * _MIX1
+    mixed = (mixed ^ (mixed >> 27)) * _MIX2
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+@triton.jit
+def _keep(slot, code):
+    """Stores ``code`` in ``slot``, if there is one, unless a smaller one is there; 0 stands for none."""
+    place = slot.to(tl.pointer_type(tl.int64))
+    known = tl.load(place, mask=code < _NONE, other=0)
+    tl.store(place, tl.where(known == 0, code, tl.minimum(known, code)), mask=code < _NONE)
+
+
+# None of the integers is specialised on: one compiled variant serves every layout and request.
+@triton.jit(do_not_specialize=range(NUM_INTEGERS))
+def sum_pairs(
+    jobs: tl.int64,
+    ids: tl.int64,
+    sums: tl.int64,
+    mismatches: tl.int64,
+    errors: tl.int64,
+    seed: tl.int64,
+    items: tl.int32,
+    pairs: tl.int32,
+    pairs_magic: tl.int32,
+    pairs_shift: tl.int32,
+    first_rank: tl.int32,
+    start: tl.int32,
+    words: tl.int32,
+    words_per_row: tl.int32,
+    row_magic: tl.int32,
+    row_shift: tl.int32,
+    n1: tl.int32,
+    n1_magic: tl.int32,
+    n1_shift: tl.int32,
+    s0: tl.int32,
+    s1: tl.int32,
+    unit_magic: tl.int32,
+    unit_shift: tl.int32,
+    first_pair: tl.int32,
+    jump: tl.int32,
+    per_page: tl.int32,
+    page_magic: tl.int32,
+    page_shift: tl.int32,
+    part_stride: tl.int32,
+    page_stride: tl.int32,
+    base: tl.int32,
+    num_pages: tl.int32,
+    MODE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One block takes every ``num_programs``-th tile of ``PAIRS`` items, which are the pairs of job after job.
+
+    Item i's sum is ``sums[i]``. In the job table, the column of this side holds the address, the other one the job's
+    number in the order in which mismatches are told; a mismatch's code is ``(number << 31 | rank) + 1``, where rank
+    counts from the first of this launch. The rest as for `torchkv.pagecopy.copy`; s0 and s1 are this side's strides.
+    """
+    dtype: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint16 if UNIT == 2 else tl.uint8
+    ELEMENTS: tl.constexpr = UNIT // 4 if UNIT >= 4 else 1  # four-byte words of a word
+    SHARES: tl.constexpr = 4 // UNIT if UNIT < 4 else 1  # words of a four-byte word
+    element = tl.arange(0, ELEMENTS)[None, :]
+    found = tl.full((), _NONE, tl.int64)
+    tile = tl.program_id(0)
+    while tile * PAIRS < items:
+        item = tile * PAIRS + tl.arange(0, PAIRS)
+        live = item < items
+        item = tl.where(live, item, 0)
+        job = _div(item, pairs_magic, pairs_shift)
+        rank = item - job * pairs
+        pair = first_rank + rank
+        if PARTS:
+            pair += first_pair + _div(pair, unit_magic, unit_shift) * jump
+        offset, good, index, page = _locate(
+            ids, pair, start, per_page, page_magic, page_shift, part_stride, page_stride, num_pages, live, PARTS
+        )
+        _report(errors, live & ~good & (job == 0), index, page, MODE)
+        good = good & live
+        of_job = jobs.to(tl.pointer_type(tl.int64)) + job * 2
+        begin = tl.load(of_job + MODE) + offset + base
+
+        # Columns first: of two dimensions that look alike, Triton gives neighbouring threads the first.
+        total = tl.zeros((COLUMNS, PAIRS), tl.uint64)
+        first = 0
+        while first < words:
+            column = first + tl.arange(0, COLUMNS)
+            inside = column * UNIT
+            if ROWS > 0:
+                row = _div(column, row_magic, row_shift)
+                inside = row * s1 + (column - row * words_per_row) * UNIT
+                if ROWS > 1:
+                    inside += _div(row, n1_magic, n1_shift) * (s0 - n1 * s1)
+            key = _key((column // SHARES)[:, None] * ELEMENTS + element)
+            if SHARES > 1:
+                key = key << (column % SHARES * (8 * UNIT))[:, None].to(tl.uint64)
+            source = (begin[None, :] + inside[:, None]).to(tl.pointer_type(dtype))[:, :, None] + element[None, :, :]
+            source = tl.max_contiguous(tl.multiple_of(source, [UNIT, UNIT, UNIT]), [1, 1, ELEMENTS])
+            value = tl.load(source, mask=(good[None, :] & (column < words)[:, None])[:, :, None], other=0)
+            total += tl.sum(value.to(tl.uint64) * key[:, None, :], axis=2)
+            first += COLUMNS
+        got = tl.sum(total, axis=0).to(tl.int64) + seed
+
+        place = sums.to(tl.pointer_type(tl.int64)) + item
+        if MODE == 0:  # WRITE
+            tl.store(place, got, mask=live)
+        else:
+            wanted = tl.load(place, mask=live, other=0)
+            code = (tl.load(of_job + (1 - MODE)) << 31 | rank) + 1
+            found = tl.minimum(found, tl.min(tl.where(good & (got != wanted), code, _NONE), axis=0))
+        tile += tl.num_programs(0)
+    if MODE == 1:  # VERIFY
+        _keep(mismatches + tl.program_id(0).to(tl.int64) * 8, found)

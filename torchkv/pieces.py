@@ -1,0 +1,249 @@
+"""Which bytes a stage holds: a verb cut into pieces, and where in its stage each page pair of a piece lies.
+
+A stage is a span of the receiver's staging ring. Both sides compute a piece's layout from the same plan, so nothing but
+the `Piece` has to travel. Packed are the plan's slabs one after the other; in a slab job after job (its layers), pair
+after pair (of the writer's stripe), row after row; then, if asked for, a checksum of each (slab, layer, pair).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchkv.errors import ProtocolError
+from torchkv.plan import PairPlan, first_page_outside
+from torchkv.slab import Slab
+
+__all__ = ["ALIGNMENT", "Cutter", "Piece", "PieceLayout", "Segment", "check_piece", "pair_ranks", "piece_layout"]
+
+ALIGNMENT = 256  # bytes; of the segments in a stage: whole cache lines, and the widest words of a GPU
+SUM_NBYTES = 8
+
+
+class Piece(NamedTuple):
+    """What goes through one stage: these layers (global ids, ascending) of sender pages [start, start + num_pages).
+
+    Pages are counted from the end of the receiver's prefix.
+    """
+
+    layers: tuple[int, ...]
+    start: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One slab's share of a stage.
+
+    slab: narrowed to the piece's layers. offset: in bytes from the start of the stage, a multiple of ``ALIGNMENT``.
+    pairs: page pairs of each layer. sums: offset of the int64 checksums ``[len(slab.layers), pairs]``, a multiple
+    of 8; 0 if there are none.
+    """
+
+    slab: Slab
+    offset: int
+    pairs: int
+    sums: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pages, without checksums."""
+        return len(self.slab.layers) * self.layer_nbytes
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer: layer i of the slab begins ``i * layer_nbytes`` behind ``offset``."""
+        return self.pairs * self.slab.pair_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLayout:
+    """Where everything lies in a stage. nbytes: of the stage that are used, gaps and checksums included."""
+
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+    @property
+    def payload(self) -> int:
+        """Bytes of pages."""
+        return sum(segment.nbytes for segment in self.segments)
+
+
+def pair_ranks(plan: PairPlan, slab: Slab, start: int, num_pages: int, limit_tokens: int) -> range:
+    """The page pairs of sender pages [start, start + num_pages) that this writer owes, as ranks within its stripe.
+
+    limit_tokens: tokens of the grant; pairs beyond it are left out. Costs the same for any number of pages.
+    """
+    per_page = plan.src_page_size // slab.tokens
+    first = start * per_page
+    end = min((start + num_pages) * per_page, limit_tokens // slab.tokens)
+    return range(_rank(slab, first), _rank(slab, max(first, end)))
+
+
+def _rank(slab: Slab, pair: int) -> int:
+    """How many pairs of the stripe come before ``pair``."""
+    per_unit = slab.unit // slab.tokens
+    full, rest = divmod(pair, per_unit * slab.holders)
+    return full * per_unit + min(max(rest - slab.index * per_unit, 0), per_unit)
+
+
+def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool) -> PieceLayout:
+    """How ``piece`` is packed under a grant of ``limit_tokens`` tokens. Slabs that owe nothing there take no room."""
+    slabs = [
+        (slab, pairs)
+        for slab in plan.slabs_for(piece.layers)
+        if (pairs := len(pair_ranks(plan, slab, piece.start, piece.num_pages, limit_tokens)))
+    ]
+    blocks = [(len(slab.layers) * pairs, slab.pair_nbytes) for slab, pairs in slabs]
+    places, nbytes = _place(blocks, checksum=checksum)
+    segments = (Segment(slab, offset, pairs, sums) for (slab, pairs), (offset, sums) in zip(slabs, places, strict=True))
+    return PieceLayout(tuple(segments), nbytes)
+
+
+def _place(blocks: Iterable[tuple[int, int]], *, checksum: bool) -> tuple[list[tuple[int, int]], int]:
+    """(offset, offset of the checksums) of blocks of (pairs, bytes of a pair), and the bytes that all take."""
+    offsets, counts, end = [], [], 0
+    for pairs, pair_nbytes in blocks:
+        offsets.append(_round_up(end, ALIGNMENT))
+        counts.append(pairs)
+        end = offsets[-1] + pairs * pair_nbytes
+    if not checksum:
+        return [(offset, 0) for offset in offsets], end
+    end = _round_up(end, SUM_NBYTES)
+    places = []
+    for offset, pairs in zip(offsets, counts, strict=True):
+        places.append((offset, end))
+        end += pairs * SUM_NBYTES
+    return places, end
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def check_piece(plan: PairPlan, piece: Piece, *, limit_tokens: int) -> None:
+    """Refuses what no honest writer sends under a grant of ``limit_tokens`` tokens; afterwards `piece_layout` is safe.
+
+    Whether the layout fits into the stage is for the caller to check. Raises ``ProtocolError``.
+    """
+    layers, start, num_pages = piece
+    owed = frozenset(plan.layers)
+    strange = next((layer for layer in layers if layer not in owed), None)
+    if strange is not None:
+        raise ProtocolError(
+            f"a stage with layer {strange}, of which this writer owes no pages; it owes {_some(plan.layers)}"
+        )
+    if not layers or any(layers[i] >= layers[i + 1] for i in range(len(layers) - 1)):
+        raise ProtocolError(f"a stage's layers must ascend, and be one at least, not {_some(layers)}")
+    if start < 0 or num_pages < 1:
+        raise ProtocolError(f"a stage of {num_pages} pages from page {start} on, layers {_some(layers)}")
+    outside = first_page_outside(start, num_pages, plan.src_page_size, limit_tokens)
+    if outside is not None:
+        raise ProtocolError(
+            f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_some(layers)}: page {outside} of "
+            f"{plan.src_page_size} tokens lies outside the grant of {limit_tokens} tokens"
+        )
+    if not any(pair_ranks(plan, slab, start, num_pages, limit_tokens) for slab in plan.slabs_for(layers)):
+        raise ProtocolError(
+            f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_some(layers)}: of these this "
+            "writer owes nothing, other ranks write them"
+        )
+
+
+def _some(layers: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}]"
+
+
+class Cutter:
+    """Cuts one verb into pieces, in order, each as large as the stage that is there for it.
+
+    layers: global ids; those that are not owed are ignored. start, num_pages: sender pages after the prefix, none
+    wholly outside the grant of ``limit_tokens`` tokens.
+    """
+
+    def __init__(
+        self, plan: PairPlan, layers: Iterable[int], start: int, num_pages: int, *, limit_tokens: int, checksum: bool
+    ) -> None:
+        self._plan = plan
+        self._start = start
+        self._end = start + num_pages
+        self._limit_tokens = limit_tokens
+        self._checksum = checksum
+        self._slabs = [
+            slab for slab in plan.slabs_for(layers) if pair_ranks(plan, slab, start, num_pages, limit_tokens)
+        ]
+        self._layers = sorted({layer for slab in self._slabs for layer in slab.layers})
+        self._next = 0  # position in _layers of the first that is not wholly cut
+        self._page = start  # of that layer, the first that is not cut
+        self._pages_nbytes = [self._one_page(layer) for layer in self._layers]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to cut."""
+        return self._next == len(self._layers)
+
+    @property
+    def least(self) -> int:
+        """Bytes of a stage that suffice for any piece still to come: one page of the largest layer. 0 when done."""
+        return max(self._pages_nbytes[self._next :], default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of stages still to come, never less than ``least``: what to ask for."""
+        if self.done:
+            return 0
+        whole = self._next + (self._page > self._start)
+        rest = self._size(self._next, whole, self._page, self._end)
+        return max(rest + self._size(whole, len(self._layers), self._start, self._end), self.least)
+
+    def cut(self, room: int) -> Piece:
+        """The largest next piece that fits into ``room`` bytes.
+
+        Whole layers if one fits at least, else as many pages of one layer as fit. Raises ``ProtocolError`` if not
+        even one page does, which cannot be where ``room`` is at least ``least``.
+        """
+        assert not self.done, "nothing is left to cut"
+        if self._page == self._start:
+            most = range(self._next + 1, len(self._layers) + 1)
+            count = bisect_right(most, room, key=lambda last: self._size(self._next, last, self._start, self._end))
+            if count:
+                first = self._next
+                self._next += count
+                return Piece(tuple(self._layers[first : self._next]), self._start, self._end - self._start)
+        return self._cut_pages(room)
+
+    def _cut_pages(self, room: int) -> Piece:
+        layer, start = self._layers[self._next], self._page
+        ends = range(start + 1, self._end + 1)
+        count = bisect_right(ends, room, key=lambda end: self._size(self._next, self._next + 1, start, end))
+        # Pages that owe nothing take no room, so the largest piece takes those behind it along, and what is left of a
+        # layer always owes something.
+        if not count or not self._size(self._next, self._next + 1, start, start + count):
+            raise ProtocolError(f"a stage of {room} bytes for layer {layer}, page {start}: {self.least} suffice")
+        self._page += count
+        if self._page == self._end:
+            self._next += 1
+            self._page = self._start
+        return Piece((layer,), start, count)
+
+    def _size(self, first: int, last: int, start: int, end: int) -> int:
+        """``nbytes`` of the layout of pages [start, end) of the layers at positions [first, last)."""
+        if first == last:
+            return 0
+        low, high = self._layers[first], self._layers[last - 1]
+        blocks = []
+        for slab in self._slabs:
+            layers = bisect_right(slab.layers, high) - bisect_left(slab.layers, low)
+            pairs = layers * len(pair_ranks(self._plan, slab, start, end - start, self._limit_tokens)) if layers else 0
+            if pairs:
+                blocks.append((pairs, slab.pair_nbytes))
+        return _place(blocks, checksum=self._checksum)[1]
+
+    def _one_page(self, layer: int) -> int:
+        """The most that one page of ``layer`` takes."""
+        per_page = [
+            (self._plan.src_page_size // slab.tokens, slab.pair_nbytes) for slab in self._slabs if layer in slab.layers
+        ]
+        return _place(per_page, checksum=self._checksum)[1]

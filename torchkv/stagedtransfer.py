@@ -1,0 +1,235 @@
+"""The staged path: gather into this rank's staging memory, put in bulk into a stage that the receiver granted.
+
+A verb is cut into pieces, each of which takes one stage. Several are on their way at once: while one is put, the next
+is gathered and the one before is scattered on the other side.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator
+
+import numpy as np
+
+from torchkv.devicepages import DevicePages
+from torchkv.errors import KVError, RingExhausted
+from torchkv.packer import Packer
+from torchkv.pieces import Cutter, Piece, piece_layout
+from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.stageclient import Span, StageClient
+from torchkv.route import LocalPages, Route, StageTarget
+from torchkv.stagememory import SendStages
+from torchkv.staging import Stage
+from torchkv.transfer import Report, Transfer
+from torchkv.transport import Batch, Completion, Int64Array
+
+__all__ = ["StagedTransfer"]
+
+IN_FLIGHT = 4  # pieces: one being gathered, put and scattered each, and one that is asked for
+
+# Bytes of a piece: small enough that the first is on its way soon and, on a host, that it is still in the cache when it
+# is put; large enough that what a piece costs in messages and steps is little beside it.
+LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
+LARGEST_PIECE = {"cpu": 4 << 20, "cuda": 32 << 20}
+
+
+class StagedTransfer(Transfer):
+    """See `Transfer`. The receiver attests the layers itself, when it has unpacked them.
+
+    client: asks for stages; guarded by ``lock``. stages: this rank's own.
+    """
+
+    def __init__(
+        self,
+        op: SendOp,
+        grant: BoundGrant,
+        *,
+        pages: Int64Array | DevicePages,
+        client: StageClient,
+        lock: threading.Lock,
+        stages: SendStages,
+        packer: Packer,
+        checksum: bool,
+        local: LocalPages,
+        route: Route,
+        report: Report,
+    ) -> None:
+        super().__init__(op, grant, local=local, route=route, report=report)
+        assert route.staging is not None
+        self._target: StageTarget = route.staging
+        self._pages = pages
+        self._client = client
+        self._lock = lock
+        self._stages = stages
+        self._packer = packer
+        self._checksum = checksum
+        self._cutter = Cutter(
+            grant.plan, op.layers, op.start, op.num_pages, limit_tokens=grant.num_tokens, checksum=checksum
+        )
+        self._piece_nbytes = self._piece_size(local.device.type)
+        self._asked = 0  # bytes that were asked for and not cut yet
+        self._flights: list[Iterator[int]] = []
+        self._waiting = 0  # flights that wait for their stage
+        self._gathering = 0
+
+    def _piece_size(self, device: str) -> int:
+        """So that `IN_FLIGHT` fit into either ring, and a verb makes as many at least, unless that is not worth it."""
+        rings = min(self._target.nbytes, self._stages.ring.capacity)
+        wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
+        return max(1, min(wanted, LARGEST_PIECE[device], rings // IN_FLIGHT))
+
+    @property
+    def patience(self) -> float:
+        """While only the receiver's ring is missing, it is the receiver that keeps the time, and says what is wrong."""
+        return 2.0 if self._waiting and self._waiting == len(self._flights) else 1.0
+
+    # ------------------------------------------------------------------ steps
+
+    def _run(self) -> Iterator[int]:
+        if self._cutter.least > self._stages.ring.capacity:
+            raise RingExhausted(
+                f"one page of a layer takes {self._cutter.least} bytes of staging memory, and this rank has "
+                f"{self._stages.ring.capacity}; raise Options.staging_send (TORCHKV_STAGING_SEND), or use another path",
+                retryable=False,
+            )
+        while True:
+            while self._board():
+                pass
+            if not self._flights:
+                break
+            yield self._advance_flights()
+        self.route.count(self.route.lane, transfers=1)
+
+    def _board(self) -> bool:
+        """Asks for the stages that pieces still to be cut will need, a few at a time. Whether it did."""
+        left = self._cutter.nbytes - self._asked
+        if left <= 0 or len(self._flights) >= IN_FLIGHT:
+            return False
+        least = self._cutter.least
+        nbytes = max(min(self._piece_nbytes, left), least)
+        with self._lock:
+            serial = self._client.ask(self.op.dst, self._grant.generation, nbytes=nbytes, least=least)
+        self._asked += nbytes
+        self._flights.append(self._fly(serial, nbytes))
+        return True
+
+    def _advance_flights(self) -> int:
+        moved = 0
+        for flight in list(self._flights):
+            try:
+                moved += next(flight)
+            except StopIteration:
+                self._flights.remove(flight)
+                moved = moved or 1  # something has happened, and the next piece can go
+            except KVError:
+                self._flights.remove(flight)
+                raise
+        return moved
+
+    def _fly(self, serial: int, nbytes: int) -> Iterator[int]:
+        """One piece, from its ask to the word that it is there; ends early, and cleanly, once there is an error."""
+        span = yield from self._granted(serial)
+        self._asked -= nbytes
+        if span is None:
+            return
+        if self._cutter.done:  # the stages before were larger than they had to be
+            self._give_back(serial)
+            return
+        stage = yield from self._own_stage(min(span.nbytes, max(self._cutter.nbytes, self._cutter.least)))
+        if stage is None:
+            return
+        if self._cutter.done:
+            self._stages.ring.release(stage)
+            self._give_back(serial)
+            return
+        piece = self._cutter.cut(min(stage.nbytes, span.nbytes))
+        layout = piece_layout(self._plan, piece, limit_tokens=self._grant.num_tokens, checksum=self._checksum)
+        try:
+            self._gathering += 1
+            yield from self._packer.gather(
+                self.op, self._grant, self._pages, piece, layout, stage, checksum=self._checksum
+            )
+            self._gathering -= 1
+            self._source_read()
+            if self.error is None:
+                yield from self._put(layout.nbytes, stage, span)
+        finally:
+            self._stages.ring.release(stage)
+        if self.error is None:
+            self._say(serial, piece, layout.payload)
+
+    def _granted(self, serial: int) -> Generator[int, None, Span | None]:
+        """The span to write to; None once there is an error."""
+        self._waiting += 1
+        try:
+            while self.error is None:
+                with self._lock:
+                    span = self._client.granted(self.op.dst, self._grant.generation, serial)
+                if span is not None:
+                    return span
+                yield 0
+            return None
+        finally:
+            self._waiting -= 1
+
+    def _own_stage(self, nbytes: int) -> Generator[int, None, Stage | None]:
+        """Memory to pack into; None once there is an error."""
+        while self.error is None:
+            stage = self._stages.ring.allocate(nbytes, self.op.request)
+            if stage is not None:
+                return stage
+            yield 0
+        return None
+
+    def _put(self, nbytes: int, stage: Stage, span: Span) -> Iterator[int]:
+        """Until it is visible in the receiver's ring, or after an error, until nothing of it is under way."""
+        assert self.route.channel is not None
+        local, target = self._stages.take(), self._target
+        put = self.route.channel.put(
+            Batch(_one(local.region), _one(stage.offset), _one(target.region), _one(span.offset), _one(nbytes))
+        )
+        flush: Completion | None = None
+        failure: KVError | None = None
+        try:
+            flush = self.route.channel.flush()  # at once, so that it does not wait for the next piece too
+        except KVError as error:
+            failure = error
+        while not put.done or (flush is not None and not flush.done):
+            if self.error is not None:
+                put.cancel()
+            yield 0
+        if flush is None or flush.error is not None:
+            self.flushed = False  # nobody can tell any more what lands
+        failure = failure or put.error or (None if flush is None else flush.error)
+        if failure is not None and self.error is None:
+            raise failure
+
+    def _say(self, serial: int, piece: Piece, payload: int) -> None:
+        with self._lock:
+            self._client.staged(self.op.dst, self._grant.generation, serial, **piece._asdict(), checked=self._checksum)
+        self.route.count(self.route.lane, nbytes=payload, spans=1)
+        self._report((), payload, "staged")
+
+    def _give_back(self, serial: int) -> None:
+        with self._lock:
+            self._client.staged(
+                self.op.dst, self._grant.generation, serial, layers=(), start=0, num_pages=0, checked=False
+            )
+
+    def _drain(self) -> Iterator[int]:
+        """After a failure: what is being gathered or put comes to its end. Stages asked for go back by themselves."""
+        while self._flights:
+            try:
+                self._advance_flights()
+            except KVError:
+                continue  # the first error is the one to report
+            yield 0
+
+    def _source_read(self) -> None:
+        """Tells the caller when the last page has been read."""
+        if self._cutter.done and not self._gathering:
+            self.op.ticket._release_source()
+
+
+def _one(value: int) -> Int64Array:
+    return np.full(1, value, dtype=np.int64)

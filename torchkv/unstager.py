@@ -1,0 +1,78 @@
+"""The receiver's hands: unpacks the stages that writers have filled into this rank's pages."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+from torchkv.errors import KVError
+from torchkv.packer import Packer
+from torchkv.protocol.actions import Scatter
+from torchkv.protocol.receiver import Receiver
+from torchkv.transfer import STEP_BYTES
+
+__all__ = ["Unstager"]
+
+MAX_ACTIVE = 4  # on a GPU: so many are enqueued, one behind the other
+
+
+class Unstager:
+    """Belongs to the driver's thread; ``lock`` guards ``receiver``, which callers share."""
+
+    def __init__(self, *, receiver: Receiver, lock: threading.Lock, packer: Packer | None) -> None:
+        self._receiver = receiver
+        self._lock = lock
+        self._packer = packer
+        self._queue: deque[Scatter] = deque()
+        self._active: deque[tuple[Scatter, Iterator[int]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue or self._active)
+
+    def start(self, job: Scatter) -> None:
+        self._queue.append(job)
+
+    def advance(self, now: float) -> bool:
+        """A bounded step. True if anything moved."""
+        moved = self._begin(now)
+        budget = STEP_BYTES
+        for _ in range(len(self._active)):
+            if budget <= 0:
+                break
+            job, steps = self._active.popleft()
+            error: KVError | None = None
+            try:
+                nbytes = next(steps)
+            except StopIteration:
+                pass
+            except KVError as raised:
+                error = raised
+            else:
+                # One after the other, so that the ring goes round; those that wait for the GPU wait side by side.
+                (self._active.appendleft if nbytes else self._active.append)((job, steps))
+                budget -= nbytes
+                moved |= nbytes > 0
+                continue
+            moved = True
+            self._end(job, error, now)
+        return moved
+
+    def _begin(self, now: float) -> bool:
+        begun = False
+        while self._queue and len(self._active) < MAX_ACTIVE:
+            begun = True
+            job = self._queue.popleft()
+            with self._lock:
+                wanted = self._receiver.wants(job)
+            if wanted:
+                assert self._packer is not None
+                self._active.append((job, self._packer.scatter(job)))
+            else:  # what a failed request left in a stage is never unpacked
+                self._end(job, None, now)
+        return begun
+
+    def _end(self, job: Scatter, error: KVError | None, now: float) -> None:
+        with self._lock:
+            self._receiver.scattered(job, error, now)
