@@ -7,50 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from memory import Shadow, snapshot
 from oracle import Pool
-from simulation import Cluster, Place, Rank
+from simulation import Cluster, Rank, random_places
+from staging_rings import RingShadow
 from torchkv_loopback import Faults
 
 from torchkv.env import Options
-from torchkv.errors import KVError, LayoutMismatch
-from torchkv.layout import KVLayout
+from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch
 from torchkv.protocol.receive import Receive
+from torchkv.protocol.stagekeeper import Owner
 from torchkv.work import KVWork
 
 RECV_PAGES = 10  # pages [0, RECV_PAGES) receive, the rest of a pool sends
 BUSY_SECONDS = 4.0  # in which requests begin and faults happen
 SETTLE_SECONDS = 60.0  # in which everything must have come to an end afterwards
-
-
-def random_places(dice: random.Random) -> list[Place]:
-    """Two instances whose layouts can be reconciled: TP pairs, replicated heads, MLA, PP, either order, page sizes."""
-    kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
-    sizes = {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
-    pages = {"p": dice.choice([2, 4]), "d": dice.choice([2, 4])}
-    order = {"p": dice.choice(["NHD", "HND"]), "d": dice.choice(["NHD", "HND"])}
-    num_layers = dice.choice([2, 3])
-    v_head_dim = dice.choice([None, 3])
-    places = []
-    for name in ("p", "d"):
-        for r in range(sizes[name]):
-            common = {"num_layers": num_layers, "page_size": pages[name], "dtype": torch.int16, "order": order[name]}
-            if kind == "mla":
-                layout = KVLayout.mla(latent_dim=3, rope_dim=1, tp_rank=r, tp_size=sizes[name], **common)
-            else:
-                split = kind == "pp" and name == "p"
-                layout = KVLayout.gqa(
-                    num_kv_heads=1 if kind == "replicated" else 2,
-                    head_dim=2,
-                    v_head_dim=v_head_dim,
-                    tp_rank=0 if split else r,
-                    tp_size=1 if split else sizes[name],
-                    layers=range(r, num_layers, sizes[name]) if split else None,
-                    **common,
-                )
-            places.append(Place(name, layout, 64))
-    return places
+# Of the staging rings, in bytes: one page of a layer takes up to 512, so that into the smallest not every one fits.
+RINGS = (768, 1024, 1536, 4096)
+SMALL_RINGS = (256, 512, *RINGS, *RINGS)
+VERBS = (("staged",), ("staged", "slice"), ("layer", "slice", "pages", "staged"))  # of one flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +50,7 @@ class Flow:
     prefix: int
     begins: float
     aux: bytes
+    verbs: tuple[str, ...]
     after: Flow | None = None  # the earlier life of the same name
 
 
@@ -110,8 +86,12 @@ class Receiving:
 class Scenario:
     """``run`` it, then look at ``problems`` (empty if every property held) and ``trace`` (equal for equal seeds)."""
 
-    def __init__(self, seed: int, *, benign: bool = False, sees_death: bool | None = None) -> None:
+    def __init__(
+        self, seed: int, *, benign: bool = False, sees_death: bool | None = None, verbs: tuple[str, ...] = ()
+    ) -> None:
+        """verbs: for every flow, instead of any."""
         self.seed = seed
+        self.verbs = verbs
         self.benign = benign
         self.dice = random.Random(f"scenario {seed}")
         self.numbers = np.random.default_rng(seed)
@@ -126,12 +106,20 @@ class Scenario:
             pieces=dice.choice([1, 3, 8]),
         )
         # Without other faults nothing may fail, so there lost messages must not look like a lack of progress.
+        rings = RINGS if benign else SMALL_RINGS
+        checksum = not verbs and dice.random() < 0.2
+        # What is not staged_put then takes a path that is certain to write to pages; elsewhere costs decide.
+        path = "slices" if verbs or (not checksum and dice.random() < 0.5) else None
+        staging = {"staging_send": dice.choice(rings), "staging_recv": dice.choice(rings)}
         limits = {"timeout": 30.0, "grant_timeout": 60.0} if benign else {"timeout": 3.0, "grant_timeout": 8.0}
-        options = Options(transport="loopback", heartbeat=0.2, **limits)
+        options = Options(transport="loopback", heartbeat=0.2, path=path, checksum=checksum, **limits, **staging)
         places = random_places(dice)
-        self.cluster = Cluster(places, seed=seed, faults=faults, options=options, sees_death=self.sees_death)
+        self.cluster = Cluster(
+            places, seed=seed, faults=faults, options=options, sees_death=self.sees_death, lag=dice.random() < 0.7
+        )
         self.world = self.cluster.world
         self.shadows = {rank.rank: Shadow(rank, self.numbers) for rank in self.cluster.ranks}
+        self.rings = {rank.rank: RingShadow(rank.engine, self.numbers) for rank in self.cluster.ranks}
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
         self.sendings: list[Sending] = []
@@ -163,7 +151,8 @@ class Scenario:
         self.cluster.run(lambda: self._settled() and not self._leftovers(), limit=SETTLE_SECONDS)
         self.cluster.run(limit=1.0)
         self._check_end(justified=False)
-        return self.problems + [problem for shadow in self.shadows.values() for problem in shadow.problems]
+        watched = [*self.shadows.values(), *self.rings.values()]
+        return self.problems + [problem for shadow in watched for problem in shadow.problems]
 
     def _cancel_all(self) -> None:
         if self.benign:
@@ -190,6 +179,7 @@ class Scenario:
                 prefix=4 * dice.randint(0, 2),
                 begins=dice.uniform(0.0, BUSY_SECONDS / 2),
                 aux=dice.choice([b"", b"first token"]),
+                verbs=self.verbs or dice.choice(VERBS),
                 after=earlier,
             )
             flows.append(flow)
@@ -332,7 +322,9 @@ class Scenario:
         self, sending: Sending, pages: list[int], layers: list[int] | None, start: int, event: Gate | None
     ) -> KVWork:
         name, rank, dst = sending.flow.name, sending.rank, sending.flow.target
-        verb = self.dice.choice(["layer", "slice", "pages"])
+        verb = self.dice.choice(sending.flow.verbs)
+        if verb == "staged":
+            return rank.staged_put(name, layers, pages, dst, start=start, event=event)
         if verb == "layer" and layers is not None:
             try:
                 return rank.send_layer(name, layers[0], pages, dst, start=start, event=event)
@@ -383,6 +375,7 @@ class Scenario:
 
     def observe(self, rank: Rank) -> None:
         """Pages whose lease has just ended are checked, and written to by their next owner at once."""
+        self.rings[rank.rank].observe()
         shadow = self.shadows[rank.rank]
         for generation, pages in shadow.released().items():
             found = next(r for r in self.receivings if r.rank is rank and r.receive.generation == generation)
@@ -446,12 +439,18 @@ class Scenario:
         for rank in (rank for rank in self.cluster.ranks if rank.running):
             self.observe(rank)
             self.shadows[rank.rank].check_free(when)
+            self.rings[rank.rank].check()
             leased = np.flatnonzero(rank.engine.receiver._leases).tolist()
             if leased and not self._quarantine_is_justified(rank):
                 self.problems.append(f"{when}: rank {rank.rank} still leases pages {leased}")
         if not justified:
             self.problems += self._leftovers()
         self._check_instances()
+        self.problems += [
+            f"{r.flow.name}: {r.work.exception()}"
+            for r in self.receivings
+            if isinstance(r.work.exception(), ChecksumMismatch)
+        ]
         if self.benign:
             self.problems += [
                 f"{r.flow.name} failed without a fault: {r.work.exception()}"
@@ -471,9 +470,15 @@ class Scenario:
                 "queued pages": engine.sender._queued_pages,
                 "transfers": engine._mover.pending,
                 "live receives": list(engine.receiver._live),
+                "stages of its own": engine.staging.sending.ring.stages,
+                "asks for stages": list(engine._client._lines),
+                "stages of others": [owner for owner in self._stage_owners(rank) if not self._unknown(owner.src, rank)],
             }
             problems += [f"rank {rank.rank} ended with {what}: {value}" for what, value in left.items() if value]
         return problems
+
+    def _stage_owners(self, rank: Rank) -> list[Owner]:
+        return [line.owner for lines in rank.engine.keeper._lines.values() for line in lines.values()]
 
     def _check_instances(self) -> None:
         """If one rank of an instance succeeded, none of the others failed before it was complete."""

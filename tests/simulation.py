@@ -6,9 +6,12 @@ Everything random comes from the world's generator, so a run is a function of it
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from staging_rings import lagging
 from torchkv_loopback import Faults, LoopbackTransport, World
 
 from torchkv.cache import KVCache
@@ -18,8 +21,10 @@ from torchkv.endpoint import KVEndpoint
 from torchkv.engine import Engine
 from torchkv.env import Options
 from torchkv.layout import KVLayout
+from torchkv.packer import Staging
 from torchkv.processes import ProcessId
 from torchkv.registration import Registration
+from torchkv.stagememory import StageMemory
 
 SILENT_HEARTBEATS = 5
 # A round of steps takes a little time, so that kills and cancels also fall between two windows of one put.
@@ -51,8 +56,9 @@ class SimulatedControl:
         self._state[rank] = PeerState.FOUND
         self._grace[rank] = self._world.random.uniform(0.0, 0.1)
 
-    def send(self, rank: int, data: bytes) -> None:
-        self._world.send(self._node, self._nodes[rank], data)
+    def send(self, rank: int, frames: Sequence[bytes]) -> None:
+        for data in frames:  # each may be lost by itself
+            self._world.send(self._node, self._nodes[rank], data)
 
     def receive(self) -> list[bytes]:
         return self._world.receive(self._node)
@@ -131,11 +137,49 @@ class Place:
     num_pages: int = 16
 
 
+class _Lagging(Registration):
+    """Of a rank whose packing takes its time."""
+
+    def _make_staging(self, ring: StageMemory | None) -> Staging:
+        assert isinstance(self.transport, LoopbackTransport)
+        return lagging(super()._make_staging(ring), self.transport._world)
+
+
+def random_places(dice: random.Random) -> list[Place]:
+    """Two instances whose layouts can be reconciled: TP pairs, replicated heads, MLA, PP, either order, page sizes."""
+    kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
+    sizes = {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
+    pages = {"p": dice.choice([2, 4]), "d": dice.choice([2, 4])}
+    order = {"p": dice.choice(["NHD", "HND"]), "d": dice.choice(["NHD", "HND"])}
+    num_layers = dice.choice([2, 3])
+    v_head_dim = dice.choice([None, 3])
+    places = []
+    for name in ("p", "d"):
+        for r in range(sizes[name]):
+            common = {"num_layers": num_layers, "page_size": pages[name], "dtype": torch.int16, "order": order[name]}
+            if kind == "mla":
+                layout = KVLayout.mla(latent_dim=3, rope_dim=1, tp_rank=r, tp_size=sizes[name], **common)
+            else:
+                split = kind == "pp" and name == "p"
+                layout = KVLayout.gqa(
+                    num_kv_heads=1 if kind == "replicated" else 2,
+                    head_dim=2,
+                    v_head_dim=v_head_dim,
+                    tp_rank=0 if split else r,
+                    tp_size=1 if split else sizes[name],
+                    layers=range(r, num_layers, sizes[name]) if split else None,
+                    **common,
+                )
+            places.append(Place(name, layout, 64))
+    return places
+
+
 class Cluster:
     """Ranks of one group, registered by the real code with a list for an exchange.
 
     world: an existing one, to launch a second group beside what the first left behind. sees_death: whether ranks
-    can tell a dead peer from a silent one. observers: called with a rank after each of its steps.
+    can tell a dead peer from a silent one. lag: whether gathers and scatters end some time after they began, as on a
+    GPU. observers: called with a rank after each of its steps.
     """
 
     def __init__(
@@ -149,7 +193,9 @@ class Cluster:
         sees_death: bool = True,
         views: bool = False,
         secret: bytes | None = None,
+        lag: bool = False,
     ) -> None:
+        self._kind = _Lagging if lag else Registration
         self.world = World(seed, faults=faults or Faults(min_delay=1e-4, max_delay=2e-3)) if world is None else world
         self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
         self.observers: list[Callable[[Rank], None]] = []
@@ -170,7 +216,7 @@ class Cluster:
         transport = LoopbackTransport(world, views=views)
         rank = Rank(world, transport.node, index, self.options)
         self.ranks.append(rank)
-        return Registration(
+        return self._kind(
             rank=index,
             instance=place.instance,
             cache=None if place.layout is None else KVCache.empty(place.layout, place.num_pages, device="cpu"),

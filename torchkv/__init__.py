@@ -34,6 +34,8 @@ from torchkv.functional import (
 )
 from torchkv.gate import GraphGate
 from torchkv.layout import KVLayout
+from torchkv.pipeline import pipeline
+from torchkv.prefixcache import PrefixCache
 from torchkv.process_group import KVProcessGroup, register_backend
 from torchkv.work import KVWork
 
@@ -53,6 +55,7 @@ __all__ = [
     "Options",
     "PageOutOfRange",
     "PeerLost",
+    "PrefixCache",
     "ProtocolError",
     "RingExhausted",
     "State",
@@ -62,6 +65,7 @@ __all__ = [
     "cancel",
     "explain",
     "finish",
+    "pipeline",
     "prefix_tokens",
     "quarantined",
     "recv_pages",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,8 +53,8 @@ class Control(Protocol):
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
         """Makes ``rank`` reachable and watches it."""
 
-    def send(self, rank: int, data: bytes) -> None:
-        """Sends if it can; may lose. Never blocks."""
+    def send(self, rank: int, frames: Sequence[bytes]) -> None:
+        """Sends these datagrams if it can; may lose any. Never blocks."""
 
     def receive(self) -> list[bytes]:
         """Some of the datagrams that have arrived."""
@@ -125,11 +125,12 @@ class ZmqControl:
             self._poller.register(peer.pidfd, zmq.POLLIN)
         outbox.connect(endpoint)
 
-    def send(self, rank: int, data: bytes) -> None:
+    def send(self, rank: int, frames: Sequence[bytes]) -> None:
         try:
-            self._peers[rank].socket.send(data, zmq.NOBLOCK)
+            # Together: what each send costs is waking up ZeroMQ's own thread.
+            self._peers[rank].socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            return  # a full queue loses the frame; sessions send it again
+            return  # a full queue loses the frames; sessions send them again
 
     def receive(self) -> list[bytes]:
         frames: list[bytes] = []
@@ -141,8 +142,7 @@ class ZmqControl:
                 parts = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(parts) == 2:  # routing id, frame; anything else is not ours
-                frames.append(parts[1])
+            frames += parts[1:]  # behind the routing id
         return frames
 
     def events(self, now: float) -> list[PeerEvent]:

@@ -303,8 +303,8 @@ class Engine:
         self._talking -= self._dead
         for rank in list(self._talking):
             session = self._sessions[rank]
-            for frame in session.poll(now):
-                self._control.send(rank, encode_frame(frame, self._key))
+            if frames := session.poll(now):
+                self._control.send(rank, [encode_frame(frame, self._key) for frame in frames])
                 said = True
             if session.idle:
                 self._talking.discard(rank)

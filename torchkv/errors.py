@@ -109,6 +109,8 @@ class RingExhausted(KVError):
 class ChecksumMismatch(KVError):
     """The bytes that arrived are not the bytes that were sent."""
 
+    default_retryable = True
+
 
 class AuthError(KVError):
     """A peer that could not prove that it belongs to the group."""

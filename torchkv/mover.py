@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from torchkv.copytransfer import CopyTransfer
+from torchkv.cost import runs_between
 from torchkv.devicepages import DevicePages
 from torchkv.env import Options
-from torchkv.errors import KVError, ProtocolError, TransferTimeout
+from torchkv.errors import KVError, ProtocolError, RingExhausted, TransferTimeout
 from torchkv.events import StreamEvent
 from torchkv.packer import Staging
 from torchkv.plan import PairPlan
@@ -56,6 +57,18 @@ class SendPayload:
         return [*gates, self.pages.ready] if isinstance(self.pages, DevicePages) else gates
 
 
+@dataclass(eq=False, slots=True)
+class _Gated:
+    """Started, and waiting for its data. path: taken over ``route``, once it is known. may_stage: whether it can be
+    the staged one."""
+
+    op: SendOp
+    grant: BoundGrant
+    may_stage: bool = True
+    route: Route | None = None
+    path: str | None = None
+
+
 class Mover:
     """The transfers of one rank. Belongs to the driver's thread; ``lock`` guards ``sender``, which callers share.
 
@@ -86,7 +99,7 @@ class Mover:
         self._client = client
         self._route = route
         self._broke = broke
-        self._gated: list[tuple[SendOp, BoundGrant]] = []  # started, waiting for their event
+        self._gated: list[_Gated] = []
         self._queue: deque[Transfer] = deque()
         self._active: deque[Transfer] = deque()
         self._moved_at: dict[Transfer, float] = {}
@@ -113,9 +126,13 @@ class Mover:
 
     def will_stage(self, route: Route) -> bool:
         """Whether transfers on this route are likely to be staged."""
-        if route.channel is None or route.staging is None or self._staging is None:
+        if route.channel is None or not self._ring(route):
             return False
         return self._forced == "staged" or not route.direct
+
+    def _ring(self, route: Route) -> int:
+        """Bytes of the smaller of the two rings at the ends of ``route``; 0 if nothing can be staged."""
+        return 0 if self._staging is None else route.ring(self._staging.sending.ring.capacity)
 
     def prepare(self, plan: PairPlan, route: Route) -> None:
         """Loads what transfers of ``plan`` need, before any stream waits for the host: loading waits for streams."""
@@ -131,7 +148,7 @@ class Mover:
                 kernels.prepare(group.geometry)
 
     def start(self, op: SendOp, grant: BoundGrant) -> None:
-        self._gated.append((op, grant))
+        self._gated.append(_Gated(op, grant))
 
     def halt(self, op: SendOp) -> None:
         transfer = self._by_op.get(op)
@@ -142,15 +159,16 @@ class Mover:
         """Turns started ops into transfers as soon as their data are ready."""
         if not self._gated:
             return False
-        waiting: list[tuple[SendOp, BoundGrant]] = []
+        waiting: list[_Gated] = []
         gated, self._gated = self._gated, []
-        for op, grant in gated:
+        for one in gated:
+            op = one.op
             error: KVError | None = None
             try:
                 if not self._sender.wants(op):
                     error = TransferTimeout(f"request {op.request!r} failed before its event was ready")
-                elif (transfer := self._transfer(op, grant)) is None:
-                    waiting.append((op, grant))
+                elif (transfer := self._transfer(one)) is None:
+                    waiting.append(one)
                     continue
                 else:
                     self._by_op[op] = transfer
@@ -166,12 +184,17 @@ class Mover:
         self._gated.extend(waiting)
         return len(waiting) < len(gated)
 
-    def _transfer(self, op: SendOp, grant: BoundGrant) -> Transfer | None:
-        """The transfer that executes ``op``, or None while its gate is shut."""
+    def _transfer(self, gated: _Gated) -> Transfer | None:
+        """The transfer that executes its op, or None while its gate is shut."""
         assert self._local is not None
+        op, grant = gated.op, gated.grant
         payload: SendPayload = op.payload
         route = self._route(op.dst)
-        path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+        if gated.path is None or gated.route is not route:
+            gated.route, gated.path = route, self._path(gated, route)
+        path = gated.path
+        if path is None:
+            return None
         if path != "staged" and route.channel is not None and not self._may_write_pages(grant):
             return None
         if self.device is not None and path == "direct" and route.channel is not None:
@@ -195,6 +218,29 @@ class Mover:
         if self.device is not None:
             return self._kernel_transfer(op, grant, payload, route, pages)
         return CopyTransfer(op, grant, pages=pages, local=self._local, route=route, report=self._report_of(op))
+
+    def _path(self, gated: _Gated, route: Route) -> str | None:
+        """The path that is forced, or costs least; None while nobody knows yet what the route costs."""
+        assert self._local is not None
+        op, grant = gated.op, gated.grant
+        payload: SendPayload = op.payload
+        path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+        ring = self._ring(route) if gated.may_stage else 0
+        if payload.path is not None or path == "direct" or not ring:
+            return path
+        if not route.calibrated():
+            return None
+        pages = payload.pages
+        return route.choose(
+            grant.plan,
+            self._local,
+            op.layers,
+            start=op.start,
+            num_pages=op.num_pages,
+            limit_tokens=grant.num_tokens,
+            runs=None if isinstance(pages, DevicePages) else runs_between(pages, grant.pages, grant.plan, op.start),
+            ring=ring,
+        ).path
 
     def _may_write_pages(self, grant: BoundGrant) -> bool:
         """Whether the receiver does not rely (any more) on this rank's word to write to its staging ring only."""
@@ -312,6 +358,10 @@ class Mover:
         del self._moved_at[transfer]
         if not transfer.flushed:
             self._broke(transfer.route)
+        if isinstance(transfer.error, RingExhausted) and transfer.flushed and transfer.op.payload.path is None:
+            # It need not have been this path: again, as a whole, on another. What is there already changes nothing.
+            self._gated.append(_Gated(transfer.op, transfer.grant, may_stage=False))
+            return
         with self._lock:
             self._sender.op_finished(transfer.op, transfer.error, flushed=transfer.flushed, now=now)
 

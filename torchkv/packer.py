@@ -71,6 +71,12 @@ class Staging:
     sending: SendStages
     receiving: StageMemory | None
 
+    def release(self) -> None:
+        """Lets go of the memory of both."""
+        self.sending.release()
+        if self.receiving is not None:
+            self.receiving.release()
+
 
 class HostPacker(Packer):
     """See `Packer`. On the progress thread itself, step by step."""

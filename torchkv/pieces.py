@@ -177,7 +177,16 @@ class Cutter:
         self._layers = sorted({layer for slab in self._slabs for layer in slab.layers})
         self._next = 0  # position in _layers of the first that is not wholly cut
         self._page = start  # of that layer, the first that is not cut
-        self._pages_nbytes = [self._one_page(layer) for layer in self._layers]
+        # Pairs of each slab in one layer, with all pages of the verb: what most pieces are made of.
+        self._whole = [
+            (slab, len(pair_ranks(plan, slab, start, num_pages, limit_tokens)), slab.pair_nbytes)
+            for slab in self._slabs
+        ]
+        one_page = [self._one_page(layer) for layer in self._layers]
+        self._least = [0] * (len(one_page) + 1)  # by position: the most that one page of it or of a later one takes
+        for position in reversed(range(len(one_page))):
+            self._least[position] = max(one_page[position], self._least[position + 1])
+        self._nbytes = self._left()
 
     @property
     def done(self) -> bool:
@@ -187,11 +196,14 @@ class Cutter:
     @property
     def least(self) -> int:
         """Bytes of a stage that suffice for any piece still to come: one page of the largest layer. 0 when done."""
-        return max(self._pages_nbytes[self._next :], default=0)
+        return self._least[self._next]
 
     @property
     def nbytes(self) -> int:
         """About the bytes of stages still to come, never less than ``least``: what to ask for."""
+        return self._nbytes
+
+    def _left(self) -> int:
         if self.done:
             return 0
         whole = self._next + (self._page > self._start)
@@ -205,14 +217,29 @@ class Cutter:
         even one page does, which cannot be where ``room`` is at least ``least``.
         """
         assert not self.done, "nothing is left to cut"
-        if self._page == self._start:
-            most = range(self._next + 1, len(self._layers) + 1)
-            count = bisect_right(most, room, key=lambda last: self._size(self._next, last, self._start, self._end))
-            if count:
-                first = self._next
-                self._next += count
-                return Piece(tuple(self._layers[first : self._next]), self._start, self._end - self._start)
-        return self._cut_pages(room)
+        first = self._next
+        count = self._whole_layers(room) if self._page == self._start else 0
+        if count:
+            self._next += count
+            piece = Piece(tuple(self._layers[first : self._next]), self._start, self._end - self._start)
+        else:
+            piece = self._cut_pages(room)
+        self._nbytes = self._left()
+        return piece
+
+    def _whole_layers(self, room: int) -> int:
+        """How many whole layers fit."""
+        left = len(self._layers) - self._next
+
+        def fits(count: int) -> bool:
+            return self._size(self._next, self._next + count, self._start, self._end) <= room
+
+        # Layers are mostly of one size: guess from the next one, and search only if that was wrong.
+        one = self._size(self._next, self._next + 1, self._start, self._end)
+        guess = min(left, room // one)
+        if fits(guess) and (guess == left or not fits(guess + 1)):
+            return guess
+        return bisect_right(range(1, left + 1), False, key=lambda count: not fits(count))
 
     def _cut_pages(self, room: int) -> Piece:
         layer, start = self._layers[self._next], self._page
@@ -233,12 +260,14 @@ class Cutter:
         if first == last:
             return 0
         low, high = self._layers[first], self._layers[last - 1]
+        whole = start == self._start and end == self._end
         blocks = []
-        for slab in self._slabs:
+        for slab, pairs, pair_nbytes in self._whole:
             layers = bisect_right(slab.layers, high) - bisect_left(slab.layers, low)
-            pairs = layers * len(pair_ranks(self._plan, slab, start, end - start, self._limit_tokens)) if layers else 0
-            if pairs:
-                blocks.append((pairs, slab.pair_nbytes))
+            if layers and not whole:
+                pairs = len(pair_ranks(self._plan, slab, start, end - start, self._limit_tokens))
+            if layers and pairs:
+                blocks.append((layers * pairs, pair_nbytes))
         return _place(blocks, checksum=self._checksum)[1]
 
     def _one_page(self, layer: int) -> int:

@@ -287,6 +287,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
+            self._registration.release()
 
     def get_group_store(self) -> Store:
         return self._store

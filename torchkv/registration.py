@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from torchkv import arguments, checksum, descriptors, hostcopy, idle
 from torchkv.cache import KVCache
 from torchkv.card import Card, placement_cards, region_card
 from torchkv.control import Control
+from torchkv.cost import Choice
 from torchkv.engine import Engine
 from torchkv.env import Options
 from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
 from torchkv.layout import KVLayout
 from torchkv.packer import HostPacker, Staging
-from torchkv.probe import PROBE_BYTES, measure
+from torchkv.probe import PROBE_BYTES, calibration, measure
 from torchkv.processes import this_process
 from torchkv.progress import ProgressThread
 from torchkv.roster import Roster
@@ -70,6 +72,8 @@ class Registration:
         self._cards: dict[int, Card] = {}
         self.device: Device | None = None  # where the cache lies, if that is a GPU
         self._staging: Staging | None = None
+        self._probe_memory: torch.Tensor | None = None
+        self._calibrates = False  # routes made from now on are to be measured when they are first needed
 
     def card(self) -> Card:
         """Registers the cache's memory and describes this rank. Raises ``TransportUnavailable``."""
@@ -162,12 +166,49 @@ class Registration:
                 engine.prepare_to_receive(rank)
 
     def measure(self, thread: ProgressThread, route: Route) -> float:
-        """The rate to a peer's scratch memory in GB/s. Not to be called on the progress thread."""
+        """The rate to a peer's scratch memory in GB/s, as its pages are written. Not for the progress thread."""
         target = len(self._cards[route.rank].regions) - 1
-        return measure(thread, route, self._regions[-1], target, device=self.device)
+        stores = route.channel is None or (route.direct and self.options.forced_path in (None, "direct"))
+        return measure(thread, route, self._regions[-1], target, stores=stores, device=self.device)
+
+    def calibrate(self, thread: ProgressThread, route: Route) -> None:
+        """Measures what puts cost on ``route``, unless that is known. Not to be called on the progress thread."""
+        if route.channel is None or route.costs is not None:
+            return
+        thread.call(lambda: self._plan_calibration(route))
+        while not thread.call(route.calibrated):  # step by step, so that it serves requests in between
+            continue
+
+    def choose(self, engine: Engine, route: Route, tokens: int) -> Choice:
+        """What would be chosen for all layers of ``tokens`` tokens in scattered pages, if nothing is forced."""
+        plan = engine.roster.plan(self.rank, engine.roster.contributing(engine.roster.siblings, route.rank), route.rank)
+        local = self._local_pages()
+        assert local is not None
+        size = max(plan.src_page_size, plan.dst_page_size)
+        tokens = -(-tokens // size) * size
+        return route.choose(
+            plan,
+            local,
+            plan.layers,
+            start=0,
+            num_pages=tokens // plan.src_page_size,
+            limit_tokens=tokens,
+            runs=None,
+            ring=0 if self._staging is None else route.ring(self._staging.sending.ring.capacity),
+        )
 
     def check_rates(self, thread: ProgressThread, engine: Engine) -> None:
-        """Raises ``TransportUnavailable`` if a route is slower than ``Options.min_gbps``."""
+        """Measures the routes there are: what puts cost, where paths are chosen by that, and rates if asked for.
+
+        Those made later are measured when a transfer first needs it. Where no thread drives the engine, as on a virtual
+        clock, nothing is measured and costs are assumed. Raises ``TransportUnavailable`` if a route is slower than
+        ``Options.min_gbps``.
+        """
+        if self.cache is not None and self.options.forced_path is None:
+            self._calibrates = True
+            for rank, route in list(engine.routes.items()):
+                if engine.roster.owes(rank) and not route.direct:
+                    self.calibrate(thread, route)
         if self.options.min_gbps is None:
             return
         for rank, route in engine.routes.items():
@@ -179,7 +220,19 @@ class Registration:
                     f"{self.options.min_gbps:g}; see explain({rank}) for why it is no better, or lower the limit"
                 )
 
+    def release(self) -> None:
+        """Lets go of the memory that was taken for this group, after its thread has ended."""
+        if self._staging is not None:
+            self._staging.release()
+        self._probe_memory = None
+        self._regions.clear()
+
     # ------------------------------------------------------------------ inside
+
+    def _plan_calibration(self, route: Route) -> None:
+        if route.calibration is None:
+            target = len(self._cards[route.rank].regions) - 1
+            route.calibration = calibration(route, self._regions[-1], target, self.transport.progress)
 
     def _check_cards(self, cards: Sequence[Card]) -> None:
         if [card.rank for card in cards] != list(range(len(cards))):
@@ -245,7 +298,10 @@ class Registration:
             if view is None and not why:
                 why = channel.why_no_view(index)
             views.append(view)
-        return self._route(card, layout, channel, views, why)
+        route = self._route(card, layout, channel, views, why)
+        if self._calibrates and not route.direct:
+            self._plan_calibration(route)
+        return route
 
     def _route(
         self, card: Card, layout: KVLayout, channel: Channel | None, views: list[RemoteView | None], no_view: str = ""

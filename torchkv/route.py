@@ -1,16 +1,20 @@
-"""The way to one peer: its channel, where its pages lie, and which of them loads and stores reach."""
+"""The way to one peer: its channel, where its pages lie, which of them loads and stores reach, and what puts cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchkv.cache import Placement
+from torchkv.cost import ASSUMED, Choice, Costs, cheapest, load_of
 from torchkv.errors import TransportUnavailable
 from torchkv.layout import KVLayout
+from torchkv.pieces import Cutter
+from torchkv.plan import PairPlan
+from torchkv.slab import Slab
 from torchkv.transport import Channel, RemoteView
 
 if TYPE_CHECKING:
@@ -64,6 +68,8 @@ class Route:
     num_pages: int  # of the peer
     staging: StageTarget | None = None  # None: the peer has none
     no_view: str = ""  # why not every region has a view
+    costs: Costs | None = None  # as measured
+    calibration: Iterator[None] | None = None  # what measures them, step by step, as long as it is not done
     counters: dict[str, Counter] = field(default_factory=dict)
     job_tables: list[JobTable] = field(default_factory=list)  # of the GPU's kernels, one a plan
 
@@ -80,7 +86,10 @@ class Route:
         return view.ptr + place.offset
 
     def path(self, *, forced: str | None, page_for_page: bool) -> str:
-        """One of ``env.PATHS``. Raises ``TransportUnavailable`` if the forced one cannot work."""
+        """One of ``env.PATHS``, with puts for whatever is not mapped, which `choose` may know better.
+
+        Raises ``TransportUnavailable`` if the forced one cannot work.
+        """
         if self.channel is None:
             return "direct"  # whatever is forced: a local copy has no other path
         if forced == "direct" and not self.direct:
@@ -94,6 +103,54 @@ class Route:
         if self.direct:
             return "direct"
         return "runs" if page_for_page else "slices"
+
+    def calibrated(self) -> bool:
+        """Measures for a moment if need be. Whether all is measured that ever will be; else ask again."""
+        if self.calibration is not None and next(self.calibration, self) is self:
+            self.calibration = None
+        return self.calibration is None
+
+    def ring(self, own: int) -> int:
+        """Bytes of the smaller ring, if this rank has ``own`` bytes to send from; 0 if one of them is missing."""
+        return 0 if self.staging is None else min(self.staging.nbytes, own)
+
+    def choose(
+        self,
+        plan: PairPlan,
+        local: LocalPages,
+        layers: tuple[int, ...],
+        *,
+        start: int,
+        num_pages: int,
+        limit_tokens: int,
+        runs: int | None,
+        ring: int,
+    ) -> Choice:
+        """The cheapest path of a verb that cannot go ``direct``. Arguments as for `load_of` and `cheapest`."""
+        load = load_of(
+            plan,
+            layers,
+            start=start,
+            num_pages=num_pages,
+            limit_tokens=limit_tokens,
+            runs=runs,
+            seamless=lambda slab: self._seamless(plan, local, slab),
+        )
+        costs = self.costs or ASSUMED[local.device.type]
+        choice = cheapest(load, costs, page_for_page=plan.page_for_page, ring=ring)
+        if choice.path != "staged":
+            return choice
+        cutter = Cutter(plan, layers, start, num_pages, limit_tokens=limit_tokens, checksum=False)
+        if cutter.least <= ring:
+            return choice
+        return cheapest(load, costs, page_for_page=plan.page_for_page, ring=0)
+
+    def _seamless(self, plan: PairPlan, local: LocalPages, slab: Slab) -> bool:
+        """Whether pages that follow each other touch on both sides. Of a slab's layers the first speaks for all."""
+        key = slab.component, slab.layers[0]
+        src, dst = local.placements[key].page_stride, self.placements[key].page_stride
+        pairs = plan.src_page_size // slab.tokens, plan.dst_page_size // slab.tokens
+        return (src, dst) == (pairs[0] * slab.pair_nbytes, pairs[1] * slab.pair_nbytes)
 
     @property
     def lane(self) -> str:

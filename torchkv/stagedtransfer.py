@@ -30,7 +30,9 @@ IN_FLIGHT = 4  # pieces: one being gathered, put and scattered each, and one tha
 # Bytes of a piece: small enough that the first is on its way soon and, on a host, that it is still in the cache when it
 # is put; large enough that what a piece costs in messages and steps is little beside it.
 LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
-LARGEST_PIECE = {"cpu": 4 << 20, "cuda": 32 << 20}
+LARGEST_PIECE = {"cpu": 4 << 20, "cuda": 64 << 20}
+# Shares of a ring: of the sender's one piece is gathered while another is put, the receiver's holds one more.
+SEND_SHARE, RECV_SHARE = 2, 3
 
 
 class StagedTransfer(Transfer):
@@ -71,36 +73,59 @@ class StagedTransfer(Transfer):
         self._flights: list[Iterator[int]] = []
         self._waiting = 0  # flights that wait for their stage
         self._gathering = 0
+        self._boarded = False
 
     def _piece_size(self, device: str) -> int:
-        """So that `IN_FLIGHT` fit into either ring, and a verb makes as many at least, unless that is not worth it."""
-        rings = min(self._target.nbytes, self._stages.ring.capacity)
+        """So that several fit into either ring, and a verb makes `IN_FLIGHT` at least, unless that is not worth it."""
+        rings = min(self._target.nbytes // RECV_SHARE, self._stages.ring.capacity // SEND_SHARE)
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
-        return max(1, min(wanted, LARGEST_PIECE[device], rings // IN_FLIGHT))
+        return max(1, min(wanted, LARGEST_PIECE[device], rings))
 
     @property
     def patience(self) -> float:
         """While only the receiver's ring is missing, it is the receiver that keeps the time, and says what is wrong."""
         return 2.0 if self._waiting and self._waiting == len(self._flights) else 1.0
 
+    @property
+    def gated(self) -> bool:
+        """Whether it waits for other transfers to the same rank, which have deadlines of their own."""
+        return not self._boarded
+
     # ------------------------------------------------------------------ steps
 
     def _run(self) -> Iterator[int]:
-        if self._cutter.least > self._stages.ring.capacity:
-            raise RingExhausted(
-                f"one page of a layer takes {self._cutter.least} bytes of staging memory, and this rank has "
-                f"{self._stages.ring.capacity}; raise Options.staging_send (TORCHKV_STAGING_SEND), or use another path",
-                retryable=False,
-            )
+        self._check_rings()
+        while not self._stages.board(self.op.dst):
+            yield 0
+        self._boarded = True
         while True:
-            while self._board():
+            while self._ask():
                 pass
             if not self._flights:
                 break
             yield self._advance_flights()
+        self._leave()
         self.route.count(self.route.lane, transfers=1)
 
-    def _board(self) -> bool:
+    def _check_rings(self) -> None:
+        """Raises ``RingExhausted`` if even one page is too large."""
+        for nbytes, whose, option in (
+            (self._stages.ring.capacity, "this rank", "send"),
+            (self._target.nbytes, f"rank {self.op.dst}", "recv"),
+        ):
+            if self._cutter.least > nbytes:
+                raise RingExhausted(
+                    f"one page of a layer takes {self._cutter.least} bytes of staging memory, {whose} has {nbytes}; "
+                    f"raise Options.staging_{option} (TORCHKV_STAGING_{option.upper()}) there, or use another path",
+                    retryable=False,
+                )
+
+    def _leave(self) -> None:
+        if self._boarded:
+            self._boarded = False
+            self._stages.leave(self.op.dst)
+
+    def _ask(self) -> bool:
         """Asks for the stages that pieces still to be cut will need, a few at a time. Whether it did."""
         left = self._cutter.nbytes - self._asked
         if left <= 0 or len(self._flights) >= IN_FLIGHT:
@@ -129,13 +154,13 @@ class StagedTransfer(Transfer):
     def _fly(self, serial: int, nbytes: int) -> Iterator[int]:
         """One piece, from its ask to the word that it is there; ends early, and cleanly, once there is an error."""
         span = yield from self._granted(serial)
-        self._asked -= nbytes
         if span is None:
             return
         if self._cutter.done:  # the stages before were larger than they had to be
             self._give_back(serial)
             return
         stage = yield from self._own_stage(min(span.nbytes, max(self._cutter.nbytes, self._cutter.least)))
+        self._asked -= nbytes
         if stage is None:
             return
         if self._cutter.done:
@@ -159,12 +184,17 @@ class StagedTransfer(Transfer):
             self._say(serial, piece, layout.payload)
 
     def _granted(self, serial: int) -> Generator[int, None, Span | None]:
-        """The span to write to; None once there is an error."""
+        """The span to write to; None once there is an error, or if it was denied and is not needed any more."""
         self._waiting += 1
         try:
             while self.error is None:
-                with self._lock:
-                    span = self._client.granted(self.op.dst, self._grant.generation, serial)
+                try:
+                    with self._lock:
+                        span = self._client.granted(self.op.dst, self._grant.generation, serial)
+                except RingExhausted:
+                    if self._cutter.done:
+                        return None
+                    raise
                 if span is not None:
                     return span
                 yield 0
@@ -174,11 +204,13 @@ class StagedTransfer(Transfer):
 
     def _own_stage(self, nbytes: int) -> Generator[int, None, Stage | None]:
         """Memory to pack into; None once there is an error."""
+        moved = 1  # that the receiver gave a stage is progress; to wait here for memory is none
         while self.error is None:
             stage = self._stages.ring.allocate(nbytes, self.op.request)
             if stage is not None:
                 return stage
-            yield 0
+            yield moved
+            moved = 0
         return None
 
     def _put(self, nbytes: int, stage: Stage, span: Span) -> Iterator[int]:
@@ -224,6 +256,7 @@ class StagedTransfer(Transfer):
             except KVError:
                 continue  # the first error is the one to report
             yield 0
+        self._leave()
 
     def _source_read(self) -> None:
         """Tells the caller when the last page has been read."""

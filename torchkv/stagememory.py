@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,13 +13,19 @@ from torchkv.staging import StagingRing
 
 __all__ = ["SendStages", "StageMemory"]
 
+MAX_BOARDED = 2  # transfers to one receiver at once: while one ends, the next begins
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class StageMemory:
     """Registered memory, uint8 ``[nbytes]``. region: its index in the transport."""
 
     tensor: torch.Tensor
     region: int
+
+    def release(self) -> None:
+        """Lets go of the memory, after the last transfer: works and groups may be kept for longer than that."""
+        self.tensor = self.tensor.new_empty(0)
 
     @property
     def ptr(self) -> int:
@@ -40,11 +47,31 @@ class SendStages:
         self.ring = StagingRing(nbytes)
         self._make = make
         self._memory: StageMemory | None = None
+        self._boarded: Counter[int] = Counter()
+
+    def release(self) -> None:
+        """See `StageMemory.release`."""
+        if self._memory is not None:
+            self._memory.release()
 
     @property
     def taken(self) -> int:
         """Bytes of memory taken so far."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    def board(self, dst: int) -> bool:
+        """Whether one more transfer to rank ``dst`` may begin now; then `leave` when it has ended.
+
+        A few keep the link busy. More would only share the memory out among them, and each step of the progress
+        thread with it.
+        """
+        if self._boarded[dst] == MAX_BOARDED:
+            return False
+        self._boarded[dst] += 1
+        return True
+
+    def leave(self, dst: int) -> None:
+        self._boarded[dst] -= 1
 
     def take(self) -> StageMemory:
         """The memory. Raises ``TransportUnavailable``."""

@@ -1,7 +1,8 @@
 """The staging ring as an allocator: contiguous stages, taken as a cursor walks round, given back in any order.
 
 A ring that takes space back in the order in which it gave it stands still behind one stage that is leaked, slow or
-quarantined. This one steps over whatever is still held, so such a stage costs its own bytes and nothing more.
+quarantined. This one steps over whatever is still held, so such a stage costs its own bytes and nothing more. Whenever
+it is empty it begins at its start again.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class StagingRing:
         self._merge(stage.offset, stage.end)
         if self._quarantine.pop(stage.offset, None) is not None:
             self._room = self._largest_gap()
+        if not self._live:
+            self._cursor = 0  # memory that was used lately is still in caches, and has been faulted in
 
     def quarantine(self, stage: Stage) -> None:
         """Bytes may still land in this live stage: it stays taken until `release`, and `room` does without it."""

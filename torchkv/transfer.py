@@ -70,6 +70,10 @@ class Transfer(ABC):
         self.fail(TransferCancelled(f"request {self.op.request!r}: stopped"))
 
     @property
+    def grant(self) -> BoundGrant:
+        return self._grant
+
+    @property
     def patience(self) -> float:
         """How many times ``Options.timeout`` it may go without progress."""
         return 1.0

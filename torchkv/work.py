@@ -129,6 +129,8 @@ class KVWork(dist.Work):
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         with _futures:
+            if not self._reading and (self._parts or self._is_done):
+                return True
             if self._source_latch is None and not self._is_done and self._reading:
                 self._source_latch = threading.Lock()
                 self._source_latch.acquire()

@@ -10,6 +10,8 @@ A variable the user has set always wins. The reasons, one per setting:
 * ``ERROR_SIGNALS=``: UCX must not replace the signal handlers of the Python program it is a guest in.
 * ``LOG_LEVEL=fatal``: what fails comes back as a typed error; UCX would also log one line for every put that a
   dead peer has left in the socket, by the thousand.
+* ``TCP_TX_SEG_SIZE``, ``TCP_RX_SEG_SIZE``: with the default segments of 8 KiB one large put over loopback ran at 0.6 to
+  0.9 GB/s, with these at 2.2 to 2.8; small ones as before. The first must not exceed the second.
 * ``CM_REUSEADDR=y``: a restarted process can listen on the port of its former life.
 * ``NET_DEVICES``: UCX listens on *every* interface by default, and whoever completes its handshake may write
   into registered memory. torchkv opens only the interface the job runs on, see `net_devices`.
@@ -38,6 +40,8 @@ _SETTINGS = {
     "UCX_PROTO_EMULATION_ENABLE": "n",
     "UCX_MEMTYPE_CACHE": "n",
     "UCX_ERROR_SIGNALS": "",
+    "UCX_TCP_TX_SEG_SIZE": "64k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
     "UCX_CM_REUSEADDR": "y",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "fatal",

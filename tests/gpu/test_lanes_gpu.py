@@ -31,6 +31,10 @@ class Lane:
 VIEW = Lane("view", ("view",), adopted=True)
 OWN = Lane("view-own-memory", ("view",), adopted=False)
 PUT = Lane("put", ("cuda_ipc/",), adopted=True, options=(("path", "slices"),))
+# Every case takes several pieces, and the rings go round.
+SMALL_RINGS = (("path", "staged"), ("checksum", True), ("staging_send", 40 << 10), ("staging_recv", 48 << 10))
+STAGED = Lane("staged", ("cuda_ipc/",), adopted=True, options=SMALL_RINGS)
+NVSHMEM_STAGED = Lane("nvshmem-staged", ("nvshmem/",), adopted=False, options=(("transport", "nvshmem"), *SMALL_RINGS))
 NVSHMEM_VIEW = Lane("nvshmem-view", ("view",), adopted=False, options=(("transport", "nvshmem"),))
 NVSHMEM_PUT = Lane("nvshmem-put", ("nvshmem/",), adopted=False, options=(("transport", "nvshmem"), ("path", "slices")))
 
@@ -83,7 +87,7 @@ def compact(one: Case) -> Case:
 
 @needs_gpus(1)
 @pytest.mark.parametrize("one", GPU_CASES, ids=lambda one: one.name)
-@pytest.mark.parametrize("lane", [VIEW, PUT], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("lane", [VIEW, PUT, STAGED], ids=lambda lane: lane.name)
 def test_layout_over_lane(one: Case, lane: Lane, gpu_ranks: Callable[[int], Ranks]) -> None:
     check_reports(run(gpu_ranks(4), one, lane), one, lane.prefixes)
 
@@ -100,7 +104,7 @@ def test_layout_in_memory_of_torchkv(one: Case, gpu_ranks: Callable[[int], Ranks
 @pytest.mark.parametrize(
     "one", sorted(map(compact, GPU_CASES), key=lambda one: len(one.layouts)), ids=lambda one: one.name
 )
-@pytest.mark.parametrize("lane", [NVSHMEM_VIEW, NVSHMEM_PUT], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("lane", [NVSHMEM_VIEW, NVSHMEM_PUT, NVSHMEM_STAGED], ids=lambda lane: lane.name)
 def test_layout_over_nvshmem(one: Case, lane: Lane, gpu_ranks: Callable[[int], Ranks]) -> None:
     size = len(one.layouts)
     if size > torch.cuda.device_count():
@@ -109,7 +113,7 @@ def test_layout_over_nvshmem(one: Case, lane: Lane, gpu_ranks: Callable[[int], R
 
 
 @needs_gpus(1)
-@pytest.mark.parametrize("path", ["direct", "slices", "runs"])
+@pytest.mark.parametrize("path", ["direct", "slices", "runs", "staged"])
 def test_forced_path_is_taken(path: str, gpu_ranks: Callable[[int], Ranks]) -> None:
     lane = VIEW if path == "direct" else PUT
     lane = dataclasses.replace(lane, options=(("path", path),))

@@ -14,9 +14,9 @@ BACKENDS = ROOT / "backends"
 # May not touch threads, sockets, files, clocks or processes; what they may import from torchkv is as pure.
 PURE = [
     *("component", "cost", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab"),
-    *("slabgeometry", "wire", "pieces"),
+    *("slabgeometry", "wire", "pieces", "groupsize"),
     *("actions", "instance", "life", "receive", "receiver", "sender", "session"),
-    *("staging", "stageclient", "stagekeeper"),
+    *("staging", "stageclient", "stagekeeper", "prefixindex"),
 ]
 IMPURE_LIBRARIES = {
     *("asyncio", "ctypes", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "selectors", "shutil", "signal"),
@@ -37,7 +37,8 @@ BACKEND_MAY_IMPORT = {
 LAYERS = [
     {"errors", "slab", "coverage", "compiled", "cudadriver", "staging"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport", "idle"},
-    {"checksum", "pieces"},
+    {"checksum", "pieces", "prefixindex"},
+    {"prefixcache"},
     {"cost"},
     {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob"},
     {"pagecopy", "copyreference", "kernellaunch", "kernels", "pagesum", "sumlaunch"},
@@ -49,8 +50,9 @@ LAYERS = [
     {"mover"},
     {"engine"},
     {"probe", "registration", "progress", "endpoint", "explain"},
-    {"process_group"},
-    {"functional"},
+    {"process_group", "groupsize", "decoderlayers"},
+    {"functional", "passclock"},
+    {"pipeline"},
 ]
 
 

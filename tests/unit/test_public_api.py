@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 
 import torchkv
-from torchkv import Component, GraphGate, KVCache, KVError, KVLayout, KVProcessGroup, KVWork, Options, State
+from torchkv import (
+    Component,
+    GraphGate,
+    KVCache,
+    KVError,
+    KVLayout,
+    KVProcessGroup,
+    KVWork,
+    Options,
+    PrefixCache,
+    State,
+)
 
 EMPTY = inspect.Parameter.empty
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -50,7 +61,7 @@ VERBS: dict[str, Expected] = {
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
-LATER = ["PrefixCache", "join", "pipeline", "send_state"]
+LATER = ["join", "send_state"]
 
 ERRORS = {
     "LayoutMismatch": ValueError,
@@ -172,6 +183,27 @@ def test_caches_take_the_contract_s_parameters() -> None:
     found = inspect.signature(KVCache.empty).parameters
     assert list(found) == ["layout", "num_pages", "device", "num_slots", "group"]
     assert [p.default for p in found.values()] == [EMPTY, EMPTY, "cuda", 0, None]
+
+
+def test_prefix_caches_take_these_parameters() -> None:
+    assert parameters(PrefixCache.__init__, POSITIONAL) == [("num_pages", EMPTY), ("page_size", EMPTY)]
+    assert parameters(PrefixCache.__init__, KEYWORD) == [("align", None)]
+    for name, expected in {
+        "match": [("tokens", EMPTY)],
+        "allocate": [("held", EMPTY), ("num_pages", EMPTY)],
+        "insert": [("held", EMPTY), ("tokens", EMPTY)],
+        "release": [("held", EMPTY), ("error", None)],
+    }.items():
+        assert parameters(getattr(PrefixCache, name), POSITIONAL) == expected
+        assert inspect.getdoc(getattr(PrefixCache, name))
+
+
+def test_pipeline_takes_these_parameters() -> None:
+    names = ["model", "kv", "request", "pages", "dst"]
+    assert parameters(torchkv.pipeline, POSITIONAL) == [(name, EMPTY) for name in names]
+    assert parameters(torchkv.pipeline, KEYWORD) == [
+        *[("layers", None), ("start", 0), ("group_size", None), ("policy", None), ("tokens", None), ("events", None)]
+    ]
 
 
 def test_work_has_c10d_s_methods_and_ours() -> None:

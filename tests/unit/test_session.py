@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv.protocol.session import FIRST_RETRY, LAST_RETRY, WINDOW, Session
+from torchkv.protocol.session import ACK_DELAY, FIRST_RETRY, LAST_RETRY, WINDOW, Session
 from torchkv.wire import Alive, Frame, Message
 
 A, B = 111, 222
@@ -67,6 +67,14 @@ def test_frames_of_another_life_are_dropped() -> None:
     assert numbers(other.receive(frame)) == [1]
 
 
+def acknowledgement(session: Session, now: float) -> Frame:
+    """What ``session``, which has nothing else to say, says when it has waited for something else to say."""
+    assert session.poll(now) == []
+    (frame,) = session.poll(now + ACK_DELAY)
+    assert frame.message is None
+    return frame
+
+
 def test_acknowledgements_that_cannot_be_are_ignored() -> None:
     one, other = both()
     for i in range(3):
@@ -77,7 +85,7 @@ def test_acknowledgements_that_cannot_be_are_ignored() -> None:
         assert not one.idle
     for frame in frames:
         other.receive(frame)
-    (ack3,) = other.poll(0.0)
+    ack3 = acknowledgement(other, 0.0)
     one.receive(Frame(1, B, A, 0, 1, None))
     one.receive(Frame(1, B, A, 0, 0, None))  # stale: acknowledges less than is known already
     assert [f.seq for f in one.poll(10.0)] == [2, 3]
@@ -101,8 +109,7 @@ def test_retries_slow_down_and_recover() -> None:
     assert gaps[0] == FIRST_RETRY
     assert all(b == min(2 * a, LAST_RETRY) for a, b in itertools.pairwise(gaps))
     other.receive(first)
-    (ack,) = other.poll(now)
-    one.receive(ack)
+    one.receive(acknowledgement(other, now))
     one.send(message(1))
     one.poll(now)
     assert one.next_poll == now + FIRST_RETRY
@@ -122,10 +129,28 @@ def test_a_repeated_frame_is_acknowledged_again() -> None:
     one.send(message(0))
     (frame,) = one.poll(0.0)
     assert numbers(other.receive(frame)) == [0]
-    assert [f.ack for f in other.poll(0.0)] == [1]
+    assert acknowledgement(other, 0.0).ack == 1
     assert other.receive(frame) == []
-    assert [f.ack for f in other.poll(0.0)] == [1]
+    assert acknowledgement(other, 1.0).ack == 1
+    assert other.poll(2.0) == []
+
+
+def test_an_acknowledgement_waits_for_a_message_to_go_with() -> None:
+    one, other = both()
+    one.send(message(0))
+    (frame,) = one.poll(0.0)
+    other.receive(frame)
+    assert not other.idle
+    assert other.next_poll == 0.0
     assert other.poll(0.0) == []
+    assert other.next_poll == ACK_DELAY
+    other.send(message(1))
+    (reply,) = other.poll(ACK_DELAY / 2)
+    assert (reply.seq, reply.ack) == (1, 1)
+    assert other.poll(ACK_DELAY) == []
+    one.receive(reply)
+    assert acknowledgement(one, 5.0).ack == 1
+    assert one.idle
 
 
 @pytest.mark.parametrize("seq", [WINDOW + 1, 1 << 63])

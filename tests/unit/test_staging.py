@@ -39,6 +39,8 @@ class CellMap:
         for cell in range(stage.offset // UNIT, (stage.offset + stage.nbytes) // UNIT):
             assert not self.free[cell]
             self.free[cell] = True
+        if all(self.free):
+            self.cursor = 0
 
 
 def longest(flags: list[bool]) -> int:

@@ -16,6 +16,7 @@ from torchkv.bench.cases import CASES
 from torchkv.bench.local import PlanResult, plan_rate
 from torchkv.bench.pair import Result, run_case
 from torchkv.bench.post import PostResult, post_cost
+from torchkv.bench.staged import StagedResult, staged_rates
 
 HEADER = (
     f"{'case':22} {'lane':14} {'path':7} {'bytes':>10} {'pages':>7} {'layers':>6} {'GB/s':>7} {'p50_us':>10} "
@@ -53,10 +54,17 @@ def _host(args: argparse.Namespace) -> int:
         _say(out, _line(result))
         rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
         failed |= not result.passed
+    if args.only in "staged":
+        staged = staged_rates(repeats=args.repeats)
+        _say(out, _staged_line(staged))
+        rows.append({"staged": asdict(staged), "ratio": staged.ratio, "times": staged.times, "passed": staged.passed})
+        failed |= not staged.passed
     if args.json:
         json.dump(rows, sys.stdout, indent=1)
         sys.stdout.write("\n")
-    return int((failed and not args.report_only) or any(row.get("wrong") for row in rows))
+    return int(
+        (failed and not args.report_only) or any(row.get("wrong") or row.get("staged", {}).get("wrong") for row in rows)
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -99,6 +107,14 @@ def _post_line(post: PostResult) -> str:
         f"post: send_layer of {post.pages} pages returns in p50 {post.array_us:.1f} us (int64 array, gate 20 us), "
         f"p99 {post.array_p99_us:.1f} us; as a tensor p50 {post.tensor_us:.1f} us, as a list "
         f"{post.list_us:.1f} us"
+    )
+
+
+def _staged_line(staged: StagedResult) -> str:
+    return (
+        f"staged over TCP: {staged.nbytes} bytes in slices of 512 B at {staged.staged:.2f} GB/s, with checksums "
+        f"{staged.checked:.2f}; {staged.times:.0f}x of descriptors ({staged.slices:.3f} GB/s; gate 10x), "
+        f"{staged.ratio:.2f} of one contiguous put ({staged.put:.2f} GB/s; gate 0.6); #wrong {staged.wrong}"
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
+from torchkv.env import Options
 from torchkv.errors import KVError
 from torchkv.process_group import KVProcessGroup
 from torchkv.transport import Int64Array
@@ -41,17 +42,17 @@ class Slowdown:
     """Time of 8192^3 bf16 matmuls beside something, over their time alone: medians of neighbouring runs.
 
     sends: beside torchkv's sends. idle_blocks: beside as many blocks that do nothing. copies: beside plain copies to
-    the other GPU, at the link's rate.
+    the other GPU, at the link's rate. The latter two only with the default number of blocks.
     """
 
     sends: float
-    idle_blocks: float
-    copies: float
+    idle_blocks: float | None = None
+    copies: float | None = None
 
     @property
-    def by_bytes(self) -> float:
+    def by_bytes(self) -> float | None:
         """What moving bytes costs the matmul beyond the multiprocessors that the blocks hold."""
-        return self.sends / self.idle_blocks
+        return None if self.idle_blocks is None else self.sends / self.idle_blocks
 
 
 def slowdown(kv: KVProcessGroup, pages: Int64Array, blocks: int, here: torch.device, there: torch.device) -> Slowdown:
@@ -76,11 +77,13 @@ def slowdown(kv: KVProcessGroup, pages: Int64Array, blocks: int, here: torch.dev
             time.sleep(0.0001)
         return lambda: _finish(works)
 
-    result = Slowdown(
-        sends=_ratio(here, send),
-        idle_blocks=_ratio(here, lambda: _on_side_stream(here, spin)),
-        copies=_ratio(here, lambda: _on_side_stream(here, copy)),
-    )
+    result = Slowdown(sends=_ratio(here, send))
+    if blocks == Options().sm_budget:
+        result = replace(
+            result,
+            idle_blocks=_ratio(here, lambda: _on_side_stream(here, spin)),
+            copies=_ratio(here, lambda: _on_side_stream(here, copy)),
+        )
     kv.finish("beside", 1).wait()
     return result
 

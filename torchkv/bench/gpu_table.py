@@ -53,7 +53,7 @@ def run(*, only: str, repeats: int, report_only: bool, as_json: bool) -> int:
             continue
         for result in run_gpu_case(case, repeats=repeats):
             say(_line(result))
-            if result.slowdown is not None:
+            if result.slowdown is not None and result.slowdown.by_bytes is not None:
                 say(_beside_line(result.slowdown))
             rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
             fastest[case.name] = max(fastest.get(case.name, 0.0), result.gbps)

@@ -18,7 +18,7 @@ from torchkv.bench.rivals import Memcpy, serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
 from torchkv.process_group import current_group
 
-__all__ = ["Result", "run_case"]
+__all__ = ["Result", "fill", "run_case"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def _write(case: Case, nbytes: int, repeats: int) -> dict[str, Any]:
     post: list[float] = []
     work = None
     for turn in range(repeats + 1):
-        _fill(cache, seed=turn)
+        fill(cache, seed=turn)
         dist.broadcast(torch.from_numpy(pages), 0)
         copied = memcpy.seconds()
         dist.barrier()
@@ -117,14 +117,14 @@ def _read(case: Case, nbytes: int, repeats: int) -> int:
         dist.broadcast(sent, 0)
         dist.barrier()
         rx.wait()
-        _fill(source, seed=turn)
+        fill(source, seed=turn)
         wrong += count_wrong(source, cache, sent, torch.from_numpy(pages))
     if case.limit != "memcpy":
         serve_python_puts(layout.page_nbytes("k") // case.page_size)
     return wrong
 
 
-def _fill(cache: KVCache, *, seed: int) -> None:
+def fill(cache: KVCache, *, seed: int) -> None:
     """The same random bytes for the same seed, in both processes."""
     for number, storage in enumerate(cache.storages):
         generator = np.random.default_rng((seed, number))

@@ -116,14 +116,14 @@ class _Rival:
             raise TransportUnavailable(f"the rival's UCX call failed with status {status}")
 
 
-def time_python_puts(run: int) -> float:
-    """1e9 bytes/s of ``PUTS`` scattered puts of ``run`` bytes, posted one by one from a Python loop. Rank 0's half."""
-    rival = _Rival(2 * PUTS * run)
+def time_python_puts(run: int, count: int = PUTS) -> float:
+    """1e9 bytes/s of ``count`` scattered puts of ``run`` bytes, posted one by one from a Python loop. Rank 0's half."""
+    rival = _Rival(2 * count * run)
     endpoint, rkey, remote = rival.connect(_receive_card())
     params, flush = _PutParams(mask=1 << 8, memh=rival.memh.value), _PutParams()
     handle, local = int(endpoint.handle), rival.buffer.ctypes.data
     put, reference = rival.ucp.ucp_put_nbx, ctypes.byref(params)
-    offsets = [2 * run * int(i) for i in np.random.default_rng().permutation(PUTS)]
+    offsets = [2 * run * int(i) for i in np.random.default_rng().permutation(count)]
     seconds: list[float] = []
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
@@ -136,12 +136,12 @@ def time_python_puts(run: int) -> float:
     endpoint.close_blocking(period=1_000_000, max_attempts=1000)
     rival.close()
     dist.barrier()
-    return PUTS * run / statistics.median(seconds[1:]) / 1e9
+    return count * run / statistics.median(seconds[1:]) / 1e9
 
 
-def serve_python_puts(run: int) -> None:
+def serve_python_puts(run: int, count: int = PUTS) -> None:
     """Rank 1's half: a buffer to write to, and progress until rank 0 is done."""
-    rival = _Rival(2 * PUTS * run)
+    rival = _Rival(2 * count * run)
     for part in rival.card():
         dist.broadcast(torch.tensor([len(part)]), 1)
         dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 1)

@@ -241,6 +241,9 @@ class Receiver:
 
     def tick(self, now: float) -> None:
         """Deadlines and signs of life; call a few times a second."""
+        for generation, receive in self._receives.items():
+            if self._keeper.waiting(generation):
+                receive.heard = now  # the ring keeps that time, and its denial says more than a deadline would
         self._keeper.tick(now)
         for receive in [receive for receive in self._receives.values() if receive.error is None]:
             deadline, text = self._deadline(receive)
@@ -440,8 +443,6 @@ class Receiver:
     def _deadline(self, receive: Receive) -> tuple[float, str]:
         if receive.complete_at is not None:
             return float("inf"), ""  # the leader of the instance keeps the time, one for all
-        if receive.total is None and self._keeper.waiting(receive.generation):
-            return float("inf"), ""  # so does the ring, which knows better what is missing
         if receive.total is not None:
             return receive.born + receive.total, f"not complete within recv_pages(timeout={receive.total:g})"
         if receive.heard is None:

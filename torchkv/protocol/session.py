@@ -11,6 +11,8 @@ __all__ = ["Session"]
 FIRST_RETRY = 0.25
 LAST_RETRY = 2.0
 WINDOW = 1 << 14
+# Most messages are answered by one that acknowledges them too; an acknowledgement by itself waits this long for it.
+ACK_DELAY = 0.02
 
 
 class Session:
@@ -32,16 +34,19 @@ class Session:
         self._received = 0  # everything up to here was delivered
         self._early: dict[int, Message] = {}
         self._ack_due = False
+        self._ack_at: float | None = None  # when it goes out by itself; None: not decided
 
     @property
     def idle(self) -> bool:
-        """True if the peer has acknowledged everything."""
-        return not self._unacked
+        """True if the peer has acknowledged everything, and been told that of what it sent."""
+        return not self._unacked and not self._ack_due
 
     @property
     def next_poll(self) -> float:
         """When ``poll`` will have something to do, if nothing happens before."""
-        return 0.0 if self._unsent or self._ack_due else self._retry_at
+        if self._unsent or (self._ack_due and self._ack_at is None):
+            return 0.0
+        return self._retry_at if self._ack_at is None else min(self._retry_at, self._ack_at)
 
     def send(self, message: Message) -> None:
         self._unacked.append((self._next_seq, message))
@@ -66,7 +71,7 @@ class Session:
         return ready
 
     def poll(self, now: float) -> list[Frame]:
-        """Frames to put on the wire now: new messages, retransmissions, or a bare acknowledgement."""
+        """Frames to put on the wire now: new messages, retransmissions, or an acknowledgement that has waited."""
         frames: list[Frame] = []
         if self._unacked and now >= self._retry_at:
             frames = [self._frame(seq, message) for seq, message in self._unacked]
@@ -77,9 +82,15 @@ class Session:
             frames = [self._frame(seq, message) for seq, message in new]
             self._retry_at = min(self._retry_at, now + self._retry_after)
         elif self._ack_due:
+            if self._ack_at is None:
+                self._ack_at = now + ACK_DELAY
+            if now < self._ack_at:
+                return frames
             frames = [self._frame(0, None)]
         self._unsent = 0
-        self._ack_due = False
+        if frames:
+            self._ack_due = False
+            self._ack_at = None
         return frames
 
     def _acknowledged(self, ack: int) -> None:

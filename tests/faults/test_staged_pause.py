@@ -1,0 +1,190 @@
+"""A writer that stops, or dies, after it was given a stage and before it has written there.
+
+It has promised to write to the receiver's ring only, so the pages of the request are free at once; what it still writes
+when it wakes up lands in the stage, which is quarantined until then.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, ask, kv_world
+from lane_cases import random_fill
+from small import page_bytes, random_cache
+
+from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout
+from torchkv.stagedtransfer import StagedTransfer
+from torchkv.staging import Stage
+
+WRITER, RECEIVER, OTHER = range(3)
+PATIENCE = 40
+PAGES = [3, 9, 1, 14]
+# One stage takes the whole request; two fit into the ring, one of which may be in quarantine.
+STAGED = {"TORCHKV_PATH": "staged", "TORCHKV_STAGING_RECV": str(128 << 10), "TORCHKV_STAGING_SEND": str(128 << 10)}
+LANES = {"memory": {}, "tcp": {"UCX_TLS": "tcp"}}
+
+
+@pytest.fixture(scope="module", params=LANES)
+def three(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(3, env={**STAGED, **LANES[request.param]})
+    ranks.run(join)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(params=LANES)
+def mortals(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(3, env={**STAGED, **LANES[request.param]})
+    ranks.run(join)
+    yield ranks
+    ranks.close()
+
+
+def join() -> None:
+    kv_world().register(random_cache())
+
+
+def fresh() -> KVProcessGroup:
+    """The group, with fresh bytes everywhere in this rank's cache."""
+    random_fill(kv_world()._cache, np.random.default_rng())
+    return kv_world()
+
+
+def write_late() -> None:
+    """The progress thread stops after the stage was granted and packed, before it is put."""
+    kv = fresh()
+    reached, go_on = threading.Event(), threading.Event()
+    put = StagedTransfer._put
+
+    def held(self: StagedTransfer, *args: Any) -> Iterator[int]:
+        StagedTransfer._put = put
+        reached.set()
+        assert go_on.wait(PATIENCE)
+        return put(self, *args)
+
+    StagedTransfer._put = held
+    kv.staged_put("r", None, [5, 6, 7, 8], RECEIVER)
+    done = kv.finish("r", RECEIVER)
+    assert reached.wait(PATIENCE)
+    ask("stop me")
+    go_on.set()
+    with pytest.raises((TransferCancelled, TransferTimeout, PeerLost)):
+        done.wait(PATIENCE)
+    kv.cancel("r").wait(PATIENCE)
+
+
+def fill_from_other() -> None:
+    kv = fresh()
+    work = kv.staged_put("next", None, [10, 11, 12, 13], RECEIVER)
+    kv.finish("next", RECEIVER).wait(PATIENCE)
+    assert work.path == "staged"
+    dist.send(page_bytes(kv._cache, [10, 11, 12, 13]), RECEIVER)
+
+
+def ring_bytes(kv: KVProcessGroup) -> np.ndarray:
+    return kv._engine.staging.receiving.tensor.numpy().copy()
+
+
+def fail(kv: KVProcessGroup, how: str) -> KVError:
+    """The receive fails while its writer does not run; its pages are free all the same."""
+    rx = kv.recv_pages("r", PAGES, WRITER, timeout=1.0 if how == "timeout" else None)
+    ask("the writer may stop")
+    if how == "cancel":
+        assert kv.cancel("r").wait(PATIENCE)
+    with pytest.raises(TransferTimeout if how == "timeout" else TransferCancelled, match="'r'") as caught:
+        rx.wait(PATIENCE)
+    assert kv.cancel("r").wait(PATIENCE)
+    assert caught.value.pages_safe
+    assert kv.quarantined() == {}
+    return caught.value
+
+
+def quarantined_stage(kv: KVProcessGroup) -> Stage:
+    use = kv.explain(OTHER).staging
+    assert use["quarantined"] == use["in use"] > 0
+    with kv._engine.lock:
+        (stage,) = kv._engine.keeper.ring.stages
+    return stage
+
+
+def receive_from_other(kv: KVProcessGroup) -> torch.Tensor:
+    """Into the very pages of the failed request. What must be in them."""
+    others = [page for page in range(16) if page not in PAGES]
+    poison, canaries = page_bytes(kv._cache, PAGES), page_bytes(kv._cache, others)
+    kv.recv_pages("next", PAGES, OTHER).wait(PATIENCE)
+    expected = torch.empty_like(poison)
+    dist.recv(expected, OTHER)
+    assert not torch.equal(poison, expected)
+    assert torch.equal(page_bytes(kv._cache, PAGES), expected)
+    assert torch.equal(page_bytes(kv._cache, others), canaries)
+    return expected
+
+
+def ring_is_empty(kv: KVProcessGroup) -> bool:
+    engine = kv._engine
+    with engine.changed:
+        return bool(engine.changed.wait_for(lambda: engine.keeper.ring.in_use == 0, PATIENCE))
+
+
+def receive_and_fail(how: str) -> None:
+    kv = fresh()
+    fail(kv, how)
+    stage = quarantined_stage(kv)
+    expected = receive_from_other(kv)
+    before = ring_bytes(kv)
+    ask("the writer may go on")
+    assert ring_is_empty(kv)
+    assert kv.explain(OTHER).staging["quarantined"] == 0
+    changed = np.flatnonzero(ring_bytes(kv) != before)
+    assert len(changed), "the late put never landed: this test has shown nothing"
+    assert stage.offset <= changed.min()
+    assert changed.max() < stage.end
+    assert torch.equal(page_bytes(kv._cache, PAGES), expected)
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_pages_of_a_stopped_staged_writer_are_free_at_once(how: str, three: Ranks) -> None:
+    three.start(receive_and_fail, how, ranks=[RECEIVER])
+    assert three.hear(RECEIVER) == "the writer may stop"
+    three.start(write_late, ranks=[WRITER])
+    assert three.hear(WRITER) == "stop me"
+    three.signal(WRITER, signal.SIGSTOP)
+    three.tell(RECEIVER)
+    three.start(fill_from_other, ranks=[OTHER])
+    assert three.hear(RECEIVER) == "the writer may go on"
+    three.signal(WRITER, signal.SIGCONT)
+    three.tell(WRITER)
+    three.tell(RECEIVER)
+    three.join([WRITER, RECEIVER, OTHER])
+
+
+def receive_and_lose() -> None:
+    """Killed, not stopped: its death shows that nothing of it can land, and gives the stage back."""
+    kv = fresh()
+    rx = kv.recv_pages("r", PAGES, WRITER)
+    ask("the writer may stop")
+    with pytest.raises(PeerLost, match="'r'") as caught:
+        rx.wait(PATIENCE)
+    assert caught.value.pages_safe
+    assert kv.quarantined() == {}
+    receive_from_other(kv)
+    assert kv.cancel("r").wait(PATIENCE)
+    assert ring_is_empty(kv)
+
+
+def test_pages_and_stage_of_a_killed_staged_writer(mortals: Ranks) -> None:
+    mortals.start(receive_and_lose, ranks=[RECEIVER])
+    assert mortals.hear(RECEIVER) == "the writer may stop"
+    mortals.start(write_late, ranks=[WRITER])
+    assert mortals.hear(WRITER) == "stop me"
+    mortals.kill(WRITER)
+    mortals.tell(RECEIVER)
+    mortals.start(fill_from_other, ranks=[OTHER])
+    mortals.join([RECEIVER, OTHER])

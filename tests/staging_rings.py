@@ -1,0 +1,89 @@
+"""Staging of simulated ranks: packing takes its time, and nothing may land in a ring where no stage is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchkv_loopback import World
+
+from torchkv.engine import Engine
+from torchkv.packer import Packer, Staging
+from torchkv.protocol.actions import Scatter
+from torchkv.staging import Stage
+
+__all__ = ["LaggingPacker", "RingShadow", "lagging"]
+
+
+class LaggingPacker(Packer):
+    """Packs on the host, but as a GPU would: each job begins, and is known to be over, some virtual time later."""
+
+    def __init__(self, packer: Packer, world: World) -> None:
+        self._packer = packer
+        self._world = world
+
+    def gather(self, *args: Any, checksum: bool) -> Iterator[int]:
+        return self._late(self._packer.gather(*args, checksum=checksum))
+
+    def scatter(self, job: Scatter) -> Iterator[int]:
+        return self._late(self._packer.scatter(job))
+
+    def prepare(self, *args: Any, **settings: Any) -> None:
+        self._packer.prepare(*args, **settings)
+
+    def _late(self, steps: Iterator[int]) -> Iterator[int]:
+        yield from self._lag()
+        yield from steps
+        yield from self._lag()
+
+    def _lag(self) -> Iterator[int]:
+        over: list[None] = []
+        self._world.schedule(self._world.delay(), lambda: over.append(None))
+        while not over:
+            yield 0
+
+
+def lagging(staging: Staging, world: World) -> Staging:
+    return Staging(LaggingPacker(staging.packer, world), staging.sending, staging.receiving)
+
+
+class RingShadow:
+    """One rank's receiving ring. Bytes of no stage hold a pattern that only the test writes, anew after each stage."""
+
+    def __init__(self, engine: Engine, generator: np.random.Generator) -> None:
+        assert engine.staging is not None
+        assert engine.staging.receiving is not None
+        self.problems: list[str] = []
+        self.stages_seen = 0
+        self._rank = engine.roster.rank
+        self._ring = engine.keeper.ring
+        self._memory: npt.NDArray[np.uint8] = engine.staging.receiving.tensor.numpy()
+        self._generator = generator
+        self._live: tuple[Stage, ...] = ()
+        self._refill(0, len(self._memory))
+        self._expected = self._memory.copy()
+
+    def observe(self) -> None:
+        """After each step of the rank, before anything else can land."""
+        if self._ring.stages == self._live:
+            return
+        self.check()
+        before, self._live = set(self._live), self._ring.stages
+        self.stages_seen += len(set(self._live) - before)
+        for stage in before - set(self._live):
+            self._refill(stage.offset, stage.end)
+            self._expected[stage.offset : stage.end] = self._memory[stage.offset : stage.end]
+
+    def check(self) -> None:
+        wrong = self._memory != self._expected
+        for stage in self._live:
+            wrong[stage.offset : stage.end] = False
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            self.problems.append(f"rank {self._rank}: byte {at} of its staging ring is free, but written to")
+            self._expected[:] = np.where(wrong, self._memory, self._expected)
+
+    def _refill(self, lo: int, hi: int) -> None:
+        self._memory[lo:hi] = self._generator.integers(0, 256, hi - lo, dtype=np.uint8)

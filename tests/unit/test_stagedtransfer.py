@@ -1,0 +1,499 @@
+"""One staged verb against a transport and a receiver that do exactly what the test says, when it says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from oracle import GAP, Pool, gqa
+from pack_kit import Pages
+from protocol_kit import pages as page_ids
+from protocol_kit import pair
+
+from torchkv.errors import KVError, PeerLost, RingExhausted
+from torchkv.packer import HostPacker
+from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.stageclient import StageClient
+from torchkv.route import Route, StageTarget
+from torchkv.stagedtransfer import StagedTransfer
+from torchkv.stagememory import SendStages, StageMemory
+from torchkv.transport import Batch, Channel
+from torchkv.wire import StageAsk, Staged, StageDenied, StageGrant, Withdraw
+
+REGION, RING_REGION = 5, 9
+GENERATION = 3
+SRC, DST = [4, 1, 7, 2], [0, 5, 3, 6]
+# One layer is 4 pages of (K, V) x 4 tokens x 4 heads x 2 x 2 bytes.
+LAYER = 4 * 2 * 4 * 4 * 2 * 2
+LEAST = 256 + 64  # one page of a layer: V begins on a multiple of 256
+
+
+class Op:
+    """A put or flush, over when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: KVError | None = None
+        self.cancelled = False
+        self.batch: Batch | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def end(self, error: KVError | None = None) -> None:
+        self.error, self.done = error, True
+
+
+class Wire:
+    """A channel that reads the source of a put only when the test lets it, as a network card may."""
+
+    link = "test"
+
+    def __init__(self, memory: Callable[[], StageMemory]) -> None:
+        self.puts: list[Op] = []
+        self.flushes: list[Op] = []
+        self.ring = np.zeros(1 << 16, dtype=np.uint8)
+        self._memory = memory
+
+    def put(self, batch: Batch) -> Op:
+        assert (batch.local_region.tolist(), batch.remote_region.tolist()) == ([REGION], [RING_REGION])
+        put = Op()
+        put.batch = batch
+        self.puts.append(put)
+        return put
+
+    def flush(self) -> Op:
+        self.flushes.append(Op())
+        return self.flushes[-1]
+
+    def read(self, put: Op) -> None:
+        """The source of ``put`` is read now, and lands."""
+        assert put.batch is not None
+        src, dst, length = (int(c[0]) for c in (put.batch.local_offset, put.batch.remote_offset, put.batch.length))
+        self.ring[dst : dst + length] = self._memory().tensor.numpy()[src : src + length]
+        put.end()
+
+
+class Source:
+    """What `KVWork` is to a transfer."""
+
+    def __init__(self) -> None:
+        self.released = 0
+
+    def _release_source(self) -> None:
+        self.released += 1
+
+
+class Case:
+    def __init__(self, *, own: int = 1 << 16, ring: int = 1 << 16, layers: tuple[int, ...] = (0, 1)) -> None:
+        plan = pair(0).plan(0, (0,), 1)
+        self.pool = Pool.random(gqa(), 8, np.random.default_rng())
+        self.local = Pages(self.pool, torch.device("cpu")).local
+        self.taken: list[int] = []
+        self.stages = SendStages(own, self._make)
+        self.client = StageClient()
+        self.lock = threading.Lock()
+        self.wire = Wire(self.stages.take)
+        self.route = Route(
+            rank=1,
+            layout=gqa(),
+            placements={},
+            channel=cast(Channel, self.wire),
+            views=[],
+            num_pages=8,
+            staging=StageTarget(RING_REGION, ring),
+        )
+        self.grant = BoundGrant(
+            dst=1, generation=GENERATION, request="r", prefix_tokens=0, pages=page_ids(*DST), plan=plan
+        )
+        self.source = Source()
+        self.reported = 0
+        self.transfer = self.make(layers)
+
+    def _make(self, nbytes: int) -> StageMemory:
+        self.taken.append(nbytes)
+        return StageMemory(torch.zeros(nbytes, dtype=torch.uint8), REGION)
+
+    def make(self, layers: tuple[int, ...], *, checksum: bool = False) -> StagedTransfer:
+        return StagedTransfer(
+            SendOp("r", 1, {}, layers, 0, len(SRC), self.source),
+            self.grant,
+            pages=page_ids(*SRC),
+            client=self.client,
+            lock=self.lock,
+            stages=self.stages,
+            packer=HostPacker(self.local, self.stages, None),
+            checksum=checksum,
+            local=self.local,
+            route=self.route,
+            report=self._report,
+        )
+
+    def _report(self, layers: tuple[int, ...], nbytes: int, path: str) -> None:
+        assert (layers, path) == ((), "staged"), "the receiver attests what it has unpacked"
+        self.reported += nbytes
+
+    def step(self, times: int = 50) -> None:
+        for _ in range(times):
+            if not self.transfer.finished:
+                self.transfer.advance()
+
+    def said(self) -> list[Any]:
+        outbox, self.client.outbox = self.client.outbox, []
+        assert {to for to, _ in outbox} <= {1}
+        return [message for _, message in outbox]
+
+    def give(self, ask: StageAsk, offset: int) -> None:
+        self.client.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes), 1 << 16)
+
+    def deny(self, ask: StageAsk) -> None:
+        self.client.on_denied(1, StageDenied(GENERATION, ask.serial, "full of others"), 1 << 16)
+
+    def packed(self, staged: Staged, offset: int) -> bool:
+        """Whether the ring holds the pages of ``staged``: each layer's K, then its V, on the next multiple of 256."""
+        count = len(SRC[staged.start : staged.start + staged.num_pages])
+        want = []
+        for name in ("k", "v"):
+            for layer in staged.layers:
+                for page in SRC[staged.start : staged.start + count]:
+                    want.append((name, self.pool.tensors[name, layer][page, :-GAP]))
+        block = len(staged.layers) * count * 64
+        starts = {"k": offset, "v": offset + -(-block // 256) * 256}
+        for name, content in want:
+            at = starts[name]
+            if not np.array_equal(self.wire.ring[at : at + 64], content):
+                return False
+            starts[name] += 64
+        return True
+
+
+def offsets(start: int = 0) -> Iterator[int]:
+    """Where the receiver puts one stage after the other."""
+    return iter(range(start, 1 << 16, 4096))
+
+
+# ---------------------------------------------------------------------- in order
+
+
+def test_a_verb_from_its_first_ask_to_its_last_word() -> None:
+    case = Case()
+    places = offsets()
+    case.step()
+    (ask,) = case.said()
+    assert ask.only
+    assert case.wire.puts == []
+    at = next(places)
+    case.give(ask, at)
+    case.step()
+    (put,) = case.wire.puts
+    assert int(put.batch.remote_offset[0]) == at
+    assert case.said() == [], "not before it is there"
+    case.wire.read(put)
+    case.step()
+    assert case.said() == [], "the source has been read, but nobody knows that it has arrived"
+    case.wire.flushes[0].end()
+    case.step()
+    (staged,) = case.said()
+    assert (tuple(staged.layers), staged.start, staged.num_pages, staged.checked) == ((0, 1), 0, 4, False)
+    assert case.packed(staged, at)
+    assert case.transfer.finished
+    assert case.transfer.error is None
+    assert case.reported == 2 * LAYER
+    assert case.stages.ring.in_use == 0
+
+
+def run_to_end(case: Case, at: dict[int, int] | None = None) -> list[tuple[Staged, int]]:
+    """What was said of which offset. at: stages that are granted already, by serial."""
+    places, at, staged = offsets(32768), dict(at or {}), []
+    for _ in range(200):
+        case.step(1)
+        for message in case.said():
+            if isinstance(message, StageAsk):
+                at[message.serial] = next(places)
+                case.give(message, at[message.serial])
+            else:
+                assert isinstance(message, Staged)
+                staged.append((message, at[message.serial]))
+        for put in case.wire.puts:
+            if not put.done:
+                case.wire.read(put)
+        for flush in case.wire.flushes:
+            flush.end()
+        if case.transfer.finished:
+            return staged
+    pytest.fail("never finished")
+
+
+@pytest.mark.parametrize(("own", "ring"), [(LEAST, 1 << 16), (1 << 16, LEAST), (768, 700), (4096, 2048)])
+def test_rings_of_any_size_carry_everything_once(own: int, ring: int) -> None:
+    case = Case(own=-(-own // 256) * 256, ring=ring)
+    staged = run_to_end(case)
+    assert case.transfer.error is None
+    sent = [
+        (layer, page)
+        for message, _ in staged
+        for layer in message.layers
+        for page in range(message.start, message.start + message.num_pages)
+    ]
+    assert sorted(sent) == [(layer, page) for layer in (0, 1) for page in range(4)]
+    assert all(case.packed(message, at) for message, at in staged)
+    assert case.reported == 2 * LAYER
+    assert case.stages.ring.in_use == 0
+    assert case.source.released == 1
+
+
+def test_the_source_is_released_when_the_last_page_has_been_read_here() -> None:
+    case = Case(own=1024, ring=1024)
+    places = offsets()
+    seen = 0
+    for _ in range(100):
+        case.step(1)
+        for message in case.said():
+            if isinstance(message, StageAsk):
+                case.give(message, next(places))
+        if case.source.released:
+            break
+        for number, put in enumerate(case.wire.puts):  # the newest stays on its way
+            if number < len(case.wire.puts) - 1 and not put.done:
+                case.wire.read(put)
+                case.wire.flushes[number].end()
+                seen += 1
+        if len(case.wire.puts) and case.stages.ring.in_use >= 1024 and not case.wire.puts[-1].done:
+            case.wire.read(case.wire.puts[-1])
+            case.wire.flushes[-1].end()
+    assert case.source.released == 1
+    assert not case.transfer.finished
+    assert not case.wire.puts[-1].done
+    assert seen > 0
+
+
+# ---------------------------------------------------------------------- this rank's memory
+
+
+def _overlaps(case: Case) -> list[str]:
+    """Lets a put be read late, while the next pieces wait. What is wrong with what arrived."""
+    places, at, wrong = offsets(), {}, []
+    for _ in range(60):
+        case.step(3)
+        for message in case.said():
+            if isinstance(message, StageAsk):
+                at[message.serial] = next(places)
+                case.give(message, at[message.serial])
+            elif isinstance(message, Staged) and not case.packed(message, at[message.serial]):
+                wrong.append(f"stage {message.serial} holds other bytes than pages {message.start} of {message.layers}")
+        if case.transfer.finished:
+            return wrong
+        case.step(20)  # whatever could be packed over it, is
+        pending = [put for put in case.wire.puts if not put.done]
+        if pending:
+            case.wire.read(pending[0])
+            case.wire.flushes[case.wire.puts.index(pending[0])].end()
+    pytest.fail("never finished")
+
+
+def test_F5_a_stage_is_not_packed_again_before_its_put_has_read_it() -> None:
+    assert _overlaps(Case(own=512)) == []
+
+
+def test_F5_the_check_sees_a_stage_that_is_packed_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a put counts as over as soon as it is posted."""
+    real = StagedTransfer._put
+
+    def put(self: StagedTransfer, nbytes: int, stage: Any, span: Any) -> Iterator[int]:
+        steps = real(self, nbytes, stage, span)
+        next(steps)
+        return iter(())
+
+    monkeypatch.setattr(StagedTransfer, "_put", put)
+    case = Case(own=512)
+    places, at = offsets(), {}
+    case.step()
+    while not case.transfer.finished:
+        for message in case.said():
+            if isinstance(message, StageAsk):
+                at[message.serial] = next(places)
+                case.give(message, at[message.serial])
+        case.step(5)
+    for late in case.wire.puts:
+        case.wire.read(late)
+    offset = int(case.wire.puts[0].batch.remote_offset[0])
+    assert not case.packed(Staged(GENERATION, 0, [0], 0, 1, False), offset)
+
+
+def test_memory_is_taken_once_and_not_before_it_is_needed() -> None:
+    case = Case()
+    case.step()
+    assert case.taken == []
+    run_to_end(case)
+    case.transfer = case.make((0, 1))
+    run_to_end(case)
+    assert case.taken == [1 << 16]
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_a_halt_between_grant_and_put_puts_nothing() -> None:
+    case = Case()
+    case.step()
+    (ask,) = case.said()
+    case.give(ask, 0)
+    case.transfer.halt()
+    case.step()
+    assert case.transfer.finished
+    assert case.transfer.flushed
+    assert case.wire.puts == []
+    assert case.said() == []
+    assert case.stages.ring.in_use == 0
+
+
+def test_a_halt_with_a_put_on_its_way_waits_for_it_and_says_nothing() -> None:
+    case = Case()
+    case.step()
+    case.give(case.said()[0], 0)
+    case.step()
+    (put,) = case.wire.puts
+    case.transfer.halt()
+    case.step()
+    assert put.cancelled
+    assert not case.transfer.finished
+    assert case.stages.ring.in_use > 0, "it may still be read"
+    case.wire.read(put)
+    case.step()
+    assert not case.transfer.finished, "it may still land"
+    case.wire.flushes[0].end()
+    case.step()
+    assert case.transfer.finished
+    assert case.transfer.flushed
+    assert case.said() == []
+    assert case.stages.ring.in_use == 0
+
+
+@pytest.mark.parametrize("broken", ["put", "flush", "both"])
+def test_a_broken_channel_is_no_quiescence(broken: str) -> None:
+    case = Case()
+    case.step()
+    case.give(case.said()[0], 0)
+    case.step()
+    lost = PeerLost("gone")
+    case.wire.puts[0].end(None if broken == "flush" else lost)
+    case.wire.flushes[0].end(None if broken == "put" else lost)
+    case.step()
+    assert case.transfer.finished
+    assert isinstance(case.transfer.error, PeerLost)
+    assert case.transfer.flushed is (broken == "put")
+    assert "'r'" in str(case.transfer.error)
+    assert case.said() == []
+    assert case.stages.ring.in_use == 0
+
+
+def test_a_denial_fails_the_verb_and_leaves_nothing() -> None:
+    case = Case(own=2048, ring=1024)
+    case.step()
+    asks = case.said()
+    assert len(asks) > 1
+    case.give(asks[0], 0)
+    case.step()
+    for ask in asks[1:]:
+        case.deny(ask)
+    case.step()
+    assert not case.transfer.finished
+    case.wire.read(case.wire.puts[0])
+    case.wire.flushes[0].end()
+    case.step()
+    assert case.transfer.finished
+    error = case.transfer.error
+    assert isinstance(error, RingExhausted)
+    assert error.retryable
+    for words in ("'r'", "rank 1", "layers 0, 1", "full of others"):
+        assert words in str(error)
+    assert case.stages.ring.in_use == 0
+    assert not any(isinstance(message, Staged) for message in case.said())
+
+
+def test_a_denied_stage_that_is_not_needed_any_more_fails_nothing() -> None:
+    """Each stage may be larger than it had to be, so that the last one asked for has nothing left to carry."""
+    case = Case(own=4096, ring=1024)
+    case.step()
+    extra = case.client.ask(1, GENERATION, nbytes=512, least=LEAST)
+    case.transfer._flights.append(case.transfer._fly(extra, 512))
+    places, denied = offsets(), False
+    for _ in range(100):
+        case.step(1)
+        for message in case.said():
+            if isinstance(message, StageAsk) and message.serial != extra:
+                case.give(message, next(places))
+            elif isinstance(message, StageAsk):
+                late = message
+        for put, flush in zip(case.wire.puts, case.wire.flushes, strict=True):
+            if not put.done:
+                case.wire.read(put)
+                flush.end()
+        if case.transfer._cutter.done and not denied:
+            case.deny(late)
+            denied = True
+    assert denied
+    assert case.transfer.finished
+    assert case.transfer.error is None
+    assert case.reported == 2 * LAYER
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [({"own": 256}, "TORCHKV_STAGING_SEND"), ({"ring": 300}, "TORCHKV_STAGING_RECV"), ({"own": 0}, "STAGING_SEND")],
+)
+def test_a_page_that_fits_into_no_stage_is_refused_at_once(sizes: dict[str, int], words: str) -> None:
+    case = Case(**sizes)
+    case.step()
+    assert case.transfer.finished
+    assert isinstance(case.transfer.error, RingExhausted)
+    assert not case.transfer.error.retryable
+    assert words in str(case.transfer.error)
+    assert str(LEAST) in str(case.transfer.error)
+    assert case.said() == []
+
+
+# ---------------------------------------------------------------------- patience
+
+
+def test_only_the_receivers_ring_is_waited_for_with_patience() -> None:
+    case = Case(own=512)
+    case.step()
+    assert case.transfer.patience > 1
+    case.give(case.said()[0], 0)
+    case.step()
+    assert case.transfer.patience == 1
+
+
+def test_a_grant_is_progress_even_where_this_ranks_memory_is_missing() -> None:
+    case = Case(own=512)
+    other = case.stages.ring.allocate(512, "another verb")
+    assert other is not None
+    case.step()
+    first, *others = case.said()
+    case.give(first, 0)
+    case.transfer.op.moved = False
+    assert sum(case.transfer.advance() for _ in range(8)) > 0
+    assert case.transfer.op.moved
+    assert sum(case.transfer.advance() for _ in range(8)) == 0, "but to go on waiting is none"
+    case.stages.ring.release(other)
+    for ask in others:
+        case.give(ask, 4096 * ask.serial)
+    run_to_end(case, {ask.serial: 4096 * ask.serial for ask in (first, *others)})
+    assert case.transfer.error is None
+
+
+def test_no_staged_verb_ever_withdraws_its_promise() -> None:
+    case = Case(own=512, ring=512)
+    case.step()
+    messages = list(case.said())
+    for number, ask in enumerate(messages):
+        assert isinstance(ask, StageAsk)
+        assert ask.only
+        case.give(ask, number * 4096)
+    case.step()
+    assert not any(isinstance(message, Withdraw) for message in case.said())

@@ -1,0 +1,132 @@
+"""The receiver's unpacking: what a failed request left is not unpacked, and each job is reported exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from torchkv.errors import ChecksumMismatch, KVError
+from torchkv.protocol.actions import Scatter
+from torchkv.protocol.receiver import Receiver
+from torchkv.transfer import STEP_BYTES
+from torchkv.unstager import MAX_ACTIVE, Unstager
+
+
+class World:
+    """The receiver and the packer that an `Unstager` works for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.unwanted: set[str] = set()
+        self.begun: list[str] = []
+        self.over: list[str] = []
+        self.reports: list[tuple[str, KVError | None]] = []
+        self.steps: dict[str, Iterator[int]] = {}
+        self.unstager = Unstager(receiver=cast(Receiver, self), lock=self.lock, packer=cast(Any, self))
+
+    def wants(self, job: str) -> bool:
+        assert self.lock.locked()
+        return job not in self.unwanted
+
+    def scattered(self, job: str, error: KVError | None, now: float) -> None:
+        assert self.lock.locked()
+        self.reports.append((job, error))
+
+    def scatter(self, job: str) -> Iterator[int]:
+        self.begun.append(job)
+        yield from self.steps[job]
+        self.over.append(job)
+
+    def start(self, job: str, *steps: int | KVError) -> None:
+        def run() -> Iterator[int]:
+            for step in steps:
+                if isinstance(step, KVError):
+                    raise step
+                yield step
+
+        self.steps[job] = run()
+        self.unstager.start(cast(Scatter, job))
+
+    def run(self) -> None:
+        for _ in range(100):
+            if not self.unstager.busy:
+                return
+            self.unstager.advance(1.0)
+        pytest.fail(f"still busy with {set(self.steps) - {job for job, _ in self.reports}}")
+
+
+def test_every_job_is_reported_once_and_only_when_nothing_of_it_writes_any_more() -> None:
+    world = World()
+    for number in range(10):
+        world.start(f"job {number}", 0, 10, 0, 5)
+    while world.unstager.busy:
+        assert world.unstager.advance(1.0) in (True, False)
+        assert {job for job, _ in world.reports} == set(world.over)
+    assert sorted(job for job, _ in world.reports) == [f"job {number}" for number in range(10)]
+    assert all(error is None for _, error in world.reports)
+    assert world.unstager.advance(1.0) is False
+
+
+def test_what_a_failed_request_left_is_never_unpacked_but_reported() -> None:
+    world = World()
+    world.unwanted = {"b", "d"}
+    for job in "abcd":
+        world.start(job, 1)
+    world.run()
+    assert world.begun == ["a", "c"]
+    assert sorted(world.reports) == [(job, None) for job in "abcd"]
+
+
+def test_a_request_that_fails_while_its_job_waits_is_not_begun() -> None:
+    world = World()
+    for number in range(MAX_ACTIVE):
+        world.start(f"busy {number}", *[0] * 5)
+    world.start("late", 1)
+    world.unstager.advance(1.0)
+    assert len(world.begun) == MAX_ACTIVE
+    world.unwanted = {"late"}
+    world.run()
+    assert "late" not in world.begun
+    assert ("late", None) in world.reports
+
+
+def test_a_job_under_way_is_run_to_its_end_whatever_became_of_its_request() -> None:
+    world = World()
+    world.start("a", 0, 1, 0, 1)
+    world.unstager.advance(1.0)
+    assert world.begun == ["a"]
+    world.unwanted = {"a"}
+    assert world.reports == []
+    world.run()
+    assert world.over == ["a"]
+    assert world.reports == [("a", None)]
+
+
+def test_an_error_of_one_job_is_its_own() -> None:
+    world = World()
+    error = ChecksumMismatch("wrong")
+    world.start("bad", 1, error)
+    world.start("good", 1, 1)
+    world.run()
+    assert dict(world.reports) == {"bad": error, "good": None}
+
+
+def test_a_job_that_waits_for_the_gpu_does_not_hold_up_the_others() -> None:
+    world = World()
+    world.start("waits", *[0] * 50)
+    world.start("works", 1, 1)
+    for _ in range(8):
+        world.unstager.advance(1.0)
+    assert world.reports == [("works", None)]
+
+
+def test_a_step_is_bounded() -> None:
+    world = World()
+    world.start("large", *[STEP_BYTES] * 3)
+    world.start("other", *[STEP_BYTES] * 3)
+    world.unstager.advance(1.0)
+    assert world.begun == ["large"]
+    assert world.reports == []
