@@ -31,7 +31,9 @@ WARPS = 8  # of a block that holds a multiprocessor; as many as a copy block has
 BY_BYTES = 1.03  # at most, with the default number of blocks
 COPY = 1 << 30
 COPIES = 40  # of `COPY` bytes, a good 100 ms between two H200
-SPINS = 30_000_000  # a good 100 ms
+# Each about as long as a send: one that lasted would be worse than many, as a matmul whose blocks are all there at once
+# then waits for those that found no place.
+SPINS, HOLDS = 300_000, 100  # a millisecond, and 100 ms
 
 # Waits for what was started. Raises `KVError` if that ended before the matmuls did.
 Finish: TypeAlias = Callable[[], None]
@@ -69,7 +71,8 @@ def slowdown(kv: KVProcessGroup, pages: Int64Array, blocks: int, here: torch.dev
             target.copy_(source, non_blocking=True)
 
     def spin() -> None:
-        _hold[(blocks,)](scratch, SPINS, num_warps=WARPS)
+        for _ in range(HOLDS):
+            _hold[(blocks,)](scratch, SPINS, num_warps=WARPS)
 
     def send() -> Finish:
         works = [kv.send_pages("beside", pages, 1, event=_Ready()) for _ in range(SENDS)]
