@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 
 from torchkv.compiled import compiled
 from torchkv.errors import ProtocolError
-from torchkv.hostcopy import _prefetch
+from torchkv.hostcopy import prefetch
 
 __all__ = ["PagePattern", "checksum_reference", "keys", "page_sums", "seed", "warm_up"]
 
@@ -160,7 +160,7 @@ def _sums(
                 row = ptr + offsets[i] + a * s0 + b * s1
                 if b + 1 < n1:
                     for ahead in range(s1, s1 + run, _LINE):
-                        _prefetch(row + ahead)  # the processor cannot guess the next row of a strided page
+                        prefetch(row + ahead)  # the processor cannot guess the next row of a strided page
                 if run % 4 == 0:
                     here = keys[at // 4 : (at + run) // 4]
                     for j in range(len(here)):

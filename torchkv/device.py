@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from torchkv import cudadriver, gate, kernels
@@ -30,8 +32,11 @@ class Device:
         event_pool(self.index)  # so that no caller has to fill it
         self.flags = Flags(device)
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
-        # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended.
-        self._open = torch.cuda.Stream(device, priority=-1)
+        # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended. One stream,
+        # so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next kernel
+        # may as well begin while the last blocks of the one before end.
+        whole = blocks >= torch.cuda.get_device_properties(device).multi_processor_count
+        self._open = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(2 if whole else 1)])
         self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)
@@ -51,8 +56,8 @@ class Device:
 
     @property
     def open_stream(self) -> torch.cuda.Stream:
-        """For work that waits for nothing."""
-        return self._open
+        """For work that waits for nothing; perhaps another one each time."""
+        return next(self._open)
 
     def claim(self, request: str) -> torch.cuda.Stream | None:
         """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""

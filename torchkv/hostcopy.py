@@ -30,7 +30,7 @@ from numba.extending import intrinsic
 from torchkv.compiled import compiled
 from torchkv.errors import ProtocolError
 
-__all__ = ["Int64Array", "Rows", "copy_pairs", "copy_spans", "warm_up"]
+__all__ = ["Int64Array", "Rows", "copy_pairs", "copy_spans", "prefetch", "warm_up"]
 
 Int64Array = npt.NDArray[np.int64]
 Rows = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
@@ -94,7 +94,7 @@ def _stream_line(_typing: Any, dst: Any, src: Any) -> Any:
 
 
 @_instruction
-def _prefetch(_typing: Any, address: Any) -> Any:
+def prefetch(_typing: Any, address: Any) -> Any:
     """A hint; harmless at any address, mapped or not."""
 
     def emit(builder: Any, address: Any) -> None:
@@ -155,9 +155,9 @@ def _copy_two(dst0: int, src0: int, dst1: int, src1: int, nbytes: int) -> None:
 
 @compiled
 def _prefetch_run(dst: int, src: int, nbytes: int) -> None:
-    _prefetch(dst)  # one line, for the sake of its TLB entry
+    prefetch(dst)  # one line, for the sake of its TLB entry
     for at in range(0, min(nbytes, _AHEAD), _LINE):
-        _prefetch(src + at)
+        prefetch(src + at)
 
 
 @compiled
@@ -188,8 +188,8 @@ def _pairs(
                 src = src_ptr + a * s0 + b * s1
                 if source_strided:
                     for at in range(s1, s1 + ahead, _LINE):
-                        _prefetch(src + src_off[i] + at)
-                        _prefetch(src + src_off[k] + at)
+                        prefetch(src + src_off[i] + at)
+                        prefetch(src + src_off[k] + at)
                 if i < k:
                     _copy_two(dst + dst_off[i], src + src_off[i], dst + dst_off[k], src + src_off[k], run)
                 else:

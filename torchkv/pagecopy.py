@@ -5,7 +5,7 @@ numbered pair after pair and row after row, and a word's number says where it co
 and any number of rows cost the same, a packed stage is simply the words in order, and blocks share the work evenly.
 
 What this takes is a few divisions by numbers that are fixed for the launch: each is a multiplication and a shift
-(`_div`). Still it comes to a hundred instructions a word, which is much for a few blocks that are to fill the link.
+(`div`). Still it comes to a hundred instructions a word, which is much for a few blocks that are to fill the link.
 With ``TABLE`` they are done once a row, and each word looks its row up in shared memory: half the instructions, for
 two barriers a tile and more.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "copy"]
+__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "copy", "div", "locate", "report"]
 
 # Which sides are packed.
 DIRECT, GATHER, SCATTER = 0, 1, 2
@@ -24,19 +24,19 @@ NUM_INTEGERS = 41  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
-def _div(n, magic, shift):
+def div(n, magic, shift):
     """n // d for 0 <= n < 2**31; see `torchkv.kernellaunch.divisor`."""
     product = (n.to(tl.uint32) << 1).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)
     return (product >> 32).to(tl.int32) >> shift
 
 
 @triton.jit
-def _locate(ids, pair, start, per_page, magic, shift, part_stride, page_stride, num_pages, live, PARTS: tl.constexpr):
+def locate(ids, pair, start, per_page, magic, shift, part_stride, page_stride, num_pages, live, PARTS: tl.constexpr):
     """Byte offset of each pair from the job's base, whether its page id is good, its index and the id itself."""
     index = pair
     offset = tl.zeros_like(pair)
     if PARTS:
-        index = _div(pair, magic, shift)
+        index = div(pair, magic, shift)
         offset = (pair - index * per_page) * part_stride
     index -= start
     page = tl.load(ids.to(tl.pointer_type(tl.int64)) + index, mask=live, other=0)
@@ -46,7 +46,7 @@ def _locate(ids, pair, start, per_page, magic, shift, part_stride, page_stride, 
 
 
 @triton.jit
-def _report(errors, bad, index, page, side: tl.constexpr):
+def report(errors, bad, index, page, side: tl.constexpr):
     # A plain store: eight aligned bytes never tear, any of the codes will do, and atomics on host memory would need
     # support from the bus.
     clipped = tl.minimum(tl.maximum(page, -(1 << 31)), (1 << 31) - 1)
@@ -124,30 +124,30 @@ def copy(
 
         # From here to the tables' end: of each word, or with TABLE of the first word of each row.
         if TABLE > 0:
-            first_row = _div(first_word, row_magic, row_shift)
+            first_row = div(first_word, row_magic, row_shift)
             head = first_row + tl.arange(0, TABLE)
             live = head < words // words_per_row
             head = tl.where(live, head, 0) * words_per_row
         else:
             head = word
             live = inside_job
-        rank = _div(head, pair_magic, pair_shift)
+        rank = div(head, pair_magic, pair_shift)
         inside = head - rank * words_per_pair
         src_inside = inside * UNIT
         dst_inside = inside * UNIT
         if ROWS > 0:
-            row = _div(inside, row_magic, row_shift)
+            row = div(inside, row_magic, row_shift)
             column = inside - row * words_per_row
             src_inside = row * s1 + column * UNIT
             dst_inside = row * d1 + column * UNIT
             if ROWS > 1:
-                outer = _div(row, n1_magic, n1_shift)
+                outer = div(row, n1_magic, n1_shift)
                 src_inside += outer * (s0 - n1 * s1)
                 dst_inside += outer * (d0 - n1 * d1)
         rank += first_rank
         pair = rank
         if PARTS:
-            pair = first_pair + rank + _div(rank, unit_magic, unit_shift) * jump
+            pair = first_pair + rank + div(rank, unit_magic, unit_shift) * jump
 
         first = live & (inside == 0) & (job == 0)  # all jobs have the same ids: one reports them
         packed = stage + job * stage_stride + head.to(tl.int64) * UNIT
@@ -155,7 +155,7 @@ def copy(
         target = packed
         ok = live
         if MODE != 2:  # not SCATTER
-            offset, good, index, page = _locate(
+            offset, good, index, page = locate(
                 src_ids,
                 pair,
                 start,
@@ -168,11 +168,11 @@ def copy(
                 live,
                 PARTS,
             )
-            _report(errors, first & ~good, index, page, 0)
+            report(errors, first & ~good, index, page, 0)
             ok = ok & good
             source = tl.load(bases) + offset + (src_base + src_inside)
         if MODE != 1:  # not GATHER
-            offset, good, index, page = _locate(
+            offset, good, index, page = locate(
                 dst_ids,
                 pair,
                 0,
@@ -185,14 +185,14 @@ def copy(
                 live,
                 PARTS,
             )
-            _report(errors, first & ~good, index, page, 1)
+            report(errors, first & ~good, index, page, 1)
             ok = ok & good
             target = tl.load(bases + 1) + offset + (dst_base + dst_inside)
         if TABLE > 0:
             # No job lies at address 0, so it can stand for a bad row.
             source = tl.where(ok, source, 0)
             behind = first_word - first_row * words_per_row + tl.arange(0, TILE)
-            row = _div(behind, row_magic, row_shift)
+            row = div(behind, row_magic, row_shift)
             column = (behind - row * words_per_row) * UNIT
             row = tl.where(inside_job, row, 0)
             source = tl.gather(source, row, 0)

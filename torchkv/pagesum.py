@@ -7,16 +7,12 @@ instructions than all the rest.
 There are no atomics: each block remembers the first mismatch that it meets, and stores it in a slot of its own.
 """
 
-# Triton gives annotations meanings of its own, so the helpers have none.
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from torchkv.pagecopy import _div, _locate, _report
+from torchkv.pagecopy import div, locate, report
 
 __all__ = ["NUM_INTEGERS", "VERIFY", "WRITE", "sum_pairs"]
 
@@ -107,15 +103,15 @@ def sum_pairs(
         item = tile * PAIRS + tl.arange(0, PAIRS)
         live = item < items
         item = tl.where(live, item, 0)
-        job = _div(item, pairs_magic, pairs_shift)
+        job = div(item, pairs_magic, pairs_shift)
         rank = item - job * pairs
         pair = first_rank + rank
         if PARTS:
-            pair += first_pair + _div(pair, unit_magic, unit_shift) * jump
-        offset, good, index, page = _locate(
+            pair += first_pair + div(pair, unit_magic, unit_shift) * jump
+        offset, good, index, page = locate(
             ids, pair, start, per_page, page_magic, page_shift, part_stride, page_stride, num_pages, live, PARTS
         )
-        _report(errors, live & ~good & (job == 0), index, page, MODE)
+        report(errors, live & ~good & (job == 0), index, page, MODE)
         good = good & live
         of_job = jobs.to(tl.pointer_type(tl.int64)) + job * 2
         begin = tl.load(of_job + MODE) + offset + base
@@ -127,10 +123,10 @@ def sum_pairs(
             column = first + tl.arange(0, COLUMNS)
             inside = column * UNIT
             if ROWS > 0:
-                row = _div(column, row_magic, row_shift)
+                row = div(column, row_magic, row_shift)
                 inside = row * s1 + (column - row * words_per_row) * UNIT
                 if ROWS > 1:
-                    inside += _div(row, n1_magic, n1_shift) * (s0 - n1 * s1)
+                    inside += div(row, n1_magic, n1_shift) * (s0 - n1 * s1)
             key = _key((column // SHARES)[:, None] * ELEMENTS + element)
             if SHARES > 1:
                 key = key << (column % SHARES * (8 * UNIT))[:, None].to(tl.uint64)

@@ -45,7 +45,7 @@ def test_in_the_interpreter() -> None:
 
 
 def divide(number: int, magic: int, shift: int) -> int:
-    """`pagecopy._div`, with 64-bit registers."""
+    """`pagecopy.div`, with 64-bit registers."""
     product = (2 * number) * (magic & 0xFFFFFFFF)
     assert product < 1 << 64
     return (product >> 32) >> shift
