@@ -27,6 +27,7 @@ demo: setup
 	$(RUN) 3 $(DEMO) --model llama --prefill 2 --decode 1
 	$(RUN) 3 $(DEMO) --model qwen3 --prefill 1 --decode 2
 	$(RUN) 4 $(DEMO) --model deepseek_v3 --prefill 2 --decode 2
+	$(RUN) 3 $(DEMO) --model llama --prefill 2 --decode 1 --path staged
 	$(RUN) 2 $(DEMO) --model llama --prefill 1 --decode 1 --corrupt
 
 lint: setup

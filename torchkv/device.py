@@ -32,9 +32,9 @@ class Device:
         event_pool(self.index)  # so that no caller has to fill it
         self.flags = Flags(device)
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
-        # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended. One stream,
-        # so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next kernel
-        # may as well begin while the last blocks of the one before end.
+        # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended. One
+        # stream, so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next
+        # kernel may as well begin while the last blocks of the one before end.
         whole = blocks >= torch.cuda.get_device_properties(device).multi_processor_count
         self._open = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(2 if whole else 1)])
         self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]

@@ -35,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--hidden", type=int, default=128, help="width of the model, a multiple of 64 (default 128)")
     add("--seed", type=int, default=0, help="seed of the weights and of the page ids")
     add("--transport", default="auto", help="auto, ucx, nvshmem, ... (default auto)")
-    add("--path", choices=("auto", "runs", "slices", "direct"), default="auto", help="how bytes travel")
+    add("--path", choices=("auto", "runs", "slices", "staged", "direct"), default="auto", help="how bytes travel")
     add("--corrupt", action="store_true", help="flip one received page and expect that to be noticed")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank, or shared (default cpu)")
     args = parser.parse_args(argv)
