@@ -15,7 +15,7 @@ import torch
 from torchkv import kernels, pagecopy, pagesum
 from torchkv.errors import ProtocolError
 from torchkv.hostpack import Mismatch
-from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks
+from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks, slab_groups
 from torchkv.plan import PairPlan
 from torchkv.route import LocalPages
 from torchkv.slab import Rows, Slab
@@ -29,8 +29,9 @@ RANK_BITS = 31  # of a mismatch's code; see `torchkv.pagesum`
 
 
 class _Run(NamedTuple):
-    """Jobs of a segment that one launch does. position: of the first among the segment's layers."""
+    """Jobs of a group that one launch does. segment: the group's first. position: of the first job in the group."""
 
+    segment: Segment
     position: int
     first_job: int
     num_jobs: int
@@ -61,12 +62,13 @@ class PagePacker:
         self._geometries: list[Geometry] = []  # of each job; equal ones are one object
         self._numbers: dict[tuple[str, int, int], int] = {}  # (component, first head, layer) -> job
         known: dict[Geometry, Geometry] = {}
-        for slab in plan.slabs:
-            for layer in slab.layers:
-                shape = _one_sided(plan, slab, layer, pages, sending=sending)
-                self._geometries.append(known.setdefault(shape, shape))
-                self._numbers[_key(slab, layer)] = len(self._jobs)
-                self._jobs.append((slab, layer))
+        for group in slab_groups(plan):
+            for layer in group[0].layers:
+                for slab in group:  # as they are packed
+                    shape = _one_sided(plan, slab, layer, pages, sending=sending)
+                    self._geometries.append(known.setdefault(shape, shape))
+                    self._numbers[_key(slab, layer)] = len(self._jobs)
+                    self._jobs.append((slab, layer))
         self._in_order = sorted(range(len(self._jobs)), key=self._order)
         self._table = self._job_table(pages)
 
@@ -113,20 +115,19 @@ class PagePacker:
         """
         assert self._sending
         self._check(piece, ids, limit_tokens)
-        for segment in layout.segments:
-            for run in self._runs(segment):
-                kernels.gather(
-                    self._table,
-                    ids,
-                    _part(stage, segment, run),
-                    run.geometry,
-                    first_job=run.first_job,
-                    num_jobs=run.num_jobs,
-                    start=piece.start,
-                    limit_tokens=limit_tokens,
-                    errors=errors,
-                    blocks=blocks,
-                )
+        for run in self._runs(layout):
+            kernels.gather(
+                self._table,
+                ids,
+                _part(stage, run),
+                run.geometry,
+                first_job=run.first_job,
+                num_jobs=run.num_jobs,
+                start=piece.start,
+                limit_tokens=limit_tokens,
+                errors=errors,
+                blocks=blocks,
+            )
 
     def write_sums(
         self,
@@ -166,21 +167,20 @@ class PagePacker:
         """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`."""
         assert not self._sending
         self._check(piece, ids, limit_tokens)
-        for segment in layout.segments:
-            for run in self._runs(segment):
-                kernels.scatter(
-                    self._table,
-                    _part(stage, segment, run),
-                    ids,
-                    run.geometry,
-                    num_src_pages=piece.num_pages,
-                    first_job=run.first_job,
-                    num_jobs=run.num_jobs,
-                    start=piece.start,
-                    limit_tokens=limit_tokens,
-                    errors=errors,
-                    blocks=blocks,
-                )
+        for run in self._runs(layout):
+            kernels.scatter(
+                self._table,
+                _part(stage, run),
+                ids,
+                run.geometry,
+                num_src_pages=piece.num_pages,
+                first_job=run.first_job,
+                num_jobs=run.num_jobs,
+                start=piece.start,
+                limit_tokens=limit_tokens,
+                errors=errors,
+                blocks=blocks,
+            )
 
     def verify_sums(
         self,
@@ -224,31 +224,36 @@ class PagePacker:
 
     def _sum(self, layout: PieceLayout, piece: Piece, where: SumAddresses, *, limit_tokens: int, blocks: int) -> None:
         """where: with the addresses of the whole job table and of the stage."""
-        for segment in layout.segments:
+        for run in self._runs(layout):
+            segment = run.segment
             assert segment.sums, "a layout without checksums"
-            for run in self._runs(segment):
-                launch_sums(
-                    self._mode,
-                    run.geometry,
-                    where._replace(
-                        jobs=where.jobs + 16 * run.first_job,
-                        sums=where.sums + segment.sums + 8 * run.position * segment.pairs,
-                    ),
-                    num_jobs=run.num_jobs,
-                    ranks=self._ranks(segment.slab, piece, limit_tokens),
-                    start=piece.start if self._sending else 0,
-                    blocks=blocks,
-                )
+            launch_sums(
+                self._mode,
+                run.geometry,
+                where._replace(
+                    jobs=where.jobs + 16 * run.first_job,
+                    sums=where.sums + segment.sums + 8 * run.position * segment.pairs,
+                ),
+                num_jobs=run.num_jobs,
+                ranks=self._ranks(segment.slab, piece, limit_tokens),
+                start=piece.start if self._sending else 0,
+                blocks=blocks,
+            )
 
-    def _runs(self, segment: Segment) -> Iterator[_Run]:
-        """Neighbouring jobs of equal geometry: one run, unless layers were left out or pages lie unlike."""
-        jobs = [self._numbers[_key(segment.slab, layer)] for layer in segment.slab.layers]
-        first = 0
-        for end in range(1, len(jobs) + 1):
-            shape = self._geometries[jobs[first]]
-            if end == len(jobs) or jobs[end] != jobs[end - 1] + 1 or self._geometries[jobs[end]] is not shape:
-                yield _Run(first, jobs[first], end - first, shape)
-                first = end
+    def _runs(self, layout: PieceLayout) -> Iterator[_Run]:
+        """Neighbouring jobs of equal geometry: one run a group, unless layers were left out or pages lie unlike."""
+        at = 0
+        while at < len(layout.segments):
+            segment = layout.segments[at]
+            group = [each.slab for each in layout.segments[at : at + segment.group]]
+            jobs = [self._numbers[_key(slab, layer)] for layer in segment.slab.layers for slab in group]
+            first = 0
+            for end in range(1, len(jobs) + 1):
+                shape = self._geometries[jobs[first]]
+                if end == len(jobs) or jobs[end] != jobs[end - 1] + 1 or self._geometries[jobs[end]] is not shape:
+                    yield _Run(segment, first, jobs[first], end - first, shape)
+                    first = end
+            at += segment.group
 
     def _ranks(self, slab: Slab, piece: Piece, limit_tokens: int) -> range:
         return pair_ranks(self._plan, slab, piece.start, piece.num_pages, limit_tokens)
@@ -285,10 +290,11 @@ def _pair(slab: Slab, rank: int) -> int:
     return slab.index * per_unit + rank + rank // per_unit * per_unit * (slab.holders - 1)
 
 
-def _part(stage: torch.Tensor, segment: Segment, run: _Run) -> torch.Tensor:
+def _part(stage: torch.Tensor, run: _Run) -> torch.Tensor:
     """Where a run's pairs are packed."""
-    first = segment.offset + run.position * segment.layer_nbytes
-    return stage[first : first + run.num_jobs * segment.layer_nbytes]
+    nbytes = run.segment.layer_nbytes
+    first = run.segment.offset + run.position * nbytes
+    return stage[first : first + run.num_jobs * nbytes]
 
 
 def _one_sided(plan: PairPlan, slab: Slab, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:

@@ -241,7 +241,7 @@ def _copied(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
             stride = side.page_stride(component, layer)
             if stride not in copies:
                 copies[stride] = _copies(segment, side, stride)
-            pages, packed = side.ptr(component, layer), stage + segment.offset + number * segment.layer_nbytes
+            pages, packed = side.ptr(component, layer), stage + segment.offset + number * segment.layer_stride
             for copy in copies[stride]:
                 copy.run(*((pages, packed) if side.sender else (packed, pages)))
                 yield copy.nbytes
@@ -249,19 +249,20 @@ def _copied(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
 
 def _summed(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
     for segment in layout.segments:
-        sums = np.empty((len(segment.slab.layers), segment.pairs), np.int64)
+        sums = np.empty(segment.pairs, np.int64)
         for number, layer in enumerate(segment.slab.layers):
             for first, last, nbytes in _chunks(segment):
-                side.sums(segment, layer, first, last, sums[number])
+                side.sums(segment, layer, first, last, sums)
                 yield nbytes
-        _copy_block(sums.ctypes.data, stage + segment.sums, sums.nbytes)
+            _copy_block(sums.ctypes.data, stage + segment.sums + number * segment.sums_stride, sums.nbytes)
 
 
 def _compared(layout: PieceLayout, side: _Side, stage: int, bad: list[Mismatch]) -> Iterator[int]:
     """Ends with the first mismatch, which it appends to ``bad``."""
     stored = [np.empty((len(segment.slab.layers), segment.pairs), np.int64) for segment in layout.segments]
     for segment, written in zip(layout.segments, stored, strict=True):
-        _copy_block(stage + segment.sums, written.ctypes.data, written.nbytes)
+        for number, row in enumerate(written):
+            _copy_block(stage + segment.sums + number * segment.sums_stride, row.ctypes.data, row.nbytes)
     # By layer first: whoever reads the error looks for the first layer that is wrong, of whatever component.
     order = sorted(
         (layer, which, number)

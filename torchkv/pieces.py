@@ -1,22 +1,34 @@
 """Which bytes a stage holds: a verb cut into pieces, and where in its stage each page pair of a piece lies.
 
 A stage is a span of the receiver's staging ring. Both sides compute a piece's layout from the same plan, so nothing but
-the `Piece` has to travel. Packed are the plan's slabs one after the other; in a slab job after job (its layers), pair
-after pair (of the writer's stripe), row after row; then, if asked for, a checksum of each (slab, layer, pair).
+the `Piece` has to travel. Slabs that are alike, such as keys and values, make a group. Packed are the groups one after
+the other; in a group layer after layer, slab after slab, pair after pair (of the writer's stripe), row after row; then,
+if asked for, a checksum of each of these pairs, in the same order. So kernels can do a group at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
 from torchkv.plan import PairPlan, first_page_outside
 from torchkv.slab import Slab
 
-__all__ = ["ALIGNMENT", "Cutter", "Piece", "PieceLayout", "Segment", "check_piece", "pair_ranks", "piece_layout"]
+__all__ = [
+    "ALIGNMENT",
+    "Cutter",
+    "Piece",
+    "PieceLayout",
+    "Segment",
+    "check_piece",
+    "pair_ranks",
+    "piece_layout",
+    "slab_groups",
+]
 
 ALIGNMENT = 256  # bytes; of the segments in a stage: whole cache lines, and the widest words of a GPU
 SUM_NBYTES = 8
@@ -37,15 +49,16 @@ class Piece(NamedTuple):
 class Segment:
     """One slab's share of a stage.
 
-    slab: narrowed to the piece's layers. offset: in bytes from the start of the stage, a multiple of ``ALIGNMENT``.
-    pairs: page pairs of each layer. sums: offset of the int64 checksums ``[len(slab.layers), pairs]``, a multiple
-    of 8; 0 if there are none.
+    slab: narrowed to the piece's layers. offset: of its first layer, in bytes from the start of the stage; a multiple
+    of ``ALIGNMENT`` for the first slab of a group. pairs: page pairs of each layer. sums: offset of the int64 checksums
+    ``[pairs]`` of its first layer, a multiple of 8; 0 if there are none. group: slabs of its group, which take turns.
     """
 
     slab: Slab
     offset: int
     pairs: int
     sums: int
+    group: int
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +67,18 @@ class Segment:
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes of one layer: layer i of the slab begins ``i * layer_nbytes`` behind ``offset``."""
+        """Bytes of one layer."""
         return self.pairs * self.slab.pair_nbytes
+
+    @property
+    def layer_stride(self) -> int:
+        """Layer i of the slab begins ``i * layer_stride`` behind ``offset``."""
+        return self.group * self.layer_nbytes
+
+    @property
+    def sums_stride(self) -> int:
+        """The checksums of layer i begin ``i * sums_stride`` behind ``sums``."""
+        return self.group * self.pairs * SUM_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +114,37 @@ def _rank(slab: Slab, pair: int) -> int:
 
 def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool) -> PieceLayout:
     """How ``piece`` is packed under a grant of ``limit_tokens`` tokens. Slabs that owe nothing there take no room."""
-    slabs = [
-        (slab, pairs)
-        for slab in plan.slabs_for(piece.layers)
-        if (pairs := len(pair_ranks(plan, slab, piece.start, piece.num_pages, limit_tokens)))
+    groups = [
+        (group, pairs)
+        for group in _narrowed(plan, piece.layers)
+        if (pairs := len(pair_ranks(plan, group[0], piece.start, piece.num_pages, limit_tokens)))
     ]
-    blocks = [(len(slab.layers) * pairs, slab.pair_nbytes) for slab, pairs in slabs]
+    blocks = [(len(group) * len(group[0].layers) * pairs, group[0].pair_nbytes) for group, pairs in groups]
     places, nbytes = _place(blocks, checksum=checksum)
-    segments = (Segment(slab, offset, pairs, sums) for (slab, pairs), (offset, sums) in zip(slabs, places, strict=True))
+    segments = []
+    for (group, pairs), (offset, sums) in zip(groups, places, strict=True):
+        for slab in group:
+            segments.append(Segment(slab, offset, pairs, sums, len(group)))
+            offset += pairs * slab.pair_nbytes
+            sums += pairs * SUM_NBYTES if checksum else 0
     return PieceLayout(tuple(segments), nbytes)
+
+
+def slab_groups(plan: PairPlan) -> Iterator[list[Slab]]:
+    """Neighbouring slabs of equal layers, stripe and bytes of a pair: they owe the same pairs, whatever is asked."""
+    for _, group in groupby(
+        plan.slabs, lambda slab: (slab.layers, slab.pair_nbytes, slab.holders, slab.index, slab.unit, slab.tokens)
+    ):
+        yield list(group)
+
+
+def _narrowed(plan: PairPlan, layers: Iterable[int]) -> Iterator[list[Slab]]:
+    """The groups narrowed to ``layers``; without those that have none of them."""
+    wanted = frozenset(layers)
+    for group in slab_groups(plan):
+        kept = tuple(layer for layer in group[0].layers if layer in wanted)
+        if kept:
+            yield [slab if kept == slab.layers else replace(slab, layers=kept) for slab in group]
 
 
 def _place(blocks: Iterable[tuple[int, int]], *, checksum: bool) -> tuple[list[tuple[int, int]], int]:
@@ -171,16 +216,22 @@ class Cutter:
         self._end = start + num_pages
         self._limit_tokens = limit_tokens
         self._checksum = checksum
-        self._slabs = [
-            slab for slab in plan.slabs_for(layers) if pair_ranks(plan, slab, start, num_pages, limit_tokens)
+        self._groups = [
+            group for group in _narrowed(plan, layers) if pair_ranks(plan, group[0], start, num_pages, limit_tokens)
         ]
-        self._layers = sorted({layer for slab in self._slabs for layer in slab.layers})
+        self._layers = sorted({layer for group in self._groups for layer in group[0].layers})
         self._next = 0  # position in _layers of the first that is not wholly cut
         self._page = start  # of that layer, the first that is not cut
-        # Pairs of each slab in one layer, with all pages of the verb: what most pieces are made of.
+        # Of each group: its first slab, pairs of one layer with all pages of the verb, which is what most pieces are
+        # made of, and bytes of a pair in all its slabs.
         self._whole = [
-            (slab, len(pair_ranks(plan, slab, start, num_pages, limit_tokens)), slab.pair_nbytes)
-            for slab in self._slabs
+            (
+                group[0],
+                len(pair_ranks(plan, group[0], start, num_pages, limit_tokens)),
+                group[0].pair_nbytes,
+                len(group),
+            )
+            for group in self._groups
         ]
         one_page = [self._one_page(layer) for layer in self._layers]
         self._least = [0] * (len(one_page) + 1)  # by position: the most that one page of it or of a later one takes
@@ -262,17 +313,19 @@ class Cutter:
         low, high = self._layers[first], self._layers[last - 1]
         whole = start == self._start and end == self._end
         blocks = []
-        for slab, pairs, pair_nbytes in self._whole:
+        for slab, pairs, pair_nbytes, size in self._whole:
             layers = bisect_right(slab.layers, high) - bisect_left(slab.layers, low)
             if layers and not whole:
                 pairs = len(pair_ranks(self._plan, slab, start, end - start, self._limit_tokens))
             if layers and pairs:
-                blocks.append((layers * pairs, pair_nbytes))
+                blocks.append((size * layers * pairs, pair_nbytes))
         return _place(blocks, checksum=self._checksum)[1]
 
     def _one_page(self, layer: int) -> int:
         """The most that one page of ``layer`` takes."""
         per_page = [
-            (self._plan.src_page_size // slab.tokens, slab.pair_nbytes) for slab in self._slabs if layer in slab.layers
+            (len(group) * (self._plan.src_page_size // group[0].tokens), group[0].pair_nbytes)
+            for group in self._groups
+            if layer in group[0].layers
         ]
         return _place(per_page, checksum=self._checksum)[1]

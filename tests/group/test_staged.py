@@ -293,7 +293,7 @@ def flip(checksum: bool, choice: int) -> tuple[str, str, int] | None:
             rng = np.random.default_rng(choice)
             segment = job.layout.segments[rng.integers(len(job.layout.segments))]
             layer, pair = rng.integers(len(segment.slab.layers)), rng.integers(segment.pairs)
-            at = segment.offset + layer * segment.layer_nbytes + pair * segment.slab.pair_nbytes
+            at = segment.offset + layer * segment.layer_stride + pair * segment.slab.pair_nbytes
             at += rng.integers(segment.slab.pair_nbytes)
             self._receiving.tensor[job.stage.offset + int(at)] ^= 0x10
             page = TARGETS[job.piece.start + int(pair)]

@@ -144,7 +144,7 @@ def test_a_mismatch_stays_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     for layer, first in ((1, 1), (2, 1), (0, 0)):
         spoilt = stage_for(layout.nbytes)
         spoilt.copy_(stage)
-        spoilt[layout.segments[1].offset + layer * layout.segments[1].layer_nbytes] ^= 1
+        spoilt[layout.segments[1].offset + layer * layout.segments[1].layer_stride] ^= 1
         transfer.empty(piece, layout, spoilt)
         assert transfer.first_mismatch(piece) == (first, "v", 0)
 

@@ -116,11 +116,11 @@ class Transfer:
         """What ``stage`` should become, on the host: other bytes stay, the gaps too."""
         want = stage.to("cpu", copy=True)
         for segment in layout.segments:
-            sums = want[segment.sums :][: 8 * segment.pairs * len(segment.slab.layers)].view(torch.int64)
             for i, layer in enumerate(segment.slab.layers):
                 rows = self.packed(piece, segment.slab, layer)
-                want[segment.offset + i * segment.layer_nbytes :][: rows.numel()] = rows.view(-1)
-                sums[i * segment.pairs :][: segment.pairs] = torch.tensor([checksum_reference(r.numpy()) for r in rows])
+                want[segment.offset + i * segment.layer_stride :][: rows.numel()] = rows.view(-1)
+                sums = want[segment.sums + i * segment.sums_stride :][: 8 * segment.pairs].view(torch.int64)
+                sums[:] = torch.tensor([checksum_reference(row.numpy()) for row in rows])
         return want
 
 
@@ -183,4 +183,5 @@ def place(
     )
     pair = inside // slab.pair_nbytes
     order = layer, layout.segments.index(segment), pair
-    return segment.offset + byte, order, Mismatch(layer, slab.component, int(pairs.dst_index[pair]))
+    at = segment.offset + index * segment.layer_stride + inside
+    return at, order, Mismatch(layer, slab.component, int(pairs.dst_index[pair]))

@@ -142,13 +142,21 @@ def test_prepare_compiles_what_is_launched(checksum: bool, monkeypatch: pytest.M
 
 
 def test_equal_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are (position in the segment, first job, jobs); jobs 0 to 2 are of K, 3 to 5 of V."""
+    """Runs are (position in the group, first job, jobs); even jobs are of K, odd ones of V."""
     monkeypatch.setattr("oracle.GAP", 16)
     plan, sender, _ = packers(gqa(**BF16), gqa(**BF16))
-    for layers, runs in (((0, 1, 2), [(0, 0, 3)]), ((1, 2), [(0, 1, 2)]), ((0, 2), [(0, 0, 1), (1, 2, 1)])):
-        keys, values = piece_layout(plan, Piece(layers, 0, 4), limit_tokens=16, checksum=True).segments
-        assert [run[:3] for run in sender._runs(keys)] == runs
-        assert [run[:3] for run in sender._runs(values)] == [(position, 3 + job, num) for position, job, num in runs]
+    for layers, runs in (((0, 1, 2), [(0, 0, 6)]), ((1, 2), [(0, 2, 4)]), ((0, 2), [(0, 0, 2), (2, 4, 2)])):
+        layout = piece_layout(plan, Piece(layers, 0, 4), limit_tokens=16, checksum=True)
+        assert [(run.position, run.first_job, run.num_jobs) for run in sender._runs(layout)] == runs
+
+
+def test_slabs_that_are_unlike_are_launches_of_their_own() -> None:
+    plan, sender, _ = packers(gqa(**BF16, v_head_dim=3), gqa(**BF16, v_head_dim=3))
+    layout = piece_layout(plan, Piece((1, 2), 0, 4), limit_tokens=16, checksum=True)
+    assert [(run.segment.slab.component, run.first_job, run.num_jobs) for run in sender._runs(layout)] == [
+        ("k", 1, 2),
+        ("v", 4, 2),
+    ]
 
 
 def test_layers_that_are_aligned_unlike_are_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +166,9 @@ def test_layers_that_are_aligned_unlike_are_not_one_launch(monkeypatch: pytest.M
     local = Pages(Pool.random(gqa(**BF16), 4, np.random.default_rng()), torch.device("cpu")).local
     places = {**local.placements, ("k", 1): replace(local.placements["k", 1], offset=8)}
     sender = PagePacker(plan, replace(local, placements=places), sending=True)
-    keys, values = piece_layout(plan, Piece((0, 1, 2), 0, 4), limit_tokens=16, checksum=True).segments
-    runs = [(run.position, run.first_job, run.num_jobs, run.geometry.unit) for run in sender._runs(keys)]
-    assert runs == [(0, 0, 1, 16), (1, 1, 1, 8), (2, 2, 1, 16)]
-    assert [(run.num_jobs, run.geometry.unit) for run in sender._runs(values)] == [(3, 16)]
+    layout = piece_layout(plan, Piece((0, 1, 2), 0, 4), limit_tokens=16, checksum=True)
+    runs = [(run.position, run.first_job, run.num_jobs, run.geometry.unit) for run in sender._runs(layout)]
+    assert runs == [(0, 0, 2, 16), (2, 2, 1, 8), (3, 3, 3, 16)]
 
 
 # Mismatches

@@ -144,11 +144,14 @@ class Transfer:
             sources = [torch.from_numpy(tensor.reshape(-1)) for tensor in src]
             where = {"start": piece.start, "limit_tokens": self.limit}
             assert gather_reference(sources, ids, packed, shape, **where) == set()
-            inside[segment.offset : segment.offset + segment.nbytes] = packed.numpy()
-            if self.checksum:
-                pairs = packed.numpy().reshape(-1, slab.pair_nbytes)
-                sums = np.array([checksum_reference(pair) for pair in pairs], np.int64).view(np.uint8)
-                inside[segment.sums : segment.sums + len(sums)] = sums
+            for number, rows in enumerate(packed.numpy().reshape(len(slab.layers), -1)):
+                at = segment.offset + number * segment.layer_stride
+                inside[at : at + len(rows)] = rows
+                if self.checksum:
+                    pairs = rows.reshape(-1, slab.pair_nbytes)
+                    sums = np.array([checksum_reference(pair) for pair in pairs], np.int64).view(np.uint8)
+                    at = segment.sums + number * segment.sums_stride
+                    inside[at : at + len(sums)] = sums
         return memory
 
 
@@ -319,11 +322,13 @@ def corrupted(layout: PieceLayout, piece: Piece, transfer: Transfer, offset: int
             src_page_size=transfer.plan.src_page_size,
             dst_page_size=transfer.plan.dst_page_size,
         )
-        count = len(slab.layers) * len(pairs)
-        for first, size in ((segment.offset, slab.pair_nbytes), (segment.sums, 8)):
-            if first <= offset < first + count * size:
-                number, pair = divmod((offset - first) // size, len(pairs))
-                return Mismatch(slab.layers[number], slab.component, int(pairs.dst_index[pair]))
+        for number, layer in enumerate(slab.layers):
+            data = segment.offset + number * segment.layer_stride
+            sums = segment.sums + number * segment.sums_stride
+            for first, size in ((data, slab.pair_nbytes), (sums, 8)):
+                if first <= offset < first + len(pairs) * size:
+                    pair = (offset - first) // size
+                    return Mismatch(layer, slab.component, int(pairs.dst_index[pair]))
     return None
 
 
@@ -376,7 +381,7 @@ def test_the_first_of_several_is_named_by_layer_then_component_then_page(
         (values, 0, 9, Mismatch(0, "v", 2)),
     ]
     for segment, number, pair, named in spoiled:
-        stage.bytes[segment.offset + number * segment.layer_nbytes + pair * segment.slab.pair_nbytes] ^= 1
+        stage.bytes[segment.offset + number * segment.layer_stride + pair * segment.slab.pair_nbytes] ^= 1
         transfer.scatter(piece, stage)
         assert transfer.find_bad(piece, stage) == named
 

@@ -85,14 +85,22 @@ def problems(verb: Verb, pieces: Sequence[tuple[Piece, int]]) -> list[str]:
         spans = []
         for segment in layout.segments:
             assert segment.pairs == len(verb.listed(segment.slab, piece.start, piece.num_pages))
-            assert segment.offset % ALIGNMENT == 0
             assert segment.nbytes == len(segment.slab.layers) * segment.pairs * segment.slab.pair_nbytes
-            spans.append((segment.offset, segment.offset + segment.nbytes))
+            for number in range(len(segment.slab.layers)):
+                at = segment.offset + number * segment.layer_stride
+                spans.append((at, at + segment.layer_nbytes))
+                if verb.checksum:
+                    at = segment.sums + number * segment.sums_stride
+                    spans.append((at, at + 8 * segment.pairs))
             if verb.checksum:
                 assert segment.sums % 8 == 0
-                spans.append((segment.sums, segment.sums + 8 * len(segment.slab.layers) * segment.pairs))
             else:
                 assert segment.sums == 0
+        at = 0
+        while at < len(layout.segments):
+            assert layout.segments[at].offset % ALIGNMENT == 0
+            at += layout.segments[at].group
+        assert at == len(layout.segments)
         if sum(len(s.slab.layers) * s.pairs for s in layout.segments) != len(owed):
             wrong.append(f"{piece}: not all pairs have a place")
         ends = [0, *(end for _, end in sorted(spans))]
