@@ -49,6 +49,7 @@ class PassClock:
         self._targets = targets
         self._gpu = None if engine.device is None else engine.device.index
         self._layers = 0
+        self._verbs = 0  # called before the last layer had run
         self._first: float | torch.cuda.Event = 0.0
         self._last: float | torch.cuda.Event | None = None
         self._sends: list[_Send] = []
@@ -60,6 +61,7 @@ class PassClock:
             self._first = self._now()
         elif is_last:
             self._last = self._now()
+            self._verbs = len(self._sends)
 
     def sent(self, work: KVWork, began: float, nbytes: int) -> None:
         """A verb for ``nbytes`` bytes of this rank's layers was called at ``began``, and has just returned."""
@@ -77,6 +79,8 @@ class PassClock:
         return Measured(
             tokens=self._tokens,
             layer=self._layer_seconds(),
+            layers=self._layers - 1,
+            verbs=self._verbs,
             launch=sum(launches) / len(launches) if launches else 0.0,
             transfers=self._transfers() if self._gpu is None else self._link(),
         )

@@ -51,7 +51,7 @@ LAYERS = [
     {"engine"},
     {"probe", "registration", "progress", "endpoint", "explain"},
     {"process_group", "groupsize", "decoderlayers"},
-    {"functional", "passclock"},
+    {"functional", "passclock", "layerevents"},
     {"pipeline"},
 ]
 

@@ -1,0 +1,130 @@
+"""A model that runs nowhere in particular, and a group that writes down what it is asked to send."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import torchkv
+from torchkv import KVLayout
+from torchkv.groupsize import Measured
+
+__all__ = ["INPUT", "Block", "Fixed", "Group", "Model", "Work", "hooks", "layout"]
+
+
+class Block(nn.Module):
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if experts:
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Model(nn.Module):
+    """``order``: which layers run, and when."""
+
+    def __init__(self, num_layers: int = 5, experts: int = 0, order: list[int] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(experts) for _ in range(num_layers))
+        self.order = list(range(num_layers)) if order is None else order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.order:
+            x = self.layers[layer](x)
+        return x
+
+
+class Work:
+    """A send that is over at once, or has failed."""
+
+    seconds = 1e-3
+
+    def __init__(self, error: torchkv.KVError | None = None) -> None:
+        self.error = error
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> torchkv.KVError | None:
+        return self.error
+
+
+class Group:
+    """What a `KVProcessGroup` would be asked, in order: ("send", request, layers, ...), ("cancel", request)."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.log: list[tuple[Any, ...]] = []
+        self.fails: dict[str, torchkv.KVError] = {}  # request -> what its next send raises
+        self.tombstones: dict[str, torchkv.KVError] = {}
+        self._engine = SimpleNamespace(
+            device=None,
+            lock=threading.Lock(),
+            roster=SimpleNamespace(me=SimpleNamespace(num_pages=100), targets=lambda dst, what: (1,)),
+            sender=SimpleNamespace(admit=self._admit, prefix_tokens=lambda request, rank: 0),
+        )
+
+    def _registered(self, verb: str) -> tuple[Any, KVLayout]:
+        return self._engine, self.layout
+
+    def _check_open(self, engine: Any, what: str) -> None: ...
+
+    def _check_alive(self, engine: Any, ranks: Any, what: str) -> None: ...
+
+    def _admit(self, request: str, rank: int, start: int, num_pages: int) -> None:
+        if request in self.tombstones:
+            raise self.tombstones[request]
+
+    def send_pages(self, request: str, pages: Any, dst: Any, *, layers: Any, start: int, event: Any) -> Work:
+        if request in self.fails:
+            raise self.fails[request]
+        self.log.append(("send", request, tuple(layers), np.asarray(pages).tolist(), dst, start, event))
+        return Work()
+
+    def cancel(self, request: str) -> Work:
+        self.log.append(("cancel", request))
+        return Work()
+
+    def sent(self, request: str = "r") -> list[tuple[int, ...]]:
+        return [entry[2] for entry in self.log if entry[:2] == ("send", request)]
+
+
+def layout(num_layers: int = 5, **changes: Any) -> KVLayout:
+    return KVLayout.gqa(num_layers=num_layers, num_kv_heads=2, head_dim=8, page_size=16, dtype=torch.float16, **changes)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+INPUT = torch.ones(2, 4)
+
+
+class Fixed:
+    learns = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked: list[dict[str, int]] = []
+        self.measures: list[Callable[[], Measured | None]] = []
+
+    def group_size(self, **asked: int) -> int:
+        self.asked.append(asked)
+        return self.size
+
+    def learn(self, measure: Callable[[], Measured | None]) -> None:
+        self.measures.append(measure)

@@ -1,0 +1,244 @@
+"""Group sizes: the prediction against a simulation, what measuring finds out, the published formula's values."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchkv.errors import ProtocolError
+from torchkv.groupsize import Adaptive, Estimator, Measured, Published, Timing, best_group_size, total_seconds
+
+seconds = st.floats(1e-6, 1.0)
+timings = st.builds(Timing, layer=seconds, transfer=seconds, overhead=seconds, launch=st.floats(0, 1e-2))
+
+
+def simulated(size: int, num_layers: int, timing: Timing) -> float:
+    """One layer after the other, one transfer after the other."""
+    clock, link_free = 0.0, 0.0
+    for layer in range(num_layers):
+        clock += timing.layer
+        if (layer + 1) % size == 0 or layer + 1 == num_layers:
+            clock += timing.launch
+            in_group = layer % size + 1
+            link_free = max(link_free, clock) + timing.overhead + in_group * timing.transfer
+    return link_free
+
+
+@given(size=st.integers(1, 40), num_layers=st.integers(1, 40), timing=timings)
+def test_total_seconds_is_what_a_simulation_takes(size: int, num_layers: int, timing: Timing) -> None:
+    size = min(size, num_layers)
+    assert total_seconds(size, num_layers, timing) == pytest.approx(simulated(size, num_layers, timing))
+
+
+@given(num_layers=st.integers(1, 40), timing=timings)
+def test_the_best_size_never_loses_to_sending_once_and_to_no_other_by_much(num_layers: int, timing: Timing) -> None:
+    best = simulated(best_group_size(num_layers, timing), num_layers, timing)
+    once = simulated(num_layers, num_layers, timing)
+    assert best <= once
+    least = min(simulated(size, num_layers, timing) for size in range(1, num_layers + 1))
+    assert best <= least + 0.35 * num_layers * (timing.overhead + timing.transfer) + 1e-9
+
+
+def test_long_prompts_expose_one_small_group() -> None:
+    # 40 ms to compute, 20 ms to send: nearly all of it hides.
+    timing = Timing(layer=1e-3, transfer=0.5e-3)
+    size = best_group_size(40, timing)
+    assert total_seconds(size, 40, timing) - 40e-3 < 2e-3 + 40 * timing.launch
+    assert total_seconds(40, 40, timing) - 40e-3 > 20e-3
+
+
+def test_no_size_relies_on_the_last_microsecond() -> None:
+    # Nine layers' transfers just fit behind the tenth: one per cent slower, and they would not.
+    timing = Timing(layer=1e-3, transfer=0.9e-3 / 9, overhead=100e-6, launch=0)
+    size = best_group_size(10, timing)
+    assert size < 9
+    assert total_seconds(9, 10, timing) <= total_seconds(size, 10, timing) + 1e-9  # the negative control
+
+
+def test_short_prompts_are_sent_once() -> None:
+    # Two verbs cost more than what they could hide.
+    assert best_group_size(32, Timing(layer=2e-6, transfer=1e-6, overhead=100e-6, launch=20e-6)) == 32
+
+
+def test_a_model_of_one_layer_has_one_group() -> None:
+    assert best_group_size(1, Timing(layer=1.0, transfer=1.0)) == 1
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def learned(*passes: Measured) -> Estimator:
+    estimator = Estimator()
+    for one in passes:
+        estimator.observe(one)
+    return estimator
+
+
+def test_nothing_is_known_before_layers_and_link_have_been_measured() -> None:
+    for known in (
+        learned(),
+        learned(Measured(tokens=100, layer=1e-3)),
+        learned(Measured(tokens=100, transfers=((1, 1000, 1e-3),))),
+        learned(Measured(tokens=0, layer=1.0, transfers=((1, 0, 1.0), (0, 5, 1.0), (1, 5, 0.0)))),
+    ):
+        assert known.timing(tokens=100, layer_nbytes=1000) is None
+    everything = learned(Measured(tokens=100, layer=1e-3, transfers=((1, 1000, 1e-3),)))
+    assert everything.timing(tokens=100, layer_nbytes=1000) is not None
+    assert everything.timing(tokens=0, layer_nbytes=0) is None
+
+
+def test_overhead_and_rate_are_told_apart() -> None:
+    rng = random.Random()
+    overhead, rate = rng.uniform(1e-5, 1e-3), rng.uniform(1e8, 1e11)
+    spans = []
+    for _ in range(30):
+        count, nbytes = rng.randint(1, 8), rng.randint(1 << 16, 1 << 26)
+        spans.append((count, nbytes, count * overhead + nbytes / rate))
+    timing = learned(Measured(tokens=64, layer=2e-3, launch=30e-6, transfers=tuple(spans))).timing(
+        tokens=64, layer_nbytes=1 << 20
+    )
+    assert timing is not None
+    assert timing.overhead == pytest.approx(overhead, rel=1e-3)
+    assert timing.transfer == pytest.approx((1 << 20) / rate, rel=1e-3)
+    assert timing.layer == pytest.approx(2e-3)
+
+
+def test_what_verbs_cost_shows_in_how_long_layers_take_beside_them() -> None:
+    link = ((1, 10**6, 1e-3),)
+    estimator = learned(*[Measured(tokens=64, layer=1e-3, launch=50e-6, transfers=link, layers=31) for _ in range(5)])
+
+    def launch() -> float:
+        timing = estimator.timing(tokens=64, layer_nbytes=1)
+        assert timing is not None
+        assert timing.layer <= 1e-3 + 1e-9  # verbs are not taken for layers
+        return timing.launch
+
+    assert 20e-6 < launch() < 50e-6
+    for _ in range(30):  # ten verbs add 6.2 ms to 31 ms
+        estimator.observe(Measured(tokens=64, layer=1.2e-3, launch=50e-6, layers=31, verbs=10))
+    assert launch() == pytest.approx(620e-6, rel=0.01)
+    for _ in range(10):
+        estimator.observe(Measured(tokens=64, layer=1e-3, launch=50e-6, layers=31))
+    assert launch() > 500e-6
+    for _ in range(300):
+        estimator.observe(Measured(tokens=64, layer=1e-3, launch=50e-6, layers=31))
+    assert launch() < 60e-6
+    for _ in range(30):  # faster than ever: no verb costs less than nothing
+        estimator.observe(Measured(tokens=64, layer=0.5e-3, launch=50e-6, layers=31, verbs=10))
+    assert launch() == pytest.approx(50e-6, rel=0.1)
+
+
+def test_a_machine_on_which_verbs_are_dear_sends_once() -> None:
+    policy = Adaptive()
+    ask = {"tokens": 256, "num_layers": 12, "layer_nbytes": 10**5}
+    once = Measured(tokens=256, layer=20e-3, transfers=((1, 12 * 10**5, 2.4e-3),), launch=0.2e-3, layers=11)
+    policy.learn(lambda: once)
+    size = policy.group_size(**ask)
+    assert size < 12
+    for _ in range(5):  # the transfer that was hidden cost more than it saved
+        policy.learn(lambda: Measured(tokens=256, layer=20.5e-3, launch=0.2e-3, layers=11, verbs=1))
+    assert policy.group_size(**ask) == 12
+
+
+@pytest.mark.parametrize("nbytes", [1 << 24, 1 << 10])
+def test_equal_transfers_are_explained_by_some_overhead_and_some_rate(nbytes: int) -> None:
+    took = 50e-6 if nbytes == 1 << 10 else 2e-3
+    known = learned(*[Measured(tokens=64, layer=1e-3, transfers=((1, nbytes, took),)) for _ in range(3)])
+    timing = known.timing(tokens=64, layer_nbytes=nbytes)
+    assert timing is not None
+    assert timing.overhead + timing.transfer == pytest.approx(took)
+    assert timing.transfer >= 0
+    assert timing.overhead > 0
+
+
+def test_layer_time_is_taken_from_the_nearest_length_in_proportion() -> None:
+    known = learned(
+        Measured(tokens=1000, layer=1e-3, transfers=((1, 1, 1.0),)),
+        Measured(tokens=16000, layer=40e-3),
+    )
+    for tokens, layer in [(1000, 1e-3), (2000, 2e-3), (500, 0.5e-3), (16000, 40e-3), (8000, 20e-3)]:
+        timing = known.timing(tokens=tokens, layer_nbytes=1)
+        assert timing is not None
+        assert timing.layer == pytest.approx(layer), tokens
+
+
+def test_old_measurements_are_forgotten() -> None:
+    fast, slow = (1, 10**9, 0.1), (1, 10**9, 10.0)
+    estimator = learned(*[Measured(tokens=64, layer=1e-3, transfers=(fast,)) for _ in range(20)])
+    before = estimator.timing(tokens=64, layer_nbytes=10**9)
+    for _ in range(40):
+        estimator.observe(Measured(tokens=64, layer=5e-3, transfers=(slow,)))
+    after = estimator.timing(tokens=64, layer_nbytes=10**9)
+    assert before is not None
+    assert after is not None
+    assert before.transfer == pytest.approx(0.1, rel=0.01)
+    assert after.transfer == pytest.approx(10.0, rel=0.01)
+    assert after.layer == pytest.approx(5e-3, rel=0.01)
+
+
+def test_adaptive_sends_the_first_pass_once_and_learns_from_it() -> None:
+    policy = Adaptive()
+    ask = {"tokens": 4096, "num_layers": 40, "layer_nbytes": 1 << 22}
+    assert policy.group_size(**ask) == 40
+    over = False
+    # 40 ms of computing, 40 ms of sending.
+    measured = Measured(tokens=4096, layer=1e-3, transfers=((1, 40 << 22, 40e-3),))
+    policy.learn(lambda: measured if over else None)
+    assert policy.group_size(**ask) == 40
+    over = True
+    assert policy.group_size(**ask) < 10
+    short = {"tokens": 16, "num_layers": 40, "layer_nbytes": 1 << 14}
+    assert policy.group_size(**short) == 40
+
+
+def test_adaptive_does_not_remember_passes_that_never_end() -> None:
+    policy = Adaptive()
+    asked = []
+    for number in range(100):
+        policy.learn(lambda number=number: asked.append(number))
+    policy.group_size(tokens=1, num_layers=1, layer_nbytes=1)
+    assert 0 < len(asked) < 100
+    assert asked[-1] == 99
+
+
+# ---------------------------------------------------------------------- the published formula
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "tokens", "size"),
+    [
+        *((80, 3071, 80), (80, 3072, 8), (80, 6144, 11), (80, 8192, 16), (80, 9216, 20), (80, 1 << 20, 20)),
+        *((32, 3072, 3), (32, 6144, 4), (32, 8192, 6), (32, 9216, 8), (5, 9216, 1), (4, 9216, 4)),
+    ],
+)
+def test_published_sizes(num_layers: int, tokens: int, size: int) -> None:
+    assert Published().group_size(tokens=tokens, num_layers=num_layers, layer_nbytes=0) == size
+
+
+@pytest.mark.parametrize("saturation", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("min_tokens", [0, 1])
+@pytest.mark.parametrize("tokens", [0, 1, 10**6])
+@pytest.mark.parametrize("num_layers", [0, 1, 80])
+def test_published_formula_divides_by_zero_nowhere(
+    saturation: float, min_tokens: int, tokens: int, num_layers: int
+) -> None:
+    policy = Published(min_tokens=min_tokens, saturation=saturation)
+    size = policy.group_size(tokens=tokens, num_layers=num_layers, layer_nbytes=0)
+    assert 1 <= size <= max(1, num_layers)
+
+
+def test_published_formula_has_ever_larger_groups() -> None:
+    sizes = [Published().group_size(tokens=tokens, num_layers=80, layer_nbytes=0) for tokens in range(3072, 12000, 64)]
+    assert sizes == sorted(sizes)
+    assert math.ceil(80 / sizes[0]) == 10
+    assert math.ceil(80 / sizes[-1]) == 4
+
+
+@pytest.mark.parametrize("wrong", [{"min_tokens": -1}, {"min_iters": 0}, {"min_iters": 5, "max_iters": 4}])
+def test_published_formula_refuses_parameters_without_meaning(wrong: dict[str, int]) -> None:
+    with pytest.raises(ProtocolError, match="min_iters"):
+        Published(**wrong)

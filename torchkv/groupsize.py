@@ -1,0 +1,238 @@
+"""How many layers to send at a time: a policy that measures, and a published formula to compare it with.
+
+Formulas and running averages only; `pipeline` brings the measurements.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torchkv.errors import ProtocolError
+
+__all__ = ["Adaptive", "Estimator", "Measured", "Policy", "Published", "Timing", "best_group_size", "total_seconds"]
+
+# Below this part of the transfer time, a saving is not worth its risk: what was measured is never exact.
+WORTHWHILE = 0.1
+# So much slower than measured may the link turn out to be before a size is a bad choice: without this, one layer's
+# computation would have to hide all the others' transfer to the last microsecond.
+SLACK = 1.25
+# Until there are measurements: the word to the progress thread, the copy's start, the flush and the attestation.
+ASSUMED_OVERHEAD = 100e-6
+ASSUMED_LAUNCH = 20e-6
+# The weight of what was known against one new measurement.
+MEMORY = 0.8
+# The same, of what verbs were seen to cost beside computation, against passes that have none there. They bring it down
+# slowly, so that what was once too dear is tried again one day.
+LONG_MEMORY = 0.98
+MAX_UNREAD = 16
+
+
+class Policy(Protocol):
+    """What decides the size of the layer groups of one forward pass."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether `learn` wants to be called: measuring costs a little."""
+
+    def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
+        """Layers a group, at least 1; ``num_layers`` or more sends once, behind the last layer.
+
+        tokens: of the forward pass. layer_nbytes: bytes that the request sends of each layer.
+        """
+
+    def learn(self, measure: Callable[[], Measured | None]) -> None:
+        """``measure`` tells how a pass went; None while that is not known yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What one pass costs, in seconds.
+
+    layer: to compute one layer. transfer: to move one layer's bytes. overhead: of each transfer, beside its bytes.
+    launch: by which each transfer prolongs the computation: its verb, and what moving bytes takes of the processor.
+    """
+
+    layer: float
+    transfer: float
+    overhead: float = ASSUMED_OVERHEAD
+    launch: float = ASSUMED_LAUNCH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How one pass went. Zeros, and an empty list, stand for what could not be measured.
+
+    layer: seconds to compute one layer at ``tokens`` tokens. transfers: (number of transfers, bytes, seconds) of spans
+    of time in which the link was busy. launch: seconds of one verb on the calling thread. layers, verbs: how many of
+    them ``layer`` is the average of, and how many verbs were called meanwhile.
+    """
+
+    tokens: int
+    layer: float = 0.0
+    transfers: tuple[tuple[int, int, float], ...] = ()
+    launch: float = 0.0
+    layers: int = 0
+    verbs: int = 0
+
+
+def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
+    """From the start of the first layer until all bytes are visible, with groups of ``size`` layers.
+
+    Groups are computed one after the other and transferred one after the other, each once it has been computed; the
+    last one has what is left over.
+    """
+    groups = -(-num_layers // size)
+    last = num_layers - (groups - 1) * size
+    compute = size * timing.layer + timing.launch
+    transfer = timing.overhead + size * timing.transfer
+    computed = num_layers * timing.layer + groups * timing.launch
+    sent = 0.0  # when all groups but the last one are there
+    if groups > 1:
+        sent = (groups - 1) * max(compute, transfer) + min(compute, transfer)
+    return max(computed, sent) + timing.overhead + last * timing.transfer
+
+
+def best_group_size(num_layers: int, timing: Timing) -> int:
+    """The size with the least `total_seconds`, or ``num_layers`` where that saves too little against sending once."""
+    once = total_seconds(num_layers, num_layers, timing)
+    exposed = timing.overhead + num_layers * timing.transfer
+    late = replace(timing, transfer=SLACK * timing.transfer, overhead=SLACK * timing.overhead)
+    # The largest of those that are equally good: it takes the fewest verbs.
+    best = min(range(num_layers, 0, -1), key=lambda size: total_seconds(size, num_layers, late))
+    return best if total_seconds(best, num_layers, timing) < once - WORTHWHILE * exposed else num_layers
+
+
+class Estimator:
+    """Running averages of what passes have cost. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[float, float]] = {}  # bit length of tokens -> average tokens, seconds a layer
+        self._launch = ASSUMED_LAUNCH
+        self._counts = 0.0  # decayed sums over transfers, for the least squares of seconds = a * count + b * bytes
+        self._counts_counts = self._counts_bytes = self._bytes_bytes = 0.0
+        self._counts_seconds = self._bytes_seconds = 0.0
+
+    def observe(self, measured: Measured) -> None:
+        """Takes one pass into account."""
+        if measured.tokens > 0 and measured.layer > 0:
+            self._observe_layers(measured)
+        transfers = [one for one in measured.transfers if one[0] > 0 and one[1] > 0 and one[2] > 0]
+        if transfers:
+            self._forget()
+        for count, nbytes, seconds in transfers:
+            self._counts += 1
+            self._counts_counts += count * count
+            self._counts_bytes += count * nbytes
+            self._bytes_bytes += nbytes * nbytes
+            self._counts_seconds += count * seconds
+            self._bytes_seconds += nbytes * seconds
+
+    def _observe_layers(self, measured: Measured) -> None:
+        """Layer time is that of passes without verbs; what the others take longer is what verbs cost."""
+        key = measured.tokens.bit_length()
+        tokens, seconds = self._layers.get(key, (float(measured.tokens), measured.layer))
+        expected = seconds * measured.tokens / tokens
+        if measured.verbs:
+            extra = (measured.layer - expected) * measured.layers / measured.verbs
+            self._launch = _blend(self._launch, max(extra, measured.launch))
+        elif measured.launch:
+            self._launch = _blend(self._launch, measured.launch, LONG_MEMORY)
+        if not measured.verbs or measured.layer < expected:
+            self._layers[key] = (_blend(tokens, measured.tokens), _blend(seconds, measured.layer))
+
+    def timing(self, *, tokens: int, layer_nbytes: int) -> Timing | None:
+        """What a pass of ``tokens`` tokens would cost; None as long as nothing is known of layers or of the link."""
+        if not self._layers or not self._counts or tokens < 1:
+            return None
+        near = min(self._layers.values(), key=lambda known: max(known[0] / tokens, tokens / known[0]))
+        overhead, byte = self._link()
+        # Proportional to tokens: below what longer and shorter prompts really take, so hiding is not overestimated.
+        layer = near[1] * tokens / near[0]
+        return Timing(layer=layer, transfer=byte * layer_nbytes, overhead=overhead, launch=self._launch)
+
+    def _link(self) -> tuple[float, float]:
+        """Seconds of each transfer, and of each byte."""
+        determinant = self._counts_counts * self._bytes_bytes - self._counts_bytes**2
+        if determinant > 1e-3 * self._counts_counts * self._bytes_bytes:
+            overhead = self._counts_seconds * self._bytes_bytes - self._bytes_seconds * self._counts_bytes
+            byte = self._bytes_seconds * self._counts_counts - self._counts_seconds * self._counts_bytes
+            if overhead >= 0 and byte >= 0:
+                return overhead / determinant, byte / determinant
+        # All alike: which part is overhead does not show.
+        seconds = self._bytes_seconds - ASSUMED_OVERHEAD * self._counts_bytes
+        if seconds > 0:
+            return ASSUMED_OVERHEAD, seconds / self._bytes_bytes
+        return self._counts_seconds / self._counts_counts, 0.0
+
+    def _forget(self) -> None:
+        self._counts *= MEMORY
+        self._counts_counts *= MEMORY
+        self._counts_bytes *= MEMORY
+        self._bytes_bytes *= MEMORY
+        self._counts_seconds *= MEMORY
+        self._bytes_seconds *= MEMORY
+
+
+def _blend(known: float, new: float, memory: float = MEMORY) -> float:
+    return memory * known + (1 - memory) * new
+
+
+class Adaptive:
+    """Groups as the measured layer time and link rate suggest; the first pass is sent once, and measured.
+
+    Never slower than sending once, as far as the measurements hold. Not thread-safe; `pipeline` serialises.
+    """
+
+    learns = True
+
+    def __init__(self, estimator: Estimator | None = None) -> None:
+        """estimator: what is known already."""
+        self.estimator = Estimator() if estimator is None else estimator
+        self._unread: deque[Callable[[], Measured | None]] = deque(maxlen=MAX_UNREAD)
+
+    def learn(self, measure: Callable[[], Measured | None]) -> None:
+        self._unread.append(measure)
+
+    def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
+        for _ in range(len(self._unread)):
+            measure = self._unread.popleft()
+            if (measured := measure()) is None:
+                self._unread.append(measure)
+            else:
+                self.estimator.observe(measured)
+        timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
+        return num_layers if timing is None else best_group_size(num_layers, timing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published formula (SGLang's layer-wise transfer): fewer, larger groups for longer prompts.
+
+    Prompts below ``min_tokens``, and models of at most 4 layers, are sent once. From there to ``saturation`` times
+    ``min_tokens`` the number of groups falls from ``max_iters`` to ``min_iters``. Raises ``ProtocolError``.
+    """
+
+    min_tokens: int = 3072
+    max_iters: int = 10
+    min_iters: int = 4
+    saturation: float = 3.0
+
+    learns = False
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 0 or not 1 <= self.min_iters <= self.max_iters:
+            raise ProtocolError(f"{self}: needs min_tokens >= 0 and 1 <= min_iters <= max_iters")
+
+    def learn(self, measure: Callable[[], Measured | None]) -> None:
+        """Nothing to learn."""
+
+    def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
+        if num_layers <= 4 or tokens < max(1, self.min_tokens):
+            return max(1, num_layers)
+        span = self.min_tokens * (max(self.saturation, 1.01) - 1)
+        done = min((tokens - self.min_tokens) / span, 1.0) if span else 1.0
+        groups = round(self.max_iters - done * (self.max_iters - self.min_iters))
+        return max(1, num_layers // groups)
