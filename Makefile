@@ -29,6 +29,7 @@ demo: setup
 	$(RUN) 4 $(DEMO) --model deepseek_v3 --prefill 2 --decode 2
 	$(RUN) 3 $(DEMO) --model llama --prefill 2 --decode 1 --path staged
 	$(RUN) 2 $(DEMO) --model llama --prefill 1 --decode 1 --corrupt
+	$(RUN) 2 examples/multi_turn.py
 
 lint: setup
 	$(BIN)/ruff check .
