@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torchkv import kernels
 from torchkv.device import Device
 from torchkv.devicepack import PagePacker, mismatch_slots
 from torchkv.devicepages import DevicePages
-from torchkv.errors import PageOutOfRange, TransportUnavailable
+from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
 from torchkv.packer import Packer, mismatch
 from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
@@ -60,7 +61,7 @@ class DevicePacker(Packer):
         packer = self._packer(grant.plan, sending=True)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
-        with torch.cuda.stream(stream):
+        with _launching(stream):
             packer.gather(layout, piece, ids, memory, **common)
             if checksum:
                 packer.write_sums(layout, piece, ids, memory, **common)
@@ -85,7 +86,7 @@ class DevicePacker(Packer):
         errors = device.error_slot()
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
-        with torch.cuda.stream(stream):
+        with _launching(stream):
             packer.scatter(job.layout, job.piece, upload.ids, memory, **common)
             if slots is not None:
                 packer.verify_sums(job.layout, job.piece, upload.ids, memory, mismatches=slots, **common)
@@ -126,3 +127,15 @@ class DevicePacker(Packer):
             except RuntimeError as error:
                 raise TransportUnavailable(f"the GPU failed: {error}") from error
         self._device.retire(flag)
+
+
+@contextmanager
+def _launching(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Enqueues on ``stream``. Raises ``TransportUnavailable`` for what CUDA or Triton refuse."""
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    except KVError:
+        raise
+    except RuntimeError as error:
+        raise TransportUnavailable(f"the GPU refused to pack pages: {error}") from error

@@ -265,7 +265,7 @@ def test_oversize_is_denied_at_once_and_names_the_setting() -> None:
     assert kit.granted() == [(A, 90)], "as much as there can be"
 
 
-def test_a_lost_grant_ends_in_a_denial_that_says_who_holds_the_ring() -> None:
+def test_F10_a_lost_grant_ends_in_a_denial_that_says_who_holds_the_ring() -> None:
     """sglang#29978: a lost grant or release was a busy loop without end and without a word."""
     kit = Kit()
     kit.ask(A, 70, generation=5)
@@ -431,7 +431,7 @@ def test_a_dead_writer_is_quiescent_everywhere() -> None:
     kit.assert_empty()
 
 
-def test_a_slow_consumer_holds_up_nobody_but_those_who_need_its_space() -> None:
+def test_F11_a_slow_consumer_holds_up_nobody_but_those_who_need_its_space() -> None:
     """Stages that are read slowly stay where they are; the rest of the ring goes round (sglang: FIFO watermark)."""
     kit = Kit()
     kit.ask(A, 30)
