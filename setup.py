@@ -28,7 +28,7 @@ setup(
     ],
     extras_require={
         "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
-        "demo": ["transformers>=5.0,<6", "accelerate>=1.0"],
+        "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
     },
     entry_points={
         "torchkv.backends": [

@@ -1,0 +1,70 @@
+"""The example that shows the overlap: one run as a user starts it, with torchrun, at a small size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the example's model comes from transformers (extra 'demo')")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "overlap_trace.py"
+# The last page is not full, and the last group is not either.
+SMALL = ("--prompt-tokens", "150", "--layers", "3", "--group-size", "2", "--hidden", "64", "--warmups", "1")
+DEADLINE = 100.0
+
+
+def run_example(out: Path) -> tuple[int, list[str]]:
+    """Exit code and lines of stdout and stderr together. Kills every rank when the deadline passes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [*command, str(EXAMPLE), *SMALL, "--corrupt", "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"the example did not end within {DEADLINE:.0f} s; it printed:\n{output}")
+    return process.returncode, output.splitlines()
+
+
+def ranges(trace: Path) -> list[str]:
+    """Names of the example's and the pipeline's ranges, in order of time."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    named = [event for event in events if event.get("cat") == "user_annotation"]
+    named = [event for event in named if re.match(r"layer\[|torchkv::send_layer\[", event["name"])]
+    return [event["name"] for event in sorted(named, key=lambda event: event["ts"])]
+
+
+def test_both_ways_are_traced_and_every_byte_is_right(tmp_path: Path) -> None:
+    code, lines = run_example(tmp_path / "out")
+    output = "\n".join(lines)
+    assert code == 0, output
+    assert [line for line in lines if line.startswith(("PASS ", "FAIL "))] == [
+        "PASS bytes equal after every pass; the flipped value was noticed"
+    ], output
+    rows = {row[0]: row[1:] for row in map(str.split, lines) if row and row[0] in ("once", "pipelined")}
+    assert {way: row[0] for way, row in rows.items()} == {"once": "1", "pipelined": "2"}, output
+    assert rows["once"][-1] == "0.0%"  # what begins when the prefill has ended hides behind nothing of it
+    layers = [f"layer[{n}]" for n in range(3)]
+    assert ranges(tmp_path / "out" / "once.json") == [*layers, "torchkv::send_layer[0..2]"]
+    assert ranges(tmp_path / "out" / "pipelined.json") == [
+        *layers[:2],
+        "torchkv::send_layer[0..1]",
+        layers[2],
+        "torchkv::send_layer[2]",
+    ]
+    drawn = (tmp_path / "out" / "timeline.png").exists()
+    assert drawn != any(line.startswith("no timeline.png: ") for line in lines), output
