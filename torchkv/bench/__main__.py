@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -16,6 +17,9 @@ from torchkv.bench.cases import CASES
 from torchkv.bench.local import PlanResult, plan_rate
 from torchkv.bench.pair import Result, run_case
 from torchkv.bench.post import PostResult, post_cost
+from torchkv.bench.prefix import PrefixResult, lookup_times
+from torchkv.bench.request import RequestResult, request_cost
+from torchkv.bench.shared_prefix import SharedPrefixResult, shared_prefix
 from torchkv.bench.staged import StagedResult, staged_rates
 
 HEADER = (
@@ -59,6 +63,9 @@ def _host(args: argparse.Namespace) -> int:
         _say(out, _staged_line(staged))
         rows.append({"staged": asdict(staged), "ratio": staged.ratio, "times": staged.times, "passed": staged.passed})
         failed |= not staged.passed
+    for row in _requests(args.only, out):
+        rows.append(row)
+        failed |= not row["passed"]
     if args.json:
         json.dump(rows, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -67,12 +74,30 @@ def _host(args: argparse.Namespace) -> int:
     )
 
 
+def _requests(only: str, out: TextIO) -> Iterator[dict[str, Any]]:
+    """What is measured in requests: the fixed cost of one, and what a prefix cache costs and saves."""
+    if only in "request":
+        request = request_cost()
+        _say(out, _request_line(request))
+        ratios = {"ratio": request.ratio, "ratio_p99": request.ratio_p99}
+        yield {"request": asdict(request), **ratios, "wrong": request.wrong, "passed": request.passed}
+    if only in "shared prefix":
+        shared = shared_prefix()
+        _say(out, _shared_prefix_line(shared))
+        ratios = {"excess": shared.excess, "bytes_saved": shared.bytes_saved, "time_saved": shared.time_saved}
+        yield {"shared prefix": asdict(shared), **ratios, "wrong": shared.wrong, "passed": shared.passed}
+    if only in "prefix lookup":
+        for lookup in lookup_times():
+            _say(out, _lookup_line(lookup))
+            yield {"prefix lookup": asdict(lookup), "wrong": lookup.wrong, "passed": lookup.passed}
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m torchkv.bench", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages lie (default cpu)")
     parser.add_argument("--mib", type=int, default=256, help="payload of each run in MiB (default 256)")
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each case (default 9)")
-    parser.add_argument("--only", default="", help="run only the cases whose name contains this")
+    parser.add_argument("--only", default="", help="run only what has this in its name")
     parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
     parser.add_argument("--report-only", action="store_true", help="missed gates do not fail; wrong bytes still do")
     args = parser.parse_args()
@@ -115,6 +140,29 @@ def _staged_line(staged: StagedResult) -> str:
         f"staged over TCP: {staged.nbytes} bytes in slices of 512 B at {staged.staged:.2f} GB/s, with checksums "
         f"{staged.checked:.2f}; {staged.times:.0f}x of descriptors ({staged.slices:.3f} GB/s; gate 10x), "
         f"{staged.ratio:.2f} of one contiguous put ({staged.put:.2f} GB/s; gate 0.6); #wrong {staged.wrong}"
+    )
+
+
+def _request_line(r: RequestResult) -> str:
+    return (
+        f"request: recv_pages, grant, one layer of {r.nbytes} bytes ({r.lane}), finish and verdict in "
+        f"p50 {r.p50_us:.0f} us (gate 500 us), p99 {r.p99_us:.0f} us; {r.ratio:.1f}x and {r.ratio_p99:.1f}x "
+        f"of a bare UCX round trip (p50 {r.ucx_p50_us:.1f} us, p99 {r.ucx_p99_us:.1f} us); #wrong {r.wrong}"
+    )
+
+
+def _shared_prefix_line(r: SharedPrefixResult) -> str:
+    return (
+        f"shared prefix: {r.prompts} prompts in {r.groups} groups, {r.moved} bytes moved, {r.excess:.4f} of those "
+        f"lacking (gate 1.02); without the cache {r.bytes_saved:.2f}x the bytes and {r.time_saved:.2f}x the time "
+        f"({r.full_seconds:.3f} s to {r.seconds:.3f} s, {r.cache_seconds:.3f} s of it in the cache); #wrong {r.wrong}"
+    )
+
+
+def _lookup_line(r: PrefixResult) -> str:
+    return (
+        f"prefix lookup: page size {r.page_size}, ids in {'an' if r.kind == 'array' else 'a'} {r.kind}, {r.cached} "
+        f"tokens known: p50 {r.match_us:.0f} us (gate 500 us), p99 {r.match_p99_us:.0f} us; #wrong {r.wrong}"
     )
 
 

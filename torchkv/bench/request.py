@@ -1,0 +1,204 @@
+"""What a request costs whatever its size: grant, one tiny layer, seal and verdict, beside a bare UCX round trip."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchkv.bench.check import count_wrong
+from torchkv.bench.pair import fill
+from torchkv.bench.processes import run_two
+from torchkv.cache import KVCache
+from torchkv.errors import TransportUnavailable
+from torchkv.layout import KVLayout
+from torchkv.process_group import current_group
+
+__all__ = ["RequestResult", "request_cost"]
+
+PAGES = 8  # of which one is granted; the others must stay as they are
+WARM_UP = 50
+ROUNDS = 500
+PINGS = 1000  # half of them before the requests, half after
+GATE_US = 500.0
+POISON = 0xDD
+MAX_ADDRESS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResult:
+    """Microseconds of a whole request, and of 8 bytes that go to the other process and back over UCX alone."""
+
+    rounds: int
+    nbytes: int
+    lane: str
+    p50_us: float
+    p99_us: float
+    ucx_p50_us: float
+    ucx_p99_us: float
+    wrong: int
+
+    @property
+    def ratio(self) -> float:
+        return self.p50_us / self.ucx_p50_us
+
+    @property
+    def ratio_p99(self) -> float:
+        """Of the p99 to the median round trip, as the tail of the round trip is the machine's."""
+        return self.p99_us / self.ucx_p50_us
+
+    @property
+    def passed(self) -> bool:
+        return self.wrong == 0 and self.p50_us <= GATE_US
+
+
+def request_cost() -> RequestResult:
+    """In two fresh processes over shared memory.
+
+    A request lasts from the receiver's call of ``recv_pages`` until both sides know the verdict. The sender waits
+    for the grant before it sends.
+    """
+    written, read = run_two(_write, _read)
+    # One clock for all processes of a host, so the two sides' stamps can be subtracted.
+    ended = np.maximum(written["ended"], read["ended"])
+    microseconds = (ended - np.asarray(read["began"]))[WARM_UP:] / 1e3
+    pings = np.asarray(written["pings"]) / 1e3
+    return RequestResult(
+        rounds=ROUNDS,
+        nbytes=written["nbytes"],
+        lane=written["lane"],
+        p50_us=float(np.median(microseconds)),
+        p99_us=float(np.percentile(microseconds, 99)),
+        ucx_p50_us=float(np.median(pings)),
+        ucx_p99_us=float(np.percentile(pings, 99)),
+        wrong=read["wrong"],
+    )
+
+
+def _layout() -> KVLayout:
+    return KVLayout.gqa(num_layers=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.bfloat16)
+
+
+def _write() -> dict[str, Any]:
+    kv = current_group(None)
+    cache = KVCache.empty(_layout(), PAGES, device="cpu")
+    kv.register(cache, instance="writer")
+    pings = _ping(PINGS // 2)
+    ended: list[int] = []
+    nbytes = 0
+    for turn in range(WARM_UP + ROUNDS):
+        fill(cache, seed=turn)
+        request, pages = f"request{turn}", np.array([turn % PAGES])
+        dist.barrier()
+        kv.prefix_tokens(request, 1)
+        work = kv.send_layer(request, 0, pages, 1)
+        kv.finish(request, 1).wait()
+        ended.append(time.monotonic_ns())
+        nbytes = work.bytes
+    lanes = kv.explain(1).lanes
+    lane = max(lanes, key=lambda name: lanes[name].nbytes)
+    return {"ended": ended, "pings": pings + _ping(PINGS // 2), "nbytes": nbytes, "lane": lane}
+
+
+def _read() -> dict[str, Any]:
+    kv = current_group(None)
+    cache = KVCache.empty(_layout(), PAGES, device="cpu")
+    kv.register(cache, instance="reader")
+    _pong(PINGS // 2)
+    source = KVCache.empty(_layout(), PAGES, device="cpu")
+    began: list[int] = []
+    ended: list[int] = []
+    wrong = 0
+    for turn in range(WARM_UP + ROUNDS):
+        request, page = f"request{turn}", (turn * 3 + 1) % PAGES
+        pages = np.array([page])
+        dist.barrier()
+        # Behind the barrier, so that the sender is waiting for its grant by the time the clock starts.
+        for storage in cache.storages:
+            storage.fill_(POISON)
+        fill(source, seed=turn)
+        began.append(time.monotonic_ns())
+        kv.recv_pages(request, pages, 0).wait()
+        ended.append(time.monotonic_ns())
+        wrong += count_wrong(source, cache, torch.tensor([turn % PAGES]), torch.from_numpy(pages))
+        wrong += _touched(cache, page)
+    _pong(PINGS // 2)
+    return {"began": began, "ended": ended, "wrong": wrong}
+
+
+def _touched(cache: KVCache, page: int) -> int:
+    """Bytes that are no longer poison outside of ``page``."""
+    others = torch.arange(PAGES) != page
+    tensors = [tensor for name in ("k", "v") for tensor in cache[name] if tensor is not None]
+    return sum(int((tensor.view(torch.uint8)[others] != POISON).sum()) for tensor in tensors)
+
+
+class _Tags:
+    """A UCX worker of its own and an endpoint to the other process, with UCXX's tagged messages and nothing else."""
+
+    def __init__(self) -> None:
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+
+        context = libucxx.UCXContext({}, feature_flags=(libucxx.Feature.TAG,))
+        self._worker = libucxx.UCXWorker(context)
+        address = libucxx.UCXAddress.create_from_buffer(_swap(bytes(self._worker.address.tobytes())))
+        self._endpoint = libucxx.UCXEndpoint.create_from_worker_address(
+            self._worker, address, endpoint_error_handling=True
+        )
+        self._sent, self._received = Array(np.zeros(8, dtype=np.uint8)), Array(np.zeros(8, dtype=np.uint8))
+        self._tag = libucxx.UCXXTag(7)
+        self._mask = libucxx.UCXXTagMaskFull
+
+    def send(self) -> None:
+        self._complete(self._endpoint.tag_send(self._sent, self._tag))
+
+    def receive(self) -> None:
+        self._complete(self._endpoint.tag_recv(self._received, self._tag, self._mask))
+
+    def close(self) -> None:
+        dist.barrier()  # nobody leaves while the other still waits for a message
+        self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
+
+    def _complete(self, request: Any) -> None:
+        while not request.completed:
+            self._worker.progress()
+        request.check_error()
+
+
+def _ping(count: int) -> list[int]:
+    """Nanoseconds of each of ``count`` round trips; both sides spin, so nothing is faster with UCXX. Rank 0's half."""
+    tags = _Tags()
+    nanoseconds: list[int] = []
+    for _ in range(count + WARM_UP):
+        began = time.monotonic_ns()
+        tags.send()
+        tags.receive()
+        nanoseconds.append(time.monotonic_ns() - began)
+    tags.close()
+    return nanoseconds[WARM_UP:]
+
+
+def _pong(count: int) -> None:
+    tags = _Tags()
+    for _ in range(count + WARM_UP):
+        tags.receive()
+        tags.send()
+    tags.close()
+
+
+def _swap(address: bytes) -> bytes:
+    """Gives the other process ``address``, and returns the other's."""
+    if len(address) > MAX_ADDRESS:
+        raise TransportUnavailable(f"the rival's worker address of {len(address)} bytes exceeds {MAX_ADDRESS}")
+    mine = torch.zeros(8 + MAX_ADDRESS, dtype=torch.uint8)
+    framed = len(address).to_bytes(8, "little") + address
+    mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    theirs = both[1 - dist.get_rank()].numpy().tobytes()
+    return theirs[8 : 8 + int.from_bytes(theirs[:8], "little")]
