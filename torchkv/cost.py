@@ -52,7 +52,7 @@ GPU_PACK_SECONDS = 1 / 540e9
 STAGING_SECONDS = 1.2e-3
 PIECE_SECONDS = 0.75e-3
 PIECES = 4  # of one verb that share the rings
-LARGEST_PIECE = 4 << 20
+LARGEST_PIECE = 4 << 20  # on a host
 
 
 def engine_seconds(*, spans: int, nbytes: int) -> float:

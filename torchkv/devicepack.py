@@ -299,7 +299,7 @@ def _part(stage: torch.Tensor, run: _Run) -> torch.Tensor:
 
 def _one_sided(plan: PairPlan, slab: Slab, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:
     """The geometry between this rank's pages and the packed order."""
-    stride = pages.placements[slab.component, layer].page_stride
+    stride = pages.page_stride(slab.component, layer)
     if sending:
         seen = replace(slab, dst_base=0, dst_token_stride=0, rows=_rows(slab.rows, sending=True))
     else:

@@ -23,7 +23,7 @@ from torchkv.slab import Rows, Slab
 from torchkv.transfer import STEP_BYTES
 from torchkv.transport import Int64Array
 
-__all__ = ["Mismatch", "find_bad", "gather", "scatter", "write_sums"]
+__all__ = ["Mismatch", "Side", "copy", "find_bad", "write_sums"]
 
 # A step ends with the chunk that fills half of it, so a step of whole chunks never exceeds STEP_BYTES.
 CHUNK_BYTES = STEP_BYTES // 2
@@ -39,79 +39,85 @@ class Mismatch(NamedTuple):
     position: int
 
 
-def gather(
-    layout: PieceLayout,
-    piece: Piece,
-    plan: PairPlan,
-    *,
-    pages: Int64Array,
-    ptr: Place,
-    page_stride: Place,
-    stage: int,
-    limit_tokens: int,
-) -> Iterator[int]:
-    """Packs the sender's pages into its stage.
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The pages of one side of a piece.
 
-    layout: of ``piece``, by ``plan``, under a grant of ``limit_tokens`` tokens. pages: int64 ids of sender pages
-    [piece.start, piece.start + piece.num_pages). ptr, page_stride: of this rank's tensor of a component and layer;
-    addresses, and bytes from one page to the next. stage: address of the stage, ``layout.nbytes`` long.
+    sending: whether it is the sender's. pages: int64 ids, of sender pages [piece.start, piece.start + piece.num_pages),
+    or of all the grant's pages. ptr, page_stride: of this rank's tensor of a component and layer; addresses, and bytes
+    from one page to the next. limit_tokens: tokens of the grant.
     """
-    side = _Side(True, piece, plan, pages, ptr, page_stride, limit_tokens)
+
+    sending: bool
+    piece: Piece
+    plan: PairPlan
+    pages: Int64Array
+    ptr: Place
+    page_stride: Place
+    limit_tokens: int
+    _offsets: dict[tuple[int, int], Int64Array] = field(default_factory=dict)  # by offset of the segment, page stride
+
+    def offsets(self, segment: Segment, page_stride: int) -> Int64Array:
+        """Bytes from a layer's address to each pair of the segment."""
+        key = (segment.offset, page_stride)
+        if key not in self._offsets:
+            slab, pairs = segment.slab, self.pairs(segment.slab)
+            if self.sending:
+                index, inside = pairs.src_index, slab.src_base + pairs.src_token * slab.src_token_stride
+            else:
+                index, inside = pairs.dst_index, slab.dst_base + pairs.dst_token * slab.dst_token_stride
+            self._offsets[key] = self.pages[index] * page_stride + inside
+        return self._offsets[key]
+
+    def pairs(self, slab: Slab) -> PagePairs:
+        return page_pairs(
+            slab,
+            num_src_pages=self.piece.num_pages,
+            start=self.piece.start,
+            limit_tokens=self.limit_tokens,
+            src_page_size=self.plan.src_page_size,
+            dst_page_size=self.plan.dst_page_size,
+        )
+
+    def pattern(self, slab: Slab) -> PagePattern:
+        """Where the packed bytes of a pair lie on this side, folded where they are contiguous here."""
+        n0, s0, d0, n1, s1, d1, run = slab.rows
+        if not self.sending:
+            s0, s1 = d0, d1
+        for _ in range(2):
+            if n1 == 1 or s1 == run:
+                n0, s0, n1, s1, run = 1, 0, n0, s0, run * n1
+        return PagePattern(n0, s0, n1, s1, run)
+
+    def sums(self, segment: Segment, layer: int, first: int, last: int, sums: Int64Array) -> None:
+        """Computes ``sums[first:last]`` of one layer of the segment."""
+        component = segment.slab.component
+        offsets = self.offsets(segment, self.page_stride(component, layer))
+        page_sums(self.ptr(component, layer), offsets, first, last, self.pattern(segment.slab), sums)
+
+
+def copy(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
+    """Packs the sender's pages into its stage, or unpacks a stage into the receiver's.
+
+    layout: of the piece, by the plan, under the grant. stage: address of the stage, ``layout.nbytes`` long.
+    """
     return _in_steps(_copied(layout, side, stage))
 
 
-def scatter(
-    layout: PieceLayout,
-    piece: Piece,
-    plan: PairPlan,
-    *,
-    pages: Int64Array,
-    ptr: Place,
-    page_stride: Place,
-    stage: int,
-    limit_tokens: int,
-) -> Iterator[int]:
-    """Unpacks a stage into the receiver's pages. pages: int64 ids of all the grant's pages; the rest as in `gather`."""
-    side = _Side(False, piece, plan, pages, ptr, page_stride, limit_tokens)
-    return _in_steps(_copied(layout, side, stage))
-
-
-def write_sums(
-    layout: PieceLayout,
-    piece: Piece,
-    plan: PairPlan,
-    *,
-    pages: Int64Array,
-    ptr: Place,
-    page_stride: Place,
-    stage: int,
-    limit_tokens: int,
-) -> Iterator[int]:
-    """Computes the checksums from the sender's pages and stores them in the stage; arguments as for `gather`.
+def write_sums(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
+    """Computes the checksums from the sender's pages and stores them in the stage; arguments as for `copy`.
 
     The pages must not be overwritten between the two.
     """
-    side = _Side(True, piece, plan, pages, ptr, page_stride, limit_tokens)
     return _in_steps(_summed(layout, side, stage))
 
 
-def find_bad(
-    layout: PieceLayout,
-    piece: Piece,
-    plan: PairPlan,
-    *,
-    pages: Int64Array,
-    ptr: Place,
-    page_stride: Place,
-    stage: int,
-    limit_tokens: int,
-) -> Generator[int, None, Mismatch | None]:
+def find_bad(layout: PieceLayout, side: Side, stage: int) -> Generator[int, None, Mismatch | None]:
     """Computes the checksums from the receiver's pages and compares; ``bad = yield from find_bad(...)``.
 
     Returns the first page pair that differs (by layer, then by slab of the plan, then by page), or None. Ends there.
-    Arguments as for `scatter`, after it.
+    Arguments as for `copy`, after it.
     """
-    side = _Side(False, piece, plan, pages, ptr, page_stride, limit_tokens)
     bad: list[Mismatch] = []
     yield from _in_steps(_compared(layout, side, stage, bad))
     return bad[0] if bad else None
@@ -138,68 +144,6 @@ def _chunks(segment: Segment) -> Iterator[tuple[int, int, int]]:
         yield first, last, (last - first) * size
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """The pages of one side of a piece; ``sender`` says which."""
-
-    sender: bool
-    piece: Piece
-    plan: PairPlan
-    pages: Int64Array
-    ptr: Place
-    page_stride: Place
-    limit_tokens: int
-    _offsets: dict[tuple[int, int], Int64Array] = field(default_factory=dict)  # by offset of the segment, page stride
-
-    def offsets(self, segment: Segment, page_stride: int) -> Int64Array:
-        """Bytes from a layer's address to each pair of the segment."""
-        key = (segment.offset, page_stride)
-        if key not in self._offsets:
-            slab, pairs = segment.slab, self.pairs(segment.slab)
-            if self.sender:
-                index, token, base, token_stride = (
-                    pairs.src_index,
-                    pairs.src_token,
-                    slab.src_base,
-                    slab.src_token_stride,
-                )
-            else:
-                index, token, base, token_stride = (
-                    pairs.dst_index,
-                    pairs.dst_token,
-                    slab.dst_base,
-                    slab.dst_token_stride,
-                )
-            self._offsets[key] = self.pages[index] * page_stride + (base + token * token_stride)
-        return self._offsets[key]
-
-    def pairs(self, slab: Slab) -> PagePairs:
-        return page_pairs(
-            slab,
-            num_src_pages=self.piece.num_pages,
-            start=self.piece.start,
-            limit_tokens=self.limit_tokens,
-            src_page_size=self.plan.src_page_size,
-            dst_page_size=self.plan.dst_page_size,
-        )
-
-    def pattern(self, slab: Slab) -> PagePattern:
-        """Where the packed bytes of a pair lie on this side, folded where they are contiguous here."""
-        n0, s0, d0, n1, s1, d1, run = slab.rows
-        if not self.sender:
-            s0, s1 = d0, d1
-        for _ in range(2):
-            if n1 == 1 or s1 == run:
-                n0, s0, n1, s1, run = 1, 0, n0, s0, run * n1
-        return PagePattern(n0, s0, n1, s1, run)
-
-    def sums(self, segment: Segment, layer: int, first: int, last: int, sums: Int64Array) -> None:
-        """Computes ``sums[first:last]`` of one layer of the segment."""
-        component = segment.slab.component
-        offsets = self.offsets(segment, self.page_stride(component, layer))
-        page_sums(self.ptr(component, layer), offsets, first, last, self.pattern(segment.slab), sums)
-
-
 class _Copy(NamedTuple):
     """A part of one layer. ``run`` copies it between two addresses: of the source and of the destination."""
 
@@ -207,12 +151,12 @@ class _Copy(NamedTuple):
     run: Callable[[int, int], None]
 
 
-def _copies(segment: Segment, side: _Side, page_stride: int) -> list[_Copy]:
+def _copies(segment: Segment, side: Side, page_stride: int) -> list[_Copy]:
     """What one layer of a segment takes; the same for all layers with this page stride."""
     n0, s0, n1, s1, run = side.pattern(segment.slab)
     offsets = side.offsets(segment, page_stride)
     packed = np.arange(segment.pairs, dtype=np.int64) * segment.slab.pair_nbytes
-    if side.sender:
+    if side.sending:
         rows, src, dst = Rows(n0, s0, n1 * run, n1, s1, run, run), offsets, packed
     else:
         rows, src, dst = Rows(n0, n1 * run, s0, n1, run, s1, run), packed, offsets
@@ -233,7 +177,7 @@ def _spans_copy(src: Int64Array, dst: Int64Array, length: Int64Array) -> Callabl
     return lambda src_ptr, dst_ptr: hostcopy.copy_spans(src_ptr, dst_ptr, src, dst, length, 0, len(length))
 
 
-def _copied(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
+def _copied(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
     for segment in layout.segments:
         component = segment.slab.component
         copies: dict[int, list[_Copy]] = {}
@@ -242,12 +186,12 @@ def _copied(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
             if stride not in copies:
                 copies[stride] = _copies(segment, side, stride)
             pages, packed = side.ptr(component, layer), stage + segment.offset + number * segment.layer_stride
-            for copy in copies[stride]:
-                copy.run(*((pages, packed) if side.sender else (packed, pages)))
-                yield copy.nbytes
+            for part in copies[stride]:
+                part.run(*((pages, packed) if side.sending else (packed, pages)))
+                yield part.nbytes
 
 
-def _summed(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
+def _summed(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
     for segment in layout.segments:
         sums = np.empty(segment.pairs, np.int64)
         for number, layer in enumerate(segment.slab.layers):
@@ -257,7 +201,7 @@ def _summed(layout: PieceLayout, side: _Side, stage: int) -> Iterator[int]:
             _copy_block(sums.ctypes.data, stage + segment.sums + number * segment.sums_stride, sums.nbytes)
 
 
-def _compared(layout: PieceLayout, side: _Side, stage: int, bad: list[Mismatch]) -> Iterator[int]:
+def _compared(layout: PieceLayout, side: Side, stage: int, bad: list[Mismatch]) -> Iterator[int]:
     """Ends with the first mismatch, which it appends to ``bad``."""
     stored = [np.empty((len(segment.slab.layers), segment.pairs), np.int64) for segment in layout.segments]
     for segment, written in zip(layout.segments, stored, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torchkv import hostpack
 from torchkv.devicepages import DevicePages
@@ -94,38 +93,28 @@ class HostPacker(Packer):
     ) -> Iterator[int]:
         assert not isinstance(pages, DevicePages)
         first = piece.start - op.start
-        for step in (hostpack.gather, hostpack.write_sums) if checksum else (hostpack.gather,):
-            yield from step(
-                layout,
-                piece,
-                grant.plan,
-                pages=pages[first : first + piece.num_pages],
-                ptr=self._local.ptr,
-                page_stride=self._page_stride,
-                stage=self._sending.take().ptr + stage.offset,
-                limit_tokens=grant.num_tokens,
-            )
+        side = self._side(True, piece, grant.plan, pages[first : first + piece.num_pages], grant.num_tokens)
+        at = self._sending.take().ptr + stage.offset
+        yield from hostpack.copy(layout, side, at)
+        if checksum:
+            yield from hostpack.write_sums(layout, side, at)
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
-        place: dict[str, Any] = {
-            "pages": job.pages,
-            "ptr": self._local.ptr,
-            "page_stride": self._page_stride,
-            "stage": self._receiving.ptr + job.stage.offset,
-            "limit_tokens": job.num_tokens,
-        }
-        yield from hostpack.scatter(job.layout, job.piece, job.plan, **place)
+        side = self._side(False, job.piece, job.plan, job.pages, job.num_tokens)
+        at = self._receiving.ptr + job.stage.offset
+        yield from hostpack.copy(job.layout, side, at)
         if job.checked:
-            bad = yield from hostpack.find_bad(job.layout, job.piece, job.plan, **place)
+            bad = yield from hostpack.find_bad(job.layout, side, at)
             if bad is not None:
                 raise mismatch(job, bad)
 
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
         """Everything was compiled when the cache was registered."""
 
-    def _page_stride(self, component: str, layer: int) -> int:
-        return self._local.placements[component, layer].page_stride
+    def _side(self, sending: bool, piece: Piece, plan: PairPlan, pages: Int64Array, limit_tokens: int) -> hostpack.Side:
+        local = self._local
+        return hostpack.Side(sending, piece, plan, pages, local.ptr, local.page_stride, limit_tokens)
 
 
 def mismatch(job: Scatter, bad: hostpack.Mismatch) -> ChecksumMismatch:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
 from torchkv.plan import PairPlan, first_page_outside
-from torchkv.slab import Slab
+from torchkv.slab import Slab, stripe_ranks
 
 __all__ = [
     "ALIGNMENT",
@@ -102,14 +102,8 @@ def pair_ranks(plan: PairPlan, slab: Slab, start: int, num_pages: int, limit_tok
     per_page = plan.src_page_size // slab.tokens
     first = start * per_page
     end = min((start + num_pages) * per_page, limit_tokens // slab.tokens)
-    return range(_rank(slab, first), _rank(slab, max(first, end)))
-
-
-def _rank(slab: Slab, pair: int) -> int:
-    """How many pairs of the stripe come before ``pair``."""
     per_unit = slab.unit // slab.tokens
-    full, rest = divmod(pair, per_unit * slab.holders)
-    return full * per_unit + min(max(rest - slab.index * per_unit, 0), per_unit)
+    return stripe_ranks(first, end, per_unit=per_unit, holders=slab.holders, index=slab.index)
 
 
 def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool) -> PieceLayout:

@@ -140,7 +140,9 @@ def _puts(source: Region, target: int, count: int) -> Batch:
 
 
 def _whole(source: Region, target: int) -> Batch:
-    return Batch(_one(source.index), _one(0), _one(target), _one(0), _one(source.nbytes))
+    return Batch.one(
+        local_region=source.index, local_offset=0, remote_region=target, remote_offset=0, length=source.nbytes
+    )
 
 
 def _put(route: Route, batch: Batch, progress: _Progress, *, limit: float = TIMEOUT) -> _Timed:

@@ -163,7 +163,7 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
             engine = thread.call(lambda: registration.engine(cards))
             thread.engine = engine
             thread.call(lambda: registration.warm(engine))
-            registration.check_rates(thread, engine)
+            registration.measure_routes(thread, engine)
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
             failure = error
             outcome = failure_card(self.rank(), incarnation, error)

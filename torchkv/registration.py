@@ -197,7 +197,7 @@ class Registration:
             ring=0 if self._staging is None else route.ring(self._staging.sending.ring.capacity),
         )
 
-    def check_rates(self, thread: ProgressThread, engine: Engine) -> None:
+    def measure_routes(self, thread: ProgressThread, engine: Engine) -> None:
         """Measures the routes there are: what puts cost, where paths are chosen by that, and rates if asked for.
 
         Those made later are measured when a transfer first needs it. Where no thread drives the engine, as on a virtual

@@ -55,6 +55,9 @@ class LocalPages:
         place = self.placements[component, layer]
         return self.storage_ptrs[place.storage] + place.offset
 
+    def page_stride(self, component: str, layer: int) -> int:
+        return self.placements[component, layer].page_stride
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Route:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Rows", "Slab"]
+__all__ = ["Rows", "Slab", "stripe_ranks"]
 
 
 class Rows(NamedTuple):
@@ -62,3 +62,16 @@ class Slab:
         step = self.holders * self.unit
         starts = range(self.index * self.unit, limit_tokens, step)
         return [(lo, min(lo + self.unit, limit_tokens)) for lo in starts]
+
+
+def stripe_ranks(first: int, end: int, *, per_unit: int, holders: int, index: int) -> range:
+    """The pairs [first, end) that are in a stripe, as ranks within it: numbered without gaps; empty if end < first.
+
+    The stripe has units of ``per_unit`` pairs, those with ``unit % holders == index``.
+    """
+
+    def before(pair: int) -> int:
+        full, rest = divmod(pair, per_unit * holders)
+        return full * per_unit + min(max(rest - index * per_unit, 0), per_unit)
+
+    return range(before(first), before(max(first, end)))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchkv.errors import TransportUnavailable
-from torchkv.slab import Rows, Slab
+from torchkv.slab import Rows, Slab, stripe_ranks
 
 __all__ = ["Geometry", "Side", "geometry"]
 
@@ -79,12 +79,7 @@ class Geometry:
         """
         first = start * self.src.per_page
         end = min((start + num_src_pages) * self.src.per_page, limit_tokens // self.tokens)
-        return range(self._rank(first), self._rank(max(first, end)))
-
-    def _rank(self, pair: int) -> int:
-        """How many pairs of the stripe come before ``pair``."""
-        full, rest = divmod(pair, self.per_unit * self.holders)
-        return full * self.per_unit + min(max(rest - self.index * self.per_unit, 0), self.per_unit)
+        return stripe_ranks(first, end, per_unit=self.per_unit, holders=self.holders, index=self.index)
 
 
 def geometry(

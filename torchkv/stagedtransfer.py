@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator
 
-import numpy as np
-
+from torchkv import cost
 from torchkv.devicepages import DevicePages
 from torchkv.errors import KVError, RingExhausted
 from torchkv.packer import Packer
@@ -30,7 +29,7 @@ IN_FLIGHT = 4  # pieces: one being gathered, put and scattered each, and one tha
 # Bytes of a piece: small enough that the first is on its way soon and, on a host, that it is still in the cache when it
 # is put; large enough that what a piece costs in messages and steps is little beside it.
 LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
-LARGEST_PIECE = {"cpu": 4 << 20, "cuda": 64 << 20}
+LARGEST_PIECE = {"cpu": cost.LARGEST_PIECE, "cuda": 64 << 20}
 # Shares of a ring: of the sender's one piece is gathered while another is put, the receiver's holds one more.
 SEND_SHARE, RECV_SHARE = 2, 3
 
@@ -218,7 +217,13 @@ class StagedTransfer(Transfer):
         assert self.route.channel is not None
         local, target = self._stages.take(), self._target
         put = self.route.channel.put(
-            Batch(_one(local.region), _one(stage.offset), _one(target.region), _one(span.offset), _one(nbytes))
+            Batch.one(
+                local_region=local.region,
+                local_offset=stage.offset,
+                remote_region=target.region,
+                remote_offset=span.offset,
+                length=nbytes,
+            )
         )
         flush: Completion | None = None
         failure: KVError | None = None
@@ -262,7 +267,3 @@ class StagedTransfer(Transfer):
         """Tells the caller when the last page has been read."""
         if self._cutter.done and not self._gathering:
             self.op.ticket._release_source()
-
-
-def _one(value: int) -> Int64Array:
-    return np.full(1, value, dtype=np.int64)

@@ -99,6 +99,12 @@ class Batch:
     remote_offset: Int64Array
     length: Int64Array
 
+    @classmethod
+    def one(cls, *, local_region: int, local_offset: int, remote_region: int, remote_offset: int, length: int) -> Batch:
+        """A batch of a single span."""
+        values = np.array([local_region, local_offset, remote_region, remote_offset, length], dtype=np.int64)
+        return cls(*values.reshape(5, 1))
+
     def __len__(self) -> int:
         return len(self.length)
 

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from torchrun import DEADLINE, EXAMPLES, run_with_torchrun
 
 pytest.importorskip("transformers", reason="the demo's models come from transformers (extra 'demo')")
 
-DEMO = Path(__file__).parents[2] / "examples" / "disaggregated_generate.py"
+DEMO = EXAMPLES / "disaggregated_generate.py"
 SMALL = ("--prompt-tokens", "200", "--new-tokens", "8", "--layers", "2")
-DEADLINE = 100.0
-
-
-def run_with_torchrun(ranks: int, *arguments: str) -> tuple[int, list[str]]:
-    """Exit code and lines of stdout and stderr together. Kills every rank when the deadline passes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    process = subprocess.Popen(
-        [*command, str(DEMO), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"the demo did not end within {DEADLINE:.0f} s; it printed:\n{output}")
-    return process.returncode, output.splitlines()
 
 
 def run_with_forks(ranks: int, arguments: tuple[str, ...]) -> tuple[list[int], list[str]]:
@@ -106,7 +83,7 @@ def test_tokens_and_logits_equal_those_of_one_process(ranks: int, arguments: tup
 
 
 def test_same_maths_gives_the_same_bits_and_a_flipped_page_is_noticed() -> None:
-    code, lines = run_with_torchrun(2, "--model", "qwen3", "--corrupt", *SMALL)
+    code, lines = run_with_torchrun(DEMO, 2, "--model", "qwen3", "--corrupt", *SMALL)
     assert code == 0, "\n".join(lines)
     assert lines[-1].startswith("PASS "), lines[-1]
     assert "the flipped page was noticed" in lines[-1]

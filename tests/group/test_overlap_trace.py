@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torchrun import EXAMPLES, run_with_torchrun
 
 pytest.importorskip("transformers", reason="the example's model comes from transformers (extra 'demo')")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "overlap_trace.py"
+EXAMPLE = EXAMPLES / "overlap_trace.py"
 # The last page is not full, and the last group is not either.
 SMALL = ("--prompt-tokens", "150", "--layers", "3", "--group-size", "2", "--hidden", "64", "--warmups", "1")
-DEADLINE = 100.0
-
-
-def run_example(out: Path) -> tuple[int, list[str]]:
-    """Exit code and lines of stdout and stderr together. Kills every rank when the deadline passes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.Popen(
-        [*command, str(EXAMPLE), *SMALL, "--corrupt", "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"the example did not end within {DEADLINE:.0f} s; it printed:\n{output}")
-    return process.returncode, output.splitlines()
 
 
 def ranges(trace: Path) -> list[str]:
@@ -49,7 +25,7 @@ def ranges(trace: Path) -> list[str]:
 
 
 def test_both_ways_are_traced_and_every_byte_is_right(tmp_path: Path) -> None:
-    code, lines = run_example(tmp_path / "out")
+    code, lines = run_with_torchrun(EXAMPLE, 2, *SMALL, "--corrupt", "--out", str(tmp_path / "out"))
     output = "\n".join(lines)
     assert code == 0, output
     assert [line for line in lines if line.startswith(("PASS ", "FAIL "))] == [

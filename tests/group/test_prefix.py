@@ -6,12 +6,8 @@ ago. Every page that the receiver ends up with is compared with the prefiller's.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +16,7 @@ import torch.distributed as dist
 from harness import Ranks, ask, kv_group, say
 from lane_cases import random_fill, views
 from small import Never, check_transfer, meet, page_bytes, random_cache
+from torchrun import EXAMPLES, run_with_torchrun
 
 from torchkv import (
     KVError,
@@ -33,7 +30,7 @@ from torchkv import (
 )
 from torchkv.prefixcache import Held
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_turn.py"
+EXAMPLE = EXAMPLES / "multi_turn.py"
 PAGE_SIZE = 16
 NUM_PAGES = 32
 PAGE = 2 * 2 * PAGE_SIZE * 2 * 8 * 2  # bytes: layers, K and V, tokens, heads, head_dim, bf16
@@ -446,17 +443,8 @@ def test_a_refused_chunk_is_not_taken_for_sent(four: Ranks) -> None:
 
 def test_a_dialogue_over_a_prefix_cache_gives_the_same_bits_and_a_flipped_page_is_noticed() -> None:
     pytest.importorskip("transformers", reason="the example's model comes from transformers (extra 'demo')")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
-    done = subprocess.run(
-        [*command, "--turns=3", "--layers=2", "--question-tokens=40", "--corrupt"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-1].startswith("PASS 3 turns"), done.stdout
+    code, lines = run_with_torchrun(EXAMPLE, 2, "--turns=3", "--layers=2", "--question-tokens=40", "--corrupt")
+    assert code == 0, "\n".join(lines)
+    assert lines[-1].startswith("PASS 3 turns"), "\n".join(lines)
     assert "the flipped page was noticed" in lines[-1]
     assert [line.endswith("equal, bit by bit") for line in lines[-4:-1]] == [True, True, False]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA b
 
 from oracle import gqa
 from pack_kit import Pages, Pool
+from triton_kit import run_in_interpreter
 
 from torchkv import devicepack, kernels, pagecopy, pagesum
 from torchkv.devicepack import PagePacker
@@ -35,14 +33,7 @@ BF16 = {"num_layers": 3, "head_dim": 8, "dtype": torch.bfloat16}
 
 @pytest.mark.timeout(180)
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when a kernel is defined, so the cases have a process to themselves."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    overrides = ["-o", "addopts=--strict-markers"]
-    done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_in_interpreter(CASES, timeout=170)
 
 
 # One-sided geometries

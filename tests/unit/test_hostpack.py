@@ -75,6 +75,24 @@ def result_of(steps: Generator[int, None, Mismatch | None]) -> tuple[Mismatch | 
             return end.value, nbytes
 
 
+def gather(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any) -> Iterator[int]:
+    return hostpack.copy(layout, hostpack.Side(True, piece, plan, **place), stage)
+
+
+def write_sums(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any) -> Iterator[int]:
+    return hostpack.write_sums(layout, hostpack.Side(True, piece, plan, **place), stage)
+
+
+def scatter(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any) -> Iterator[int]:
+    return hostpack.copy(layout, hostpack.Side(False, piece, plan, **place), stage)
+
+
+def find_bad(
+    layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any
+) -> Generator[int, None, Mismatch | None]:
+    return hostpack.find_bad(layout, hostpack.Side(False, piece, plan, **place), stage)
+
+
 class Transfer:
     """One writer's share, piece by piece. The sender's and the receiver's stage are different memory."""
 
@@ -90,19 +108,19 @@ class Transfer:
     def gather(self, piece: Piece, stage: Stage) -> PieceLayout:
         layout = self.layout(piece)
         given = self.source.arguments(stage, self.limit, sent_by(piece))
-        assert sum(hostpack.gather(layout, piece, self.plan, **given)) == layout.payload
+        assert sum(gather(layout, piece, self.plan, **given)) == layout.payload
         if self.checksum:
-            assert sum(hostpack.write_sums(layout, piece, self.plan, **given)) == layout.payload
+            assert sum(write_sums(layout, piece, self.plan, **given)) == layout.payload
         return layout
 
     def scatter(self, piece: Piece, stage: Stage) -> None:
         layout = self.layout(piece)
         given = self.target.arguments(stage, self.limit)
-        assert sum(hostpack.scatter(layout, piece, self.plan, **given)) == layout.payload
+        assert sum(scatter(layout, piece, self.plan, **given)) == layout.payload
 
     def find_bad(self, piece: Piece, stage: Stage) -> Mismatch | None:
         layout = self.layout(piece)
-        bad, nbytes = result_of(hostpack.find_bad(layout, piece, self.plan, **self.target.arguments(stage, self.limit)))
+        bad, nbytes = result_of(find_bad(layout, piece, self.plan, **self.target.arguments(stage, self.limit)))
         assert bad is not None or nbytes == layout.payload
         return bad
 
@@ -262,10 +280,10 @@ def test_steps_are_bounded() -> None:
     ours = transfer.source.arguments(stage, transfer.limit, sent_by(piece))
     theirs = transfer.target.arguments(stage, transfer.limit)
     verbs: list[Iterator[int]] = [
-        hostpack.gather(*where, **ours),
-        hostpack.write_sums(*where, **ours),
-        hostpack.scatter(*where, **theirs),
-        hostpack.find_bad(*where, **theirs),
+        gather(*where, **ours),
+        write_sums(*where, **ours),
+        scatter(*where, **theirs),
+        find_bad(*where, **theirs),
     ]
     for steps in map(list, verbs):
         assert sum(steps) == layout.payload
@@ -282,7 +300,7 @@ def test_a_step_writes_what_it_yields(monkeypatch: pytest.MonkeyPatch, senders: 
     poison = stage.bytes.copy()
     given = transfer.source.arguments(stage, transfer.limit, sent_by(piece))
     done = steps = 0
-    for nbytes in hostpack.gather(transfer.layout(piece), piece, transfer.plan, **given):
+    for nbytes in gather(transfer.layout(piece), piece, transfer.plan, **given):
         done += nbytes
         steps += 1
         end = done if done <= keys.nbytes else values.offset + done - keys.nbytes
@@ -302,8 +320,8 @@ def test_each_layer_may_have_a_page_stride_of_its_own() -> None:
     wider = Side(Pool(transfer.source.pool.layout, tensors), transfer.source.pages)
     given = wider.arguments(other, transfer.limit, sent_by(piece))
     assert len({given["page_stride"]("k", layer) for layer in piece.layers}) == len(piece.layers) > 1
-    assert sum(hostpack.gather(layout, piece, transfer.plan, **given)) == layout.payload
-    assert sum(hostpack.write_sums(layout, piece, transfer.plan, **given)) == layout.payload
+    assert sum(gather(layout, piece, transfer.plan, **given)) == layout.payload
+    assert sum(write_sums(layout, piece, transfer.plan, **given)) == layout.payload
     np.testing.assert_array_equal(other.bytes, stage.bytes)
 
 
@@ -436,10 +454,15 @@ def test_negative_control_wrong_copies_are_noticed(monkeypatch: pytest.MonkeyPat
     if broken == "page":
         spoil("page_pairs", lambda right, slab, **named: right(slab, **{**named, "start": named["start"] + 1}))
     elif broken == "start":
-        spoil("gather", lambda right, *given, pages, **named: right(*given, pages=pages[::-1].copy(), **named))
+        spoil(
+            "Side",
+            lambda right, sending, *given, pages, **named: right(
+                sending, *given, pages=pages[::-1].copy() if sending else pages, **named
+            ),
+        )
     elif broken == "stride":
         spoil("Rows", lambda right, *rows: right(*rows[:4], rows[4] + 1, *rows[5:]))
     else:
-        spoil("gather", lambda right, *given, stage, **named: right(*given, stage=stage + 1, **named))
+        spoil("copy", lambda right, layout, side, stage: right(layout, side, stage + side.sending))
     with pytest.raises((AssertionError, IndexError)):
         check(group(gqa, 2), gqa(), num_tokens=30, checksum=False)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA build of PyTorch brings it)")
 
+from triton_kit import FakeKernel, run_in_interpreter, shape
+
 from torchkv import kernellaunch, kernels, pagecopy
 from torchkv.kernellaunch import TILE, Tile, divisor
 from torchkv.slab import Rows
@@ -24,21 +23,8 @@ from torchkv.slabgeometry import Geometry, Side
 CASES = Path(__file__).with_name("kernel_cases.py")
 
 
-def shape(**given: Any) -> Geometry:
-    side = Side(page_stride=4096, base=0, token_stride=256, per_page=1, num_pages=8)
-    fields = {"tokens": 16, "holders": 1, "index": 0, "per_unit": 1, "src": side, "dst": side, "alignment": 16}
-    return Geometry(**{**fields, "rows": Rows(1, 0, 0, 1, 0, 0, 4096), **given})
-
-
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when a kernel is defined, so the cases have a process to themselves."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    overrides = ["-o", "addopts=--strict-markers"]
-    done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_in_interpreter(CASES, timeout=110)
 
 
 # Division by multiplication
@@ -95,31 +81,10 @@ def test_a_table_holds_all_rows_that_a_tile_touches(per_row: int, first: int) ->
 # Launching: with a compiled kernel in the place of the real one
 
 
-class FakeKernel:
-    """Takes the place of a Triton kernel; notes what is compiled, loaded and launched."""
-
-    def __init__(self, log: list[tuple[Any, ...]]) -> None:
-        self.log = log
-
-    def warmup(self, *arguments: int, grid: tuple[int, ...], num_warps: int) -> FakeKernel:
-        self.log.append(("compile", arguments[pagecopy.NUM_INTEGERS :], num_warps))
-        return self
-
-    @property
-    def run(self) -> None:
-        self.log.append(("load",))
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(*arguments: int, **options: int) -> None:
-            self.log.append(("start", grid, len(arguments), options))
-
-        return start
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(pagecopy, "copy", FakeKernel(found))
+    monkeypatch.setattr(pagecopy, "copy", FakeKernel(found, pagecopy.NUM_INTEGERS))
     monkeypatch.setattr(kernellaunch.triton, "JITFunction", FakeKernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernellaunch._compiled.cache_clear()
@@ -156,7 +121,7 @@ def test_prepare_compiles_all_that_a_transfer_needs(
     for num_pages in (1, 60, 100_000):
         send(geometry, num_pages)
     assert {entry[0] for entry in log} == {"start"}, "something was compiled when the data were there already"
-    assert all(entry[2] == pagecopy.NUM_INTEGERS + 6 for entry in log)
+    assert all(len(entry[2]) == pagecopy.NUM_INTEGERS + 6 for entry in log)
     # A version of Triton that is not known gets the options of an ordinary launch.
     assert all(bool(entry[3]) is not known for entry in log)
 

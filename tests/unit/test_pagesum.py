@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA b
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_kit import FakeKernel, shape
 
 from torchkv import pagesum, sumlaunch
 from torchkv.checksum import seed
@@ -24,37 +25,10 @@ from torchkv.sumlaunch import SumAddresses, launch_sums, prepare_sums
 NOWHERE = SumAddresses(0, 0, 0, 0, 0)
 
 
-def shape(**given: Any) -> Geometry:
-    side = Side(page_stride=4096, base=0, token_stride=256, per_page=1, num_pages=8)
-    fields = {"tokens": 16, "holders": 1, "index": 0, "per_unit": 1, "src": side, "dst": side, "alignment": 16}
-    return Geometry(**{**fields, "rows": Rows(1, 0, 0, 1, 0, 0, 4096), **given})
-
-
-class FakeKernel:
-    """Takes the place of a Triton kernel; notes what is compiled, loaded and launched."""
-
-    def __init__(self, log: list[tuple[Any, ...]]) -> None:
-        self.log = log
-
-    def warmup(self, *arguments: int, grid: tuple[int, ...], num_warps: int) -> FakeKernel:
-        self.log.append(("compile", arguments[pagesum.NUM_INTEGERS :], num_warps))
-        return self
-
-    @property
-    def run(self) -> None:
-        self.log.append(("load",))
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(*arguments: int, **options: int) -> None:
-            self.log.append(("start", grid, arguments, options))
-
-        return start
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(pagesum, "sum_pairs", FakeKernel(found))
+    monkeypatch.setattr(pagesum, "sum_pairs", FakeKernel(found, pagesum.NUM_INTEGERS))
     monkeypatch.setattr(sumlaunch.triton, "JITFunction", FakeKernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     sumlaunch._compiled.cache_clear()
