@@ -1,8 +1,7 @@
-"""How long it takes to look up a prompt of 8,192 tokens among a million: ``python -m torchkv.bench.prefix``."""
+"""How long it takes to look up a prompt of 8,192 tokens among a million."""
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 
@@ -79,22 +78,3 @@ def _measure(page_size: int, kind: str) -> PrefixResult:
         release_us=float(np.median(release_us)),
         wrong=wrong,
     )
-
-
-def main() -> int:
-    out = sys.stdout
-    out.write(f"prefix lookup: a hit of {PROMPT} tokens, median at most {GATE_US:g} us\n")
-    out.write(
-        f"{'page size':>9} {'ids':>6} {'cached':>8} {'p50_us':>8} {'p99_us':>8} {'release_us':>10} {'#wrong':>6}\n"
-    )
-    results = lookup_times()
-    for r in results:
-        out.write(
-            f"{r.page_size:9} {r.kind:>6} {r.cached:8} {r.match_us:8.1f} {r.match_p99_us:8.1f} {r.release_us:10.1f} "
-            f"{r.wrong:6}\n"
-        )
-    return int(not all(result.passed for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
