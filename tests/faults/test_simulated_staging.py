@@ -19,7 +19,7 @@ from torchkv.protocol.receive import Receive  # noqa: E402
 from torchkv.protocol.receiver import Receiver  # noqa: E402
 from torchkv.protocol.stageclient import Span, StageClient  # noqa: E402
 from torchkv.protocol.stagekeeper import StageKeeper, _State  # noqa: E402
-from torchkv.stagedtransfer import StagedTransfer, _one  # noqa: E402
+from torchkv.stagedtransfer import StagedTransfer  # noqa: E402
 from torchkv.staging import Stage, StagingRing  # noqa: E402
 from torchkv.transport import Batch  # noqa: E402
 from torchkv.wire import Staged  # noqa: E402
@@ -125,8 +125,14 @@ def _tells_before_the_flush(patch: Patch) -> None:
     def put(self: StagedTransfer, nbytes: int, stage: Stage, span: Span) -> Iterator[int]:
         assert self.route.channel is not None
         ours = self._stages.take().region
-        columns = (ours, stage.offset, self._target.region, span.offset, nbytes)
-        done = self.route.channel.put(Batch(*(_one(value) for value in columns)))
+        batch = Batch.one(
+            local_region=ours,
+            local_offset=stage.offset,
+            remote_region=self._target.region,
+            remote_offset=span.offset,
+            length=nbytes,
+        )
+        done = self.route.channel.put(batch)
         while not done.done:
             yield 0
         if done.error is not None:
