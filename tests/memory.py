@@ -1,31 +1,44 @@
-"""What every byte of a rank's pools ought to be, and whether it is: the oracle of simulated runs.
+"""What every byte of a rank's pages and slots ought to be, and whether it is: the oracle of simulated runs.
 
-Free pages hold a pattern that only the test wrote. As soon as a lease ends, the pages get a fresh pattern, as a new
-owner would write there; a write that lands later destroys it.
+Free pages and slots hold a pattern that only the test wrote. As soon as a lease ends, they get a fresh pattern, as a
+new owner would write there; a write that lands later destroys it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from oracle import GAP, Pool, reference
 from simulation import Rank
+from state_oracle import held_layers, read_bytes
+
+from torchkv.layout import KVLayout, State
 
 Bytes = npt.NDArray[np.uint8]
+Views = dict[tuple[str, int], Bytes]  # (component or state, layer) -> [pages or slots, bytes of one]
 
 
-def page_bytes(rank: Rank) -> dict[tuple[str, int], Bytes]:
+def page_bytes(rank: Rank) -> Views:
     """Each (component, layer) of the rank's cache as [num_pages, page bytes], aliasing its memory."""
-    cache = rank.cache
+    return _views(rank, {component.name: rank.cache[component.name] for component in rank.cache.layout.components})
+
+
+def slot_bytes(rank: Rank) -> Views:
+    """Each (state, layer) of the rank's cache as [num_slots, slot bytes], aliasing its memory."""
+    return _views(rank, {state.name: rank.cache.state(state.name) for state in rank.cache.layout.states})
+
+
+def _views(rank: Rank, tensors: Mapping[str, Sequence[torch.Tensor | None]]) -> Views:
     found = {}
-    for component in cache.layout.components:
-        for layer, tensor in zip(cache.layout.layers, cache[component.name], strict=True):
+    for name, by_layer in tensors.items():
+        for layer, tensor in zip(rank.cache.layout.layers, by_layer, strict=True):
             if tensor is not None:
-                whole = tensor.view(-1).view(dtype=torch.uint8).numpy()
-                found[component.name, layer] = whole.reshape(cache.num_pages, -1)
+                found[name, layer] = tensor.view(-1).view(dtype=torch.uint8).numpy().reshape(len(tensor), -1)
     return found
 
 
@@ -35,50 +48,106 @@ def snapshot(rank: Rank) -> Pool:
     return Pool(rank.cache.layout, padded)
 
 
+def slot_snapshot(rank: Rank) -> Views:
+    return {key: slots.copy() for key, slots in slot_bytes(rank).items()}
+
+
+class Released(NamedTuple):
+    """Whose lease has ended. Their owner must `Shadow.reuse` them at once."""
+
+    pages: list[int]
+    slots: list[int]
+
+
+class _Places:
+    """Pages of a rank, or slots: what must be in them while they are free.
+
+    leases: the generation of each now, 0 if it is free.
+    """
+
+    def __init__(
+        self, what: str, memory: Views, leases: Callable[[], npt.NDArray[np.int64]], generator: np.random.Generator
+    ) -> None:
+        self.memory = memory
+        self._what = what
+        self._current = leases
+        self._generator = generator
+        self._leases = leases().copy()
+        self.refill(range(len(self._leases)))
+        self._expected = {key: array.copy() for key, array in memory.items()}
+
+    def free(self) -> list[int]:
+        return np.flatnonzero(self._current() == 0).tolist()
+
+    def released(self) -> dict[int, list[int]]:
+        """By generation, since the last call."""
+        now = self._current()
+        if np.array_equal(self._leases, now):
+            return {}
+        before, self._leases = self._leases, now.copy()
+        gone: dict[int, list[int]] = {}
+        for place in np.flatnonzero((before != 0) & (self._leases != before)).tolist():
+            gone.setdefault(int(before[place]), []).append(place)
+        return gone
+
+    def refill(self, places: Sequence[int]) -> None:
+        for array in self.memory.values():
+            array[list(places)] = self._generator.integers(0, 256, (len(places), array.shape[1]), dtype=np.uint8)
+
+    def reuse(self, places: Sequence[int]) -> None:
+        self.refill(places)
+        for key, array in self.memory.items():
+            self._expected[key][list(places)] = array[list(places)]
+
+    def problems(self) -> list[str]:
+        """What is free and does not hold what only the test wrote."""
+        free = self.free()
+        found = []
+        for key, array in self.memory.items():
+            wrong = (array[free] != self._expected[key][free]).any(axis=1)
+            for place in np.array(free, dtype=np.int64)[wrong].tolist():
+                found.append(f"{self._what} {place} {key}: free, but written to")
+        return found
+
+
 class Shadow:
-    """One rank's pools, page by page: whose they are, and what must be in them while they are free."""
+    """One rank's pages and slots: whose they are, and what must be in them while they are free."""
 
     def __init__(self, rank: Rank, generator: np.random.Generator) -> None:
         self.rank = rank
         self.problems: list[str] = []
-        self._generator = generator
-        self._memory = page_bytes(rank)
-        self._leases = self._current()
-        self.refill(range(rank.cache.num_pages))
-        self._expected = {key: pages.copy() for key, pages in self._memory.items()}
+        leases = rank.engine.receiver.leases
+        self._seen: dict[int, int] = {}  # slots that were leased when last looked at
+        self._pages = _Places("page", page_bytes(rank), lambda: leases._pages, generator)
+        self._slots = _Places("slot", slot_bytes(rank), self._slot_leases, generator)
 
     def free(self) -> list[int]:
         """Pages that no lease holds."""
-        return np.flatnonzero(self._current() == 0).tolist()
+        return self._pages.free()
 
-    def released(self) -> dict[int, list[int]]:
-        """Generation -> pages whose lease has ended since the last call. Their owner must `reuse` them at once."""
-        if np.array_equal(self._leases, self.rank.engine.receiver._leases):
-            return {}
-        before, self._leases = self._leases, self._current()
-        gone: dict[int, list[int]] = {}
-        for page in np.flatnonzero((before != 0) & (self._leases != before)).tolist():
-            gone.setdefault(int(before[page]), []).append(page)
-        return gone
+    def free_slots(self) -> list[int]:
+        """State slots that no lease holds."""
+        return self._slots.free()
 
-    def refill(self, pages: Sequence[int]) -> None:
-        """Fresh random bytes, as a new owner would write."""
-        for array in self._memory.values():
-            array[list(pages)] = self._generator.integers(0, 256, (len(pages), array.shape[1]), dtype=np.uint8)
+    def released(self) -> dict[int, Released]:
+        """Generation -> what of it has been released since the last call."""
+        held = self.rank.engine.receiver.leases._slots
+        pages = self._pages.released()
+        slots = {} if held == self._seen else self._slots.released()
+        self._seen = dict(held)
+        return {
+            generation: Released(pages.get(generation, []), slots.get(generation, [])) for generation in pages | slots
+        }
 
-    def reuse(self, pages: Sequence[int]) -> None:
-        """The pages have a new owner, who writes to them now."""
-        self.refill(pages)
-        for key, array in self._memory.items():
-            self._expected[key][list(pages)] = array[list(pages)]
+    def reuse(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
+        """They have a new owner, who writes to them now."""
+        self._pages.reuse(pages)
+        self._slots.reuse(slots)
 
     def check_free(self, when: str) -> None:
-        """Nothing but the test has written to free pages."""
-        free = self.free()
-        for key, array in self._memory.items():
-            wrong = (array[free] != self._expected[key][free]).any(axis=1)
-            for page in np.array(free, dtype=np.int64)[wrong].tolist():
-                self.problems.append(f"{when}: rank {self.rank.rank} page {page} {key}: free, but written to")
+        """Nothing but the test has written to free pages and slots."""
+        for problem in self._pages.problems() + self._slots.problems():
+            self.problems.append(f"{when}: rank {self.rank.rank} {problem}")
 
     def check_received(
         self,
@@ -90,11 +159,38 @@ class Shadow:
     ) -> None:
         """``pages`` hold exactly what the reference says, and beyond the coverage what they held before."""
         want = reference(sources, src_pages, before, pages)
-        for key, array in self._memory.items():
+        for key, array in self._pages.memory.items():
             wrong = int((array[list(pages)] != want.tensors[key][list(pages), :-GAP]).sum())
             if wrong:
                 self.problems.append(f"{what} on rank {self.rank.rank}: {wrong} wrong bytes in {key}")
 
-    def _current(self) -> npt.NDArray[np.int64]:
-        leases: npt.NDArray[np.int64] = self.rank.engine.receiver._leases.copy()
-        return leases
+    def check_state(
+        self, what: str, slot: int, sources: Mapping[int, tuple[KVLayout, Views, int]], layers: Sequence[int]
+    ) -> None:
+        """Of each byte of these layers' state, ``slot`` holds what a rank that has it sent.
+
+        sources: rank -> its layout, its slots, and which of them it sent.
+        """
+        layout = self.rank.cache.layout
+        for (name, layer), array in self._slots.memory.items():
+            if layer not in layers:
+                continue
+            state = layout.state(name)
+            wanted, right = _read_bytes(layout, state), np.zeros(array.shape[1], dtype=bool)
+            for theirs, slots, sent in sources.values():
+                if layer in held_layers(theirs, state):
+                    values = dict(
+                        zip(_read_bytes(theirs, state).tolist(), slots[name, layer][sent].tolist(), strict=True)
+                    )
+                    right |= np.array([values.get(at, -1) for at in wanted.tolist()]) == array[slot]
+            if not right.all():
+                self.problems.append(f"{what} on rank {self.rank.rank}: {(~right).sum()} wrong bytes in {name, layer}")
+
+    def _slot_leases(self) -> npt.NDArray[np.int64]:
+        held = self.rank.engine.receiver.leases._slots
+        return np.array([held.get(slot, 0) for slot in range(self.rank.cache.num_slots)], dtype=np.int64)
+
+
+@cache
+def _read_bytes(layout: KVLayout, state: State) -> npt.NDArray[np.int64]:
+    return read_bytes(layout, state)

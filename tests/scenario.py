@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from flows import Flow, Gate, Receiving, Sending
 from memory import Shadow, snapshot
-from oracle import Pool
 from simulation import Cluster, Rank, random_places
 from staging_rings import RingShadow
+from state_flows import StateFlows, random_states
 from torchkv_loopback import Faults
 
 from torchkv.env import Options
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch
-from torchkv.protocol.receive import Receive
+from torchkv.layout import State
 from torchkv.protocol.stagekeeper import Owner
 from torchkv.work import KVWork
 
@@ -28,68 +28,21 @@ SMALL_RINGS = (256, 512, *RINGS, *RINGS)
 VERBS = (("staged",), ("staged", "slice"), ("layer", "slice", "pages", "staged"))  # of one flow
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """An event in virtual time."""
-
-    now: Callable[[], float]
-    ready_at: float
-
-    def query(self) -> bool:
-        return self.now() >= self.ready_at
-
-
-@dataclass(eq=False, slots=True)
-class Flow:
-    """One life of a request name, as the applications on both sides mean it."""
-
-    name: str
-    source: str
-    target: str
-    tokens: int
-    prefix: int
-    begins: float
-    aux: bytes
-    verbs: tuple[str, ...]
-    after: Flow | None = None  # the earlier life of the same name
-
-
-@dataclass(eq=False, slots=True)
-class Sending:
-    """A writer's share of a flow."""
-
-    flow: Flow
-    rank: Rank
-    pages: list[int]
-    works: list[KVWork] = field(default_factory=list)
-    lives: dict[int, object] = field(default_factory=dict)  # by destination: the sender's lives
-    failed: bool = False
-
-    def bound_to(self, dst: int, generation: int) -> bool:
-        life = self.lives.get(dst)
-        grant = getattr(life, "grant", None)
-        return grant is not None and grant.generation == generation
-
-
-@dataclass(eq=False, slots=True)
-class Receiving:
-    """A reader's share of a flow."""
-
-    flow: Flow
-    rank: Rank
-    receive: Receive
-    work: KVWork
-    before: Pool
-    pages: list[int]
-
-
 class Scenario:
     """``run`` it, then look at ``problems`` (empty if every property held) and ``trace`` (equal for equal seeds)."""
 
     def __init__(
-        self, seed: int, *, benign: bool = False, sees_death: bool | None = None, verbs: tuple[str, ...] = ()
+        self,
+        seed: int,
+        *,
+        benign: bool = False,
+        sees_death: bool | None = None,
+        verbs: tuple[str, ...] = (),
+        views: bool = False,
+        states: Sequence[State] | None = None,
     ) -> None:
-        """verbs: for every flow, instead of any."""
+        """verbs: for every flow, instead of any. views: whether ranks have each other's memory mapped. states: of all
+        layouts, instead of any or none."""
         self.seed = seed
         self.verbs = verbs
         self.benign = benign
@@ -111,17 +64,22 @@ class Scenario:
         # What is not staged_put then takes a path that is certain to write to pages; elsewhere costs decide.
         path = "slices" if verbs or (not checksum and dice.random() < 0.5) else None
         staging = {"staging_send": dice.choice(rings), "staging_recv": dice.choice(rings)}
+        if views:
+            staging["staging_send"] = 0  # pieces are gathered straight into the others' rings
         limits = {"timeout": 30.0, "grant_timeout": 60.0} if benign else {"timeout": 3.0, "grant_timeout": 8.0}
         options = Options(transport="loopback", heartbeat=0.2, path=path, checksum=checksum, **limits, **staging)
-        places = random_places(dice)
+        state_dice = random.Random(f"state {seed}")
+        places = random_places(dice, random_states(state_dice) if states is None else states)
+        lag = dice.random() < 0.7
         self.cluster = Cluster(
-            places, seed=seed, faults=faults, options=options, sees_death=self.sees_death, lag=dice.random() < 0.7
+            places, seed=seed, faults=faults, options=options, sees_death=self.sees_death, views=views, lag=lag
         )
         self.world = self.cluster.world
         self.shadows = {rank.rank: Shadow(rank, self.numbers) for rank in self.cluster.ranks}
         self.rings = {rank.rank: RingShadow(rank.engine, self.numbers) for rank in self.cluster.ranks}
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
+        self.state = StateFlows(self, state_dice)
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
         self.cancels: list[tuple[Rank, KVWork]] = []
@@ -210,7 +168,7 @@ class Scenario:
         page_size = rank.cache.layout.page_size
         count = -(-flow.tokens // page_size)
         pages = [self.unused[rank.rank].pop() for _ in range(count)]
-        sending = Sending(flow, rank, pages)
+        sending = Sending(flow, rank, pages, self.state.source_slot(rank))
         self.sendings.append(sending)
         layers = list(rank.cache.layout.layers)
         chunks: list[tuple[int, int, list[int] | None]] = []
@@ -225,6 +183,7 @@ class Scenario:
         for first, last, some in chunks:
             self.cluster.at(at, lambda a=(first, last, some): self._send(sending, *a))
             at += dice.choice([0.0, 0.01, 0.3])
+        self.state.plan(sending, start, at)
         self.cluster.at(at, lambda: self._finish(sending, aux))
         self.cluster.at(at + dice.uniform(0.5, 3.0), lambda: self._tidy(sending))
 
@@ -275,21 +234,25 @@ class Scenario:
         count = -(-flow.tokens // rank.cache.layout.page_size)
         free = [page for page in self.shadows[rank.rank].free() if page < RECV_PAGES]
         earlier = flow.after is None or any(r.flow is flow.after and r.rank is rank for r in self.receivings)
-        if not rank.running or len(free) < count or not earlier:
+        slots = self.state.free(rank)
+        if not rank.running or len(free) < count or not slots or not earlier:
             if self.benign or self.world.now < BUSY_SECONDS:
                 self.cluster.at(self.world.now + 0.2, lambda: self._post(flow, rank))
             return
         pages = self.dice.sample(free, count)
+        slot = self.state.dice.choice(slots)
         before = snapshot(rank)
         total = self.dice.choice([None, None, None, 1.0, 4.0]) if not self.benign else None
         try:
-            work = rank.recv_pages(flow.name, pages, flow.source, prefix_tokens=flow.prefix, timeout=total)
+            work = rank.recv_pages(
+                flow.name, pages, flow.source, prefix_tokens=flow.prefix, state_slot=slot, timeout=total
+            )
         except KVError as error:
             self.note("not posted", rank.rank, flow.name, type(error).__name__)
             return
         receive = rank.engine.receiver._live[flow.name]
         self.note("posted", rank.rank, flow.name, receive.generation, tuple(pages))
-        self.receivings.append(Receiving(flow, rank, receive, work, before, pages))
+        self.receivings.append(Receiving(flow, rank, receive, work, before, pages, slot))
 
     def _post_again(self, flow: Flow, rank: Rank) -> None:
         """The reader gives up the earlier life and posts the next at once, while messages of the first still come."""
@@ -303,8 +266,16 @@ class Scenario:
             return
         pages = sending.pages[first:last]
         event = Gate(rank._now, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
+        self._call(sending, lambda: self._any_verb(sending, pages, layers, first, event))
+
+    def call(self, sending: Sending, verb: Callable[[], KVWork]) -> None:
+        """What the application of ``sending`` does next, unless it has given up."""
+        if self._may_go_on(sending):
+            self._call(sending, verb)
+
+    def _call(self, sending: Sending, verb: Callable[[], KVWork]) -> None:
         try:
-            work = self._any_verb(sending, pages, layers, first, event)
+            work = verb()
         except KVError as error:
             self._stop(sending, error)
             return
@@ -335,14 +306,8 @@ class Scenario:
         return rank.send_pages(name, pages, dst, layers=layers, start=start, event=event)
 
     def _finish(self, sending: Sending, aux: bytes) -> None:
-        if not self._may_go_on(sending):
-            return
-        try:
-            sending.works.append(sending.rank.finish(sending.flow.name, sending.flow.target, aux=aux))
-        except KVError as error:
-            self._stop(sending, error)
-            return
-        self._adopt(sending)
+        name, dst = sending.flow.name, sending.flow.target
+        self.call(sending, lambda: sending.rank.finish(name, dst, aux=aux, state_slot=self.state.left(sending)))
 
     def _adopt(self, sending: Sending) -> None:
         """Remembers which of the sender's lives are this flow's, so that grants can be traced to it."""
@@ -376,14 +341,15 @@ class Scenario:
     def observe(self, rank: Rank) -> None:
         """Pages whose lease has just ended are checked, and written to by their next owner at once."""
         self.rings[rank.rank].observe()
+        self.state.check_layers(rank)
         shadow = self.shadows[rank.rank]
-        for generation, pages in shadow.released().items():
+        for generation, released in shadow.released().items():
             found = next(r for r in self.receivings if r.rank is rank and r.receive.generation == generation)
             succeeded = found.receive.error is None
             self.note("released", rank.rank, found.flow.name, generation, succeeded)
             if succeeded:
                 self._check_success(found)
-            shadow.reuse(pages)
+            shadow.reuse(*released)
 
     def _check_success(self, found: Receiving) -> None:
         src_pages: dict[int, list[int]] = {}
@@ -402,7 +368,9 @@ class Scenario:
             src_pages[writer] = sending.pages
         sources = {writer: self.sources[writer] for writer in src_pages}
         shadow = self.shadows[found.rank.rank]
-        shadow.check_received(f"request {found.flow.name}", found.before, found.pages, sources, src_pages)
+        what = f"request {found.flow.name}"
+        shadow.check_received(what, found.before, found.pages, sources, src_pages)
+        self.state.check(found, what, found.rank.cache.layout.layers)
 
     # ------------------------------------------------------------------ the end
 
@@ -440,9 +408,10 @@ class Scenario:
             self.observe(rank)
             self.shadows[rank.rank].check_free(when)
             self.rings[rank.rank].check()
-            leased = np.flatnonzero(rank.engine.receiver._leases).tolist()
-            if leased and not self._quarantine_is_justified(rank):
-                self.problems.append(f"{when}: rank {rank.rank} still leases pages {leased}")
+            leases = rank.engine.receiver.leases
+            pages, slots = np.flatnonzero(leases._pages).tolist(), sorted(leases._slots)
+            if (pages or slots) and not self._quarantine_is_justified(rank):
+                self.problems.append(f"{when}: rank {rank.rank} still leases pages {pages}, slots {slots}")
         if not justified:
             self.problems += self._leftovers()
         self._check_instances()

@@ -30,6 +30,7 @@ from torchkv.functional import (
     send_layer,
     send_pages,
     send_slice,
+    send_state,
     staged_put,
 )
 from torchkv.gate import GraphGate
@@ -73,6 +74,7 @@ __all__ = [
     "send_layer",
     "send_pages",
     "send_slice",
+    "send_state",
     "staged_put",
 ]
 

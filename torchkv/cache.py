@@ -17,6 +17,10 @@ from torchkv.layout import KVLayout
 __all__ = ["KVCache", "Placement"]
 
 PAGE_ALIGN = 4096
+NOTHING = (
+    "nothing to hold: no held layer has a component, and there is no slot for state; give num_slots, or states=, or "
+    "register(None) on a rank whose layers have neither"
+)
 
 _T = TypeVar("_T")
 
@@ -30,11 +34,15 @@ class Allocator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one component of one layer lies: page p starts ``offset + p * page_stride`` bytes into the storage."""
+    """Where one component of one layer lies: page p starts ``offset + p * page_stride`` bytes into the storage.
+
+    A state's pages are its slots. num_pages: of either.
+    """
 
     storage: int  # position in KVCache.storages
     offset: int
     page_stride: int
+    num_pages: int
 
 
 class KVCache:
@@ -65,11 +73,12 @@ class KVCache:
             layout, "state", states or {}, {s.name: layout.state_shape(s.name) for s in layout.states}
         )
         held = [t for rows in self._tensors.values() for t in rows if t is not None]
-        self.num_pages: int = _agree("num_pages", {int(t.shape[0]) for t in held})
-        self.num_slots: int = _agree(
-            "num_slots", {int(t.shape[0]) for r in self._states.values() for t in r if t is not None} or {0}
-        )
-        self.device = torch.device(_agree("device", {str(t.device) for t in held}))
+        slots = [t for rows in self._states.values() for t in rows if t is not None]
+        if not held and not slots:
+            raise LayoutMismatch(NOTHING)
+        self.num_pages: int = _agree("num_pages", {int(t.shape[0]) for t in held} or {0})
+        self.num_slots: int = _agree("num_slots", {int(t.shape[0]) for t in slots} or {0})
+        self.device = torch.device(_agree("device", {str(t.device) for t in held + slots}))
         self.storages: list[torch.Tensor] = []  # one uint8 tensor over each distinct storage
         self.placements: dict[tuple[str, int], Placement] = {}
         self._place()
@@ -102,9 +111,11 @@ class KVCache:
         shapes += [
             (True, s.name, layer, (num_slots, *layout.state_shape(s.name)), s.dtype)
             for s in layout.states
-            for layer in layout.layers
-            if num_slots and (s.layers is None or layer in s.layers)
+            for layer in layout.state_layers(s.name)
+            if num_slots
         ]
+        if not shapes:
+            raise LayoutMismatch(NOTHING)
         sizes = [-(-math.prod(shape) * dtype.itemsize // PAGE_ALIGN) * PAGE_ALIGN for *_, shape, dtype in shapes]
         pool = allocate(sum(sizes), place) if group is None else group.allocate(sum(sizes), place)
         found: dict[tuple[bool, str, int], torch.Tensor] = {}
@@ -113,13 +124,16 @@ class KVCache:
             nbytes = math.prod(shape) * dtype.itemsize
             found[is_state, name, layer] = pool[start : start + nbytes].view(dtype).view(shape)
             start += size
-        return cls(
+        made = cls(
             layout,
             {c.name: [found.get((False, c.name, layer)) for layer in layout.layers] for c in layout.components},
             states={s.name: [found.get((True, s.name, layer)) for layer in layout.layers] for s in layout.states}
             if num_slots
             else None,
         )
+        # Also where no layer held here has pages, or state: the same ids are good for every stage of a pipeline.
+        made.num_pages, made.num_slots = num_pages, num_slots
+        return made
 
     def __getitem__(self, component: str) -> list[torch.Tensor | None]:
         if component not in self._tensors:
@@ -146,8 +160,8 @@ class KVCache:
 
     def _place(self) -> None:
         index: dict[int, int] = {}
-        for component in self.layout.components:
-            for layer, tensor in zip(self.layout.layers, self._tensors[component.name], strict=True):
+        for name, tensors in (*self._tensors.items(), *self._states.items()):
+            for layer, tensor in zip(self.layout.layers, tensors, strict=True):
                 if tensor is None:
                     continue
                 storage = tensor.untyped_storage()
@@ -158,8 +172,11 @@ class KVCache:
                 elif storage.nbytes() > self.storages[position].nbytes:
                     # Two storages may begin at one address, as slices of a numpy array do: the longer holds both.
                     self.storages[position] = _whole(storage)
-                self.placements[component.name, layer] = Placement(
-                    position, tensor.data_ptr() - base, tensor.stride(0) * tensor.element_size()
+                self.placements[name, layer] = Placement(
+                    position,
+                    tensor.data_ptr() - base,
+                    tensor.stride(0) * tensor.element_size(),
+                    num_pages=int(tensor.shape[0]),
                 )
 
 

@@ -76,7 +76,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise make_error(self.error_kind, f"rank {self.rank} could not register: {self.error_text}")
 
     def member(self) -> Member:
-        """Raises ``ProtocolError`` unless every page lies inside its region."""
+        """Raises ``ProtocolError`` unless every page and slot lies inside its region."""
         if self.staging and (len(self.regions) < 2 or self.staging > self.regions[-2].nbytes):
             raise ProtocolError(f"rank {self.rank}: its card's staging ring of {self.staging} bytes is no region of it")
         layout = KVLayout.decode(self.layout) if self.layout else None
@@ -93,17 +93,27 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         )
 
     def placement_map(self) -> dict[tuple[str, int], Placement]:
-        return {(p.component, p.layer): Placement(p.region, p.offset, p.page_stride) for p in self.placements}
+        states = {state.name for state in KVLayout.decode(self.layout).states}
+        return {
+            (p.component, p.layer): Placement(
+                p.region, p.offset, p.page_stride, self.num_slots if p.component in states else self.num_pages
+            )
+            for p in self.placements
+        }
 
     def _check_placements(self, layout: KVLayout) -> None:
+        pages = {c.name: (self.num_pages, "pages", layout.page_nbytes(c.name)) for c in layout.components}
+        slots = {s.name: (self.num_slots, "slots", layout.state_nbytes(s.name)) for s in layout.states}
         expected = {(c.name, layer) for c in layout.components for layer in layout.component_layers(c.name)}
-        if self.num_pages == 0 or {(p.component, p.layer) for p in self.placements} != expected:
+        expected |= {(s.name, layer) for s in layout.states for layer in layout.state_layers(s.name)}
+        if {(p.component, p.layer) for p in self.placements} != expected:
             raise ProtocolError(f"rank {self.rank}: its card's placements do not fit its layout")
         for p in self.placements:
-            end = p.offset + (self.num_pages - 1) * p.page_stride + layout.page_nbytes(p.component)
-            if p.region >= len(self.regions) or end > self.regions[p.region].nbytes:
+            count, what, nbytes = (pages | slots)[p.component]
+            end = p.offset + (count - 1) * p.page_stride + nbytes
+            if not count or p.region >= len(self.regions) or end > self.regions[p.region].nbytes:
                 raise ProtocolError(
-                    f"rank {self.rank}: component {p.component!r} of layer {p.layer} ends at byte {end}, "
+                    f"rank {self.rank}: {count} {what} of {p.component!r}, layer {p.layer}, end at byte {end}, "
                     f"outside its region {p.region}"
                 )
 

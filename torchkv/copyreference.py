@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchkv.slab import first_owed
 from torchkv.slabgeometry import Geometry, Side
 
 __all__ = ["BadPage", "copy_pages_reference", "gather_reference", "scatter_reference"]
@@ -97,6 +98,8 @@ def _pairs(geometry: Geometry, num_src_pages: int, start: int, limit_tokens: int
     for pair in range(start * geometry.src.per_page, (start + num_src_pages) * geometry.src.per_page):
         if (pair + 1) * geometry.tokens > limit_tokens:
             return
+        if pair * geometry.tokens < first_owed(limit_tokens, geometry.window):
+            continue
         if pair // geometry.per_unit % geometry.holders == geometry.index:
             yield pair
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchkv.compiled import compiled
-from torchkv.slab import Slab
+from torchkv.slab import Slab, first_owed
 
 __all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets", "warm_up"]
 
@@ -36,12 +36,14 @@ def page_pairs(
 ) -> PagePairs:
     """The pairs of ``slab``'s stripe for sender pages [start, start + num_src_pages), in order of position.
 
-    start: in sender pages after the prefix. limit_tokens: tokens of the grant; what lies beyond is left out.
+    start: in sender pages after the prefix. limit_tokens: tokens of the grant; what lies beyond is left out, and so is
+    what lies before the slab's window.
     """
     size = slab.tokens
     assert size == min(src_page_size, dst_page_size), "a slab belongs to the page sizes it was compiled for"
     assert limit_tokens % size == 0, "grants are whole pages"
-    first = start * src_page_size // size
+    window = first_owed(limit_tokens, slab.window)
+    first = max(start * src_page_size, window) // size
     end = min((start + num_src_pages) * src_page_size, limit_tokens) // size
     pair = _stripe(slab, first, max(first, end))
     src_page, src_token = _locate(pair, src_page_size // size, size)

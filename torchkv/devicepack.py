@@ -20,6 +20,7 @@ from torchkv.plan import PairPlan
 from torchkv.route import LocalPages
 from torchkv.slab import Rows, Slab
 from torchkv.slabgeometry import Geometry, geometry
+from torchkv.stagememory import Room
 from torchkv.sumlaunch import SumAddresses, launch_sums, prepare_sums
 
 __all__ = ["PagePacker", "mismatch_slots"]
@@ -100,7 +101,7 @@ class PagePacker:
         layout: PieceLayout,
         piece: Piece,
         ids: torch.Tensor,
-        stage: torch.Tensor,
+        stage: Room,
         *,
         limit_tokens: int,
         errors: torch.Tensor,
@@ -109,9 +110,9 @@ class PagePacker:
         """Packs ``piece`` into ``stage``.
 
         layout: of the piece under a grant of ``limit_tokens`` tokens. ids: int64 ``[piece.num_pages]``, its page ids,
-        in device memory; they are checked there. stage: uint8 ``[>= layout.nbytes]``, aligned to 16 bytes. errors: see
-        `torchkv.kernels.error_slot`. blocks: thread blocks of a launch at most. Raises ``ProtocolError`` for tensors
-        of the wrong kind.
+        in device memory; they are checked there. stage: at least ``layout.nbytes`` bytes that the device reaches,
+        aligned to 16. errors: see `torchkv.kernels.error_slot`. blocks: thread blocks of a launch at most. Raises
+        ``ProtocolError`` for tensors of the wrong kind, and for a stage that is too small.
         """
         assert self._sending
         self._check(piece, ids, limit_tokens)
@@ -134,7 +135,7 @@ class PagePacker:
         layout: PieceLayout,
         piece: Piece,
         ids: torch.Tensor,
-        stage: torch.Tensor,
+        stage: Room,
         *,
         limit_tokens: int,
         errors: torch.Tensor,
@@ -145,9 +146,7 @@ class PagePacker:
         Arguments and errors as for `gather`.
         """
         assert self._sending
-        where = SumAddresses(
-            self._table.data_ptr(), ids.data_ptr(), stage.data_ptr(), mismatches=0, errors=errors.data_ptr()
-        )
+        where = SumAddresses(self._table.data_ptr(), ids.data_ptr(), stage.ptr, mismatches=0, errors=errors.data_ptr())
         self._check_sums(layout, piece, ids, stage, limit_tokens)
         self._sum(layout, piece, where, limit_tokens=limit_tokens, blocks=blocks)
 
@@ -158,7 +157,7 @@ class PagePacker:
         layout: PieceLayout,
         piece: Piece,
         ids: torch.Tensor,
-        stage: torch.Tensor,
+        stage: Room,
         *,
         limit_tokens: int,
         errors: torch.Tensor,
@@ -187,7 +186,7 @@ class PagePacker:
         layout: PieceLayout,
         piece: Piece,
         ids: torch.Tensor,
-        stage: torch.Tensor,
+        stage: Room,
         *,
         limit_tokens: int,
         errors: torch.Tensor,
@@ -202,7 +201,7 @@ class PagePacker:
         if mismatches.dtype is not torch.int64 or not mismatches.is_contiguous() or not mismatches.numel():
             raise ProtocolError(f"mismatches must be int64 slots, not {mismatches.dtype} {tuple(mismatches.shape)}")
         where = SumAddresses(
-            self._table.data_ptr(), ids.data_ptr(), stage.data_ptr(), mismatches.data_ptr(), errors=errors.data_ptr()
+            self._table.data_ptr(), ids.data_ptr(), stage.ptr, mismatches.data_ptr(), errors=errors.data_ptr()
         )
         self._check_sums(layout, piece, ids, stage, limit_tokens)
         self._sum(layout, piece, where, limit_tokens=limit_tokens, blocks=min(blocks, mismatches.numel()))
@@ -266,18 +265,13 @@ class PagePacker:
         if ids.numel() != need and (self._sending or ids.numel() < need):
             raise ProtocolError(f"{ids.numel()} page ids for {need} pages of a piece")
 
-    def _check_sums(
-        self, layout: PieceLayout, piece: Piece, ids: torch.Tensor, stage: torch.Tensor, limit_tokens: int
-    ) -> None:
+    def _check_sums(self, layout: PieceLayout, piece: Piece, ids: torch.Tensor, stage: Room, limit_tokens: int) -> None:
         """What `torchkv.kernels` checks for copies."""
         self._check(piece, ids, limit_tokens)
-        if stage.dtype is not torch.uint8 or not stage.is_contiguous() or stage.numel() < layout.nbytes:
-            raise ProtocolError(
-                f"a stage for {layout.nbytes} bytes must be a contiguous uint8 tensor, not {stage.dtype} of shape "
-                f"{tuple(stage.shape)}"
-            )
-        if stage.data_ptr() % 8:
-            raise ProtocolError(f"a stage with checksums must be aligned to 8 bytes, not at {stage.data_ptr():#x}")
+        if stage.nbytes < layout.nbytes:
+            raise ProtocolError(f"a stage of {stage.nbytes} bytes for a piece that takes {layout.nbytes}")
+        if stage.ptr % 8:
+            raise ProtocolError(f"a stage with checksums must be aligned to 8 bytes, not at {stage.ptr:#x}")
 
 
 def _key(slab: Slab, layer: int) -> tuple[str, int, int]:
@@ -290,28 +284,27 @@ def _pair(slab: Slab, rank: int) -> int:
     return slab.index * per_unit + rank + rank // per_unit * per_unit * (slab.holders - 1)
 
 
-def _part(stage: torch.Tensor, run: _Run) -> torch.Tensor:
+def _part(stage: Room, run: _Run) -> Room:
     """Where a run's pairs are packed."""
     nbytes = run.segment.layer_nbytes
-    first = run.segment.offset + run.position * nbytes
-    return stage[first : first + run.num_jobs * nbytes]
+    return stage.part(run.segment.offset + run.position * nbytes, run.num_jobs * nbytes)
 
 
 def _one_sided(plan: PairPlan, slab: Slab, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:
     """The geometry between this rank's pages and the packed order."""
-    stride = pages.page_stride(slab.component, layer)
+    place = pages.placements[slab.component, layer]
     if sending:
         seen = replace(slab, dst_base=0, dst_token_stride=0, rows=_rows(slab.rows, sending=True))
     else:
         seen = replace(slab, src_base=0, src_token_stride=0, rows=_rows(slab.rows, sending=False))
     return geometry(
         seen,
-        src_page_stride=stride if sending else 0,
-        dst_page_stride=0 if sending else stride,
+        src_page_stride=place.page_stride if sending else 0,
+        dst_page_stride=0 if sending else place.page_stride,
         src_page_size=plan.src_page_size,
         dst_page_size=plan.dst_page_size,
-        num_src_pages=pages.num_pages if sending else 0,
-        num_dst_pages=0 if sending else pages.num_pages,
+        num_src_pages=place.num_pages if sending else 0,
+        num_dst_pages=0 if sending else place.num_pages,
         addresses=[pages.ptr(slab.component, layer)],
     )
 

@@ -18,8 +18,7 @@ from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
 from torchkv.route import LocalPages
-from torchkv.stagememory import SendStages, StageMemory
-from torchkv.staging import Stage
+from torchkv.stagememory import Room, StageMemory
 from torchkv.transport import Int64Array
 
 __all__ = ["DevicePacker"]
@@ -28,10 +27,8 @@ __all__ = ["DevicePacker"]
 class DevicePacker(Packer):
     """See `Packer`."""
 
-    def __init__(
-        self, local: LocalPages, sending: SendStages, receiving: StageMemory | None, *, device: Device
-    ) -> None:
-        super().__init__(local, sending, receiving)
+    def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
+        super().__init__(local, receiving)
         self._device = device
         self._packers: dict[tuple[int, bool], PagePacker] = {}
         self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
@@ -44,7 +41,7 @@ class DevicePacker(Packer):
         pages: Int64Array | DevicePages,
         piece: Piece,
         layout: PieceLayout,
-        stage: Stage,
+        room: Room,
         *,
         checksum: bool,
     ) -> Iterator[int]:
@@ -57,14 +54,13 @@ class DevicePacker(Packer):
             ids = upload.ids
         first = piece.start - op.start
         ids = ids[first : first + piece.num_pages]
-        memory = self._sending.take().tensor[stage.offset : stage.offset + stage.nbytes]
         packer = self._packer(grant.plan, sending=True)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
         with _launching(stream):
-            packer.gather(layout, piece, ids, memory, **common)
+            packer.gather(layout, piece, ids, room, **common)
             if checksum:
-                packer.write_sums(layout, piece, ids, memory, **common)
+                packer.write_sums(layout, piece, ids, room, **common)
         yield from self._wait(stream)
         if upload is not None:
             device.uploads.release(upload)
@@ -81,15 +77,15 @@ class DevicePacker(Packer):
         assert self._receiving is not None
         device, stream = self._device, self._device.open_stream
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
-        memory = self._receiving.tensor[job.stage.offset : job.stage.offset + job.stage.nbytes]
+        room = self._receiving.room(job.stage)
         packer = self._packer(job.plan, sending=False)
         errors = device.error_slot()
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
         with _launching(stream):
-            packer.scatter(job.layout, job.piece, upload.ids, memory, **common)
+            packer.scatter(job.layout, job.piece, upload.ids, room, **common)
             if slots is not None:
-                packer.verify_sums(job.layout, job.piece, upload.ids, memory, mismatches=slots, **common)
+                packer.verify_sums(job.layout, job.piece, upload.ids, room, mismatches=slots, **common)
         yield from self._wait(stream)
         device.uploads.release(upload)
         bad = kernels.first_error(errors)

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
 from torchkv import arguments, gate
 from torchkv.arguments import Layers, Pages, Peers
 from torchkv.cache import KVCache
 from torchkv.devicepages import DevicePages
 from torchkv.engine import Engine
 from torchkv.env import Options, seconds
-from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferTimeout
+from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
 from torchkv.layout import KVLayout
 from torchkv.mover import SendPayload
 from torchkv.progress import Waker
@@ -51,7 +53,8 @@ class KVEndpoint:
 
         request: non-empty, at most 128 bytes in UTF-8. pages: own page ids, in order of position after the prefix.
         src: a group rank, a list of them, or an instance name. prefix_tokens: tokens this rank already holds.
-        timeout: one total deadline, in seconds, instead of ``Options.grant_timeout`` and ``Options.timeout``.
+        state_slot: own slot that gets the request's state, if the layout has any. timeout: one total deadline, in
+        seconds, instead of ``Options.grant_timeout`` and ``Options.timeout``.
 
         Raises ``PageOutOfRange`` (repeated, out of range, leased or quarantined), ``LayoutMismatch`` (``src`` does
         not hold every byte this rank does), ``ProtocolError`` (name in use, bad argument), ``PeerLost``.
@@ -70,7 +73,9 @@ class KVEndpoint:
             array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
             prefix = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
             total = None if timeout is None else seconds(timeout, f"{what}: timeout")
-            self._check_slot(what, state_slot, layout)
+            slot = self._checked_slot(what, state_slot, layout)
+            if slot is None and layout.stateful:
+                raise ProtocolError(f"{what}: this layout has state; give state_slot, the slot that it goes to")
             ranks = engine.roster.resolve(src, what, "src")
             if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
                 raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
@@ -78,7 +83,14 @@ class KVEndpoint:
                 self._check_open(engine, what)
                 self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
                 receive = engine.receiver.post(
-                    request, array, ranks, prefix_tokens=prefix, total=total, ticket=work, now=self._now()
+                    request,
+                    array,
+                    ranks,
+                    prefix_tokens=prefix,
+                    state_slot=slot if layout.stateful else None,
+                    total=total,
+                    ticket=work,
+                    now=self._now(),
                 )
         except KVError as error:
             with engine.lock:
@@ -143,26 +155,64 @@ class KVEndpoint:
         """
         return self._send("send_pages", request, layers, pages, dst, start, event)
 
+    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None) -> KVWork:
+        """Sends a layer's state as soon as it is final: all states that ``layer`` has, from slot ``state_slot``.
+
+        layer: global id; of a layer without state nothing moves. dst, event: as for `send_pages`, also when the work
+        completes and what is raised. What was not sent like this, ``finish(state_slot=)`` sends.
+        """
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+            raise ProtocolError(f"send_state({request!r}): layer={layer!r} must be one global layer id")
+        return self._send_state(request, layer, state_slot, dst, event)
+
+    def _send_state(self, request: str, layers: Layers, state_slot: int, dst: Peers, event: Any) -> KVWork:
+        engine, layout = self._registered("send_state")
+        request = arguments.as_request(request)
+        what = f"send_state({request!r})"
+        held = arguments.as_layers(layers, layout, what=what)
+        slot = self._checked_slot(what, state_slot, layout)
+        if slot is None:
+            raise ProtocolError(f"{what}: state_slot=None; give the slot that holds the request's state")
+        ranks = engine.roster.targets(dst, what)
+        payload = self._slot_payload(engine, slot, ranks, event, what)
+        work = KVWork(what, flags=engine.flags)
+        with engine.lock:
+            self._check_open(engine, what)
+            for rank in ranks:
+                engine.sender.admit(request, rank, 0, 1, state=True)
+            self._check_alive(engine, ranks, what)
+            work._expect(len(ranks))
+            for rank in ranks:
+                self._submit_state(engine, request, rank, held, work, payload)
+        self._wake()
+        return work
+
     def finish(self, request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
         """Seals the request: nothing more will be sent. The work succeeds when every ``dst`` has succeeded.
 
-        aux: at most 64 KiB, delivered as ``rx.aux``. Raises ``ProtocolError`` naming the first layer and page that
-        is owed and was not sent; the request then stays open.
+        aux: at most 64 KiB, delivered as ``rx.aux``. state_slot: own slot with the state of all layers of which
+        `send_state` has not sent it; it is read as ``send_pages`` reads pages, behind the current CUDA stream. Raises
+        ``ProtocolError`` naming the first layer and page, or state, that is owed and was not sent; the request then
+        stays open.
         """
         engine, layout = self._registered("finish")
         request = arguments.as_request(request)
         what = f"finish({request!r})"
         data = arguments.as_aux(aux, what=what)
-        self._check_slot(what, state_slot, layout)
+        slot = self._checked_slot(what, state_slot, layout)
         owed = engine.roster.targets(dst, what)
+        payload = None if slot is None else self._slot_payload(engine, slot, owed, None, what)
         work = KVWork(what, flags=engine.flags)
         with engine.lock:
             self._check_open(engine, what)
             for rank in owed:
-                engine.sender.check_finish(request, rank)
+                engine.sender.check_finish(request, rank, state_slot=slot)
             self._check_alive(engine, owed, what)
-            work._expect(len(owed))
+            left = {} if payload is None else {rank: engine.sender.state_left(request, rank) for rank in owed}
+            work._expect(len(owed) + sum(1 for layers in left.values() if layers))
             for rank in owed:
+                if payload is not None and left[rank]:
+                    self._submit_state(engine, request, rank, left[rank], work, payload)
                 engine.sender.finish(request, rank, aux=data, ticket=work, now=self._now())
         self._wake()
         return work
@@ -215,11 +265,12 @@ class KVEndpoint:
         self._wake()
         return work
 
-    def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """Pages of failed requests that may still be written to -> the group ranks that may."""
+    def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
+        """Pages, or state ``slots``, of failed requests that may still be written to -> the group ranks that may."""
         engine = self._joined("quarantined")
         with engine.lock:
-            return engine.receiver.quarantined()
+            leases = engine.receiver.leases
+            return leases.quarantined_slots() if slots else leases.quarantined()
 
     # ------------------------------------------------------------------ inside
 
@@ -322,9 +373,32 @@ class KVEndpoint:
             if route is not None:
                 route.path(forced=forced, page_for_page=True)
 
-    def _check_slot(self, what: str, state_slot: int | None, layout: KVLayout) -> None:
-        if state_slot is not None and not layout.states:
+    def _checked_slot(self, what: str, state_slot: int | None, layout: KVLayout) -> int | None:
+        if state_slot is None:
+            return None
+        if not layout.states:
             raise ProtocolError(f"{what}: state_slot={state_slot!r}, but this layout has no state; leave it out")
+        assert self._cache is not None
+        slot = arguments.as_count(state_slot, what=what, name="state_slot")
+        if layout.stateful and slot >= self._cache.num_slots:  # of no use elsewhere: a stage without such layers
+            raise PageOutOfRange(f"{what}: state_slot={slot} is outside this cache's [0, {self._cache.num_slots})")
+        return slot
+
+    def _slot_payload(self, engine: Engine, slot: int, ranks: tuple[int, ...], event: Any, what: str) -> SendPayload:
+        """What sends the slot once its state is final: it has one id, as a page has."""
+        device, forced = engine.device, self._forced
+        ready = arguments.as_event(event, what=what)
+        if forced not in (None, "runs"):  # what is cut unlike on both sides goes in slices even so
+            self._check_forced_path(engine, ranks, what, forced)
+        if device is not None:
+            gate.refuse_capture(what, device.index)
+            ready = device.record_gate() if ready is None else ready
+        return SendPayload(np.array([slot], dtype=np.int64), ready, forced)
+
+    def _submit_state(
+        self, engine: Engine, request: str, rank: int, layers: tuple[int, ...], work: KVWork, payload: SendPayload
+    ) -> None:
+        engine.sender.submit(SendOp(request, rank, {}, layers, 0, 1, work, payload, state=True), self._now())
 
     def _wait_layer(self, receive: Receive, layer: int, limit: float | None) -> None:
         engine, layout = self._registered("wait_layer")

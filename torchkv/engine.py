@@ -183,15 +183,16 @@ class Engine:
     def prepare(self, rank: int) -> None:
         """Does before the first request to ``rank`` what it would otherwise have to wait for."""
         writers = self.roster.contributing(self.roster.siblings, rank)
-        self._mover.prepare(self.roster.plan(self.roster.rank, writers, rank), self.route(rank))
+        for plan in self.roster.plan(self.roster.rank, writers, rank).parts:
+            self._mover.prepare(plan, self.route(rank))
 
     def prepare_to_receive(self, rank: int) -> None:
         """The same for requests from ``rank``, if they are likely to be staged."""
         if self.staging is None or not self._mover.will_stage(self.route(rank)):
             return
         writers = self.roster.contributing(self.roster.instances[self.roster.members[rank].instance], self.roster.rank)
-        plan = self.roster.plan(rank, writers, self.roster.rank)
-        self.staging.packer.prepare(plan, sending=False, checksum=self.options.checksum)
+        for plan in self.roster.plan(rank, writers, self.roster.rank).parts:
+            self.staging.packer.prepare(plan, sending=False, checksum=self.options.checksum)
 
     def staging_use(self, rank: int) -> dict[str, int]:
         """Bytes of staging memory; see `Explanation`. Driver's thread only."""

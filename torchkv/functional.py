@@ -25,6 +25,7 @@ __all__ = [
     "send_layer",
     "send_pages",
     "send_slice",
+    "send_state",
     "staged_put",
 ]
 
@@ -87,6 +88,13 @@ def send_pages(
     return current_group(group).send_pages(request, pages, dst, layers=layers, start=start, event=event)
 
 
+def send_state(
+    request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None, group: Group = None
+) -> KVWork:
+    """`KVProcessGroup.send_state` on ``group``, or on the default group."""
+    return current_group(group).send_state(request, layer, state_slot, dst, event=event)
+
+
 def finish(request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None, group: Group = None) -> KVWork:
     """`KVProcessGroup.finish` on ``group``, or on the default group."""
     return current_group(group).finish(request, dst, aux=aux, state_slot=state_slot)
@@ -102,9 +110,9 @@ def cancel(request: str, *, group: Group = None) -> KVWork:
     return current_group(group).cancel(request)
 
 
-def quarantined(*, group: Group = None) -> dict[int, tuple[int, ...]]:
+def quarantined(*, slots: bool = False, group: Group = None) -> dict[int, tuple[int, ...]]:
     """`KVProcessGroup.quarantined` on ``group``, or on the default group."""
-    return current_group(group).quarantined()
+    return current_group(group).quarantined(slots=slots)
 
 
 def explain(peer: int, *, group: Group = None) -> Explanation:

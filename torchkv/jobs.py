@@ -56,14 +56,15 @@ class JobTable:
         for slab in plan.slabs:
             for layer in slab.layers:
                 pointers = (local.ptr(slab.component, layer), route.ptr(slab.component, layer))
+                ours, theirs = (side.placements[slab.component, layer] for side in (local, route))
                 shape = geometry(
                     slab,
-                    src_page_stride=local.placements[slab.component, layer].page_stride,
-                    dst_page_stride=route.placements[slab.component, layer].page_stride,
+                    src_page_stride=ours.page_stride,
+                    dst_page_stride=theirs.page_stride,
                     src_page_size=plan.src_page_size,
                     dst_page_size=plan.dst_page_size,
-                    num_src_pages=local.num_pages,
-                    num_dst_pages=route.num_pages,
+                    num_src_pages=ours.num_pages,
+                    num_dst_pages=theirs.num_pages,
                     addresses=pointers,
                 )
                 if shape not in slabs:

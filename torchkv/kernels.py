@@ -17,6 +17,7 @@ from torchkv.copyreference import BadPage
 from torchkv.errors import ProtocolError
 from torchkv.kernellaunch import Addresses, launch, prepare, shape
 from torchkv.slabgeometry import Geometry, Side, geometry
+from torchkv.stagememory import Room
 
 __all__ = [
     "BadPage",
@@ -87,7 +88,7 @@ def copy_pages(
 def gather(
     jobs: torch.Tensor,
     src_pages: torch.Tensor,
-    stage: torch.Tensor,
+    stage: Room,
     geometry: Geometry,
     *,
     first_job: int,
@@ -99,22 +100,20 @@ def gather(
 ) -> None:
     """Packs what `copy_pages` would copy into ``stage``: job after job, pair after pair, row after row.
 
-    stage: uint8 ``[>= num_jobs * pairs * pair_nbytes]``, aligned to ``geometry.unit``. The rest, and errors, as for
-    `copy_pages`; the second column of ``jobs`` is not read.
+    stage: at least ``num_jobs * pairs * pair_nbytes`` bytes that the current device reaches, aligned to
+    ``geometry.unit``. The rest, and errors, as for `copy_pages`; the second column of ``jobs`` is not read.
     """
     _check_ids("src_pages", src_pages)
     ranks = geometry.pairs(num_src_pages=src_pages.numel(), start=start, limit_tokens=limit_tokens)
     _check_stage(geometry, stage, num_jobs * len(ranks))
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
-    where = Addresses(
-        jobs=first, src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.data_ptr(), errors=errors.data_ptr()
-    )
+    where = Addresses(jobs=first, src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=errors.data_ptr())
     launch(pagecopy.GATHER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
 
 
 def scatter(
     jobs: torch.Tensor,
-    stage: torch.Tensor,
+    stage: Room,
     dst_pages: torch.Tensor,
     geometry: Geometry,
     *,
@@ -135,9 +134,7 @@ def scatter(
     ranks = geometry.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens)
     _check_stage(geometry, stage, num_jobs * len(ranks))
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
-    where = Addresses(
-        jobs=first, src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.data_ptr(), errors=errors.data_ptr()
-    )
+    where = Addresses(jobs=first, src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.ptr, errors=errors.data_ptr())
     launch(pagecopy.SCATTER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
 
 
@@ -154,15 +151,12 @@ def _check_grant(geometry: Geometry, dst_pages: torch.Tensor, limit_tokens: int)
         raise ProtocolError(f"a grant of {limit_tokens} tokens has dst_pages for {room} tokens only")
 
 
-def _check_stage(geometry: Geometry, stage: torch.Tensor, pairs: int) -> None:
+def _check_stage(geometry: Geometry, stage: Room, pairs: int) -> None:
     need = pairs * shape(geometry).pair_nbytes
-    if stage.dtype is not torch.uint8 or stage.dim() != 1 or not stage.is_contiguous() or stage.numel() < need:
-        raise ProtocolError(
-            f"a stage for {pairs} page pairs must be a contiguous uint8 tensor of at least {need} bytes, not "
-            f"{stage.dtype} of shape {tuple(stage.shape)}"
-        )
-    if stage.data_ptr() % (unit := shape(geometry).unit):
-        raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.data_ptr():#x}")
+    if stage.nbytes < need:
+        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {pairs} page pairs, which take {need}")
+    if stage.ptr % (unit := shape(geometry).unit):
+        raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
 
 
 def _check_launch(

@@ -246,7 +246,9 @@ class KernelTransfer(Transfer):
         bad = kernels.first_error(self._errors)
         if bad is not None:
             mine = bad.side == "source"
-            whose, limit = ("this", self._local.num_pages) if mine else ("the peer's", self.route.num_pages)
+            slab = self._plan.slabs[0]
+            whose, side = ("this", self._local) if mine else ("the peer's", self.route)
+            limit = side.placements[slab.component, slab.layers[0]].num_pages
             which = f"number {bad.position} of the {bad.side}'s ids"
             raise PageOutOfRange(f"page {bad.page} ({which}) is outside {whose} cache's [0, {limit})")
 

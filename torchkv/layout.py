@@ -6,7 +6,10 @@ bytes is a function of two layouts (see `torchkv.plan`), so this module refuses 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +34,7 @@ _Named = TypeVar("_Named", Component, State)
 
 MAX_COMPONENTS = 64
 MAX_PAGE_SIZE = 65536  # tokens
+MAX_WINDOW = (1 << 31) - 1  # tokens
 
 
 def shard_heads(heads: int, *, tp_rank: int, tp_size: int) -> range:
@@ -55,8 +59,11 @@ class KVLayout:
     components: the per-token tensors. num_layers: layers of the target model; ids from ``num_layers`` on are
     draft layers. page_size: tokens per page. order: pages are (page_size, heads, dim) for ``"NHD"`` and
     (heads, page_size, dim) for ``"HND"``. layers: global ids held here (PP), default ``range(num_layers)``.
-    states: fixed-size tensors, one slot a request. Hashable and comparable. Raises `LayoutMismatch` with the
-    field and its limits.
+    states: fixed-size tensors, one slot a request. windows: global layer id -> tokens of its sliding window,
+    kept as (layer, tokens) pairs in order; layers without one attend to everything. Of a layer with a window only its
+    last pages move: all that the window can reach, if the last page sent holds at least one token. A receiver
+    that says it holds a prefix says so of these pages before its end, too. Hashable and comparable. Raises
+    `LayoutMismatch` with the field and its limits.
     """
 
     components: tuple[Component, ...]
@@ -67,6 +74,7 @@ class KVLayout:
     tp_size: int
     layers: tuple[int, ...]
     states: tuple[State, ...]
+    windows: tuple[tuple[int, int], ...]
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class KVLayout:
         tp_size: int = 1,
         layers: Iterable[int] | None = None,
         states: Iterable[State] = (),
+        windows: Mapping[int, int] | None = None,
     ) -> None:
         count = integer("num_layers", num_layers, 1, MAX_LAYERS)
         size = integer("tp_size", tp_size, 1, MAX_EXTENT)
@@ -91,6 +100,7 @@ class KVLayout:
             "tp_size": size,
             "layers": tuple(range(count)) if layers is None else layer_ids("layers", layers),
             "states": _members("states", states, State),
+            "windows": _windows({} if windows is None else windows),
         }
         for field, value in values.items():
             object.__setattr__(self, field, value)
@@ -105,6 +115,8 @@ class KVLayout:
             self.component_heads(component.name)
             check_nbytes(f"a page of component {component.name!r}", self.page_nbytes(component.name))
         for state in self.states:
+            if any(component.name == state.name for component in self.components):
+                raise LayoutMismatch(f"{state.name!r} names a component and a state: give each its own name")
             for group in state.groups:
                 if group % self.tp_size:
                     raise LayoutMismatch(
@@ -127,6 +139,7 @@ class KVLayout:
         tp_size: int = 1,
         layers: Iterable[int] | None = None,
         states: Iterable[State] = (),
+        windows: Mapping[int, int] | None = None,
     ) -> KVLayout:
         """Multi-head, grouped-query or multi-query attention: sharded components ``"k"`` and ``"v"``.
 
@@ -142,6 +155,7 @@ class KVLayout:
             tp_size=tp_size,
             layers=layers,
             states=states,
+            windows=windows,
         )
 
     @classmethod
@@ -158,6 +172,7 @@ class KVLayout:
         tp_size: int = 1,
         layers: Iterable[int] | None = None,
         states: Iterable[State] = (),
+        windows: Mapping[int, int] | None = None,
     ) -> KVLayout:
         """Multi-head latent attention: ``"latent"``, ``latent_dim + rope_dim`` wide, whole on every rank."""
         latent = integer("latent_dim", latent_dim, 1, MAX_EXTENT)
@@ -171,7 +186,15 @@ class KVLayout:
             tp_size=tp_size,
             layers=layers,
             states=states,
+            windows=windows,
         )
+
+    def window(self, layer: int) -> int | None:
+        """Tokens of the sliding window of ``layer`` (a global id); None if it attends to everything."""
+        at = bisect_left(self.windows, (layer,))
+        if at < len(self.windows) and self.windows[at][0] == layer:
+            return self.windows[at][1]
+        return None
 
     @property
     def heads(self) -> range:
@@ -204,6 +227,11 @@ class KVLayout:
         """Global ids of the held layers that have state ``name``, ascending."""
         return self._held(self.state(name).layers)
 
+    @property
+    def stateful(self) -> bool:
+        """Whether any held layer has state, so that a request needs a slot."""
+        return any(self.state_layers(state.name) for state in self.states)
+
     def _held(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         if layers is None:
             return self.layers
@@ -230,6 +258,10 @@ class KVLayout:
         if state.shard_dim is not None:
             local[state.shard_dim] //= self.tp_size
         return tuple(local)
+
+    def state_nbytes(self, name: str) -> int:
+        """Bytes of one slot of one layer of state ``name``."""
+        return math.prod(self.state_shape(name)) * self.state(name).dtype.itemsize
 
     def encode(self) -> bytes:
         """The layout as bytes for a peer. Raises `LayoutMismatch` if it takes more than 64 KiB."""
@@ -261,6 +293,18 @@ def _members(field: str, given: Iterable[_Named], kind: type[_Named]) -> tuple[_
     return members
 
 
+def _windows(given: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    if not isinstance(given, Mapping):
+        raise LayoutMismatch(f"windows={given!r:.80} is not allowed: give a mapping of layer ids to tokens")
+    if given:
+        layer_ids("windows, the layer ids", given)  # before any is used: bounded, and each named once
+    pairs = (
+        (operator.index(layer), integer(f"windows, layer {layer}: tokens", tokens, 1, MAX_WINDOW))
+        for layer, tokens in given.items()
+    )
+    return tuple(sorted(pairs))
+
+
 def _find(kind: str, name: str, members: tuple[_Named, ...]) -> _Named:
     for member in members:
         if member.name == name:
@@ -280,6 +324,17 @@ def first_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
         difference = _member_difference(kind, ours, theirs)
         if difference is not None:
             return difference
+    return _window_difference(a, b)
+
+
+def _window_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
+    """Of the first layer that both hold."""
+    if a.windows == b.windows:
+        return None
+    for layer in sorted(set(a.layers) & set(b.layers)):
+        mine, other = a.window(layer), b.window(layer)
+        if mine != other:
+            return f"window of layer {layer}", mine, other
     return None
 
 
@@ -302,8 +357,8 @@ def _member_difference(
 def check_compatible(a: KVLayout, b: KVLayout, *, rank_a: int, rank_b: int) -> None:
     """Raises `LayoutMismatch`, naming both ranks, the field and both values, if they cannot be reconciled.
 
-    Component and state names, global sizes, dtypes, sharding and num_layers must agree, and page sizes divide
-    one another; tp_rank, tp_size, layers, order and page size may differ.
+    Component and state names, global sizes, dtypes, sharding, num_layers and the windows of layers that both hold
+    must agree, and page sizes divide one another; tp_rank, tp_size, layers, order and page size may differ.
     """
     difference = first_difference(a, b)
     if difference is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_ENCODED", "pack", "unpack"]
 
 MAX_ENCODED = 64 << 10  # bytes
-_VERSION = 1
+_VERSION = 2
 
 
 class _WireComponent(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -48,6 +48,7 @@ class _WireLayout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     tp_size: int
     layers: list[tuple[int, int]]
     states: list[_WireState]
+    windows: list[tuple[int, int]]
 
 
 _DECODER = msgspec.msgpack.Decoder(_WireLayout)
@@ -109,6 +110,7 @@ def pack(layout: KVLayout) -> bytes:
             )
             for s in layout.states
         ],
+        windows=list(layout.windows),
     )
     data = msgspec.msgpack.encode(wire)
     if len(data) > MAX_ENCODED:
@@ -149,4 +151,12 @@ def _fields(wire: _WireLayout) -> dict[str, Any]:
             State(s.name, s.shape, _dtype(s.dtype), s.shard_dim, s.shard_groups, _from_runs(s.layers))
             for s in wire.states
         ],
+        "windows": _windows(wire.windows),
     }
+
+
+def _windows(pairs: list[tuple[int, int]]) -> dict[int, int]:
+    windows = dict(pairs)
+    if len(windows) != len(pairs):
+        raise ProtocolError("a peer's layout names the window of a layer twice")
+    return windows

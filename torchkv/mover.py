@@ -138,7 +138,8 @@ class Mover:
         """Loads what transfers of ``plan`` need, before any stream waits for the host: loading waits for streams."""
         if self.will_stage(route):
             assert self._staging is not None
-            self._staging.sending.take()
+            if route.staging_view is None:
+                self._staging.sending.take()
             self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
         if self.device is not None and self._local is not None and route.direct:
             from torchkv import kernels

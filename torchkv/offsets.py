@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torchkv.plan import Slab, expand, page_pairs, pair_offsets
+from torchkv.plan import Rows, Slab, Window, expand, page_pairs, pair_offsets
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.route import LocalPages, Route
 from torchkv.transport import Int64Array
 
 __all__ = ["PairOffsets"]
 
-# component, first head, holders, index among them, source and destination page stride
-_Key = tuple[str, int, int, int, int, int]
+# component, heads, rows, holders, index among them, window, source and destination page stride
+_Key = tuple[str, range, Rows, int, int, Window | None, int, int]
 
 
 class PairOffsets:
@@ -51,4 +51,4 @@ class PairOffsets:
     def _key(self, slab: Slab, layer: int) -> _Key:
         src_stride = self._local.placements[slab.component, layer].page_stride
         dst_stride = self._route.placements[slab.component, layer].page_stride
-        return (slab.component, slab.heads.start, slab.holders, slab.index, src_stride, dst_stride)
+        return (slab.component, slab.heads, slab.rows, slab.holders, slab.index, slab.window, src_stride, dst_stride)

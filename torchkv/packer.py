@@ -13,8 +13,7 @@ from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
 from torchkv.route import LocalPages
-from torchkv.stagememory import SendStages, StageMemory
-from torchkv.staging import Stage
+from torchkv.stagememory import Room, SendStages, StageMemory
 from torchkv.transport import Int64Array
 
 __all__ = ["HostPacker", "Packer", "Staging", "mismatch"]
@@ -27,10 +26,9 @@ class Packer(ABC):
     pages or write the stage, or the other way round.
     """
 
-    def __init__(self, local: LocalPages, sending: SendStages, receiving: StageMemory | None) -> None:
+    def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's ring, if it has one."""
         self._local = local
-        self._sending = sending
         self._receiving = receiving
 
     @abstractmethod
@@ -41,11 +39,11 @@ class Packer(ABC):
         pages: Int64Array | DevicePages,
         piece: Piece,
         layout: PieceLayout,
-        stage: Stage,
+        room: Room,
         *,
         checksum: bool,
     ) -> Iterator[int]:
-        """Packs ``piece`` of ``op`` into ``stage``, of this rank's sending ring. pages: page ids of the whole op.
+        """Packs ``piece`` of ``op`` into ``room``. pages: page ids of the whole op.
 
         checksum: with checksums, for which ``layout`` has room. Raises ``PageOutOfRange``, ``TransportUnavailable``.
         """
@@ -87,22 +85,21 @@ class HostPacker(Packer):
         pages: Int64Array | DevicePages,
         piece: Piece,
         layout: PieceLayout,
-        stage: Stage,
+        room: Room,
         *,
         checksum: bool,
     ) -> Iterator[int]:
         assert not isinstance(pages, DevicePages)
         first = piece.start - op.start
         side = self._side(True, piece, grant.plan, pages[first : first + piece.num_pages], grant.num_tokens)
-        at = self._sending.take().ptr + stage.offset
-        yield from hostpack.copy(layout, side, at)
+        yield from hostpack.copy(layout, side, room.ptr)
         if checksum:
-            yield from hostpack.write_sums(layout, side, at)
+            yield from hostpack.write_sums(layout, side, room.ptr)
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
         side = self._side(False, job.piece, job.plan, job.pages, job.num_tokens)
-        at = self._receiving.ptr + job.stage.offset
+        at = self._receiving.room(job.stage).ptr
         yield from hostpack.copy(job.layout, side, at)
         if job.checked:
             bad = yield from hostpack.find_bad(job.layout, side, at)
@@ -118,9 +115,12 @@ class HostPacker(Packer):
 
 
 def mismatch(job: Scatter, bad: hostpack.Mismatch) -> ChecksumMismatch:
+    page = job.pages[bad.position]
+    where = f"component {bad.component!r}, page {page} (number {bad.position} of the grant)"
+    if job.state:
+        where = f"state {bad.component!r}, slot {page}"
     return ChecksumMismatch(
-        f"request {job.request!r} from rank {job.src}: layer {bad.layer}, component {bad.component!r}, page "
-        f"{job.pages[bad.position]} (number {bad.position} of the grant) does not hold what was sent; the request has "
-        f"failed, send it again",
+        f"request {job.request!r} from rank {job.src}: layer {bad.layer}, {where} does not hold what was sent; the "
+        f"request has failed, send it again",
         retryable=True,
     )

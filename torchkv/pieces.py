@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
 from torchkv.plan import PairPlan, first_page_outside
-from torchkv.slab import Slab, stripe_ranks
+from torchkv.slab import Slab, first_owed, stripe_ranks
 
 __all__ = [
     "ALIGNMENT",
@@ -97,10 +97,12 @@ class PieceLayout:
 def pair_ranks(plan: PairPlan, slab: Slab, start: int, num_pages: int, limit_tokens: int) -> range:
     """The page pairs of sender pages [start, start + num_pages) that this writer owes, as ranks within its stripe.
 
-    limit_tokens: tokens of the grant; pairs beyond it are left out. Costs the same for any number of pages.
+    limit_tokens: tokens of the grant; pairs beyond it are left out, and those before the slab's window. Costs the same
+    for any number of pages.
     """
     per_page = plan.src_page_size // slab.tokens
-    first = start * per_page
+    window = first_owed(limit_tokens, slab.window)
+    first = max(start * per_page, window // slab.tokens)
     end = min((start + num_pages) * per_page, limit_tokens // slab.tokens)
     per_unit = slab.unit // slab.tokens
     return stripe_ranks(first, end, per_unit=per_unit, holders=slab.holders, index=slab.index)
@@ -125,11 +127,13 @@ def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: b
 
 
 def slab_groups(plan: PairPlan) -> Iterator[list[Slab]]:
-    """Neighbouring slabs of equal layers, stripe and bytes of a pair: they owe the same pairs, whatever is asked."""
-    for _, group in groupby(
-        plan.slabs, lambda slab: (slab.layers, slab.pair_nbytes, slab.holders, slab.index, slab.unit, slab.tokens)
-    ):
+    """Neighbouring slabs of equal layers, stripe, window and bytes of a pair: they owe the same pairs, always."""
+    for _, group in groupby(plan.slabs, _likeness):
         yield list(group)
+
+
+def _likeness(slab: Slab) -> tuple[object, ...]:
+    return slab.layers, slab.pair_nbytes, slab.holders, slab.index, slab.unit, slab.tokens, slab.window
 
 
 def _narrowed(plan: PairPlan, layers: Iterable[int]) -> Iterator[list[Slab]]:

@@ -54,6 +54,7 @@ def pipeline(
     *,
     layers: GivenLayers = None,
     start: int = 0,
+    state_slot: int | None = None,
     group_size: int | None = None,
     policy: Policy | None = None,
     tokens: int | None = None,
@@ -67,10 +68,12 @@ def pipeline(
 
     model: any module; its decoder layers are the one ``nn.ModuleList`` that is as long as this rank's layers. layers:
     names them instead: modules in ascending order of layer, or {module: global layer id}. request, pages, dst, start:
-    as for ``send_pages``; each chunk of a prompt has a context of its own, with its ``start``. group_size: layers to
-    send at a time, by default what ``policy`` says, by default `groupsize.Adaptive`. tokens: of the whole forward,
-    for the policy, where that is more than the pages hold. events: for layers in a CUDA graph, instead of hooks, the
-    list of ``GraphGate.arm()`` or {global layer id: event}; the context is then entered before the replay.
+    as for ``send_pages``; each chunk of a prompt has a context of its own, with its ``start``. state_slot: sends each
+    layer's state too, from this slot; for the last chunk, which makes it final, or else leave it to ``finish``.
+    group_size: layers to send at a time, by default what ``policy`` says, by default `groupsize.Adaptive`. tokens: of
+    the whole forward, for the policy, where that is more than the pages hold. events: for layers in a CUDA graph,
+    instead of hooks, the list of ``GraphGate.arm()`` or {global layer id: event}; the context is then entered before
+    the replay.
 
     What no hook has sent when the body ends is sent then. If the body raises, the request is cancelled, as by
     ``kv.cancel``. If a send fails, the pass goes on without sending more; ``wait()`` and ``kv.finish`` raise the error.
@@ -80,7 +83,7 @@ def pipeline(
     whole, a stream that is being captured), and what ``send_pages`` would raise.
     """
     engine, layout = kv._registered("pipeline")
-    sending = _checked(kv, engine, request, pages, dst, start)
+    sending = _checked(kv, engine, layout, request, pages, dst, start, state_slot)
     what = sending.what
     modules: dict[nn.Module, int] = {}
     gates: dict[int, Any] = {}
@@ -93,14 +96,14 @@ def pipeline(
     order = list(gates or modules.values())
     held = len(pages) * layout.page_size
     count = held if tokens is None else arguments.as_count(tokens, what=what, name="tokens")
-    layer_nbytes = _mean_nbytes(layout, order) * len(pages)
+    layer_nbytes = sending.nbytes(order) // max(1, len(order))
     size, clock = len(order), None
     if group_size is not None:
         size = _checked_size(group_size, f"{what}: group_size")
-    elif order and sending.targets and len(pages):
+    elif order and sending.targets and layer_nbytes:
         size, clock = _asked(policy, sending, count, len(order), layer_nbytes, measures=bool(modules))
     groups = [tuple(order[i : i + size]) for i in range(0, len(order), max(size, 1))]
-    return Pipeline(sending, layout.layers, modules, gates, groups, clock, layer_nbytes)
+    return Pipeline(sending, layout.layers, modules, gates, groups, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +116,52 @@ class _Sending:
     pages: Pages
     dst: Peers
     start: int
+    state_slot: int | None
     targets: tuple[int, ...]
+    layout: KVLayout
 
     @property
     def what(self) -> str:
         return f"pipeline({self.request!r})"
 
-    def send(self, group: Group, event: Any) -> KVWork:
+    def send_pages(self, group: Group, event: Any) -> KVWork:
         return self.kv.send_pages(self.request, self.pages, self.dst, layers=group, start=self.start, event=event)
+
+    def send_state(self, group: Group, event: Any) -> KVWork:
+        assert self.state_slot is not None
+        return self.kv._send_state(self.request, group, self.state_slot, self.dst, event)
+
+    def verbs(self, group: Group) -> list[tuple[str, Callable[[Group, Any], KVWork], int]]:
+        """What sends ``group``: a name for traces, the call, its bytes."""
+        found: list[tuple[str, Callable[[Group, Any], KVWork], int]] = [
+            ("send_layer", self.send_pages, self._page_nbytes(group))
+        ]
+        if self.state_slot is not None and (nbytes := self._state_nbytes(group)):
+            found.append(("send_state", self.send_state, nbytes))
+        return found
+
+    def nbytes(self, group: Sequence[int]) -> int:
+        """Bytes of ``group`` that this rank holds and sends."""
+        return self._page_nbytes(group) + (0 if self.state_slot is None else self._state_nbytes(group))
+
+    def _page_nbytes(self, group: Sequence[int]) -> int:
+        layout, wanted = self.layout, set(group)
+        total = sum(
+            layout.page_nbytes(c.name) * len(wanted & set(layout.component_layers(c.name))) for c in layout.components
+        )
+        return total * len(self.pages)
+
+    def _state_nbytes(self, group: Sequence[int]) -> int:
+        layout, wanted = self.layout, set(group)
+        return sum(layout.state_nbytes(s.name) * len(wanted & set(layout.state_layers(s.name))) for s in layout.states)
 
 
 class Pipeline:
     """One forward pass of one request; made by `pipeline`, entered once, by the thread that runs the forward.
 
-    works: one for each group sent so far, in the order of sending. groups: their global layer ids. swept: layers that
-    were sent when the body had ended. cancelled: the work of ``kv.cancel`` if the body raised, else None.
+    works: one for each group sent so far, in the order of sending, and one behind it for its state. groups: their
+    global layer ids. swept: layers that were sent when the body had ended. cancelled: the work of ``kv.cancel`` if the
+    body raised, else None.
     """
 
     def __init__(
@@ -138,7 +172,6 @@ class Pipeline:
         gates: Mapping[int, Any],
         groups: Sequence[Group],
         clock: PassClock | None,
-        layer_nbytes: int,
     ) -> None:
         """held: all layers of this rank, which are sent in any case. groups: of those with a module or a gate."""
         self._kv, self._what, self._request = sending.kv, sending.what, sending.request
@@ -146,7 +179,7 @@ class Pipeline:
         self._modules, self._gates = modules, gates
         self._plan = groups
         self._clock = clock
-        self._layer_nbytes = layer_nbytes
+        self._moves = bool(sending.nbytes(held))
         self._group_of = {layer: group for group in groups for layer in group}
         self._missing = {group: len(group) for group in groups}
         self._waiting = set(modules.values())
@@ -184,7 +217,7 @@ class Pipeline:
             self._give_up()
             return
         try:
-            if self._modules and len(self._waiting) == len(self._modules) and self._layer_nbytes:
+            if self._modules and len(self._waiting) == len(self._modules) and self._moves:
                 log.warning("%s: no layer was called through its module, so all are sent at the end", self._what)
             rest = tuple(self._unsent)
             if rest:
@@ -235,25 +268,26 @@ class Pipeline:
         if self._error is not None:
             return
         assert self._sending is not None
-        began = time.perf_counter()
         try:
-            if profiler._is_profiler_enabled:
-                with profiler.record_function(f"torchkv::send_layer[{_span(group)}]"):
-                    work = self._sending.send(group, event)
-            else:
-                work = self._sending.send(group, event)
+            for name, verb, nbytes in self._sending.verbs(group):
+                began = time.perf_counter()
+                if profiler._is_profiler_enabled:
+                    with profiler.record_function(f"torchkv::{name}[{_span(group)}]"):
+                        work = verb(group, event)
+                else:
+                    work = verb(group, event)
+                self.works.append(work)
+                if self._clock is not None:
+                    self._clock.sent(work, began, nbytes)
         except KVError as error:
             if self._sending.engine.device is not None and torch.cuda.is_current_stream_capturing():
                 raise  # a mistake of the program, not a failure of this request
             self._error = error
             log.warning("%s: layers %s were not sent: %s", self._what, _span(group), error)
             return
-        self.works.append(work)
         self.groups.append(group)
         for layer in group:
             del self._unsent[layer]
-        if self._clock is not None:
-            self._clock.sent(work, began, len(group) * self._layer_nbytes)
 
     def _give_up(self) -> None:
         self._close()
@@ -277,7 +311,16 @@ def _untraced_hook() -> Callable[..., None]:
     return disabled
 
 
-def _checked(kv: KVProcessGroup, engine: Engine, request: str, pages: Pages, dst: Peers, start: int) -> _Sending:
+def _checked(
+    kv: KVProcessGroup,
+    engine: Engine,
+    layout: KVLayout,
+    request: str,
+    pages: Pages,
+    dst: Peers,
+    start: int,
+    state_slot: int | None,
+) -> _Sending:
     """What every group is sent with. Raises whatever the first verb would raise now."""
     request = arguments.as_request(request)
     what = f"pipeline({request!r})"
@@ -287,14 +330,17 @@ def _checked(kv: KVProcessGroup, engine: Engine, request: str, pages: Pages, dst
         # A copy, so that all groups get the same ids whatever the caller does with its own.
         pages = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
     start = arguments.as_count(start, what=what, name="start")
+    slot = None if state_slot is None else kv._checked_slot(what, state_slot, layout)
     dst = tuple(dst) if isinstance(dst, list) else dst
     targets = engine.roster.targets(dst, what)
     with engine.lock:
         kv._check_open(engine, what)
         for rank in targets:
             engine.sender.admit(request, rank, start, len(pages))
+            if slot is not None:
+                engine.sender.admit(request, rank, 0, 1, state=True)
         kv._check_alive(engine, targets, what)
-    return _Sending(kv, engine, request, pages, dst, start, targets)
+    return _Sending(kv, engine, request, pages, dst, start, slot, targets, layout)
 
 
 def _asked(
@@ -316,15 +362,6 @@ def _checked_size(size: int, what: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ProtocolError(f"{what} {size!r}; it must be an int of at least 1")
     return size
-
-
-def _mean_nbytes(layout: KVLayout, layers: Sequence[int]) -> int:
-    """Bytes of a page of one layer, on average over ``layers``."""
-    total = 0
-    for component in layout.components:
-        holders = sum(component.layers is None or layer in component.layers for layer in layers)
-        total += holders * layout.page_nbytes(component.name)
-    return total // max(1, len(layers))
 
 
 def _span(group: Sequence[int]) -> str:

@@ -6,27 +6,29 @@ tokens counted from the end of the reader's prefix. Paths that need descriptors 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from torchkv.component import State
+from torchkv import stateplan
 from torchkv.descriptors import PagePairs, expand, page_pairs, pair_offsets
 from torchkv.errors import LayoutMismatch
 from torchkv.layout import KVLayout, first_difference
-from torchkv.slab import Rows, Slab
+from torchkv.ranges import overlap, split_by_holders, uncovered
+from torchkv.slab import Rows, Slab, Window
 
 __all__ = [
     "PagePairs",
     "PairPlan",
     "Rows",
     "Slab",
+    "Window",
     "compile_plan",
     "contributing",
     "coverage_gap",
     "expand",
     "first_page_outside",
+    "largest_grant",
     "page_pairs",
     "pair_offsets",
     "seal_matches",
@@ -39,32 +41,38 @@ _Writers = tuple[tuple[int, KVLayout], ...]  # (group rank, layout), in rank ord
 class PairPlan:
     """Everything that one writer owes one reader.
 
-    layers: global ids of the layers in which pages are owed, ascending. states: names of the states of which the
-    writer holds a part. src_page_size, dst_page_size: in tokens.
+    layers: global ids of the layers in which pages are owed, ascending. src_page_size, dst_page_size: in tokens.
+    state: the same for one slot of state, seen as a page of one token; None in that plan itself.
     """
 
     slabs: tuple[Slab, ...]
     layers: tuple[int, ...]
-    states: tuple[str, ...]
     src_page_size: int
     dst_page_size: int
+    state: PairPlan | None = None
 
     @property
     def empty(self) -> bool:
         """True if the two layouts share nothing, neither pages nor state."""
-        return not self.slabs and not self.states
+        return not self.slabs and (self.state is None or self.state.empty)
+
+    @property
+    def parts(self) -> tuple[PairPlan, ...]:
+        """The plan of the pages and that of state, as far as anything is owed."""
+        return tuple(plan for plan in (self, self.state) if plan is not None and plan.slabs)
 
     @property
     def page_for_page(self) -> bool:
         """True if every transfer is of whole pages on both sides."""
         return all(slab.is_page for slab in self.slabs)
 
-    def nbytes(self, num_tokens: int) -> int:
-        """Bytes owed, over all layers, for a grant of ``num_tokens`` tokens. State is not counted."""
+    def nbytes(self, num_tokens: int, layers: Iterable[int] | None = None) -> int:
+        """Bytes owed, in ``layers`` or in all, for a grant of ``num_tokens`` tokens. State is not counted."""
+        wanted = frozenset(self.layers if layers is None else layers)
         total = 0
         for slab in self.slabs:
             tokens = sum(hi - lo for lo, hi in slab.owed(num_tokens))
-            total += tokens * (slab.pair_nbytes // slab.tokens) * len(slab.layers)
+            total += tokens * (slab.pair_nbytes // slab.tokens) * len(wanted.intersection(slab.layers))
         return total
 
     def slabs_for(self, layers: Iterable[int]) -> tuple[Slab, ...]:
@@ -77,10 +85,16 @@ class PairPlan:
                 narrowed.append(slab if kept == slab.layers else replace(slab, layers=kept))
         return tuple(narrowed)
 
-    def owed(self, layer: int, limit_tokens: int) -> list[tuple[int, int]]:
-        """Token intervals [lo, hi) of [0, limit_tokens) that this writer must write in ``layer``, merged."""
+    def owed(self, layer: int, granted_tokens: int, limit_tokens: int | None = None) -> list[tuple[int, int]]:
+        """Token intervals [lo, hi) that this writer must write in ``layer`` under such a grant, merged.
+
+        granted_tokens: of the grant; they say where a window begins. limit_tokens: none beyond these, if given.
+        """
         intervals = sorted(
-            interval for slab in self.slabs if layer in slab.layers for interval in slab.owed(limit_tokens)
+            interval
+            for slab in self.slabs
+            if layer in slab.layers
+            for interval in slab.owed(granted_tokens, limit_tokens)
         )
         merged: list[tuple[int, int]] = []
         for lo, hi in intervals:
@@ -115,46 +129,34 @@ def _compile(writer: int, writers: _Writers, reader: KVLayout) -> PairPlan:
     slabs = [
         _slab(name, layers, heads, holders, writer=writer, unit=unit, src=mine, dst=reader)
         for name in (component.name for component in reader.components)
-        for (heads, holders), layers in _segments(name, mine, writers, reader).items()
+        for (heads, holders, _), layers in _segments(name, mine, writers, reader).items()
     ]
-    states = tuple(state.name for state in reader.states if _state_overlaps(state, mine, reader))
+    slabs.sort(key=lambda slab: slab.window or ())  # so that slabs which owe the same pairs are neighbours
+    state = _pair_plan(stateplan.slabs(writer, writers, reader), 1, 1)
+    return replace(_pair_plan(slabs, mine.page_size, reader.page_size), state=state)
+
+
+def _pair_plan(slabs: Sequence[Slab], src_page_size: int, dst_page_size: int) -> PairPlan:
     owed_layers = tuple(sorted({layer for slab in slabs for layer in slab.layers}))
-    return PairPlan(tuple(slabs), owed_layers, states, mine.page_size, reader.page_size)
+    return PairPlan(tuple(slabs), owed_layers, src_page_size, dst_page_size)
 
 
 def _segments(
     name: str, mine: KVLayout, writers: _Writers, reader: KVLayout
-) -> dict[tuple[range, tuple[int, ...]], tuple[int, ...]]:
-    """(heads, ranks that hold them) -> layers, for what ``mine`` and ``reader`` share of component ``name``."""
-    shared = _overlap(mine.component_heads(name), reader.component_heads(name))
+) -> dict[tuple[range, tuple[int, ...], int | None], tuple[int, ...]]:
+    """(heads, ranks that hold them, window) -> layers, for what ``mine`` and ``reader`` share of component ``name``."""
+    shared = overlap(mine.component_heads(name), reader.component_heads(name))
     wanted = frozenset(reader.component_layers(name))
     layers = [layer for layer in mine.component_layers(name) if layer in wanted]
     if not shared or not layers:
         return {}
     held = [(rank, layout.component_heads(name), frozenset(layout.component_layers(name))) for rank, layout in writers]
-    segments: dict[tuple[range, tuple[int, ...]], list[int]] = {}
+    segments: dict[tuple[range, tuple[int, ...], int | None], list[int]] = {}
     for layer in layers:
-        present = [
-            (rank, overlap) for rank, heads, ids in held if layer in ids and (overlap := _overlap(heads, shared))
-        ]
-        for heads, holders in _split(shared, present):
-            segments.setdefault((heads, holders), []).append(layer)
+        present = [(rank, common) for rank, heads, ids in held if layer in ids and (common := overlap(heads, shared))]
+        for heads, holders in split_by_holders(shared, present):
+            segments.setdefault((heads, holders, reader.window(layer)), []).append(layer)
     return {key: tuple(ids) for key, ids in segments.items()}
-
-
-def _split(shared: range, present: list[tuple[int, range]]) -> Iterable[tuple[range, tuple[int, ...]]]:
-    """Cuts ``shared`` into maximal head ranges with equal holders, which come in rank order."""
-    cuts = sorted({shared.start, shared.stop, *(edge for _, heads in present for edge in (heads.start, heads.stop))})
-    pieces = [
-        (range(lo, hi), tuple(rank for rank, heads in present if lo in heads)) for lo, hi in itertools.pairwise(cuts)
-    ]
-    for holders, group in itertools.groupby(pieces, key=lambda piece: piece[1]):
-        ranges = [heads for heads, _ in group]
-        yield range(ranges[0].start, ranges[-1].stop), holders
-
-
-def _overlap(a: range, b: range) -> range:
-    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _slab(
@@ -172,8 +174,9 @@ def _slab(
     tokens = min(src.page_size, dst.page_size)
     src_token, src_head = _strides(src, name, width)
     dst_token, dst_head = _strides(dst, name, width)
-    rows = _rows([(tokens, src_token, dst_token), (len(heads), src_head, dst_head)], width)
+    rows = Rows.folded([(tokens, src_token, dst_token), (len(heads), src_head, dst_head)], width)
     whole = rows.per_pair == 1 and rows.run == src.page_nbytes(name) == dst.page_nbytes(name)
+    window = dst.window(layers[0])
     return Slab(
         component=name,
         layers=layers,
@@ -188,6 +191,7 @@ def _slab(
         dst_token_stride=dst_token,
         rows=rows,
         is_page=whole and src.page_size == dst.page_size,
+        window=None if window is None else Window(window, src.page_size, dst.page_size, unit),
     )
 
 
@@ -196,21 +200,6 @@ def _strides(layout: KVLayout, name: str, width: int) -> tuple[int, int]:
     if layout.order == "NHD":
         return len(layout.component_heads(name)) * width, width
     return width, layout.page_size * width
-
-
-def _rows(dims: list[tuple[int, int, int]], run: int) -> Rows:
-    """Folds each (count, src stride, dst stride) into the run where it is contiguous on both sides."""
-    left = [dim for dim in dims if dim[0] > 1]
-    for _ in dims:
-        for dim in left:
-            count, src, dst = dim
-            if src == dst == run:
-                run *= count
-                left.remove(dim)
-                break
-    # A single remaining dimension goes innermost: kernels loop tightly over n1.
-    outer, inner = [(1, 0, 0)] * (2 - len(left)) + left
-    return Rows(*outer, *inner, run)
 
 
 def contributing(writers: Mapping[int, KVLayout], reader: KVLayout) -> tuple[int, ...]:
@@ -224,27 +213,11 @@ def _intersects(writer: KVLayout, reader: KVLayout) -> bool:
         name = component.name
         if (
             any(own.name == name for own in writer.components)
-            and _overlap(writer.component_heads(name), reader.component_heads(name))
+            and overlap(writer.component_heads(name), reader.component_heads(name))
             and not set(writer.component_layers(name)).isdisjoint(reader.component_layers(name))
         ):
             return True
-    return any(_state_overlaps(state, writer, reader) for state in reader.states)
-
-
-def _state_overlaps(state: State, writer: KVLayout, reader: KVLayout) -> bool:
-    if all(own.name != state.name for own in writer.states):
-        return False
-    if set(writer.state_layers(state.name)).isdisjoint(reader.state_layers(state.name)):
-        return False
-    return bool(_overlap(_state_span(state, writer), _state_span(state, reader)))
-
-
-def _state_span(state: State, layout: KVLayout) -> range:
-    """What ``layout`` holds of the state's first shard group; the other groups are cut in the same ratio."""
-    if not state.groups:
-        return range(1)
-    local = state.groups[0] // layout.tp_size
-    return range(layout.tp_rank * local, (layout.tp_rank + 1) * local)
+    return stateplan.intersects(writer, reader)
 
 
 def coverage_gap(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | None:
@@ -259,34 +232,23 @@ def coverage_gap(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | Non
         having = [layout for layout in layouts if any(own.name == name for own in layout.components)]
         held = [(layout.component_heads(name), frozenset(layout.component_layers(name))) for layout in having]
         for layer in reader.component_layers(name):
-            gap = _uncovered(reader.component_heads(name), [heads for heads, ids in held if layer in ids])
+            gap = uncovered(reader.component_heads(name), [heads for heads, ids in held if layer in ids])
             if gap:
                 return f"{who} component {name!r}, layer {layer}, heads {gap.start} to {gap.stop - 1}"
-    for state in reader.states:
-        name = state.name
-        having = [layout for layout in layouts if any(own.name == name for own in layout.states)]
-        for layer in reader.state_layers(name):
-            spans = [_state_span(state, layout) for layout in having if layer in layout.state_layers(name)]
-            gap = _uncovered(_state_span(state, reader), spans)
-            if gap:
-                return f"{who} state {name!r}, layer {layer}, shard elements {gap.start} to {gap.stop - 1}"
-    return None
-
-
-def _uncovered(wanted: range, spans: Iterable[range]) -> range:
-    """The first stretch of ``wanted`` that no span covers; empty if there is none."""
-    position = wanted.start
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.start > position:
-            return range(position, min(span.start, wanted.stop))
-        position = max(position, min(span.stop, wanted.stop))
-    return range(position, wanted.stop)
+    state_gap = stateplan.gap(layouts, reader)
+    return None if state_gap is None else f"{who} {state_gap}"
 
 
 def seal_matches(num_src_pages: int, src_page_size: int, num_dst_pages: int, dst_page_size: int) -> bool:
     """Whether a seal of so many sender pages fits a grant of so many receiver pages (page sizes in tokens)."""
     difference = abs(num_src_pages * src_page_size - num_dst_pages * dst_page_size)
     return difference < max(src_page_size, dst_page_size)
+
+
+def largest_grant(num_src_pages: int, src_page_size: int, dst_page_size: int) -> int:
+    """Tokens of the largest grant that a seal of so many sender pages matches (see `seal_matches`)."""
+    most = num_src_pages * src_page_size + max(src_page_size, dst_page_size) - 1
+    return most // dst_page_size * dst_page_size
 
 
 def first_page_outside(start: int, num_pages: int, page_size: int, grant_tokens: int) -> int | None:

@@ -88,11 +88,11 @@ class Registration:
         )
         if self.cache is None:
             return card
-        if self.cache.layout.states:
+        if self.cache.layout.stateful and not self.cache.num_slots:
             names = ", ".join(state.name for state in self.cache.layout.states)
-            raise TransportUnavailable(
-                f"the layout declares state ({names}), which this version cannot transfer yet; a request would "
-                f"never be complete without it, so it is refused"
+            raise LayoutMismatch(
+                f"the layout has state ({names}), the cache no slot for it: make it with KVCache.empty(num_slots=...), "
+                f"or pass states= to KVCache"
             )
         device = self.cache.device
         if device.type not in self.transport.capabilities.devices:
@@ -258,11 +258,11 @@ class Registration:
         assert local is not None
         sending = SendStages(self.options.staging_send, lambda nbytes: self._stage_memory(nbytes)[0])
         if self.device is None:
-            return Staging(HostPacker(local, sending, ring), sending, ring)
+            return Staging(HostPacker(local, ring), sending, ring)
         # Here, because it brings Triton with it, which a rank without a GPU need not have.
         from torchkv.devicepacker import DevicePacker
 
-        return Staging(DevicePacker(local, sending, ring, device=self.device), sending, ring)
+        return Staging(DevicePacker(local, ring, device=self.device), sending, ring)
 
     def _local_pages(self) -> LocalPages | None:
         if self.cache is None:
@@ -312,7 +312,6 @@ class Registration:
             placements=card.placement_map(),
             channel=channel,
             views=views,
-            num_pages=card.num_pages,
             staging=StageTarget(len(card.regions) - 2, card.staging) if card.staging else None,
             no_view=no_view,
         )

@@ -68,7 +68,6 @@ class Route:
     placements: Mapping[tuple[str, int], Placement]
     channel: Channel | None
     views: Sequence[RemoteView | None]  # by region of the peer
-    num_pages: int  # of the peer
     staging: StageTarget | None = None  # None: the peer has none
     no_view: str = ""  # why not every region has a view
     costs: Costs | None = None  # as measured
@@ -113,9 +112,16 @@ class Route:
             self.calibration = None
         return self.calibration is None
 
+    @property
+    def staging_view(self) -> RemoteView | None:
+        """The peer's staging ring, where it is mapped here: then pieces are packed straight into it."""
+        return None if self.staging is None else self.views[self.staging.region]
+
     def ring(self, own: int) -> int:
-        """Bytes of the smaller ring, if this rank has ``own`` bytes to send from; 0 if one of them is missing."""
-        return 0 if self.staging is None else min(self.staging.nbytes, own)
+        """Bytes of the smaller ring, of those that are needed, with ``own`` bytes to send from; 0 if one is missing."""
+        if self.staging is None:
+            return 0
+        return self.staging.nbytes if self.staging_view is not None else min(self.staging.nbytes, own)
 
     def choose(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Rows", "Slab", "stripe_ranks"]
+__all__ = ["Rows", "Slab", "Window", "first_owed", "stripe_ranks"]
 
 
 class Rows(NamedTuple):
@@ -19,10 +19,37 @@ class Rows(NamedTuple):
     d1: int
     run: int
 
+    @classmethod
+    def folded(cls, dims: list[tuple[int, int, int]], run: int) -> Rows:
+        """``run`` bytes, repeated along each (count, src stride, dst stride) of at most two, outermost first.
+
+        What is contiguous on both sides becomes part of the run.
+        """
+        left = [dim for dim in dims if dim[0] > 1]
+        for _ in dims:
+            for dim in left:
+                count, src, dst = dim
+                if src == dst == run:
+                    run *= count
+                    left.remove(dim)
+                    break
+        # A single remaining dimension goes innermost: kernels loop tightly over n1.
+        outer, inner = [(1, 0, 0)] * (2 - len(left)) + left
+        return cls(*outer, *inner, run)
+
     @property
     def per_pair(self) -> int:
         """Runs of one page pair."""
         return self.n0 * self.n1
+
+
+class Window(NamedTuple):
+    """A sliding window of ``tokens`` tokens, between pages of these sizes; what is owed begins on a ``unit``."""
+
+    tokens: int
+    src_page_size: int
+    dst_page_size: int
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +60,7 @@ class Slab:
     and writes unit u of ``unit`` tokens iff ``u % holders == index``. tokens: per page pair, the smaller page size.
     src_base, dst_base: byte offset, inside a page, of the first head of token 0. src_token_stride,
     dst_token_stride: bytes from one token to the next. rows: the runs of a pair. is_page: a pair is exactly one
-    whole page on both sides.
+    whole page on both sides. window: of layers that have a sliding window; what lies before it is not owed.
     """
 
     component: str
@@ -49,19 +76,45 @@ class Slab:
     dst_token_stride: int
     rows: Rows
     is_page: bool
+    window: Window | None = None
 
     @property
     def pair_nbytes(self) -> int:
         """Bytes of one page pair in one layer."""
         return self.rows.per_pair * self.rows.run
 
-    def owed(self, limit_tokens: int) -> list[tuple[int, int]]:
-        """Token intervals [lo, hi) of [0, limit_tokens) in this writer's stripe, ascending."""
+    def owed(self, granted_tokens: int, limit_tokens: int | None = None) -> list[tuple[int, int]]:
+        """Token intervals [lo, hi) of a grant of ``granted_tokens`` tokens in this writer's stripe, ascending.
+
+        limit_tokens: none beyond these; where a window begins is a matter of the grant alone.
+        """
+        limit = granted_tokens if limit_tokens is None else limit_tokens
+        first = first_owed(granted_tokens, self.window)
         if self.holders == 1:
-            return [(0, limit_tokens)] if limit_tokens else []
-        step = self.holders * self.unit
-        starts = range(self.index * self.unit, limit_tokens, step)
-        return [(lo, min(lo + self.unit, limit_tokens)) for lo in starts]
+            return [(first, limit)] if first < limit else []
+        unit = first // self.unit
+        unit += (self.index - unit) % self.holders
+        starts = range(unit * self.unit, limit, self.holders * self.unit)
+        return [(lo, min(lo + self.unit, limit)) for lo in starts]
+
+
+def first_owed(granted_tokens: int, window: Window | None) -> int:
+    """The first token, a multiple of the window's ``unit``, that is owed of a grant of so many tokens.
+
+    No message says how long the prompt is, L tokens behind the prefix. Both sides know the grant, g tokens, and the
+    page sizes, Ps of the sender and Pr of the receiver. The sender's N pages match the grant iff
+    |N*Ps - g| < max(Ps, Pr) (see `plan.seal_matches`), so N - 1 >= (g - max(Ps, Pr)) // Ps. In the last of them there
+    is one token at least, so L >= (N - 1)*Ps + 1.
+
+    The next token, at position L, attends to positions > L - tokens. One more to either side is allowed for: a
+    receiver may compute the prompt's last token again, and a model may not count a token as part of its own window. So
+    positions from L - 1 - tokens on are owed, which is (g - max(Ps, Pr)) // Ps * Ps - tokens for the shortest prompt.
+    """
+    if window is None:
+        return 0
+    tokens, src_page_size, dst_page_size, unit = window
+    shortest = (granted_tokens - max(src_page_size, dst_page_size)) // src_page_size * src_page_size + 1
+    return max(0, (shortest - 1 - tokens) // unit * unit)
 
 
 def stripe_ranks(first: int, end: int, *, per_unit: int, holders: int, index: int) -> range:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchkv.errors import TransportUnavailable
-from torchkv.slab import Rows, Slab, stripe_ranks
+from torchkv.slab import Rows, Slab, Window, first_owed, stripe_ranks
 
 __all__ = ["Geometry", "Side", "geometry"]
 
@@ -41,7 +41,7 @@ class Geometry:
 
     tokens: of a page pair. holders, index, per_unit: the writer's stripe has units of ``per_unit`` pairs, those with
     ``unit % holders == index``. rows: the runs of a pair. alignment: the largest power of two up to 16 that divides
-    the jobs' base addresses.
+    the jobs' base addresses. window: as in `Slab`.
     """
 
     tokens: int
@@ -52,6 +52,7 @@ class Geometry:
     src: Side
     dst: Side
     alignment: int
+    window: Window | None = None
 
     @property
     def unit(self) -> int:
@@ -75,9 +76,11 @@ class Geometry:
     def pairs(self, *, num_src_pages: int, start: int, limit_tokens: int) -> range:
         """Ranks, within the stripe, of the pairs of sender pages [start, start + num_src_pages).
 
-        start: in sender pages after the prefix. limit_tokens: tokens of the grant; pairs beyond it are left out.
+        start: in sender pages after the prefix. limit_tokens: tokens of the grant; pairs beyond it are left out,
+        and those before the window.
         """
-        first = start * self.src.per_page
+        window = first_owed(limit_tokens, self.window)
+        first = max(start * self.src.per_page, window // self.tokens)
         end = min((start + num_src_pages) * self.src.per_page, limit_tokens // self.tokens)
         return stripe_ranks(first, end, per_unit=self.per_unit, holders=self.holders, index=self.index)
 
@@ -128,6 +131,7 @@ def geometry(
         src=src,
         dst=dst,
         alignment=_power_of_two(addresses),
+        window=slab.window,
     )
 
 

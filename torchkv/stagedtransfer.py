@@ -1,7 +1,8 @@
 """The staged path: gather into this rank's staging memory, put in bulk into a stage that the receiver granted.
 
 A verb is cut into pieces, each of which takes one stage. Several are on their way at once: while one is put, the next
-is gathered and the one before is scattered on the other side.
+is gathered and the one before is scattered on the other side. Where the receiver's ring is mapped here, pieces are
+gathered straight into their stage, which leaves out the put.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ from collections.abc import Generator, Iterator
 
 from torchkv import cost
 from torchkv.devicepages import DevicePages
-from torchkv.errors import KVError, RingExhausted
+from torchkv.errors import KVError, RingExhausted, TransportUnavailable
 from torchkv.packer import Packer
-from torchkv.pieces import Cutter, Piece, piece_layout
+from torchkv.pieces import Cutter, Piece, PieceLayout, piece_layout
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.stageclient import Span, StageClient
 from torchkv.route import LocalPages, Route, StageTarget
-from torchkv.stagememory import SendStages
+from torchkv.stagememory import Room, SendStages
 from torchkv.staging import Stage
 from torchkv.transfer import Report, Transfer
 from torchkv.transport import Batch, Completion, Int64Array
 
 __all__ = ["StagedTransfer"]
 
+_Packed = tuple[Piece, PieceLayout]
+
 IN_FLIGHT = 4  # pieces: one being gathered, put and scattered each, and one that is asked for
 
 # Bytes of a piece: small enough that the first is on its way soon and, on a host, that it is still in the cache when it
 # is put; large enough that what a piece costs in messages and steps is little beside it.
 LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
-LARGEST_PIECE = {"cpu": cost.LARGEST_PIECE, "cuda": 64 << 20}
+LARGEST_PIECE = {"cpu": cost.LARGEST_PIECE, "cuda": 128 << 20}
 # Shares of a ring: of the sender's one piece is gathered while another is put, the receiver's holds one more.
 SEND_SHARE, RECV_SHARE = 2, 3
 
@@ -62,6 +65,7 @@ class StagedTransfer(Transfer):
         self._client = client
         self._lock = lock
         self._stages = stages
+        self._view = route.staging_view
         self._packer = packer
         self._checksum = checksum
         self._cutter = Cutter(
@@ -76,7 +80,9 @@ class StagedTransfer(Transfer):
 
     def _piece_size(self, device: str) -> int:
         """So that several fit into either ring, and a verb makes `IN_FLIGHT` at least, unless that is not worth it."""
-        rings = min(self._target.nbytes // RECV_SHARE, self._stages.ring.capacity // SEND_SHARE)
+        rings = self._target.nbytes // RECV_SHARE
+        if self._view is None:
+            rings = min(rings, self._stages.ring.capacity // SEND_SHARE)
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
         return max(1, min(wanted, LARGEST_PIECE[device], rings))
 
@@ -89,6 +95,10 @@ class StagedTransfer(Transfer):
     def gated(self) -> bool:
         """Whether it waits for other transfers to the same rank, which have deadlines of their own."""
         return not self._boarded
+
+    @property
+    def _lane(self) -> str:
+        return self.route.lane if self._view is None else "view"
 
     # ------------------------------------------------------------------ steps
 
@@ -104,14 +114,14 @@ class StagedTransfer(Transfer):
                 break
             yield self._advance_flights()
         self._leave()
-        self.route.count(self.route.lane, transfers=1)
+        self.route.count(self._lane, transfers=1)
 
     def _check_rings(self) -> None:
         """Raises ``RingExhausted`` if even one page is too large."""
-        for nbytes, whose, option in (
-            (self._stages.ring.capacity, "this rank", "send"),
-            (self._target.nbytes, f"rank {self.op.dst}", "recv"),
-        ):
+        needed = [(self._target.nbytes, f"rank {self.op.dst}", "recv")]
+        if self._view is None:
+            needed.append((self._stages.ring.capacity, "this rank", "send"))
+        for nbytes, whose, option in needed:
             if self._cutter.least > nbytes:
                 raise RingExhausted(
                     f"one page of a layer takes {self._cutter.least} bytes of staging memory, {whose} has {nbytes}; "
@@ -155,32 +165,50 @@ class StagedTransfer(Transfer):
         span = yield from self._granted(serial)
         if span is None:
             return
+        piece = yield from (self._pack_and_put(span, nbytes) if self._view is None else self._pack_there(span, nbytes))
+        if self.error is not None:
+            return
+        if piece is None:
+            self._give_back(serial)
+        else:
+            self._say(serial, *piece)
+
+    def _pack_and_put(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
+        """Through memory of its own. None if nothing is left to send, or once there is an error."""
         if self._cutter.done:  # the stages before were larger than they had to be
-            self._give_back(serial)
-            return
+            return None
         stage = yield from self._own_stage(min(span.nbytes, max(self._cutter.nbytes, self._cutter.least)))
-        self._asked -= nbytes
         if stage is None:
-            return
-        if self._cutter.done:
-            self._stages.ring.release(stage)
-            self._give_back(serial)
-            return
-        piece = self._cutter.cut(min(stage.nbytes, span.nbytes))
-        layout = piece_layout(self._plan, piece, limit_tokens=self._grant.num_tokens, checksum=self._checksum)
+            return None
         try:
-            self._gathering += 1
-            yield from self._packer.gather(
-                self.op, self._grant, self._pages, piece, layout, stage, checksum=self._checksum
-            )
-            self._gathering -= 1
-            self._source_read()
-            if self.error is None:
-                yield from self._put(layout.nbytes, stage, span)
+            packed = yield from self._pack(self._stages.take().room(stage), min(stage.nbytes, span.nbytes), asked)
+            if packed is not None and self.error is None:
+                yield from self._put(packed[1].nbytes, stage, span)
         finally:
             self._stages.ring.release(stage)
-        if self.error is None:
-            self._say(serial, piece, layout.payload)
+        return packed
+
+    def _pack_there(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
+        """The same, straight into the stage."""
+        assert self._view is not None
+        try:
+            return (yield from self._pack(Room(self._view.ptr + span.offset, span.nbytes), span.nbytes, asked))
+        except TransportUnavailable:
+            self.flushed = False  # of the GPU: nobody can tell any more what lands
+            raise
+
+    def _pack(self, room: Room, nbytes: int, asked: int) -> Generator[int, None, _Packed | None]:
+        """Cuts what fits into ``nbytes``, and gathers it."""
+        if self._cutter.done:
+            return None
+        self._asked -= asked
+        piece = self._cutter.cut(nbytes)
+        layout = piece_layout(self._plan, piece, limit_tokens=self._grant.num_tokens, checksum=self._checksum)
+        self._gathering += 1
+        yield from self._packer.gather(self.op, self._grant, self._pages, piece, layout, room, checksum=self._checksum)
+        self._gathering -= 1
+        self._source_read()
+        return piece, layout
 
     def _granted(self, serial: int) -> Generator[int, None, Span | None]:
         """The span to write to; None once there is an error, or if it was denied and is not needed any more."""
@@ -195,7 +223,8 @@ class StagedTransfer(Transfer):
                         return None
                     raise
                 if span is not None:
-                    return span
+                    yield 1  # progress, though what comes next may wait for memory, or for the GPU
+                    return span if self.error is None else None
                 yield 0
             return None
         finally:
@@ -203,13 +232,11 @@ class StagedTransfer(Transfer):
 
     def _own_stage(self, nbytes: int) -> Generator[int, None, Stage | None]:
         """Memory to pack into; None once there is an error."""
-        moved = 1  # that the receiver gave a stage is progress; to wait here for memory is none
         while self.error is None:
             stage = self._stages.ring.allocate(nbytes, self.op.request)
             if stage is not None:
                 return stage
-            yield moved
-            moved = 0
+            yield 0
         return None
 
     def _put(self, nbytes: int, stage: Stage, span: Span) -> Iterator[int]:
@@ -241,11 +268,18 @@ class StagedTransfer(Transfer):
         if failure is not None and self.error is None:
             raise failure
 
-    def _say(self, serial: int, piece: Piece, payload: int) -> None:
+    def _say(self, serial: int, piece: Piece, layout: PieceLayout) -> None:
         with self._lock:
-            self._client.staged(self.op.dst, self._grant.generation, serial, **piece._asdict(), checked=self._checksum)
-        self.route.count(self.route.lane, nbytes=payload, spans=1)
-        self._report((), payload, "staged")
+            self._client.staged(
+                self.op.dst,
+                self._grant.generation,
+                serial,
+                **piece._asdict(),
+                checked=self._checksum,
+                state=self.op.state,
+            )
+        self.route.count(self._lane, nbytes=layout.payload, spans=1)
+        self._report((), layout.payload, "staged")
 
     def _give_back(self, serial: int) -> None:
         with self._lock:

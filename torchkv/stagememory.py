@@ -5,13 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from torchkv.errors import TransportUnavailable
-from torchkv.staging import StagingRing
+from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.staging import Stage, StagingRing
 
-__all__ = ["SendStages", "StageMemory"]
+__all__ = ["Room", "SendStages", "StageMemory"]
+
+
+class Room(NamedTuple):
+    """``nbytes`` bytes at address ``ptr``, to pack into or to unpack from: this rank's, or a peer's, mapped here."""
+
+    ptr: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Room:
+        """A contiguous uint8 tensor's. Raises ``ProtocolError`` for any other."""
+        if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
+            raise ProtocolError(f"a stage must be a contiguous uint8 tensor, not {tensor.dtype} {tuple(tensor.shape)}")
+        return cls(tensor.data_ptr(), tensor.numel())
+
+    def part(self, offset: int, nbytes: int) -> Room:
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, f"[{offset}, {offset + nbytes}) of {self.nbytes}"
+        return Room(self.ptr + offset, nbytes)
+
 
 MAX_BOARDED = 2  # transfers to one receiver at once: while one ends, the next begins
 
@@ -27,9 +47,8 @@ class StageMemory:
         """Lets go of the memory, after the last transfer: works and groups may be kept for longer than that."""
         self.tensor = self.tensor.new_empty(0)
 
-    @property
-    def ptr(self) -> int:
-        return self.tensor.data_ptr()
+    def room(self, stage: Stage) -> Room:
+        return Room.of(self.tensor).part(stage.offset, stage.nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 * `copytransfer.CopyTransfer` stores into host memory that is mapped here.
 * `kerneltransfer.KernelTransfer` lets the GPU store into the peer's pages.
 * `puttransfer.PutTransfer` hands descriptors to the transport.
+* `stagedtransfer.StagedTransfer` packs pages into the peer's staging ring.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class Transfer(ABC):
         layers = [layer for layer in self._plan.layers if layer in wanted]
         if not layers or not self.op.num_pages:
             return
+        # As if the op were the whole grant, and so had all of every window: rather too much than too little.
         tokens = self.op.num_pages * self._plan.src_page_size
-        per_layer = max(1, self._plan.nbytes(tokens) // len(self._plan.layers))
+        per_layer = max(1, self._plan.nbytes(tokens, layers) // len(layers))
         size = max(1, self.group_bytes // per_layer)
         for first in range(0, len(layers), size):
             yield tuple(layers[first : first + size])

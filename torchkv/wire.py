@@ -72,17 +72,21 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Receiver -> writer: you may write these pages of mine, in order of position after the prefix."""
+    """Receiver -> writer: you may write these pages of mine, in order of position after the prefix, and this slot."""
 
     request: Request
     generation: Count
     prefix_tokens: Count
     pages: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
     writers: Annotated[list[Rank], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    state_slot: Count | None = None  # None: it has no state
 
 
 class Attest(Message, frozen=True, tag="attest"):
-    """Writer -> receiver: tokens [lo, hi) of these layers are visible in your memory, as far as they are mine."""
+    """Writer -> receiver: tokens [lo, hi) of these layers are visible in your memory, as far as they are mine.
+
+    ``state``: not the tokens of these layers, but their state.
+    """
 
     generation: Count
     layers: Annotated[list[Layer], msgspec.Meta(max_length=MAX_LAYERS)]
@@ -90,6 +94,7 @@ class Attest(Message, frozen=True, tag="attest"):
     hi: Count
     nbytes: Count
     path: Kind
+    state: bool = False
 
 
 class Seal(Message, frozen=True, tag="seal"):
@@ -197,7 +202,7 @@ class Staged(Message, frozen=True, tag="staged"):
     """Writer -> receiver: the stage holds pages [start, start + num_pages) of these layers, visible in your ring.
 
     Pages are mine, counted after the prefix. ``checked``: their checksums lie in the stage too. With 0 pages the
-    stage is given back unused.
+    stage is given back unused. ``state``: it is the state of these layers, as if that were one page.
     """
 
     generation: Count
@@ -206,6 +211,7 @@ class Staged(Message, frozen=True, tag="staged"):
     start: Count
     num_pages: Count
     checked: bool
+    state: bool = False
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):

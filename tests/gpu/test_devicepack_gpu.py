@@ -17,6 +17,7 @@ from pack_kit import Transfer, place, stage_for, transfers
 
 from torchkv import kernels
 from torchkv.layout import KVLayout
+from torchkv.stagememory import Room
 
 GUARD = 256  # bytes around a stage
 
@@ -142,10 +143,10 @@ def test_nothing_synchronises_or_allocates(monkeypatch: pytest.MonkeyPatch) -> N
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda._sleep(2_000_000_000)
-    transfer.sender.gather(layout, piece, src, stage, **common)
-    transfer.sender.write_sums(layout, piece, src, stage, **common)
-    transfer.receiver.scatter(layout, piece, dst, stage, **common)
-    transfer.receiver.verify_sums(layout, piece, dst, stage, **common, mismatches=transfer.mismatches)
+    transfer.sender.gather(layout, piece, src, Room.of(stage), **common)
+    transfer.sender.write_sums(layout, piece, src, Room.of(stage), **common)
+    transfer.receiver.scatter(layout, piece, dst, Room.of(stage), **common)
+    transfer.receiver.verify_sums(layout, piece, dst, Room.of(stage), **common, mismatches=transfer.mismatches)
     assert not torch.cuda.current_stream().query()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ reference then works on copies of them on the host.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,18 +188,33 @@ def _heads(layout: KVLayout, name: str) -> list[int]:
     return list(range(layout.tp_rank * share, (layout.tp_rank + 1) * share))
 
 
+@functools.cache
+def _window_begin(layout: KVLayout, layer: int, src_page_size: int, granted: int, unit: int) -> int:
+    """The unit that holds the first position needed after the shortest prompt whose pages fit the grant."""
+    window = dict(layout.windows).get(layer)
+    if window is None:
+        return 0
+    larger = max(src_page_size, layout.page_size)
+    prompts = range(1, granted + larger)
+    shortest = next(n for n in prompts if abs(-(-n // src_page_size) * src_page_size - granted) < larger)
+    return max(0, (shortest - 1 - window) // unit)
+
+
 def gather(sources: Mapping[int, Source], layout: KVLayout, pages: Sequence[int], into: Views) -> int:
     """Writes into ``into`` what the sources hold, head by head and token by token; returns the bytes written."""
     unit = max([layout.page_size, *(source.page_size for source in sources.values())])
     sent = min(len(source.pages) * source.page_size for source in sources.values())
+    granted = len(pages) * layout.page_size
     written = 0
     for (name, layer), array in into.items():
         for position, head in enumerate(_heads(layout, name)):
             holders = [
                 r for r in sorted(sources) if (name, layer) in sources[r].data and head in sources[r].heads[name]
             ]
-            for token in range(min(sent, len(pages) * layout.page_size)):
+            for token in range(min(sent, granted)):
                 source = sources[holders[token // unit % len(holders)]]
+                if token // unit < _window_begin(layout, layer, source.page_size, granted, unit):
+                    continue
                 page, slot = source.pages[token // source.page_size], token % source.page_size
                 run = source.data[name, layer][page, slot, source.heads[name].index(head)]
                 array[pages[token // layout.page_size], token % layout.page_size, position] = run
@@ -300,10 +316,10 @@ def check_reader(case: Case, pool: Pool, got: Sequence[Bytes], sources: Mapping[
     nbytes, equal = expectation()
     assert equal, f"{case.name}: wrong bytes in the cache"
     assert not all(np.array_equal(a, b) for a, b in zip(before, got, strict=True)), "nothing has moved"
-    # Negative control: one bit of the first token's runs, and the comparison must notice.
+    # Negative control: one bit of runs that are owed whatever the windows are, and the comparison must notice.
     for source in sources.values():
         for array in source.data.values():
-            array[source.pages[0], 0, :, 0] ^= 1
+            array[source.pages[-1], 0, :, 0] ^= 1
     assert not expectation()[1], "the comparison does not notice a flipped bit"
     return nbytes
 

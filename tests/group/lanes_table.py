@@ -55,6 +55,7 @@ def case(name: str, writers: Mapping[int, KVLayout], readers: Mapping[int, KVLay
     )
 
 
+LOCAL = {"windows": {0: 5, 1: 33, 2: 33}}  # every layer of `gqa` and `mla`
 PP = {"num_layers": 15, "num_kv_heads": 2, "head_dim": 4}
 CASES = [
     case("1to1-layer", tp(gqa, (0,)), tp(gqa, (2,)), verb="send_layer", chunks=2),
@@ -77,5 +78,11 @@ CASES = [
     case("pp-15to7+8", tp(gqa, (0,), **PP), {2: gqa(**PP, layers=range(7)), 3: gqa(**PP, layers=range(7, 15))}),
     case("pp-7+8to15", {0: gqa(**PP, layers=range(7)), 1: gqa(**PP, layers=range(7, 15))}, tp(gqa, (2,), **PP)),
     case("mixed-components-2to1", tp(mixed, (0, 1)), tp(mixed, (2,), order="HND"), verb="send_slice", chunks=2),
+    case("window-chunks", tp(gqa, (0,), windows={1: 20}), tp(gqa, (2,), windows={1: 20}), chunks=4),
+    case("window-layer-prefix", tp(gqa, (0,), **LOCAL), tp(gqa, (2,), **LOCAL), verb="send_layer", prefix=48, chunks=3),
+    case("window-2to1-slice", tp(gqa, (0, 1), **LOCAL), tp(gqa, (2,), **LOCAL), verb="send_slice", chunks=2),
+    case("window-16to64", tp(gqa, (0,), **LOCAL), tp(gqa, (2,), page_size=64, **LOCAL), tokens=272, chunks=3),
+    case("window-64to16-2to1", tp(gqa, (0, 1), page_size=64, **LOCAL), tp(gqa, (2,), **LOCAL), tokens=208, prefix=64),
+    case("window-mla-striped", tp(mla, (0, 1), **LOCAL), tp(mla, (2,), **LOCAL), tokens=208, verb="send_slice"),
     case("uint8-one-token", tp(gqa, (0,), dtype=torch.uint8), tp(gqa, (3,), dtype=torch.uint8), tokens=1),
 ]

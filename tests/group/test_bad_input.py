@@ -56,6 +56,7 @@ SENDS: list[Bad] = [
     ("aux-long", lambda kv: kv.finish("r", 1, aux=bytes(65537)), ProtocolError, ("'r'", "65537", "65536")),
     ("aux-str", lambda kv: kv.finish("r", 1, aux="x"), ProtocolError, ("'r'", "str", "bytes")),
     ("state-slot", lambda kv: kv.finish("r", 1, state_slot=0), ProtocolError, ("'r'", "state_slot", "no state")),
+    ("send-state", lambda kv: kv.send_state("r", 0, 0, 1), ProtocolError, ("'r'", "state_slot", "no state")),
 ]
 
 RECEIVES: list[Bad] = [
@@ -234,6 +235,7 @@ def before_register() -> None:
             lambda: kv.send_layer("r", 0, [1], 1),
             lambda: kv.send_slice("r", 0, [1], 1),
             lambda: kv.send_pages("r", [1], 1),
+            lambda: kv.send_state("r", 0, 0, 1),
             lambda: kv.finish("r", 1),
             lambda: kv.prefix_tokens("r", 1),
             lambda: kv.cancel("r"),

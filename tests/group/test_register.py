@@ -100,7 +100,7 @@ def surrogate_as_name() -> tuple[Any, ...]:
     return random_cache(), "\ud800"
 
 
-def with_state() -> tuple[Any, ...]:
+def state_without_slots() -> tuple[Any, ...]:
     layout = KVLayout.gqa(
         num_layers=2,
         num_kv_heads=2,
@@ -109,7 +109,7 @@ def with_state() -> tuple[Any, ...]:
         dtype=torch.bfloat16,
         states=[State("ssm", (4, 4), torch.float32)],
     )
-    return (KVCache.empty(layout, 4, device="cpu", num_slots=2),)
+    return (KVCache.empty(layout, 4, device="cpu"),)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def with_state() -> tuple[Any, ...]:
         (long_name, ProtocolError, ("instance", "1 to 128")),
         (number_as_name, ProtocolError, ("instance=5", "1 to 128")),
         (surrogate_as_name, ProtocolError, ("instance", "1 to 128")),
-        (with_state, TransportUnavailable, ("ssm",)),
+        (state_without_slots, LayoutMismatch, ("ssm", "num_slots")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

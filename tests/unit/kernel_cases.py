@@ -14,15 +14,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Pool, differences, gqa, planned, reference
+from state_oracle import compare as compare_state
 
 from torchkv import kernellaunch, kernels
 from torchkv.copyreference import copy_pages_reference, gather_reference, scatter_reference
 from torchkv.errors import ProtocolError
 from torchkv.kernellaunch import Tile
-from torchkv.layout import KVLayout
+from torchkv.layout import KVLayout, State
 from torchkv.plan import PairPlan
-from torchkv.slab import Rows
+from torchkv.slab import Rows, Window
 from torchkv.slabgeometry import Geometry, Side
+from torchkv.stagememory import Room
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_kernels.py, which starts this in the interpreter"
 
@@ -95,8 +97,8 @@ def run_kernel(
     if staged:
         pairs = len(shape.pairs(num_src_pages=len(src_ids), start=start, limit_tokens=limit))
         stage = aligned(len(jobs) * pairs * shape.pair_nbytes)
-        kernels.gather(jobs, src_ids, stage, shape, **common)
-        kernels.scatter(jobs, stage, dst_ids, shape, num_src_pages=len(src_ids), **common)
+        kernels.gather(jobs, src_ids, Room.of(stage), shape, **common)
+        kernels.scatter(jobs, Room.of(stage), dst_ids, shape, num_src_pages=len(src_ids), **common)
     else:
         kernels.copy_pages(jobs, src_ids, dst_ids, shape, **common)
     assert kernels.first_error(errors) is None
@@ -142,6 +144,7 @@ def wrong_bytes(
 
 
 BF16 = {"num_layers": 1, "head_dim": 8, "dtype": torch.bfloat16}
+LOCAL = {**BF16, "num_layers": 2, "windows": {1: 1}}  # of 11 tokens, the last page or two
 
 
 def mla(**given: object) -> KVLayout:
@@ -172,6 +175,13 @@ FAMILIES: dict[str, tuple[dict[int, KVLayout], KVLayout, int]] = {
     "unit 8": ({0: gqa(num_layers=1, head_dim=4)}, gqa(1, 4, num_layers=1, head_dim=4), 8),
     "unit 4": ({0: gqa(num_layers=1)}, gqa(1, 4, num_layers=1), 4),
     "unit 2": ({0: gqa(num_layers=1, head_dim=3)}, gqa(1, 4, num_layers=1, head_dim=3), 2),
+    "window": ({0: gqa(**LOCAL)}, gqa(**LOCAL), 16),
+    "window, striped, 2 to 4": (
+        {i: gqa(i, 4, num_kv_heads=2, page_size=2, **LOCAL) for i in range(4)},
+        gqa(num_kv_heads=2, order="HND", **LOCAL),
+        16,
+    ),
+    "window, pages of 4 to 2": ({1: gqa(1, 2, **LOCAL)}, gqa(page_size=2, **LOCAL), 16),
     "unit 1": (
         {0: gqa(num_layers=1, head_dim=3, dtype=torch.int8, page_size=3)},
         gqa(1, 2, num_layers=1, head_dim=3, dtype=torch.int8, page_size=3),
@@ -189,6 +199,7 @@ def test_every_byte_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch
 SABOTAGE: dict[str, Callable[[Geometry], Geometry]] = {
     "base": lambda shape: replace(shape, src=replace(shape.src, base=shape.src.base ^ 16)),
     "row stride": lambda shape: replace(shape, rows=shape.rows._replace(s1=0)),
+    "window": lambda shape: replace(shape, window=Window(1, 4, 4, 4)),
     "page bound": lambda shape: replace(shape, dst=replace(shape.dst, page_stride=shape.dst.page_stride - 16)),
 }
 
@@ -198,6 +209,44 @@ def test_a_wrong_geometry_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch)
     """Negative control of the test above."""
     writers, reader, unit = FAMILIES["heads, many to few"]
     assert min(wrong_bytes(writers, reader, unit, monkeypatch, SABOTAGE[what])) > 0
+
+
+# State: slots are pages of one token
+
+SSM = State("ssm", (12, 5, 2), torch.float32, shard_dim=0)
+CONV = State("conv", (3, 72), torch.bfloat16, shard_dim=1, shard_groups=(24, 24, 24))
+FLAT = State("flat", (7,), torch.uint8)
+
+
+def recurrent(tp_rank: int, tp_size: int, state: State) -> KVLayout:
+    return KVLayout([], num_layers=2, page_size=4, tp_rank=tp_rank, tp_size=tp_size, states=[state])
+
+
+def wrong_state(
+    state: State,
+    src: int,
+    dst: int,
+    monkeypatch: pytest.MonkeyPatch,
+    sabotage: Callable[[Geometry], Geometry] = lambda shape: shape,
+) -> int:
+    """Differences, straight and through a stage, as ``src`` ranks send to the last of ``dst``."""
+    seen: set[int] = set()
+    monkeypatch.setattr(oracle, "GAP", 16)
+    monkeypatch.setattr(kernellaunch, "TILE", BY_ROWS)
+    monkeypatch.setattr(oracle, "_send", kernel_send(seen, sabotage, BY_ROWS))
+    writers = {rank: recurrent(rank, src, state) for rank in range(src)}
+    wrong, _ = compare_state(writers, recurrent(dst - 1, dst, state), rng=np.random.default_rng())
+    assert seen
+    return wrong
+
+
+@pytest.mark.parametrize(("state", "src", "dst"), [(SSM, 2, 3), (CONV, 1, 2), (FLAT, 2, 1)])
+def test_every_byte_of_state(state: State, src: int, dst: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_state(state, src, dst, monkeypatch) == 0
+
+
+def test_a_wrong_geometry_of_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_state(SSM, 2, 1, monkeypatch, SABOTAGE["base"]) > 0
 
 
 # Against the loops of copyreference.py, whatever the strides
@@ -267,6 +316,8 @@ def cases(draw: st.DrawFn) -> Case:
         )
     (s0, s1), (d0, d1) = strides
     holders = draw(st.integers(1, 2))
+    sizes = [parts * tokens for parts in per_page]
+    window = draw(st.none() | st.builds(Window, st.integers(1, 4), *map(st.just, [*sizes, max(sizes)])))
     shape = Geometry(
         tokens=tokens,
         holders=holders,
@@ -276,6 +327,7 @@ def cases(draw: st.DrawFn) -> Case:
         src=sides[0],
         dst=sides[1],
         alignment=16,
+        window=window,
     )
     dst_ids = draw(st.permutations(range(num_pages)))[: draw(st.integers(3, num_pages))]
     start = draw(st.integers(0, 1))
@@ -323,12 +375,12 @@ def test_stages_are_the_reference(case: Case, tile: str, blocks: int, monkeypatc
     want = stage.clone()
     bad = gather_reference(pools.sources, src, want, case.shape, **where)
     errors = kernels.error_slot()
-    kernels.gather(pools.addresses, src, stage, case.shape, **more, errors=errors)
+    kernels.gather(pools.addresses, src, Room.of(stage), case.shape, **more, errors=errors)
     assert torch.equal(stage, want)
     assert kernels.first_error(errors) in (bad or {None})
     bad = scatter_reference(stage, pools.want, dst, case.shape, num_src_pages=len(src), **where)
     errors = kernels.error_slot()
-    kernels.scatter(pools.addresses, stage, dst, case.shape, num_src_pages=len(src), **more, errors=errors)
+    kernels.scatter(pools.addresses, Room.of(stage), dst, case.shape, num_src_pages=len(src), **more, errors=errors)
     pools.check()
     assert kernels.first_error(errors) in (bad or {None})
 
@@ -443,5 +495,5 @@ def test_wrong_arguments_are_refused() -> None:
     rest = {key: value for key, value in good.items() if key not in ("dst_pages", "limit_tokens")}
     for bad in (stage[: 12 * 48 - 1], stage[1:], stage.view(torch.int16)):
         with pytest.raises(ProtocolError, match="stage"):
-            kernels.gather(stage=bad, geometry=case.shape, limit_tokens=6, **rest)
+            kernels.gather(stage=Room.of(bad), geometry=case.shape, limit_tokens=6, **rest)
     pools.check()

@@ -87,6 +87,17 @@ def _shares_anything(writer: KVLayout, reader: KVLayout) -> bool:
     )
 
 
+def needed_from(window: int, src_page_size: int, dst_page_size: int, granted_tokens: int) -> int:
+    """The first position that a window needs, for the shortest prompt whose pages fit the grant.
+
+    The prompt's last token may be computed again, and need not count as one of its own window.
+    """
+    larger = max(src_page_size, dst_page_size)
+    prompts = range(1, granted_tokens + larger)
+    fitting = (n for n in prompts if abs(-(-n // src_page_size) * src_page_size - granted_tokens) < larger)
+    return max(0, next(fitting, 1) - 1 - window)
+
+
 def reference(
     sources: Mapping[int, Pool],
     src_pages: Mapping[int, Sequence[int]],
@@ -98,16 +109,22 @@ def reference(
     reader = target.layout
     result = target.copy()
     unit = max([reader.page_size] + [w.page_size for w in writers.values() if _shares_anything(w, reader)])
+    granted = len(dst_pages) * reader.page_size
     for component in reader.components:
         for layer in held_layers(reader, component.name):
+            window = dict(reader.windows).get(layer)
+            first = {  # of each writer, the first unit of which the window needs anything
+                rank: 0 if window is None else needed_from(window, w.page_size, reader.page_size, granted) // unit
+                for rank, w in writers.items()
+            }
             for head in held_heads(reader, component.name):
                 holders = holders_of(writers, component.name, layer, head)
-                for token in range(len(dst_pages) * reader.page_size):
+                for token in range(granted):
                     if not holders:
                         continue
                     rank = holders[(token // unit) % len(holders)]
                     size = writers[rank].page_size
-                    if token >= len(src_pages[rank]) * size:
+                    if token >= len(src_pages[rank]) * size or token // unit < first[rank]:
                         continue
                     src_page, dst_page = src_pages[rank][token // size], dst_pages[token // reader.page_size]
                     element = sources[rank].element(component.name, layer, src_page, token % size, head)

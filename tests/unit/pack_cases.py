@@ -25,6 +25,7 @@ from torchkv.layout import KVLayout
 from torchkv.pieces import Piece, piece_layout
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
+from torchkv.stagememory import Room
 from torchkv.sumlaunch import SumAddresses, SumTile
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_devicepack.py, which starts this in the interpreter"
@@ -167,10 +168,10 @@ def test_a_bad_source_page_is_left_out_and_named(page: int, monkeypatch: pytest.
     before, want = stage.clone(), transfer.staged(piece, layout, stage)
     transfer.src_pages[1] = page
     ids, common = transfer.ids(piece), {"limit_tokens": transfer.limit, "errors": transfer.errors, "blocks": 2}
-    transfer.sender.gather(layout, piece, ids, stage, **common)
+    transfer.sender.gather(layout, piece, ids, Room.of(stage), **common)
     assert kernels.first_error(transfer.errors) == ("source", 1, clipped(page))
     transfer.errors.zero_()
-    transfer.sender.write_sums(layout, piece, ids, stage, **common)
+    transfer.sender.write_sums(layout, piece, ids, Room.of(stage), **common)
     assert kernels.first_error(transfer.errors) == ("source", 1, clipped(page))
     for segment in layout.segments:
         width = segment.slab.pair_nbytes
@@ -233,18 +234,20 @@ def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         mine, theirs = ids[:wrong_ids], granted[:wrong_ids]
         with pytest.raises(ProtocolError):
-            transfer.sender.write_sums(layout, piece, mine, wrong_stage, **{**common, **more})
+            transfer.sender.write_sums(layout, piece, mine, Room.of(wrong_stage), **{**common, **more})
         with pytest.raises(ProtocolError):
-            transfer.receiver.verify_sums(layout, piece, theirs, wrong_stage, **{**common, **verify, **more})
+            transfer.receiver.verify_sums(layout, piece, theirs, Room.of(wrong_stage), **{**common, **verify, **more})
         if wrong_stage.numel() >= stage.numel():  # a copy needs no room for sums
             with pytest.raises(ProtocolError):
-                transfer.sender.gather(layout, piece, mine, wrong_stage, **{**common, **more})
+                transfer.sender.gather(layout, piece, mine, Room.of(wrong_stage), **{**common, **more})
             with pytest.raises(ProtocolError):
-                transfer.receiver.scatter(layout, piece, theirs, wrong_stage, **{**common, **more})
+                transfer.receiver.scatter(layout, piece, theirs, Room.of(wrong_stage), **{**common, **more})
     with pytest.raises(ProtocolError, match="int64"):
-        transfer.sender.gather(layout, piece, ids.int(), stage, **common)
+        transfer.sender.gather(layout, piece, ids.int(), Room.of(stage), **common)
     with pytest.raises(ProtocolError, match="mismatches"):
-        transfer.receiver.verify_sums(layout, piece, granted, stage, **common, mismatches=transfer.mismatches[:0])
+        transfer.receiver.verify_sums(
+            layout, piece, granted, Room.of(stage), **common, mismatches=transfer.mismatches[:0]
+        )
     assert torch.equal(stage, before)
     assert differences(transfer.target.now(), target) == 0
 

@@ -22,6 +22,7 @@ from torchkv.pieces import Cutter, Piece, PieceLayout, piece_layout
 from torchkv.plan import PairPlan, compile_plan, page_pairs
 from torchkv.route import LocalPages
 from torchkv.slab import Slab
+from torchkv.stagememory import Room
 
 
 class Pages:
@@ -34,7 +35,7 @@ class Pages:
             layout=pool.layout,
             device=device,
             num_pages=len(next(iter(self._tensors.values()))),
-            placements={key: Placement(i, 0, tensor.shape[1]) for i, (key, tensor) in enumerate(self._tensors.items())},
+            placements={key: Placement(i, 0, t.shape[1], len(t)) for i, (key, t) in enumerate(self._tensors.items())},
             storage_ptrs=[tensor.data_ptr() for tensor in self._tensors.values()],
             regions=range(len(self._tensors)),
         )
@@ -80,14 +81,14 @@ class Transfer:
 
     def fill(self, piece: Piece, layout: PieceLayout, stage: torch.Tensor) -> None:
         common = {"limit_tokens": self.limit, "errors": self.errors, "blocks": self.blocks}
-        self.sender.gather(layout, piece, self.ids(piece), stage, **common)
-        self.sender.write_sums(layout, piece, self.ids(piece), stage, **common)
+        self.sender.gather(layout, piece, self.ids(piece), Room.of(stage), **common)
+        self.sender.write_sums(layout, piece, self.ids(piece), Room.of(stage), **common)
 
     def empty(self, piece: Piece, layout: PieceLayout, stage: torch.Tensor) -> None:
         common = {"limit_tokens": self.limit, "errors": self.errors, "blocks": self.blocks}
         ids = torch.tensor(self.dst_pages, device=self.device)
-        self.receiver.scatter(layout, piece, ids, stage, **common)
-        self.receiver.verify_sums(layout, piece, ids, stage, **common, mismatches=self.mismatches)
+        self.receiver.scatter(layout, piece, ids, Room.of(stage), **common)
+        self.receiver.verify_sums(layout, piece, ids, Room.of(stage), **common, mismatches=self.mismatches)
 
     def first_mismatch(self, piece: Piece) -> Mismatch | None:
         return self.receiver.first_mismatch(self.mismatches, piece, limit_tokens=self.limit)

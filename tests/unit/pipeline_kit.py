@@ -85,7 +85,7 @@ class Group:
 
     def _check_alive(self, engine: Any, ranks: Any, what: str) -> None: ...
 
-    def _admit(self, request: str, rank: int, start: int, num_pages: int) -> None:
+    def _admit(self, request: str, rank: int, start: int, num_pages: int, *, state: bool = False) -> None:
         if request in self.tombstones:
             raise self.tombstones[request]
 
@@ -93,6 +93,15 @@ class Group:
         if request in self.fails:
             raise self.fails[request]
         self.log.append(("send", request, tuple(layers), np.asarray(pages).tolist(), dst, start, event))
+        return Work()
+
+    def _checked_slot(self, what: str, slot: int, layout: KVLayout) -> int:
+        if slot >= 4:
+            raise torchkv.PageOutOfRange(f"{what}: state_slot={slot}")
+        return slot
+
+    def _send_state(self, request: str, layers: Any, slot: int, dst: Any, event: Any) -> Work:
+        self.log.append(("state", request, tuple(layers), slot, dst, event))
         return Work()
 
     def cancel(self, request: str) -> Work:

@@ -28,10 +28,10 @@ Machine = Sender | Receiver | InstanceLeader
 M = TypeVar("M", bound=Message)
 
 
-def roster(rank: int, *places: tuple[str, KVLayout | None], num_pages: int = 32) -> Roster:
+def roster(rank: int, *places: tuple[str, KVLayout | None], num_pages: int = 32, num_slots: int = 0) -> Roster:
     """Ranks 0, 1, ... with these instances and layouts, as ``rank`` sees them."""
     members = [
-        Member(rank=i, incarnation=100 + i, instance=name, layout=layout, num_pages=num_pages, num_slots=0)
+        Member(rank=i, incarnation=100 + i, instance=name, layout=layout, num_pages=num_pages, num_slots=num_slots)
         for i, (name, layout) in enumerate(places)
     ]
     return Roster(rank, members)
@@ -77,9 +77,14 @@ def receiver(view: Roster | None = None) -> Receiver:
 
 
 def grant(
-    *ids: int, generation: int = 1, prefix: int = 0, request: str = "r", writers: tuple[int, ...] = (0,)
+    *ids: int,
+    generation: int = 1,
+    prefix: int = 0,
+    request: str = "r",
+    writers: tuple[int, ...] = (0,),
+    slot: int | None = None,
 ) -> Grant:
-    return Grant(request, generation, prefix, pack_pages(pages(*ids)), list(writers))
+    return Grant(request, generation, prefix, pack_pages(pages(*ids)), list(writers), slot)
 
 
 def verb(
@@ -101,8 +106,28 @@ def verb(
     return op
 
 
-def finish(machine: Sender, ticket: str = "finish", *, dst: int = 1, aux: bytes = b"", now: float = 0.0) -> None:
-    machine.check_finish("r", dst)
+def send_state(
+    machine: Sender, *layers: int, dst: int = 1, ticket: str = "state", request: str = "r", now: float = 0.0
+) -> SendOp:
+    """What the endpoint does for ``send_state``; several layers are what ``finish`` sends."""
+    machine.admit(request, dst, start=0, num_pages=1, state=True)
+    op = SendOp(request, dst, {}, layers, 0, 1, ticket, state=True)
+    machine.submit(op, now)
+    return op
+
+
+def finish(
+    machine: Sender,
+    ticket: str = "finish",
+    *,
+    dst: int = 1,
+    aux: bytes = b"",
+    slot: int | None = None,
+    now: float = 0.0,
+) -> None:
+    machine.check_finish("r", dst, state_slot=slot)
+    if slot is not None and (left := machine.state_left("r", dst)):
+        machine.submit(SendOp("r", dst, {}, left, 0, 1, ticket, state=True), now)
     machine.finish("r", dst, aux=aux, ticket=ticket, now=now)
 
 
@@ -118,8 +143,11 @@ def post(
     src: tuple[int, ...] = (0,),
     request: str = "r",
     prefix: int = 0,
+    slot: int | None = None,
     total: float | None = None,
     ticket: str = "rx",
     now: float = 0.0,
 ) -> Receive:
-    return machine.post(request, pages(*ids), src, prefix_tokens=prefix, total=total, ticket=ticket, now=now)
+    return machine.post(
+        request, pages(*ids), src, prefix_tokens=prefix, state_slot=slot, total=total, ticket=ticket, now=now
+    )

@@ -49,26 +49,31 @@ def tensors(layout: KVLayout, num_pages: int = PAGES) -> dict[str, list[torch.Te
 
 
 def check_placements(cache: KVCache) -> None:
-    """Reads every page back through (storage, offset, stride), as a peer would, against the tensor itself."""
+    """Reads every page and slot back through (storage, offset, stride), as a peer would, against the tensor itself."""
     rng = np.random.default_rng()
     for storage in cache.storages:
         storage.copy_(torch.from_numpy(rng.integers(0, 256, storage.nbytes, dtype=np.uint8)))
-    seen = 0
-    for component in cache.layout.components:
-        for layer, tensor in zip(cache.layout.layers, cache[component.name], strict=True):
-            assert (tensor is None) == ((component.name, layer) not in cache.placements)
+    layout = cache.layout
+    held = [(c.name, cache[c.name], layout.page_nbytes(c.name), cache.num_pages) for c in layout.components]
+    if cache.num_slots:  # else there are no tensors of states
+        held += [(s.name, cache.state(s.name), layout.state_nbytes(s.name), cache.num_slots) for s in layout.states]
+    seen = set()
+    for name, tensors, nbytes, count in held:
+        for layer, tensor in zip(layout.layers, tensors, strict=True):
+            assert (tensor is None) == ((name, layer) not in cache.placements)
             if tensor is None:
                 continue
-            place = cache.placements[component.name, layer]
+            place = cache.placements[name, layer]
+            assert place.num_pages == count
             base = cache.storages[place.storage].data_ptr()
-            nbytes = cache.layout.page_nbytes(component.name)
-            for page in range(cache.num_pages):
+            for page in range(count):
                 expected = tensor[page].contiguous().view(torch.uint8).numpy().tobytes()
                 found = ctypes.string_at(base + place.offset + page * place.page_stride, nbytes)
                 assert found == expected
                 assert ctypes.string_at(base + place.offset + page * place.page_stride, nbytes - 1) != expected
-                seen += 1
-    assert seen > 0
+            seen.add((name, layer))
+    assert seen
+    assert seen == cache.placements.keys()
 
 
 @pytest.mark.parametrize("layout", [gqa(), gqa(order="HND"), gqa(v_head_dim=3), gqa(layers=[2])])
@@ -148,8 +153,71 @@ def test_adopted_states() -> None:
     cache = KVCache(layout, tensors(layout), states=states)
     assert cache.num_slots == 7
     assert cache.state("conv")[1] is states["conv"][1]
+    check_placements(cache)
     with pytest.raises(LayoutMismatch, match=r"'ssm'.*layer 0"):
         KVCache(layout, tensors(layout), states={**states, "ssm": [torch.zeros(7, 4, 6), torch.zeros(7, 2, 6)]})
+
+
+def recurrent() -> KVLayout:
+    """A layout without keys and values."""
+    states = [State("ssm", (4, 6), torch.float32, shard_dim=0), State("conv", (3,), torch.float16, layers=(1,))]
+    return KVLayout([], num_layers=2, page_size=16, states=states)
+
+
+def test_a_cache_of_state_alone() -> None:
+    cache = KVCache.empty(recurrent(), 1, device="cpu", num_slots=7)
+    assert (cache.num_pages, cache.num_slots) == (1, 7)
+    assert len(cache.storages) == 1
+    check_placements(cache)
+
+
+def test_adopted_states_may_have_gaps_between_slots_and_share_a_storage() -> None:
+    """As an engine lays them out: all of a layer's state in one record a slot, a strange number of bytes apart."""
+    layout = recurrent()
+    records = torch.zeros(2, 5, 4 * 6 * 4 + 3 * 2 + 10, dtype=torch.uint8)  # [layers, slots, bytes]: float32 aligned
+    ssm = [record[:, : 4 * 6 * 4].view(torch.float32).view(5, 4, 6) for record in records]
+    conv = records[1, :, 96:102].view(torch.float16)
+    cache = KVCache(layout, {}, states={"ssm": ssm, "conv": [None, conv]})
+    assert (cache.num_slots, len(cache.storages)) == (5, 1)
+    assert {place.page_stride for place in cache.placements.values()} == {records.stride(1)}
+    check_placements(cache)
+
+
+def test_states_must_agree_on_the_number_of_slots() -> None:
+    states = {"ssm": [torch.zeros(5, 4, 6), torch.zeros(6, 4, 6)], "conv": [None, torch.zeros(5, 3).half()]}
+    with pytest.raises(LayoutMismatch, match=r"agree on num_slots.*'5', '6'"):
+        KVCache(recurrent(), {}, states=states)
+    states["ssm"][1] = torch.zeros(5, 4, 12)[..., ::2]
+    with pytest.raises(LayoutMismatch, match=r"state 'ssm' of layer 1.*must be contiguous"):
+        KVCache(recurrent(), {}, states=states)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KVCache.empty(recurrent(), PAGES, device="cpu"),
+        lambda: KVCache(recurrent(), {}),
+        lambda: KVCache.empty(
+            KVLayout([], num_layers=2, page_size=4, layers=[0], states=recurrent().states[1:]),
+            PAGES,
+            device="cpu",
+            num_slots=3,
+        ),
+    ],
+)
+def test_a_cache_of_nothing_is_refused(make: Callable[[], KVCache]) -> None:
+    with pytest.raises(LayoutMismatch, match=r"nothing to hold.*num_slots"):
+        make()
+
+
+def test_ids_are_good_where_no_held_layer_has_pages_or_state() -> None:
+    """Every stage of a pipeline is given the same page ids and slot, whatever its layers have."""
+    layout = gqa(states=[State("ssm", (4,), torch.float32, layers=(2,))], layers=[0, 1])
+    cache = KVCache.empty(layout, PAGES, device="cpu", num_slots=7)
+    assert (cache.num_pages, cache.num_slots) == (PAGES, 7)
+    assert cache.state("ssm") == [None, None]
+    assert {name for name, _ in cache.placements} == {"k", "v"}
+    check_placements(cache)
 
 
 def change(**replacements: Any) -> dict[str, Any]:

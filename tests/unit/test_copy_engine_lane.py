@@ -87,7 +87,6 @@ class Pool:
             placements=self.cache.placements,
             channel=channel,
             views=views,
-            num_pages=self.num_pages,
         )
 
 
@@ -204,6 +203,20 @@ def test_pages_of_unlike_sizes_and_a_chunk(gpu: Gpu, driver: FakeDriver) -> None
             whole, half = divmod(8 + number, 2)
             at = target.position(key, granted[whole]) + half * tensor.shape[1]
             want[at : at + tensor.shape[1]] = tensor[page]
+    assert torch.equal(target.memory, want)
+
+
+def test_only_the_window_of_some_layers(gpu: Gpu, driver: FakeDriver) -> None:
+    """Layers share their page pairs, but for what lies before a window: of 64 pages of 32 tokens the last 33 move."""
+    shape = layout(windows={1: 1000})
+    source, target = Pool(shape), Pool(shape)
+    world = World(gpu, source, target, LONG, LONG - 3)
+    assert world.run(gpu) == {"copy-engine": 2 * (64 + 33 + 64) * 65536}
+    assert sum(count for _, count in driver.calls) == 6
+    pairs = list(zip(LONG, LONG - 3, strict=True))
+    want = expected(source, target, pairs, (0, 2))
+    local = expected(source, target, pairs[31:], (1,))
+    want[local != target.before] = local[local != target.before]
     assert torch.equal(target.memory, want)
 
 

@@ -16,7 +16,7 @@ from torchkv.devicepacker import DevicePacker
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, TransportUnavailable
 from torchkv.hostpack import Mismatch
 from torchkv.pieces import Piece
-from torchkv.stagememory import SendStages, StageMemory
+from torchkv.stagememory import StageMemory
 from torchkv.staging import StagingRing
 
 PLAN: Any = SimpleNamespace()
@@ -41,7 +41,7 @@ class FakePages:
         assert (layout, piece) == (LAYOUT, PIECE)
         if self.refuses:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        LOG.append((name, ids.tolist(), stage.numel()))
+        LOG.append((name, ids.tolist(), stage.nbytes))
         if self.bad_page is not None:
             errors[0] = ((1 + 1) << 33) | self.bad_page
 
@@ -73,11 +73,10 @@ class Bench:
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
         self.gpu.open_stream = self.stream  # type: ignore[attr-defined]
-        memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0)
-        sending = SendStages(RING, lambda _: memory)
+        self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0)
         local: Any = SimpleNamespace(num_pages=16)
         device: Any = self.gpu
-        self.packer = DevicePacker(local, sending, memory, device=device)
+        self.packer = DevicePacker(local, memory, device=device)
         self.stage = StagingRing(RING).allocate(8192, "r")
         self.op: Any = SimpleNamespace(start=2, dst=1)
         self.grant: Any = SimpleNamespace(generation=4, plan=PLAN, num_tokens=64)
@@ -87,7 +86,8 @@ class Bench:
 
     def gather(self, *, checksum: bool = False) -> Any:
         assert self.stage is not None
-        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, self.stage, checksum=checksum)
+        room = self.memory.room(self.stage)
+        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum)
 
     def scatter(self, *, checked: bool = False) -> Any:
         job: Any = SimpleNamespace(

@@ -144,6 +144,27 @@ def test_a_machine_on_which_verbs_are_dear_sends_once() -> None:
     assert policy.group_size(**ask) == 12
 
 
+def test_one_slow_pass_does_not_end_pipelining_and_neither_does_a_machine_that_has_become_slower() -> None:
+    policy = Adaptive()
+    ask = {"tokens": 2048, "num_layers": 8, "layer_nbytes": 10**7}
+
+    def size_after(layer: float) -> int:
+        """What comes of another pass, sent as the policy wants it."""
+        size = policy.group_size(**ask)
+        verbs = 0 if size == 8 else -(-8 // size) - 1
+        once = ((1, 8 * 10**7, 0.16),)
+        measured = Measured(tokens=2048, layer=layer, launch=1e-4, transfers=once, layers=7, verbs=verbs)
+        policy.learn(lambda: measured)
+        return policy.group_size(**ask)
+
+    assert size_after(0.25) < 8
+    for layer in (0.25, 0.8, 0.25, 0.26, 0.7, 0.25):  # two of them beside other work
+        assert size_after(layer) < 8
+    sizes = [size_after(0.6) for _ in range(30)]  # and from now on, all of them
+    assert sizes.count(8) <= 15, sizes
+    assert all(size < 8 for size in sizes[-10:]), sizes
+
+
 @pytest.mark.parametrize("nbytes", [1 << 24, 1 << 10])
 def test_equal_transfers_are_explained_by_some_overhead_and_some_rate(nbytes: int) -> None:
     took = 50e-6 if nbytes == 1 << 10 else 2e-3

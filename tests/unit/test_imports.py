@@ -13,9 +13,9 @@ BACKENDS = ROOT / "backends"
 
 # May not touch threads, sockets, files, clocks or processes; what they may import from torchkv is as pure.
 PURE = [
-    *("component", "cost", "coverage", "descriptors", "layout", "layout_codec", "plan", "roster", "slab"),
-    *("slabgeometry", "wire", "pieces", "groupsize"),
-    *("actions", "instance", "life", "receive", "receiver", "sender", "session"),
+    *("component", "cost", "coverage", "descriptors", "layout", "layout_codec", "plan", "ranges", "roster"),
+    *("slab", "slabgeometry", "stateplan", "wire", "pieces", "groupsize"),
+    *("actions", "instance", "leases", "life", "receive", "receiver", "sender", "session"),
     *("staging", "stageclient", "stagekeeper", "prefixindex"),
 ]
 IMPURE_LIBRARIES = {
@@ -35,16 +35,19 @@ BACKEND_MAY_IMPORT = {
 
 # Lowest first: a module imports only from lower layers, or from its own.
 LAYERS = [
-    {"errors", "slab", "coverage", "compiled", "cudadriver", "staging"},
-    {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "plan", "transport", "idle"},
+    {"errors", "ranges", "slab", "coverage", "compiled", "cudadriver", "staging"},
+    {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "transport", "idle"},
+    {"stateplan"},
+    {"plan"},
     {"checksum", "pieces", "prefixindex"},
     {"prefixcache"},
     {"cost"},
-    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob"},
+    {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob", "stagememory"},
     {"pagecopy", "copyreference", "kernellaunch", "kernels", "pagesum", "sumlaunch"},
     {"wire", "cache", "roster", "work", "network", "devicepages", "uploads"},
-    {"actions", "session", "instance", "life", "receive", "sender", "receiver", "device", "stageclient", "stagekeeper"},
-    {"card", "route", "arguments", "transfer", "control", "jobs", "offsets", "stagememory"},
+    {"actions", "session", "instance", "life", "receive", "leases"},
+    {"sender", "receiver", "device", "stageclient", "stagekeeper"},
+    {"card", "route", "arguments", "transfer", "control", "jobs", "offsets"},
     {"copytransfer", "hostpack", "devicepack", "kerneltransfer", "puttransfer"},
     {"packer", "devicepacker", "stagedtransfer", "unstager"},
     {"mover"},

@@ -35,9 +35,9 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS) -> Ke
     """One of two pages; ``groups``: kernels a launch. The plan's layers are ``owed``."""
     shape = SimpleNamespace(pairs=lambda **what: range(2), pair_nbytes=64, rows=SimpleNamespace(per_pair=1))
     job = SimpleNamespace(geometry=shape, table=None, ranges=lambda layers: [(0, len(layers))])
-    plan = SimpleNamespace(layers=owed, src_page_size=16, nbytes=lambda tokens: 128 * len(owed))
+    plan = SimpleNamespace(layers=owed, src_page_size=16, nbytes=lambda tokens, layers: 128 * len(layers))
     grant: Any = SimpleNamespace(dst=1, generation=1, num_tokens=32, pages=np.array([4, 5]), plan=plan)
-    route: Any = SimpleNamespace(channel=object(), num_pages=8, count=lambda *args, **what: None)
+    route: Any = SimpleNamespace(channel=object(), count=lambda *args, **what: None)
     return KernelTransfer(
         SendOp("r", 1, {}, LAYERS, 0, 2, None),
         grant,

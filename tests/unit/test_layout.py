@@ -105,6 +105,19 @@ def test_numpy_integers_are_integers() -> None:
     assert all(type(layer) is int for layer in layout.layers)
 
 
+def test_windows_are_kept_in_order_and_are_part_of_the_value() -> None:
+    layout = gqa(windows={np.int64(3): np.int32(128), 1: 64})
+    assert layout.windows == ((1, 64), (3, 128))
+    assert all(type(number) is int for pair in layout.windows for number in pair)
+    assert layout == gqa(windows={1: 64, 3: 128})
+    assert hash(layout) == hash(gqa(windows={1: 64, 3: 128}))
+    assert layout != gqa(windows={1: 64})
+    assert gqa() == gqa(windows={}) == gqa(windows=None)
+    assert [layout.window(layer) for layer in range(5)] == [None, 64, None, 128, None]
+    assert KVLayout.mla(**MLA, windows={60: 2}).window(60) == 2
+    assert KVLayout([Component("k", 1, 1, torch.uint8)], num_layers=1, page_size=1, windows={0: 5}).window(0) == 5
+
+
 # What is refused
 
 
@@ -138,6 +151,16 @@ REFUSED = [
     ({"page_size": 65536, "num_kv_heads": 1 << 20, "head_dim": 1 << 20}, "a page of component 'k' takes"),
     ({"states": [CONV, CONV]}, "'conv' twice"),
     ({"states": ["conv"]}, "give torchkv.State objects"),
+    ({"windows": {0: 0}}, "windows, layer 0: tokens=0"),
+    ({"windows": {0: 1 << 31}}, "from 1 to 2147483647"),
+    ({"windows": {0: True}}, "tokens=True"),
+    ({"windows": {0: 1.5}}, "tokens=1.5"),
+    ({"windows": {0: None}}, "tokens=None"),
+    ({"windows": {-1: 8}}, r"windows, the layer ids\[0\]=-1"),
+    ({"windows": {1 << 20: 8}}, "from 0 to 1048575"),
+    ({"windows": {"0": 8}}, r"windows, the layer ids\[0\]='0'"),
+    ({"windows": [(0, 8)]}, r"windows=\[\(0, 8\)\] is not allowed: give a mapping"),
+    ({"windows": dict.fromkeys(range(5000), 8)}, "more than 4096"),
     ({"states": [CONV], "tp_size": 8}, "does not divide the sharded size 4"),
 ]
 
@@ -245,6 +268,22 @@ def test_incompatible_layouts_name_ranks_field_and_values(change: dict[str, obje
         check_compatible(gqa(states=[CONV]), gqa(**{"states": [CONV], **change}), rank_a=2, rank_b=9)
 
 
+def test_windows_must_agree_of_layers_that_both_hold() -> None:
+    def check(a: KVLayout, b: KVLayout) -> None:
+        check_compatible(a, b, rank_a=2, rank_b=9)
+
+    windowed = gqa(windows={1: 64, 3: 64})
+    check(windowed, gqa(windows={1: 64, 3: 64}, page_size=32, tp_size=2))
+    check(windowed, gqa(windows={1: 64, 3: 9}, layers=[0, 1, 2]))
+    check(gqa(layers=[0, 2]), windowed)
+    with pytest.raises(LayoutMismatch, match="window of layer 3 is 64 on rank 2 and 9 on rank 9"):
+        check(windowed, gqa(windows={1: 64, 3: 9}))
+    with pytest.raises(LayoutMismatch, match="window of layer 1 is 64 on rank 2 and None on rank 9"):
+        check(windowed, gqa(layers=[1]))
+    with pytest.raises(LayoutMismatch, match="window of layer 2 is None on rank 2 and 64 on rank 9"):
+        check(windowed, gqa(windows={1: 64, 2: 64, 3: 64}))
+
+
 def test_sharding_and_names_must_agree() -> None:
     def layout(**given: object) -> KVLayout:
         fields = {"name": "k", "heads": 2, "dim": 2, "dtype": torch.uint8, **given}
@@ -262,11 +301,14 @@ def test_sharding_and_names_must_agree() -> None:
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,9}", fullmatch=True)
 dtypes = st.sampled_from([torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.float64, torch.bool])
 some_layers = st.lists(st.integers(0, (1 << 20) - 1), min_size=1, max_size=9, unique=True)
+some_windows = st.dictionaries(st.integers(0, (1 << 20) - 1), st.integers(1, (1 << 31) - 1), max_size=9)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
     size = draw(st.sampled_from([1, 2, 4, 8]))
+    known = draw(st.lists(names, min_size=1, max_size=6, unique=True))
+    cut = draw(st.integers(1, min(len(known), 4)))
     components = [
         Component(
             name,
@@ -276,11 +318,11 @@ def layouts(draw: st.DrawFn) -> KVLayout:
             draw(st.booleans()),
             draw(st.none() | some_layers),
         )
-        for name in draw(st.lists(names, min_size=1, max_size=4, unique=True))
+        for name in known[:cut]
     ]
     states = [
         State(name, (8, draw(st.integers(1, 99))), draw(dtypes), draw(st.sampled_from([None, 0])))
-        for name in draw(st.lists(names, max_size=2, unique=True))
+        for name in known[cut:]
     ]
     return KVLayout(
         components,
@@ -291,6 +333,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         tp_size=size,
         layers=draw(st.none() | some_layers),
         states=states,
+        windows=draw(st.none() | some_windows),
     )
 
 
@@ -308,6 +351,12 @@ def test_every_dtype_and_draft_layer_crosses_the_wire() -> None:
         layout = gqa(dtype=dtype, layers=[0, 1, 7], states=[CONV], tp_rank=3, tp_size=4)
         assert KVLayout.decode(layout.encode()) == layout
     assert len(gqa(num_layers=4096).encode()) < 100, "contiguous layers cost nothing"
+
+
+def test_the_most_windows_fit_onto_the_wire() -> None:
+    layers = range((1 << 20) - 4096, 1 << 20)
+    layout = gqa(layers=layers, windows=dict.fromkeys(layers, (1 << 31) - 1))
+    assert KVLayout.decode(layout.encode()) == layout
 
 
 def test_a_layout_too_large_for_the_wire_is_refused() -> None:
@@ -348,13 +397,9 @@ def test_mutated_bytes_decode_to_a_valid_layout_or_are_refused(
 
 
 def forged(**change: object) -> bytes:
-    fields = dict(
-        zip(
-            ("version", "components", "num_layers", "page_size", "order", "tp_rank", "tp_size", "layers", "states"),
-            msgspec.msgpack.decode(gqa(states=[CONV]).encode()),
-            strict=True,
-        )
-    )
+    scalars = ("num_layers", "page_size", "order", "tp_rank", "tp_size")
+    order = ("version", "components", *scalars, "layers", "states", "windows")
+    fields = dict(zip(order, msgspec.msgpack.decode(gqa(states=[CONV]).encode()), strict=True))
     return msgspec.msgpack.encode(list({**fields, **change}.values()))
 
 
@@ -364,7 +409,7 @@ HUGE = [[0, 1 << 20]]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"page_size": 1 << 40}, "page_size=1099511627776"),
         ({"page_size": (1 << 64) - 1}, "page_size=18446744073709551615"),
         ({"page_size": -16}, "page_size=-16"),
@@ -387,6 +432,16 @@ HUGE = [[0, 1 << 20]]
         ({"components": [[f"k{i}", 8, 1, "uint8", True, None] for i in range(65)]}, "at most 64"),
         ({"states": [["s", [1 << 60], "uint8", None, None, None]]}, r"shape\[0\]="),
         ({"states": [["s", [1 << 40] * 8, "uint8", None, None, None]]}, "one slot takes"),
+        ({"windows": [[0, 0]]}, "windows, layer 0: tokens=0"),
+        ({"windows": [[3, 1 << 31]]}, "windows, layer 3: tokens=2147483648 .* from 1 to 2147483647"),
+        ({"windows": [[-1, 8]]}, r"the layer ids\[0\]=-1"),
+        ({"windows": [[1 << 20, 8]]}, "from 0 to 1048575"),
+        ({"windows": [[(1 << 64) - 1, 8]]}, "from 0 to 1048575"),
+        ({"windows": [[2, 8], [2, 9]]}, "layer twice"),
+        ({"windows": [[layer, 8] for layer in range(4097)]}, "more than 4096"),
+        ({"windows": [[2, 8, 1]]}, "length"),
+        ({"windows": [[2, "8"]]}, "Expected `int`"),
+        ({"windows": {"2": 8}}, "Expected `array`"),
     ],
 )
 def test_hostile_fields_are_refused(change: dict[str, object], message: str) -> None:

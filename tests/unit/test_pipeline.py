@@ -34,6 +34,33 @@ def kv() -> Group:
 # ---------------------------------------------------------------------- when which group is sent
 
 
+def test_state_leaves_behind_the_pages_of_its_group() -> None:
+    state = torchkv.State("ssm", (4, 2), torch.float32, layers=(1, 2, 4))
+    kv = Group(layout(states=[state]))
+    model = Model(order=[0, 1, 2, 3])
+    with torchkv.pipeline(model, kv, "r", [1], 1, group_size=2, state_slot=3) as sending:
+        model(INPUT)
+        assert [entry[2] for entry in kv.log if entry[0] == "state"] == [(0, 1), (2, 3)]
+    assert [(entry[0], entry[2]) for entry in kv.log[-2:]] == [("send", (4,)), ("state", (4,))]  # what no hook covered
+    assert {entry[3:] for entry in kv.log if entry[0] == "state"} == {(3, 1, None)}
+    assert len(sending.works) == 6
+
+    kv.log.clear()
+    with torchkv.pipeline(model, kv, "r", [1], 1, group_size=2):
+        model(INPUT)
+    assert not [entry for entry in kv.log if entry[0] == "state"]  # it is left to finish
+    with pytest.raises(torchkv.PageOutOfRange, match="state_slot=9"):
+        torchkv.pipeline(model, kv, "r", [1], 1, state_slot=9)
+
+
+def test_layers_without_state_cost_no_verb() -> None:
+    kv = Group(layout(states=[torchkv.State("ssm", (4, 2), torch.float32, layers=(0,))]))
+    model = Model()
+    with torchkv.pipeline(model, kv, "r", [1], 1, group_size=2, state_slot=0):
+        model(INPUT)
+    assert [entry[2] for entry in kv.log if entry[0] == "state"] == [(0, 1)]
+
+
 @pytest.mark.parametrize(
     ("size", "groups"),
     [

@@ -217,6 +217,24 @@ def test_components_absent_from_some_layers() -> None:
 # Geometry
 
 
+def test_trap_components_of_unlike_layers_pair_by_layer_id_under_uneven_pp() -> None:
+    """As models with several compressed caches have them: each in layers of its own, and 15 = 7 + 8."""
+
+    def layout(layers: range) -> KVLayout:
+        components = [
+            Component("dense", 1, 5, torch.uint8, sharded=False, layers=(0, 14)),
+            Component("by4", 1, 3, torch.int16, sharded=False, layers=tuple(range(1, 14, 2))),
+            Component("by128", 1, 7, torch.uint8, sharded=False, layers=tuple(range(2, 14, 2))),
+        ]
+        return KVLayout(components, num_layers=15, page_size=2, layers=layers)
+
+    writers = {0: layout(range(7)), 1: layout(range(7, 15))}
+    check(writers, layout(range(15)))
+    for layers in (range(5), range(5, 10), range(10, 15)):
+        reader = layout(layers)
+        check({rank: writers[rank] for rank in contributing(writers, reader)}, reader)
+
+
 def test_trap_k_and_v_of_unlike_width() -> None:
     check(group(gqa, 2, v_head_dim=5), gqa(v_head_dim=5))
     check({0: gqa(v_head_dim=5)}, gqa(1, 4, v_head_dim=5, order="HND"))
@@ -305,6 +323,7 @@ def instances(draw: st.DrawFn) -> tuple[dict[int, KVLayout], KVLayout]:
     stages = draw(st.sampled_from([1, 2])) if num_layers > 1 else 1
     cut = draw(st.integers(1, num_layers - 1)) if stages == 2 else num_layers
     order = st.sampled_from(["NHD", "HND"])
+    windows = draw(st.just({}) | st.dictionaries(st.integers(0, 2), st.integers(1, 12)))
 
     def layout(page_size: int, layers: range, rank: int, size: int, order: str) -> KVLayout:
         return KVLayout(
@@ -315,6 +334,7 @@ def instances(draw: st.DrawFn) -> tuple[dict[int, KVLayout], KVLayout]:
             tp_rank=rank,
             tp_size=size,
             order=order,  # type: ignore[arg-type]
+            windows=windows,
         )
 
     size, writer_order = draw(sizes), draw(order)
@@ -439,7 +459,8 @@ def test_a_rank_that_holds_only_state_contributes() -> None:
     reader = layout(0, 2, range(2))
     assert contributing(writers, reader) == (0, 2)
     plan = compile_plan(2, writers, reader)
-    assert plan.states == ("ssm",)
+    assert plan.state is not None
+    assert [slab.component for slab in plan.state.slabs] == ["ssm"]
     assert not plan.slabs
     assert not plan.empty
     assert coverage_gap(writers, reader) is None

@@ -53,15 +53,19 @@ VERBS: dict[str, Expected] = {
         [("request", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
         [("layers", None), ("start", 0), ("event", None)],
     ),
+    "send_state": (
+        [("request", EMPTY), ("layer", EMPTY), ("state_slot", EMPTY), ("dst", EMPTY)],
+        [("event", None)],
+    ),
     "finish": ([("request", EMPTY), ("dst", EMPTY)], [("aux", b""), ("state_slot", None)]),
     "prefix_tokens": ([("request", EMPTY), ("dst", EMPTY)], []),
     "cancel": ([("request", EMPTY)], []),
     "explain": ([("peer", EMPTY)], []),
-    "quarantined": ([], []),
+    "quarantined": ([], [("slots", False)]),
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
-LATER = ["join", "send_state"]
+LATER = ["join"]
 
 ERRORS = {
     "LayoutMismatch": ValueError,
@@ -158,7 +162,7 @@ def test_options_have_the_contract_s_fields_and_defaults(monkeypatch: pytest.Mon
 
 
 def test_layouts_take_the_contract_s_parameters() -> None:
-    shared = ["order", "tp_rank", "tp_size", "layers", "states"]
+    shared = ["order", "tp_rank", "tp_size", "layers", "states", "windows"]
     assert set(inspect.signature(KVLayout.gqa).parameters) == {
         *("num_layers", "num_kv_heads", "head_dim", "page_size", "dtype", "v_head_dim"),
         *shared,
@@ -187,7 +191,7 @@ def test_caches_take_the_contract_s_parameters() -> None:
 
 def test_prefix_caches_take_these_parameters() -> None:
     assert parameters(PrefixCache.__init__, POSITIONAL) == [("num_pages", EMPTY), ("page_size", EMPTY)]
-    assert parameters(PrefixCache.__init__, KEYWORD) == [("align", None)]
+    assert parameters(PrefixCache.__init__, KEYWORD) == [("align", None), ("window", None)]
     for name, expected in {
         "match": [("tokens", EMPTY)],
         "allocate": [("held", EMPTY), ("num_pages", EMPTY)],
@@ -202,7 +206,8 @@ def test_pipeline_takes_these_parameters() -> None:
     names = ["model", "kv", "request", "pages", "dst"]
     assert parameters(torchkv.pipeline, POSITIONAL) == [(name, EMPTY) for name in names]
     assert parameters(torchkv.pipeline, KEYWORD) == [
-        *[("layers", None), ("start", 0), ("group_size", None), ("policy", None), ("tokens", None), ("events", None)]
+        *[("layers", None), ("start", 0), ("state_slot", None), ("group_size", None), ("policy", None)],
+        *[("tokens", None), ("events", None)],
     ]
 
 

@@ -47,7 +47,7 @@ def halves() -> Receiver:
 
 
 def leased(machine: Receiver) -> set[int]:
-    return {page for page, generation in enumerate(machine._leases.tolist()) if generation}
+    return {page for page, generation in enumerate(machine.leases._pages.tolist()) if generation}
 
 
 # -- success ----------------------------------------------------------------------------------------------------------
@@ -179,10 +179,10 @@ def test_leased_and_quarantined_pages_are_named_with_their_holder() -> None:
     machine.cancel("r", "cancel")
     with pytest.raises(PageOutOfRange, match=r"page 5 is quarantined: ranks \[0\] may still write .* request 'r'"):
         post(machine, 5, request="other")
-    assert machine.quarantined() == {5: (0,), 6: (0,)}
+    assert machine.leases.quarantined() == {5: (0,), 6: (0,)}
     assert leased(machine) == {5, 6}
     machine.on_quiesced(0, Quiesced(1), 0.0)
-    assert machine.quarantined() == {}
+    assert machine.leases.quarantined() == {}
     post(machine, 5, request="other")
 
 
@@ -268,7 +268,7 @@ def test_a_sealed_writer_is_quiescent() -> None:
     post(machine, 5, 6, src=(0, 1))
     complete(machine, writer=0)
     machine.cancel("r", "cancel")
-    assert machine.quarantined() == {5: (1,), 6: (1,)}
+    assert machine.leases.quarantined() == {5: (1,), 6: (1,)}
     machine.on_quiesced(1, Quiesced(1), 0.0)
     assert leased(machine) == set()
 
@@ -419,7 +419,7 @@ def test_a_lost_writer_fails_what_still_needs_it() -> None:
     assert Acts(machine).all == [], "it has sealed: nothing more is needed of it"
     machine.peer_lost(1, "rank 1 is silent")
     assert isinstance(Acts(machine).error("rx"), PeerLost)
-    assert machine.quarantined() == {5: (1,), 6: (1,)}
+    assert machine.leases.quarantined() == {5: (1,), 6: (1,)}
     machine.peer_dead(0, 0.0)
     assert leased(machine) == {5, 6}
     machine.peer_dead(1, 0.0)

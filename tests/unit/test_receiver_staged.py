@@ -79,7 +79,7 @@ def in_use(machine: Receiver) -> tuple[int, int]:
 
 
 def is_free(machine: Receiver, receive: Receive) -> bool:
-    assert receive.ended == (not machine._leases[receive.pages].any())
+    assert receive.ended == (not machine.leases._pages[receive.pages].any())
     return receive.ended
 
 
@@ -151,7 +151,7 @@ def test_pages_of_writers_that_promised_are_free_at_once_and_their_stages_are_no
     fail(machine, receive)
     assert is_free(machine, receive)
     assert receive.error.pages_safe
-    assert machine.quarantined() == {}
+    assert machine.leases.quarantined() == {}
     assert Acts(machine).settled["cancel"] is None
     assert in_use(machine)[1] == 16384
     post(machine, 7, 4, request="next")  # while the writer has not even heard of it
@@ -186,7 +186,7 @@ def test_pages_of_a_writer_without_promise_wait_for_its_word(how: str) -> None:
         assert take(machine) == [(0, Withdrawn(1))]
     fail(machine, receive)
     assert not is_free(machine, receive)
-    assert machine.quarantined() == {4: (0,), 7: (0,)}
+    assert machine.leases.quarantined() == {4: (0,), 7: (0,)}
     machine.on_quiesced(0, Quiesced(1), 5.0)
     assert is_free(machine, receive)
     assert in_use(machine) == (0, 0)
@@ -198,7 +198,7 @@ def test_one_writer_that_promised_does_not_vouch_for_the_other() -> None:
     ask(machine, src=WRITER)
     ask(machine, src=OTHER, only=False)
     fail(machine, receive)
-    assert machine.quarantined() == {4: (OTHER,), 7: (OTHER,)}
+    assert machine.leases.quarantined() == {4: (OTHER,), 7: (OTHER,)}
     machine.on_quiesced(OTHER, Quiesced(1), 5.0)
     assert is_free(machine, receive)
     assert in_use(machine) == (16384, 16384)

@@ -59,7 +59,6 @@ class World:
             placements=theirs.placements,
             channel=object(),  # type: ignore[arg-type]  # only whether there is one matters here
             views=[RemoteView(s.data_ptr(), s.nbytes, HOST) if views else None for s in theirs.storages],
-            num_pages=PAGES,
             staging=StageTarget(0, ring) if ring else None,
             costs=costs,
         )

@@ -1,173 +1,16 @@
-"""One staged verb against a transport and a receiver that do exactly what the test says, when it says so."""
+"""One staged verb that is put, against a transport and a receiver that do exactly what the test says."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from oracle import GAP, Pool, gqa
-from pack_kit import Pages
-from protocol_kit import pages as page_ids
-from protocol_kit import pair
+from stagedtransfer_kit import GENERATION, LAYER, LEAST, Case, offsets, run_to_end
 
-from torchkv.errors import KVError, PeerLost, RingExhausted
-from torchkv.packer import HostPacker
-from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.protocol.stageclient import StageClient
-from torchkv.route import Route, StageTarget
+from torchkv.errors import PeerLost, RingExhausted
 from torchkv.stagedtransfer import StagedTransfer
-from torchkv.stagememory import SendStages, StageMemory
-from torchkv.transport import Batch, Channel
-from torchkv.wire import StageAsk, Staged, StageDenied, StageGrant, Withdraw
-
-REGION, RING_REGION = 5, 9
-GENERATION = 3
-SRC, DST = [4, 1, 7, 2], [0, 5, 3, 6]
-# One layer is 4 pages of (K, V) x 4 tokens x 4 heads x 2 x 2 bytes.
-LAYER = 4 * 2 * 4 * 4 * 2 * 2
-LEAST = 64 + 64  # one page of a layer
-
-
-class Op:
-    """A put or flush, over when the test says so."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.error: KVError | None = None
-        self.cancelled = False
-        self.batch: Batch | None = None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def end(self, error: KVError | None = None) -> None:
-        self.error, self.done = error, True
-
-
-class Wire:
-    """A channel that reads the source of a put only when the test lets it, as a network card may."""
-
-    link = "test"
-
-    def __init__(self, memory: Callable[[], StageMemory]) -> None:
-        self.puts: list[Op] = []
-        self.flushes: list[Op] = []
-        self.ring = np.zeros(1 << 16, dtype=np.uint8)
-        self._memory = memory
-
-    def put(self, batch: Batch) -> Op:
-        assert (batch.local_region.tolist(), batch.remote_region.tolist()) == ([REGION], [RING_REGION])
-        put = Op()
-        put.batch = batch
-        self.puts.append(put)
-        return put
-
-    def flush(self) -> Op:
-        self.flushes.append(Op())
-        return self.flushes[-1]
-
-    def read(self, put: Op) -> None:
-        """The source of ``put`` is read now, and lands."""
-        assert put.batch is not None
-        src, dst, length = (int(c[0]) for c in (put.batch.local_offset, put.batch.remote_offset, put.batch.length))
-        self.ring[dst : dst + length] = self._memory().tensor.numpy()[src : src + length]
-        put.end()
-
-
-class Source:
-    """What `KVWork` is to a transfer."""
-
-    def __init__(self) -> None:
-        self.released = 0
-
-    def _release_source(self) -> None:
-        self.released += 1
-
-
-class Case:
-    def __init__(self, *, own: int = 1 << 16, ring: int = 1 << 16, layers: tuple[int, ...] = (0, 1)) -> None:
-        plan = pair(0).plan(0, (0,), 1)
-        self.pool = Pool.random(gqa(), 8, np.random.default_rng())
-        self.local = Pages(self.pool, torch.device("cpu")).local
-        self.taken: list[int] = []
-        self.stages = SendStages(own, self._make)
-        self.client = StageClient()
-        self.lock = threading.Lock()
-        self.wire = Wire(self.stages.take)
-        self.route = Route(
-            rank=1,
-            layout=gqa(),
-            placements={},
-            channel=cast(Channel, self.wire),
-            views=[],
-            num_pages=8,
-            staging=StageTarget(RING_REGION, ring),
-        )
-        self.grant = BoundGrant(
-            dst=1, generation=GENERATION, request="r", prefix_tokens=0, pages=page_ids(*DST), plan=plan
-        )
-        self.source = Source()
-        self.reported = 0
-        self.transfer = self.make(layers)
-
-    def _make(self, nbytes: int) -> StageMemory:
-        self.taken.append(nbytes)
-        return StageMemory(torch.zeros(nbytes, dtype=torch.uint8), REGION)
-
-    def make(self, layers: tuple[int, ...], *, checksum: bool = False) -> StagedTransfer:
-        return StagedTransfer(
-            SendOp("r", 1, {}, layers, 0, len(SRC), self.source),
-            self.grant,
-            pages=page_ids(*SRC),
-            client=self.client,
-            lock=self.lock,
-            stages=self.stages,
-            packer=HostPacker(self.local, self.stages, None),
-            checksum=checksum,
-            local=self.local,
-            route=self.route,
-            report=self._report,
-        )
-
-    def _report(self, layers: tuple[int, ...], nbytes: int, path: str) -> None:
-        assert (layers, path) == ((), "staged"), "the receiver attests what it has unpacked"
-        self.reported += nbytes
-
-    def step(self, times: int = 50) -> None:
-        for _ in range(times):
-            if not self.transfer.finished:
-                self.transfer.advance()
-
-    def said(self) -> list[Any]:
-        outbox, self.client.outbox = self.client.outbox, []
-        assert {to for to, _ in outbox} <= {1}
-        return [message for _, message in outbox]
-
-    def give(self, ask: StageAsk, offset: int) -> None:
-        self.client.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes), 1 << 16)
-
-    def deny(self, ask: StageAsk) -> None:
-        self.client.on_denied(1, StageDenied(GENERATION, ask.serial, "full of others"), 1 << 16)
-
-    def packed(self, staged: Staged, offset: int) -> bool:
-        """Whether the ring holds the pages of ``staged``: layer by layer, all of K, then all of V."""
-        want = [
-            self.pool.tensors[name, layer][page, :-GAP]
-            for layer in staged.layers
-            for name in ("k", "v")
-            for page in SRC[staged.start : staged.start + staged.num_pages]
-        ]
-        return np.array_equal(self.wire.ring[offset : offset + 64 * len(want)], np.concatenate(want))
-
-
-def offsets(start: int = 0) -> Iterator[int]:
-    """Where the receiver puts one stage after the other."""
-    return iter(range(start, 1 << 16, 4096))
-
+from torchkv.wire import StageAsk, Staged, Withdraw
 
 # ---------------------------------------------------------------------- in order
 
@@ -197,28 +40,6 @@ def test_a_verb_from_its_first_ask_to_its_last_word() -> None:
     assert case.transfer.error is None
     assert case.reported == 2 * LAYER
     assert case.stages.ring.in_use == 0
-
-
-def run_to_end(case: Case, at: dict[int, int] | None = None) -> list[tuple[Staged, int]]:
-    """What was said of which offset. at: stages that are granted already, by serial."""
-    places, at, staged = offsets(32768), dict(at or {}), []
-    for _ in range(200):
-        case.step(1)
-        for message in case.said():
-            if isinstance(message, StageAsk):
-                at[message.serial] = next(places)
-                case.give(message, at[message.serial])
-            else:
-                assert isinstance(message, Staged)
-                staged.append((message, at[message.serial]))
-        for put in case.wire.puts:
-            if not put.done:
-                case.wire.read(put)
-        for flush in case.wire.flushes:
-            flush.end()
-        if case.transfer.finished:
-            return staged
-    pytest.fail("never finished")
 
 
 @pytest.mark.parametrize(("own", "ring"), [(LEAST, 1 << 16), (1 << 16, LEAST), (512, 300), (4096, 2048)])

@@ -47,9 +47,18 @@ _count = st.integers(0, (1 << 62) - 1)
 _text = st.text(max_size=50)
 _request = st.text(min_size=1, max_size=40)
 _kind = st.text(max_size=32)
+_layers = st.lists(st.integers(0, (1 << 20) - 1))
 MESSAGES = st.one_of(
-    st.builds(Grant, _request, _count, _count, st.binary(max_size=80), st.lists(st.integers(0, 16383), min_size=1)),
-    st.builds(Attest, _count, st.lists(st.integers(0, (1 << 20) - 1)), _count, _count, _count, _kind),
+    st.builds(
+        Grant,
+        _request,
+        _count,
+        _count,
+        st.binary(max_size=80),
+        st.lists(st.integers(0, 16383), min_size=1),
+        st.none() | _count,
+    ),
+    st.builds(Attest, _count, _layers, _count, _count, _count, _kind, st.booleans()),
     st.builds(Seal, _count, _count, st.binary(max_size=200)),
     st.builds(Abort, _count, _kind, _text),
     st.builds(Quiesced, _count),
@@ -62,7 +71,7 @@ MESSAGES = st.one_of(
     st.builds(StageAsk, _count, _count, _count, _count, st.booleans()),
     st.builds(StageGrant, _count, _count, _count, _count),
     st.builds(StageDenied, _count, _count, _text),
-    st.builds(Staged, _count, _count, st.lists(st.integers(0, (1 << 20) - 1)), _count, _count, st.booleans()),
+    st.builds(Staged, _count, _count, _layers, _count, _count, st.booleans(), st.booleans()),
     st.builds(Withdraw, _count),
     st.builds(Withdrawn, _count),
 )
@@ -147,6 +156,13 @@ def test_the_way_of_forging_works() -> None:
     assert decode_frame(encoded("stage_denied", 1, 0, "x" * 2048), KEY).message == StageDenied(1, 0, "x" * 2048)
     assert decode_frame(encoded("staged", 1, 0, [0], 0, 1, False), KEY).message == Staged(1, 0, [0], 0, 1, False)
     assert decode_frame(encoded("withdrawn", 1), KEY).message == Withdrawn(1)
+    assert decode_frame(encoded("grant", "r", 1, 0, b"", [0], 3), KEY).message == Grant("r", 1, 0, b"", [0], 3)
+    assert decode_frame(encoded("attest", 1, [0], 0, 1, 1, "runs", True), KEY).message == Attest(
+        1, [0], 0, 1, 1, "runs", True
+    )
+    assert decode_frame(encoded("staged", 1, 0, [0], 0, 1, False, True), KEY).message == Staged(
+        1, 0, [0], 0, 1, False, True
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,6 +181,12 @@ def test_the_way_of_forging_works() -> None:
         ("grant", "r", 1, 0, b"", []),
         ("grant", "r", 1, 0, b"", [1 << 14]),
         ("grant", "r", 1, 0, b"", [-1]),
+        ("grant", "r", 1, 0, b"", [0], -1),
+        ("grant", "r", 1, 0, b"", [0], 1 << 62),
+        ("grant", "r", 1, 0, b"", [0], True),
+        ("grant", "r", 1, 0, b"", [0], 3, 4),
+        ("attest", 1, [0], 0, 1, 1, "runs", 1),
+        ("attest", 1, [0], 0, 1, 1, "runs", None),
         ("attest", 1, [1 << 20], 0, 1, 1, "runs"),
         ("attest", 1, list(range((1 << 14) + 1)), 0, 1, 1, "runs"),
         ("attest", 1, [0], 0, 1, 1, "x" * 33),
@@ -183,6 +205,7 @@ def test_the_way_of_forging_works() -> None:
         ("staged", 1, 0, [0], -1, 1, False),
         ("staged", 1, 0, [0], 0, 1 << 62, False),
         ("staged", 1, 0, [0], 0, 1, None),
+        ("staged", 1, 0, [0], 0, 1, False, 1),
         ("withdraw", -1),
         ("withdrawn", 1, 2),
         ("nonsense", 1),

@@ -5,8 +5,10 @@ Not frozen: some are made on the caller's critical path, and a frozen dataclass 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from torchkv.errors import KVError
 from torchkv.pieces import Piece, PieceLayout
@@ -25,6 +27,7 @@ class SendOp:
     """One verb towards one destination. ``start`` and ``num_pages`` count this rank's pages after the prefix.
 
     ``prefixes`` is shared by all destinations of one call: rank -> prefix tokens, as far as grants have told.
+    ``state``: it moves the layers' state, one slot, which counts as one page.
     """
 
     request: str
@@ -35,12 +38,16 @@ class SendOp:
     num_pages: int
     ticket: Ticket
     payload: Any = None  # the driver's: page ids and the event that gates them
+    state: bool = False
     moved: bool = False  # set by the driver when bytes moved; cleared when the receiver has been told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundGrant:
-    """A receiver's permission to write: ``pages`` are its page ids, in order of position after the prefix."""
+    """A receiver's permission to write: ``pages`` are its page ids, in order of position after the prefix.
+
+    state_slot: where state may be written, if the receiver has any.
+    """
 
     dst: int
     generation: int
@@ -48,10 +55,18 @@ class BoundGrant:
     prefix_tokens: int
     pages: Int64Array = field(repr=False)
     plan: PairPlan = field(repr=False)
+    state_slot: int | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.pages) * self.plan.dst_page_size
+
+    def of_state(self) -> BoundGrant:
+        """The same permission for the slot alone: one page of one token, without a prefix."""
+        assert self.plan.state is not None
+        slots = [] if self.state_slot is None else [self.state_slot]
+        pages = np.array(slots, dtype=np.int64)
+        return replace(self, prefix_tokens=0, pages=pages, plan=self.plan.state, state_slot=None)
 
 
 @dataclass(slots=True)
@@ -82,7 +97,7 @@ class Scatter:
     """Unpack a stage that rank ``src`` has written into this rank's pages; report with ``scattered`` exactly once.
 
     layout: of ``piece``, by ``plan``. pages: the grant's page ids. num_tokens: the grant's. checked: compare the
-    checksums that lie in the stage too.
+    checksums that lie in the stage too. state: it is state, and the pages are the slot.
     """
 
     request: str
@@ -96,6 +111,7 @@ class Scatter:
     pages: Int64Array = field(repr=False)
     num_tokens: int
     checked: bool
+    state: bool
 
 
 @dataclass(slots=True)

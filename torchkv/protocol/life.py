@@ -11,7 +11,7 @@ from torchkv.plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp, Ticket
 from torchkv.protocol.coverage import Coverage
 
-__all__ = ["Finish", "Life", "check_prefix", "check_prefixes", "check_range", "extent"]
+__all__ = ["Finish", "Life", "check_grant", "check_prefix", "check_prefixes", "check_range", "check_slot", "extent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Life:
     num_pages: int = 0  # one past the highest page given
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # given, and not in `pages` yet
     pages: dict[int, Coverage] = field(default_factory=dict)
+    states: set[int] = field(default_factory=set)  # layers whose state was given
     finish: Finish | None = None
     sealed_at: float | None = None
     heard: float = 0.0  # when the receiver last showed progress, once sealed
@@ -61,6 +62,9 @@ class Life:
 
     def add_given(self, op: SendOp) -> None:
         """Counts the pages of ``op`` among those that the seal will promise."""
+        if op.state:
+            self.states.update(op.layers)
+            return
         if not op.num_pages:  # an empty chunk promises nothing, wherever it starts
             return
         end = op.start + op.num_pages
@@ -75,6 +79,13 @@ class Life:
                 self.pages.setdefault(layer, Coverage()).add(lo, hi)
         self.chunks.clear()
         return self.pages
+
+
+def check_grant(op: SendOp, grant: BoundGrant) -> None:
+    """Raises ``PageOutOfRange`` for pages outside the grant, ``ProtocolError`` for receivers with unlike prefixes."""
+    if not op.state:
+        check_range(grant, op.start, op.num_pages)
+        check_prefix(op, grant)
 
 
 def check_prefix(op: SendOp, grant: BoundGrant) -> None:
@@ -106,6 +117,14 @@ def check_range(grant: BoundGrant, start: int, num_pages: int) -> None:
             f"{grant.plan.dst_page_size} tokens behind a prefix of {grant.prefix_tokens} tokens; "
             f"send only pages after the prefix"
         )
+
+
+def check_slot(grant: BoundGrant, num_slots: int) -> None:
+    """Raises ``ProtocolError`` for a grant without the slot that state needs, or with one that its rank lacks."""
+    slot, state = grant.state_slot, grant.plan.state
+    owes = state is not None and not state.empty
+    if (slot is None and owes) or (slot is not None and slot >= num_slots):
+        raise ProtocolError(f"grant of rank {grant.dst} names state slot {slot}, it has {num_slots} slots")
 
 
 def extent(life: Life | None, grant: BoundGrant | None) -> str:

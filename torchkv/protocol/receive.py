@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torchkv.errors import KVError
@@ -19,15 +20,44 @@ class Writer:
 
     plan: PairPlan
     attested: dict[int, Coverage] = field(default_factory=dict)  # layer -> tokens visible here
+    states: set[int] = field(default_factory=set)  # layers whose state is visible here
     sealed: int | None = None  # its page count
     aux: bytes = b""
     quiescent: bool = False
     confined: bool = False  # when the receive failed, it wrote through the staging ring only
 
+    def cover(self, layers: Iterable[int], lo: int, hi: int, *, state: bool) -> None:
+        """Tokens [lo, hi) of these layers, or their state, are here; what is not owed changes nothing."""
+        if state:
+            assert self.plan.state is not None
+            self.states.update(layer for layer in layers if layer in self.plan.state.layers)
+            return
+        for layer in layers:
+            if layer in self.plan.layers:
+                self.attested.setdefault(layer, Coverage()).add(lo, hi)
+
+    def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
+        """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
+        limit = num_tokens if self.sealed is None else min(num_tokens, self.sealed * self.plan.src_page_size)
+        for layer in _wanted(layers, self.plan):
+            attested = self.attested.get(layer)
+            for lo, hi in self.plan.owed(layer, num_tokens, limit):
+                token = lo if attested is None else attested.gap(lo, hi)
+                if token is not None:
+                    return f"layer {layer}, token {token} after the prefix"
+        assert self.plan.state is not None
+        unseen = (layer for layer in _wanted(layers, self.plan.state) if layer not in self.states)
+        first = next(unseen, None)
+        return None if first is None else f"layer {first}'s state"
+
     @property
     def harmless(self) -> bool:
         """Whether nothing that it still writes can land on the receive's pages."""
         return self.quiescent or self.confined
+
+
+def _wanted(layers: Collection[int] | None, plan: PairPlan) -> Iterable[int]:
+    return plan.layers if layers is None else [layer for layer in layers if layer in plan.layers]
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +75,7 @@ class Receive:
     total: float | None  # one deadline for everything, if the caller gave one
     heard: float | None = None  # when a writer last showed progress
     told_alive: float = 0.0
+    state_slot: int | None = None
     scattering: int = 0  # stages that are being unpacked into its pages
     complete_at: float | None = None
     error: KVError | None = None

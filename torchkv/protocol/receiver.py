@@ -9,13 +9,10 @@ The call fails at once; its pages stay leased until no write can land on them an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from torchkv.errors import (
     KVError,
-    PageOutOfRange,
     PeerLost,
     ProtocolError,
     TransferCancelled,
@@ -26,7 +23,7 @@ from torchkv.errors import (
 from torchkv.pieces import Piece, check_piece, piece_layout
 from torchkv.plan import PairPlan, seal_matches
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Ticket
-from torchkv.protocol.coverage import Coverage
+from torchkv.protocol.leases import Leases
 from torchkv.protocol.receive import Receive, Writer
 from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
@@ -65,7 +62,7 @@ class Receiver:
         self._next_generation = 1
         self._receives: dict[int, Receive] = {}  # by generation: live and revoking
         self._live: dict[str, Receive] = {}
-        self._leases: Int64Array = np.zeros(roster.me.num_pages, dtype=np.int64)  # page -> generation, 0 = free
+        self.leases = Leases(num_pages=roster.me.num_pages, num_slots=roster.me.num_slots)
         self.actions: list[Action] = []
 
     # ---------------------------------------------------------------- the caller's calls
@@ -77,6 +74,7 @@ class Receiver:
         src: tuple[int, ...],
         *,
         prefix_tokens: int,
+        state_slot: int | None = None,
         total: float | None,
         ticket: Ticket,
         now: float,
@@ -88,7 +86,7 @@ class Receiver:
                 f"wait for it or cancel({request!r}) first"
             )
         page_size = self._roster.layout(self._roster.rank).page_size
-        self._check_pages(request, pages)
+        self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._roster.rank}")
         names = self._roster.contributing(src, self._roster.rank)
         for rank in names:
             writer_page_size = self._roster.layout(rank).page_size
@@ -107,11 +105,12 @@ class Receiver:
             ticket=ticket,
             born=now,
             total=total,
+            state_slot=state_slot,
         )
         self._next_generation += 1
         self._receives[receive.generation] = self._live[request] = receive
-        self._leases[pages] = receive.generation
-        grant = Grant(request, receive.generation, prefix_tokens, pack_pages(pages), list(names))
+        self.leases.take(receive)
+        grant = Grant(request, receive.generation, prefix_tokens, pack_pages(pages), list(names), state_slot)
         self.actions.extend(Tell(rank, grant) for rank in names)
         if len(self._roster.siblings) > 1:
             post = Post(request, receive.generation, prefix_tokens, receive.num_tokens, page_size)
@@ -142,17 +141,8 @@ class Receiver:
         if receive.error is not None:
             raise receive.error
         return receive.ended or all(
-            self._covered(receive, writer, layer) for writer in receive.writers.values() if layer in writer.plan.layers
+            writer.missing((layer,), receive.num_tokens) is None for writer in receive.writers.values()
         )
-
-    def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """Page -> ranks that may still write to it, for every page of a failed request."""
-        return {
-            int(page): receive.pending_writers()
-            for receive in self._receives.values()
-            if receive.error is not None
-            for page in receive.pages
-        }
 
     # ---------------------------------------------------------------- what peers say
 
@@ -161,7 +151,7 @@ class Receiver:
         if found is None:
             return
         receive, writer = found
-        self._cover(receive, writer, message.layers, message.lo, message.hi)
+        writer.cover(message.layers, message.lo, min(message.hi, receive.num_tokens), state=message.state)
         self.actions.append(Account(receive.ticket, message.nbytes, message.path))
         receive.heard = now
         self._complete_if_covered(receive, now)
@@ -249,10 +239,10 @@ class Receiver:
             deadline, text = self._deadline(receive)
             if now >= deadline:
                 waiting = [rank for rank, writer in receive.writers.items() if writer.sealed is None]
-                whom = f"writer ranks {waiting}" if waiting else f"the other ranks of {self._roster.me.instance!r}"
+                whom = f"writer ranks {waiting}" if waiting else self._missing(receive)
                 error = TransferTimeout(
-                    f"request {receive.request!r}: {text}, waiting for {whom}; its pages stay leased until those "
-                    f"ranks are quiescent (see error.pages_safe and quarantined()); retry, or raise the limit"
+                    f"request {receive.request!r}: {text}, waiting for {whom}; its pages stay leased until all "
+                    f"writers are quiescent (see error.pages_safe and quarantined()); retry, or raise the limit"
                 )
                 self._fail(receive, error)
             elif now >= receive.told_alive + self._timeout / 4:
@@ -285,9 +275,13 @@ class Receiver:
             self._keeper.release(src, message.generation, message.serial, now)
             return
         piece = Piece(tuple(message.layers), message.start, message.num_pages)
+        plan, pages, num_tokens = writer.plan, receive.pages, receive.num_tokens
+        if message.state:
+            assert plan.state is not None
+            plan, pages, num_tokens = plan.state, np.array([receive.state_slot or 0], dtype=np.int64), 1
         try:
-            check_piece(writer.plan, piece, limit_tokens=receive.num_tokens)
-            layout = piece_layout(writer.plan, piece, limit_tokens=receive.num_tokens, checksum=message.checked)
+            check_piece(plan, piece, limit_tokens=num_tokens)
+            layout = piece_layout(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
             if layout.nbytes > stage.nbytes:
                 raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
         except ProtocolError as error:
@@ -304,10 +298,11 @@ class Receiver:
                 stage=stage,
                 piece=piece,
                 layout=layout,
-                plan=writer.plan,
-                pages=receive.pages,
-                num_tokens=receive.num_tokens,
+                plan=plan,
+                pages=pages,
+                num_tokens=num_tokens,
                 checked=message.checked,
+                state=message.state,
             )
         )
 
@@ -328,33 +323,12 @@ class Receiver:
             return
         page_size = job.plan.src_page_size
         lo, hi = job.piece.start * page_size, (job.piece.start + job.piece.num_pages) * page_size
-        self._cover(receive, receive.writers[job.src], job.piece.layers, lo, hi)
+        receive.writers[job.src].cover(job.piece.layers, lo, min(hi, receive.num_tokens), state=job.state)
         self.actions.append(Account(receive.ticket, job.layout.payload, "staged"))
         receive.heard = now
         self._complete_if_covered(receive, now)
 
     # ---------------------------------------------------------------- inside
-
-    def _check_pages(self, request: str, pages: Int64Array) -> None:
-        num_pages = self._roster.me.num_pages
-        where = f"recv_pages({request!r}) on rank {self._roster.rank}"
-        outside = pages[(pages < 0) | (pages >= num_pages)]
-        if len(outside):
-            raise PageOutOfRange(f"{where}: page {int(outside[0])} is outside this cache's [0, {num_pages})")
-        values, counts = np.unique(pages, return_counts=True)
-        if len(values) != len(pages):
-            raise PageOutOfRange(f"{where}: page {int(values[counts > 1][0])} is named twice; give each page once")
-        taken = pages[self._leases[pages] != 0]
-        if len(taken):
-            page = int(taken[0])
-            holder = self._receives[int(self._leases[page])]
-            if holder.error is None:
-                state = "is leased to"
-                advice = f"wait for that request or cancel({holder.request!r})"
-            else:
-                state = f"is quarantined: ranks {list(holder.pending_writers())} may still write to it for the failed"
-                advice = f"use other pages, or wait until cancel({holder.request!r}) completes"
-            raise PageOutOfRange(f"{where}: page {page} {state} request {holder.request!r}; {advice}")
 
     def _writer(self, src: int, generation: int) -> tuple[Receive, Writer] | None:
         """The live receive that ``src`` writes to, or None: late and foreign messages change nothing."""
@@ -377,27 +351,13 @@ class Receiver:
             f"{receive.prefix_tokens} tokens; send exactly the pages after the prefix"
         )
 
-    def _cover(self, receive: Receive, writer: Writer, layers: Iterable[int], lo: int, hi: int) -> None:
-        """Tokens [lo, hi) of these layers are here, as far as ``writer`` owes them."""
-        for layer in layers:
-            if layer in writer.plan.layers:
-                writer.attested.setdefault(layer, Coverage()).add(lo, min(hi, receive.num_tokens))
-
-    def _covered(self, receive: Receive, writer: Writer, layer: int) -> bool:
-        limit = receive.num_tokens
-        if writer.sealed is not None:
-            limit = min(limit, writer.sealed * writer.plan.src_page_size)
-        attested = writer.attested.get(layer)
-        return all(attested is not None and attested.gap(lo, hi) is None for lo, hi in writer.plan.owed(layer, limit))
-
     def _complete_if_covered(self, receive: Receive, now: float) -> None:
         if receive.complete_at is not None or any(writer.sealed is None for writer in receive.writers.values()):
             return
         if receive.scattering:  # also of bytes that came twice: they must not land on pages that have been given back
             return
-        for writer in receive.writers.values():
-            if not all(self._covered(receive, writer, layer) for layer in writer.plan.layers):
-                return
+        if any(writer.missing(None, receive.num_tokens) for writer in receive.writers.values()):
+            return
         receive.complete_at = now
         if len(self._roster.siblings) > 1:
             outcome = Outcome(receive.request, receive.generation, "", "")
@@ -433,12 +393,19 @@ class Receiver:
 
     def _end(self, receive: Receive) -> None:
         receive.ended = True
-        self._leases[receive.pages] = 0
+        self.leases.free(receive)
         del self._receives[receive.generation]
         if self._live.get(receive.request) is receive:
             del self._live[receive.request]
         self.actions.extend(Settle(ticket) for ticket in receive.cancels)
         receive.cancels = []
+
+    def _missing(self, receive: Receive) -> str:
+        """What has not arrived though every writer has sealed, in words."""
+        for rank, writer in receive.writers.items():
+            if what := writer.missing(None, receive.num_tokens):
+                return f"{what} from rank {rank}"
+        return f"{receive.scattering} stages to be unpacked"
 
     def _deadline(self, receive: Receive) -> tuple[float, str]:
         if receive.complete_at is not None:

@@ -22,9 +22,18 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
-from torchkv.plan import seal_matches
+from torchkv.plan import PairPlan, largest_grant, seal_matches
 from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Ticket
-from torchkv.protocol.life import Finish, Life, check_prefix, check_prefixes, check_range, extent
+from torchkv.protocol.life import (
+    Finish,
+    Life,
+    check_grant,
+    check_prefix,
+    check_prefixes,
+    check_range,
+    check_slot,
+    extent,
+)
 from torchkv.protocol.stageclient import StageClient
 from torchkv.roster import Roster
 from torchkv.wire import MAX_TEXT, Abort, Alive, Attest, Grant, Quiesced, Revoke, Seal, Verdict, unpack_pages
@@ -58,7 +67,7 @@ class Sender:
 
     # ---------------------------------------------------------------- the caller's verbs
 
-    def admit(self, request: str, dst: int, start: int, num_pages: int) -> None:
+    def admit(self, request: str, dst: int, start: int, num_pages: int, *, state: bool = False) -> None:
         """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
         life = self._lives.get((request, dst))
         if life is None:
@@ -67,7 +76,8 @@ class Sender:
             life.check_open()
             grant = life.grant
         if grant is not None:
-            check_range(grant, start, num_pages)
+            if not state:
+                check_range(grant, start, num_pages)
         elif life is not None and len(life.queue) >= MAX_QUEUED_OPS:
             raise ProtocolError(
                 f"request {request!r} to rank {dst}: {len(life.queue)} transfers wait for its grant, the limit; "
@@ -100,16 +110,27 @@ class Sender:
             life.queue.append(op)
             self._queued_pages += op.num_pages
         else:
-            check_prefix(op, life.grant)
+            if not op.state:
+                check_prefix(op, life.grant)
             self._start(life, op, life.grant)
 
-    def check_finish(self, request: str, dst: int) -> None:
-        """Raises unless ``finish`` would be accepted now. Changes nothing."""
+    def state_left(self, request: str, dst: int) -> tuple[int, ...]:
+        """Layers whose state this rank holds and has not given."""
+        life = self._lives.get((request, dst))
+        layout = self._roster.layout(self._roster.rank)
+        held = {layer for state in layout.states for layer in layout.state_layers(state.name)}
+        return tuple(sorted(held if life is None else held - life.states))
+
+    def check_finish(self, request: str, dst: int, *, state_slot: int | None = None) -> None:
+        """Raises unless ``finish`` would be accepted now. Changes nothing. state_slot: what it sends state from."""
         life = self._lives.get((request, dst))
         if life is not None:
             life.check_open()
         grant = self._grant_of(request, dst)
-        if problem := self._unfinished(request, dst, life, grant):
+        problem = self._pages_missing(request, dst, life, grant)
+        if problem is None and state_slot is None:
+            problem = self._state_missing(request, dst, grant)
+        if problem is not None:
             raise ProtocolError(f"finish({request!r}) to rank {dst}: {problem}")
 
     def finish(self, request: str, dst: int, *, aux: bytes, ticket: Ticket, now: float) -> None:
@@ -160,7 +181,7 @@ class Sender:
         if life.error is None and layers and op.num_pages:
             page_size = life.grant.plan.src_page_size
             lo, hi = op.start * page_size, (op.start + op.num_pages) * page_size
-            self._tell(op.dst, Attest(life.grant.generation, list(layers), lo, hi, nbytes, path))
+            self._tell(op.dst, Attest(life.grant.generation, list(layers), lo, hi, nbytes, path, op.state))
 
     def op_finished(self, op: SendOp, error: KVError | None, *, flushed: bool, now: float) -> None:
         """This rank will write nothing more for ``op``: all is attested, or it failed.
@@ -196,7 +217,9 @@ class Sender:
             prefix_tokens=message.prefix_tokens,
             pages=unpack_pages(message.pages, self._roster.members[src].num_pages),
             plan=self._roster.plan(self._roster.rank, writers, src),
+            state_slot=message.state_slot,
         )
+        check_slot(grant, self._roster.members[src].num_slots)
         key = (message.request, src)
         life = self._lives.get(key)
         if life is None and self._is_refused(key, now):
@@ -314,12 +337,12 @@ class Sender:
         problem: KVError | None = None
         for op in waiting:
             try:
-                check_range(grant, op.start, op.num_pages)
-                check_prefix(op, grant)
+                check_grant(op, grant)
             except (PageOutOfRange, ProtocolError) as error:
                 problem = error
         if problem is None and life.finish is not None:
-            text = self._unfinished(life.request, life.dst, life, grant)
+            text = self._pages_missing(life.request, life.dst, life, grant)
+            text = text or self._state_missing(life.request, life.dst, grant)
             problem = None if text is None else ProtocolError(f"finish({life.request!r}) to rank {life.dst}: {text}")
         if problem is not None:
             self.actions.extend(Settle(op.ticket, problem) for op in waiting)
@@ -331,28 +354,41 @@ class Sender:
 
     def _start(self, life: Life, op: SendOp, grant: BoundGrant) -> None:
         life.running[op] = None
-        self.actions.append(Start(op, grant))
+        self.actions.append(Start(op, grant.of_state() if op.state else grant))
 
-    def _unfinished(self, request: str, dst: int, life: Life | None, grant: BoundGrant | None) -> str | None:
+    def _state_missing(self, request: str, dst: int, grant: BoundGrant | None) -> str | None:
+        """The same for state."""
+        state = (self._likely_plan(dst) if grant is None else grant.plan).state
+        assert state is not None
+        left = self.state_left(request, dst)
+        first = next((layer for layer in state.layers if layer in left), None)
+        return None if first is None else f"layer {first}'s state was not sent; give state_slot, or send_state it first"
+
+    def _pages_missing(self, request: str, dst: int, life: Life | None, grant: BoundGrant | None) -> str | None:
         """What is still owed if the request were sealed now, in words; None if nothing, as far as is known."""
         num_pages = 0 if life is None else life.num_pages
         if grant is None:
             if num_pages == 0:
                 return None  # legal if the grant turns out to have no pages
-            plan = self._roster.plan(self._roster.rank, self._likely_writers(dst), dst)
+            plan = self._likely_plan(dst)
             limit = num_pages * plan.src_page_size
+            # Of a sliding window only what any grant asks for: binding one checks again.
+            granted = largest_grant(num_pages, plan.src_page_size, plan.dst_page_size)
         else:
             plan = grant.plan
-            limit = grant.num_tokens
+            granted = limit = grant.num_tokens
             if num_pages == 0:
-                first = next((layer for layer in plan.layers if plan.owed(layer, limit)), None)
-                return None if first is None else f"nothing was sent, but layer {first} page 0 is owed; send it first"
+                owed = ((layer, lo // plan.src_page_size) for layer in plan.layers for lo, _ in plan.owed(layer, limit))
+                first = next(owed, None)
+                if first is None:
+                    return None
+                return f"nothing was sent, but layer {first[0]} page {first[1]} is owed; send it first"
             if seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
                 limit = min(limit, num_pages * plan.src_page_size)
         pages = {} if life is None else life.given()
         for layer in plan.layers:
             given = pages.get(layer)
-            for lo, hi in plan.owed(layer, limit):
+            for lo, hi in plan.owed(layer, granted, limit):
                 first_page, last_page = lo // plan.src_page_size, -(-hi // plan.src_page_size)
                 missing = first_page if given is None else given.gap(first_page, last_page)
                 if missing is not None:
@@ -361,9 +397,9 @@ class Sender:
             return f"every rank gives all pages after the prefix, also those another one writes{extent(life, grant)}"
         return None
 
-    def _likely_writers(self, dst: int) -> tuple[int, ...]:
-        """Before the grant names the writers: the ranks of this instance that would contribute."""
-        return self._roster.contributing(self._roster.siblings, dst)
+    def _likely_plan(self, dst: int) -> PairPlan:
+        """Before the grant names the writers: as if those of this instance were all."""
+        return self._roster.plan(self._roster.rank, self._roster.contributing(self._roster.siblings, dst), dst)
 
     def _seal_if_done(self, life: Life, now: float) -> None:
         if life.error is not None or life.finish is None or life.grant is None or life.sealed_at is not None:

@@ -90,12 +90,13 @@ class StageClient:
         start: int,
         num_pages: int,
         checked: bool,
+        state: bool = False,
     ) -> None:
         """The granted stage is written and flushed, or with ``num_pages`` 0 given back; it is no longer ours."""
         line = self._lines[dst, generation]
         ask = line.asks.pop(serial)
         assert ask.span is not None, f"stage {serial} of rank {dst} generation {generation} is not granted"
-        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, checked)))
+        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, checked, state)))
         line.unwritten -= 1
         self._send_asks(dst, generation, line)
 

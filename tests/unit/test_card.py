@@ -1,0 +1,132 @@
+"""What a rank publishes when it registers: everything that a peer will address is checked before anybody does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from torchkv.cache import KVCache
+from torchkv.card import Card, PlacementCard, RegionCard, placement_cards
+from torchkv.component import Component, State
+from torchkv.errors import ProtocolError
+from torchkv.layout import KVLayout
+from torchkv.processes import this_process
+
+PAGES, SLOTS = 5, 3
+
+
+def hybrid() -> KVLayout:
+    return KVLayout(
+        [Component("k", 2, 4, torch.int16)],
+        num_layers=2,
+        page_size=4,
+        states=[State("ssm", (6, 4), torch.float32), State("conv", (5,), torch.uint8, layers=(1,))],
+    )
+
+
+def card(cache: KVCache, **changes: object) -> Card:
+    made = Card(
+        rank=4,
+        incarnation=1,
+        instance="x",
+        process=this_process(),
+        layout=cache.layout.encode(),
+        num_pages=cache.num_pages,
+        num_slots=cache.num_slots,
+        regions=[RegionCard(b"", storage.nbytes) for storage in cache.storages],
+        placements=placement_cards(cache),
+    )
+    return Card.decode(msgspec.structs.replace(made, **changes).encode())
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    return KVCache.empty(hybrid(), PAGES, device="cpu", num_slots=SLOTS)
+
+
+def test_a_card_says_where_pages_and_slots_lie(cache: KVCache) -> None:
+    made = card(cache)
+    assert made.placement_map() == cache.placements
+    assert {place.num_pages for (name, _), place in made.placement_map().items() if name == "k"} == {PAGES}
+    assert {place.num_pages for (name, _), place in made.placement_map().items() if name != "k"} == {SLOTS}
+    member = made.member()
+    assert (member.num_pages, member.num_slots, member.layout) == (PAGES, SLOTS, cache.layout)
+
+
+def test_a_card_of_state_alone() -> None:
+    layout = KVLayout([], num_layers=1, page_size=4, states=[State("ssm", (6,), torch.float32)])
+    made = card(KVCache.empty(layout, 1, device="cpu", num_slots=SLOTS))
+    assert (made.member().num_pages, made.member().num_slots) == (1, SLOTS)
+
+
+def moved(name: str, layer: int, **changes: int) -> Callable[[Card], dict[str, object]]:
+    """That placement changed by so much."""
+
+    def change(made: Card) -> dict[str, object]:
+        placements = [
+            msgspec.structs.replace(p, **{field: getattr(p, field) + by for field, by in changes.items()})
+            if (p.component, p.layer) == (name, layer)
+            else p
+            for p in made.placements
+        ]
+        return {"placements": placements}
+
+    return change
+
+
+def without(name: str, layer: int) -> Callable[[Card], dict[str, object]]:
+    return lambda made: {"placements": [p for p in made.placements if (p.component, p.layer) != (name, layer)]}
+
+
+def with_extra(name: str, layer: int) -> Callable[[Card], dict[str, object]]:
+    return lambda made: {"placements": [*made.placements, PlacementCard(name, layer, 0, 0, 8)]}
+
+
+BAD: dict[str, tuple[Callable[[Card], dict[str, object]], str]] = {
+    "one slot more": (lambda made: {"num_slots": 1 << 20}, f"{1 << 20} slots of 'ssm', layer 0.*outside its region 0"),
+    "one page more": (lambda made: {"num_pages": 1 << 20}, f"{1 << 20} pages of 'k', layer 0.*outside its region 0"),
+    "no slots": (lambda made: {"num_slots": 0}, "0 slots of 'ssm'"),
+    "no pages": (lambda made: {"num_pages": 0}, "0 pages of 'k'"),
+    "slots further apart": (moved("ssm", 1, page_stride=1 << 30), "3 slots of 'ssm', layer 1.*outside its region"),
+    "state beyond": (moved("conv", 1, offset=1 << 30), "slots of 'conv', layer 1.*outside its region"),
+    "strange region": (moved("conv", 1, region=1), "outside its region 1"),
+    "state without a place": (without("ssm", 1), "placements do not fit its layout"),
+    "pages without a place": (without("k", 0), "placements do not fit its layout"),
+    "a state that the layer lacks": (with_extra("conv", 0), "placements do not fit its layout"),
+    "an unknown state": (with_extra("other", 0), "placements do not fit its layout"),
+    "an unheld layer": (with_extra("ssm", 2), "placements do not fit its layout"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_lie_inside_its_region_is_refused(name: str, cache: KVCache) -> None:
+    change, words = BAD[name]
+    good = card(cache)
+    good.member()
+    with pytest.raises(ProtocolError, match=words) as caught:
+        card(cache, **change(good)).member()
+    assert "rank 4" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["k", "ssm", "conv"])
+def test_the_last_byte_of_the_last_page_or_slot_counts(name: str, cache: KVCache) -> None:
+    """One byte less in the region, and one less before that of whatever ends there."""
+    layout = cache.layout
+    nbytes = layout.page_nbytes(name) if name == "k" else layout.state_nbytes(name)
+    place = cache.placements[name, 1]
+    end = place.offset + (place.num_pages - 1) * place.page_stride + nbytes
+    room = cache.storages[0].nbytes - end
+    card(cache, **moved(name, 1, offset=room)(card(cache))).member()
+    with pytest.raises(ProtocolError, match=f"end at byte {cache.storages[0].nbytes + 1}"):
+        card(cache, **moved(name, 1, offset=room + 1)(card(cache))).member()
+
+
+@pytest.mark.parametrize("field", ["offset", "page_stride"])
+def test_placements_are_bounded(field: str, cache: KVCache) -> None:
+    for value in (-1, (1 << 46) + 1):
+        placements = [msgspec.structs.replace(placement_cards(cache)[0], **{field: value})]
+        with pytest.raises(ProtocolError, match="card does not decode"):
+            card(cache, placements=placements)
