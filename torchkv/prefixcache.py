@@ -28,13 +28,14 @@ class Held:
     pages: ids, int64 [n], in order of position.
     """
 
-    __slots__ = ("_cache", "_nodes", "num_tokens", "pages")
+    __slots__ = ("_cache", "_nodes", "_received", "num_tokens", "pages")
 
     def __init__(self, cache: PrefixCache, pages: Int64Array, num_tokens: int) -> None:
         self.pages = pages
         self.num_tokens = num_tokens
         self._cache: PrefixCache | None = cache  # None once released
         self._nodes = pages  # for each position known to the index, the page there: often, not always, the own one
+        self._received = False  # the prompt is here: what follows is computed here
 
     def __repr__(self) -> str:
         state = "released" if self._cache is None else f"{len(self.pages)} pages"
@@ -52,8 +53,10 @@ class PrefixCache:
     """A page-granular index of prefixes, and the owner of the pages it indexes: ids 0 to ``num_pages - 1``.
 
     num_pages: of the `KVCache`. page_size: tokens a page. align: matches come in multiples of so many tokens, for
-    writers whose pages are larger than the receiver's own (default ``page_size``). Every rank of an instance has one
-    of its own and must come to the same prefix, or the request fails: give all of them the same calls in one order.
+    writers whose pages are larger than the receiver's own (default ``page_size``). window: the largest of the layout's
+    sliding windows, in tokens; of a prompt only its last pages then hold all layers, so matches end only where the
+    window behind them is whole. Every rank of an instance has one of its own and must come to the same prefix, or the
+    request fails: give all of them the same calls in one order.
 
         held = prefixes.match(prompt)
         try:
@@ -70,7 +73,7 @@ class PrefixCache:
     into a sequence (images, adapters) must give it ids of its own. All methods are thread-safe, and brief.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, align: int | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, align: int | None = None, window: int | None = None) -> None:
         """Raises ``ProtocolError`` for sizes that make no sense. Takes seconds where nothing is compiled yet."""
         if not 1 <= num_pages < MAX_PAGES or page_size < 1:
             raise ProtocolError(
@@ -80,9 +83,13 @@ class PrefixCache:
         align = page_size if align is None else align
         if align < 1 or align % page_size:
             raise ProtocolError(f"PrefixCache: align={align} must be a multiple of page_size={page_size}")
+        if window is not None and window < 1:
+            raise ProtocolError(f"PrefixCache: window={window} must be at least 1 token; leave it out if there is none")
         self.num_pages = num_pages
         self.page_size = page_size
         self.align = align
+        self.window = window
+        self._whole = np.ones(num_pages, dtype=np.bool_)  # pages of the index that hold layers with windows too
         prefixindex.warm_up()  # not in the first request
         self._lock = threading.Lock()
         self._index = prefixindex.new_index(num_pages, page_size)
@@ -103,7 +110,7 @@ class PrefixCache:
         path: Int64Array = np.empty(len(ids) // self.page_size, dtype=np.int64)
         with self._lock:
             found = prefixindex.match(self._index, ids, path)
-            num_tokens = found * self.page_size // self.align * self.align
+            num_tokens = self._usable(path[:found])
             pages = path[: num_tokens // self.page_size].copy()
             self._num_idle -= prefixindex.lock(self._index, pages)
         return Held(self, pages, num_tokens)
@@ -134,9 +141,10 @@ class PrefixCache:
     def insert(self, held: Held, tokens: Tokens) -> int:
         """Makes the whole pages of ``held`` known as those of ``tokens``; returns how many tokens of it are known now.
 
-        Call it when the bytes are there, and as often as the sequence grows. ``tokens``: from the first one on, with
-        as many pages in ``held``. Pages that another request has inserted meanwhile stay what they are, and so do the
-        pages of ``held``. Raises ``ProtocolError`` if ``held`` was matched or inserted with other tokens.
+        Call it when the bytes are there, first with the prompt, then as often as the sequence grows. ``tokens``: from
+        the first one on, with as many pages in ``held``. Pages that another request has inserted meanwhile stay what
+        they are, and so do the pages of ``held``. Raises ``ProtocolError`` if ``held`` was matched or inserted with
+        other tokens.
         """
         ids = _as_tokens(tokens, "insert")
         count = len(ids) // self.page_size
@@ -158,7 +166,9 @@ class PrefixCache:
                 nodes: Int64Array = np.empty(count, dtype=np.int64)
                 nodes[:known] = held._nodes
                 self._num_idle -= prefixindex.insert(self._index, ids, held.pages, nodes, known)
+                self._note_whole(held, nodes, len(ids))
                 held._nodes = nodes
+            held._received = True
             return len(held._nodes) * self.page_size
 
     def release(self, held: Held, error: KVError | None = None) -> None:
@@ -176,6 +186,29 @@ class PrefixCache:
                 self._put_back(private)
             elif len(private):
                 self._withheld.append((error, private))
+
+    # ------------------------------------------------------------------ windows
+
+    def _usable(self, path: Int64Array) -> int:
+        """Tokens of the longest match among the known pages ``path``."""
+        unit = self.align // self.page_size
+        count = len(path) // unit * unit
+        if self.window is not None:
+            behind = -(-self.window // self.page_size)
+            whole = self._whole[path]
+            # Where the last page behind a match that is not whole may be the match's end at best.
+            while count and len(gaps := np.flatnonzero(~whole[max(0, count - behind) : count])):
+                count = (max(0, count - behind) + int(gaps[-1])) // unit * unit
+        return count * self.page_size
+
+    def _note_whole(self, held: Held, nodes: Int64Array, num_tokens: int) -> None:
+        """Which of the pages that become known hold everything: the window's, and what was computed here later on."""
+        if self.window is None:
+            return
+        first = 0 if held._received else max(0, num_tokens - self.window) // self.page_size
+        positions = np.arange(len(held._nodes), len(nodes))
+        own = nodes[positions] == held.pages[positions]
+        self._whole[nodes[positions[own]]] = positions[own] >= first
 
     # ------------------------------------------------------------------ how full it is
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchkv import PageOutOfRange, PeerLost, PrefixCache, ProtocolError
 from torchkv.errors import KVError
@@ -53,6 +55,56 @@ def test_only_whole_pages_match() -> None:
     assert known(cache, [1, 2, 3, 4, 5, 6]) == 4
     assert known(cache, [1, 2, 3, 9]) == 0
     assert cache.available == 8
+
+
+def test_a_match_ends_where_the_window_behind_it_is_whole() -> None:
+    """Of 16 tokens only the last 6 were received in all layers: the pages from 8 on, as 10 is in the third one."""
+    cache = PrefixCache(16, 4, window=6)
+    prompt = list(range(16))
+    filled(cache, prompt)
+    assert known(cache, prompt) == 16
+    assert known(cache, [*prompt[:12], 99, 99]) == 0  # behind 12 the window reaches the page that begins at 4
+    held = cache.match([*prompt, *range(20, 28)])
+    cache.allocate(held, 2)
+    cache.insert(held, [*prompt, *range(20, 24)])  # received
+    cache.insert(held, [*prompt, *range(20, 28)])  # computed here
+    cache.release(held)
+    for length in (16, 20, 24):
+        assert known(cache, [*prompt, *range(20, 28)][:length]) == length
+
+
+def test_what_was_computed_here_is_whole_however_long() -> None:
+    cache = PrefixCache(16, 4, window=4)
+    held = filled(cache, [1, 2, 3, 4, 5, 6, 7, 8], keep=True)
+    cache.allocate(held, 4)
+    cache.insert(held, [*range(1, 9), *range(20, 36)])
+    cache.release(held)
+    for length in (8, 12, 16, 20, 24):
+        assert known(cache, [*range(1, 9), *range(20, 36)][:length]) == length
+    assert known(cache, [1, 2, 3, 4]) == 0
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 9),
+    st.sampled_from([2, 4]),
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(0, 6)), min_size=1),
+)
+def test_no_match_points_at_pages_that_were_never_filled(window: int, align: int, rounds: Any) -> None:
+    """Prompts of two kinds of tokens, so that they share a lot; then answers, computed here."""
+    cache = PrefixCache(64, 2, align=align, window=window)
+    whole = np.zeros(64, dtype=bool)
+    for prompt, answer in rounds:
+        held = cache.match(prompt)
+        reach = range(max(0, held.num_tokens - window) // 2, held.num_tokens // 2)
+        assert whole[held.pages[list(reach)]].all()
+        fresh = cache.allocate(held, -(-(len(prompt) + answer) // 2) - len(held.pages))
+        whole[fresh] = False
+        first = max(held.num_tokens, len(prompt) - window) // 2
+        whole[held.pages[first:]] = True  # received, or computed
+        cache.insert(held, prompt)
+        cache.insert(held, prompt + [2] * answer)
+        cache.release(held)
 
 
 def test_the_same_tokens_behind_other_ones_are_another_page() -> None:
@@ -323,6 +375,8 @@ def test_sizes_that_make_no_sense(sizes: tuple[int, int]) -> None:
         PrefixCache(*sizes)
     with pytest.raises(ProtocolError, match="align=6"):
         PrefixCache(4, 4, align=6)
+    with pytest.raises(ProtocolError, match="window=0"):
+        PrefixCache(4, 4, window=0)
     with pytest.raises(ProtocolError, match="-1"):
         PrefixCache(4, 4).allocate(PrefixCache(4, 4).match([]), -1)
 
