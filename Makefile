@@ -30,6 +30,7 @@ demo: setup
 	$(RUN) 3 $(DEMO) --model llama --prefill 2 --decode 1 --path staged
 	$(RUN) 2 $(DEMO) --model llama --prefill 1 --decode 1 --corrupt
 	$(RUN) 2 examples/multi_turn.py
+	$(RUN) 2 examples/model_families.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 3 examples/disaggregated_generate.py --model llama --prefill 2 --decode 1
 
 Ranks 0..P-1 prefill with tensor parallelism P, ranks P..P+D-1 decode with tensor parallelism D. Each layer's pages
-leave with torchkv the moment the layer has computed them; nothing but pages and the first token crosses over.
+leave with torchkv the moment the layer has computed them; nothing but pages and the first token crosses over. The
+decode ranks begin with that token at once, and each of their layers waits for its own pages only.
 With --device cuda everything lives on GPUs, one a rank where there are enough, and no layer waits for the host.
 The first decode rank then runs the whole model on its own and compares tokens and logits. The last line says PASS
 or FAIL, and every rank exits with 0 or 1. Needs transformers (pip install "torchkv[demo]"), downloads nothing.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from disagg import generation, models
 from disagg.command_line import parse_args, read_prompt
+from disagg.early_start import Announcement, announced, confirm
 from disagg.paged_cache import paged_cache
 from disagg.placement import Placement, place
 from disagg.progress import Progress
@@ -31,6 +34,7 @@ from transformers import PreTrainedConfig
 import torchkv
 
 REQUEST = "demo-0"
+AGAIN = 12  # requests by which two ways to begin decoding are compared
 
 
 @dataclass(frozen=True)
@@ -118,23 +122,23 @@ def build_engine(args: argparse.Namespace, role: Role, device: torch.device) -> 
     return Engine(args, role, config, model, prompt, kv, kv_cache, pages, progress)
 
 
-def layer_sender(engine: Engine) -> Callable[[int], torchkv.KVWork]:
+def layer_sender(engine: Engine, request: str) -> Callable[[int], torchkv.KVWork]:
     """The verb that suits this pair of layouts: whole pages if both sides cut the cache alike, else slices."""
     args, kv, pages = engine.args, engine.kv, engine.pages
     if args.path != "auto":
-        return lambda layer: kv.send_pages(REQUEST, pages, "decode", layers=layer)
+        return lambda layer: kv.send_pages(request, pages, "decode", layers=layer)
     alike = args.page_size == args.decode_page_size
     if args.model != "deepseek_v3":  # MLA has one latent per token: no heads to divide or to order
         alike = alike and args.prefill == args.decode and args.order == "NHD"
     if alike:
-        return lambda layer: kv.send_layer(REQUEST, layer, pages, "decode")
-    return lambda layer: kv.send_slice(REQUEST, layer, pages, "decode")
+        return lambda layer: kv.send_layer(request, layer, pages, "decode")
+    return lambda layer: kv.send_slice(request, layer, pages, "decode")
 
 
 def prefill(engine: Engine) -> None:
     """Compute the prompt's cache, hand each layer to torchkv as soon as it is there, then seal the request."""
     progress, layers = engine.progress, engine.config.num_hidden_layers
-    send = layer_sender(engine)
+    send = layer_sender(engine, REQUEST)
     sends: list[torchkv.KVWork] = []
 
     def on_layer(layer: int) -> None:
@@ -146,7 +150,7 @@ def prefill(engine: Engine) -> None:
     progress.restart()
     first = generation.first_token(engine.model, engine.prompt, cache)
     computed = progress.seconds()
-    engine.kv.finish(REQUEST, "decode", aux=first.to_bytes(4, "little")).wait()
+    seal(engine, REQUEST, first)
     exposed = progress.seconds() - computed
 
     nbytes = sum(work.bytes for work in sends)
@@ -161,44 +165,99 @@ def prefill(engine: Engine) -> None:
         f"{engine.prompt.shape[1]} tokens computed in {computed:.2f} s; this rank sent {nbytes / 1e6:.2f} MB, "
         f"{len(engine.pages)} pages x {layers} layers, path {paths}: {pace}; all confirmed {1e3 * exposed:.1f} ms later"
     )
-    for rank in range(engine.args.prefill, engine.args.prefill + engine.args.decode):
+    for rank in decode_ranks(engine):
         progress.say(f"link to {engine.kv.explain(rank)}")
+    send_again(engine, first)
+
+
+def decode_ranks(engine: Engine) -> range:
+    return range(engine.args.prefill, engine.args.prefill + engine.args.decode)
+
+
+def seal(engine: Engine, request: str, first: int) -> None:
+    """Nothing more will come; the decode ranks get the first token. Returns when all of them have everything."""
+    announcement = Announcement(first, decode_ranks(engine) if engine.role.tp_rank == 0 else ())
+    engine.kv.finish(request, "decode", aux=first.to_bytes(4, "little")).wait()
+    announcement.wait()
+
+
+def send_again(engine: Engine, first: int) -> None:
+    """The same pages once more, all layers at once, as often as `compare_starts` wants them."""
+    for number in range(AGAIN):
+        request = f"again-{number}"
+        send = layer_sender(engine, request)
+        dist.barrier()
+        for layer in engine.kv_cache.layout.layers:
+            send(layer)
+        seal(engine, request, first)
 
 
 def decode(engine: Engine) -> Decoded:
-    """Receive the cache and generate from it; with --corrupt, once more after flipping one page."""
-    args, progress, layers = engine.args, engine.progress, engine.kv_cache.layout.layers
+    """Receive the cache while generating from it; with --corrupt, generate once more after flipping one page."""
+    args, progress = engine.args, engine.progress
     granted = engine.pages[: -(-engine.prompt.shape[1] // engine.role.page_size)]
     received = engine.kv.recv_pages(REQUEST, granted, "prefill")
     dist.barrier()
     progress.restart()
-    for done, layer in enumerate(layers, start=1):
-        received.wait_layer(layer)
-        progress.step("layers received:", done, len(layers))
-    received.wait()
-    first = int.from_bytes(received.aux, "little")
+    first = announced(0)
+    generated, corrupted = generate(engine, first, args.new_tokens, received=received), None
+    compare_starts(engine, granted)
     nbytes = torch.tensor([received.bytes])
     dist.all_reduce(nbytes, group=engine.role.tp_group)
-
-    generated, corrupted = generate(engine, first), None
     if args.corrupt:
         if engine.role.tp_rank == 0:
             corrupt_one_page(engine, granted)
-        corrupted = generate(engine, first)
+        corrupted = generate(engine, first, args.new_tokens)
     return Decoded(received, int(nbytes), generated, corrupted)
 
 
-def generate(engine: Engine, first: int) -> generation.Generation:
-    """New tokens from the received cache; they overwrite what an earlier call added behind the prompt."""
-    args, progress = engine.args, engine.progress
+def generate(
+    engine: Engine, first: int, new_tokens: int, *, received: torchkv.KVWork | None = None, quiet: bool = False
+) -> generation.Generation:
+    """New tokens from the received cache; they overwrite what an earlier call added behind the prompt.
+
+    ``received``: of a request that is still under way. Each layer of the first step waits for its own pages only.
+    """
+
+    def on_token(done: int) -> None:
+        if received is not None and done == 2:  # prefill gave the first
+            confirm(received, first)
+        if not quiet:
+            engine.progress.step("tokens generated:", done, new_tokens)
+
     prompt_tokens = engine.prompt.shape[1]
+    before_layer = None if received is None else received.wait_layer
     return generation.continue_from(
         engine.model,
-        paged_cache(engine.kv_cache, engine.pages, length=prompt_tokens),
+        paged_cache(engine.kv_cache, engine.pages, length=prompt_tokens, before_layer=before_layer),
         first,
         prompt_tokens=prompt_tokens,
-        new_tokens=args.new_tokens,
-        on_token=lambda done: progress.step("tokens generated:", done, args.new_tokens),
+        new_tokens=new_tokens,
+        on_token=on_token,
+    )
+
+
+def compare_starts(engine: Engine, granted: torch.Tensor) -> None:
+    """Print how long the first step takes if it waits for all layers first, and if each layer waits for its own.
+
+    Both from the moment that its token is known to the moment that its result counts.
+    """
+    early: list[float] = []
+    late: list[float] = []
+    for number in range(AGAIN):
+        received = engine.kv.recv_pages(f"again-{number}", granted, "prefill")
+        dist.barrier()
+        first = announced(0)
+        began = time.perf_counter()
+        if number % 2:
+            received.wait()
+        generate(engine, first, 2, received=received, quiet=True)
+        (late if number % 2 else early).append(time.perf_counter() - began)
+    gained = statistics.median(late) - statistics.median(early)
+    engine.progress.say(
+        f"all layers sent at once: the next token comes {1e3 * statistics.median(early):.1f} ms after the first if "
+        f"each layer waits for its own pages, {1e3 * statistics.median(late):.1f} ms if all are waited for first: "
+        f"{1e3 * abs(gained):.1f} ms {'earlier' if gained >= 0 else 'later'} (medians of {len(early)} requests each)"
     )
 
 

@@ -60,6 +60,7 @@ def make_config(name: str, *, layers: int, hidden: int) -> transformers.PreTrain
 
 def build(config: transformers.PreTrainedConfig, *, seed: int, device: torch.device) -> nn.Module:
     """The whole model in float32, the same on every rank for one seed."""
+    torch.manual_seed(seed)  # what is no matrix (A_log, attention sinks) stays as transformers draws it
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _draw_weights(model, seed)
     return model.eval().to(device)
