@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import torchkv
+from torchkv import hostmem
 
 __all__ = ["SERVER", "RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
 
@@ -52,10 +53,13 @@ class RankFailed(AssertionError):
 class Ranks:
     """``size`` processes with a default group of backend ``torchkv``; see the module's text.
 
-    env: set in the ranks before torchkv's transport loads. world: whether to make the default group.
+    env: set in the ranks before torchkv's transport loads. world: whether to make the default group. apart: as if each
+    were on a host of its own, in that no memory of one is mapped in another; that one has died is still seen.
     """
 
-    def __init__(self, size: int, *, env: Mapping[str, str] | None = None, world: bool = True) -> None:
+    def __init__(
+        self, size: int, *, env: Mapping[str, str] | None = None, world: bool = True, apart: bool = False
+    ) -> None:
         self.size = size
         self.broken = ""
         self._expected: dict[int, int] = {}  # rank -> exit code that the test has declared
@@ -66,7 +70,8 @@ class Ranks:
         self._processes: list[Any] = []
         for rank in range(size):
             ours, theirs = SERVER.Pipe()
-            arguments = (theirs, rank, size, str(scratch / "store"), str(self._stacks[rank]), dict(env or {}), world)
+            store, stacks = str(scratch / "store"), str(self._stacks[rank])
+            arguments = (theirs, rank, size, store, stacks, dict(env or {}), world, apart)
             process = SERVER.Process(target=_rank_main, args=arguments, name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -278,11 +283,14 @@ def kv_world() -> torchkv.KVProcessGroup:
 
 
 def _rank_main(
-    pipe: Connection, rank: int, size: int, store: str, stacks: str, env: dict[str, str], world: bool
+    pipe: Connection, rank: int, size: int, store: str, stacks: str, env: dict[str, str], world: bool, apart: bool
 ) -> None:
     global _pipe
     _pipe = pipe
     os.environ.update(env)
+    if apart:
+        # UCX_TLS=tcp alone does not do it: what maps memory is not UCX. `processes` has the true identity.
+        hostmem.host_identity = lambda: rank.to_bytes(32, "big")
     torch.set_num_threads(1)
     with open(stacks, "w", encoding="utf-8") as file:
         faulthandler.enable(file)

@@ -20,7 +20,7 @@ from torchkv.control import PeerEvent, PeerState
 from torchkv.endpoint import KVEndpoint
 from torchkv.engine import Engine
 from torchkv.env import Options
-from torchkv.layout import KVLayout
+from torchkv.layout import KVLayout, State
 from torchkv.packer import Staging
 from torchkv.processes import ProcessId
 from torchkv.registration import Registration
@@ -135,6 +135,7 @@ class Place:
     instance: str
     layout: KVLayout | None
     num_pages: int = 16
+    num_slots: int = 0
 
 
 class _Lagging(Registration):
@@ -142,21 +143,23 @@ class _Lagging(Registration):
 
     def _make_staging(self, ring: StageMemory | None) -> Staging:
         assert isinstance(self.transport, LoopbackTransport)
-        return lagging(super()._make_staging(ring), self.transport._world)
+        return lagging(super()._make_staging(ring), self.transport._world, self.transport.node)
 
 
-def random_places(dice: random.Random) -> list[Place]:
-    """Two instances whose layouts can be reconciled: TP pairs, replicated heads, MLA, PP, either order, page sizes."""
+def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Place]:
+    """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes."""
     kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
     sizes = {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
     pages = {"p": dice.choice([2, 4]), "d": dice.choice([2, 4])}
     order = {"p": dice.choice(["NHD", "HND"]), "d": dice.choice(["NHD", "HND"])}
     num_layers = dice.choice([2, 3])
     v_head_dim = dice.choice([None, 3])
+    windows = dice.choice([{}, {}, {0: 2}, {0: 3, 1: 5}])
     places = []
     for name in ("p", "d"):
         for r in range(sizes[name]):
             common = {"num_layers": num_layers, "page_size": pages[name], "dtype": torch.int16, "order": order[name]}
+            common |= {"windows": windows, "states": states}
             if kind == "mla":
                 layout = KVLayout.mla(latent_dim=3, rope_dim=1, tp_rank=r, tp_size=sizes[name], **common)
             else:
@@ -170,7 +173,7 @@ def random_places(dice: random.Random) -> list[Place]:
                     layers=range(r, num_layers, sizes[name]) if split else None,
                     **common,
                 )
-            places.append(Place(name, layout, 64))
+            places.append(Place(name, layout, 64, 16 if states else 0))
     return places
 
 
@@ -219,7 +222,9 @@ class Cluster:
         return self._kind(
             rank=index,
             instance=place.instance,
-            cache=None if place.layout is None else KVCache.empty(place.layout, place.num_pages, device="cpu"),
+            cache=None
+            if place.layout is None
+            else KVCache.empty(place.layout, place.num_pages, "cpu", place.num_slots),
             options=self.options,
             transport=transport,
             control=SimulatedControl(world, transport.node, heartbeat=self.options.heartbeat, sees_death=sees_death),

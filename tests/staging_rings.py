@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torchkv_loopback import World
 
 from torchkv.engine import Engine
+from torchkv.errors import KVError
 from torchkv.packer import Packer, Staging
 from torchkv.protocol.actions import Scatter
 from torchkv.staging import Stage
@@ -18,11 +19,17 @@ __all__ = ["LaggingPacker", "RingShadow", "lagging"]
 
 
 class LaggingPacker(Packer):
-    """Packs on the host, but as a GPU would: each job begins, and is known to be over, some virtual time later."""
+    """Packs on the host, but as a GPU would: each job runs, and is known to be over, some virtual time later.
 
-    def __init__(self, packer: Packer, world: World) -> None:
+    It runs whether anybody still waits for it or not, unless the ``node`` whose job it is has died.
+    """
+
+    slowness = 1.0  # beside the delays of messages
+
+    def __init__(self, packer: Packer, world: World, node: int) -> None:
         self._packer = packer
         self._world = world
+        self._node = node
 
     def gather(self, *args: Any, checksum: bool) -> Iterator[int]:
         return self._late(self._packer.gather(*args, checksum=checksum))
@@ -34,19 +41,27 @@ class LaggingPacker(Packer):
         self._packer.prepare(*args, **settings)
 
     def _late(self, steps: Iterator[int]) -> Iterator[int]:
-        yield from self._lag()
-        yield from steps
-        yield from self._lag()
+        over: list[KVError | None] = []
 
-    def _lag(self) -> Iterator[int]:
-        over: list[None] = []
-        self._world.schedule(self._world.delay(), lambda: over.append(None))
+        def work() -> None:
+            error: KVError | None = None
+            try:
+                while self._world.alive(self._node) and next(steps, None) is not None:
+                    pass
+            except KVError as raised:
+                error = raised
+            self._world.schedule(self._world.delay(), lambda: over.append(error))
+
+        self._world.schedule(self.slowness * self._world.delay(), work)
         while not over:
             yield 0
+        if over[0] is not None:
+            raise over[0]
+        yield 1
 
 
-def lagging(staging: Staging, world: World) -> Staging:
-    return Staging(LaggingPacker(staging.packer, world), staging.sending, staging.receiving)
+def lagging(staging: Staging, world: World, node: int) -> Staging:
+    return Staging(LaggingPacker(staging.packer, world, node), staging.sending, staging.receiving)
 
 
 class RingShadow:

@@ -61,8 +61,8 @@ def guarded(cluster: Cluster, rank: int) -> Shadow:
 
     def reuse(stepped: Rank) -> None:
         if stepped.rank == rank:
-            for pages in memory.released().values():
-                memory.reuse(pages)
+            for released in memory.released().values():
+                memory.reuse(*released)
 
     cluster.observers.append(reuse)
     return memory

@@ -1,4 +1,4 @@
-"""A writer that stops, or dies, after it was given a stage and before it has written there.
+"""A writer that stops, or dies, after it was given a stage and before it has written there, or all of it.
 
 It has promised to write to the receiver's ring only, so the pages of the request are free at once; what it still writes
 when it wakes up lands in the stage, which is quarantined until then.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from harness import Ranks, ask, kv_world
 from lane_cases import random_fill
 from small import page_bytes, random_cache
 
-from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout
+from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout, hostpack
 from torchkv.stagedtransfer import StagedTransfer
 from torchkv.staging import Stage
 
@@ -28,27 +28,39 @@ PATIENCE = 40
 PAGES = [3, 9, 1, 14]
 # One stage takes the whole request; two fit into the ring, one of which may be in quarantine.
 STAGED = {"TORCHKV_PATH": "staged", "TORCHKV_STAGING_RECV": str(128 << 10), "TORCHKV_STAGING_SEND": str(128 << 10)}
-LANES = {"memory": {}, "tcp": {"UCX_TLS": "tcp"}}
+# Where the writer stops. Into a ring that is mapped it stores, then also half way; else it puts.
+LANES = {"memory": (StagedTransfer, "_pack"), "memory, half": (hostpack, "_copied"), "tcp": (StagedTransfer, "_put")}
 
 
 @pytest.fixture(scope="module", params=LANES)
-def three(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    ranks = Ranks(3, env={**STAGED, **LANES[request.param]})
-    ranks.run(join)
+def lane(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def three(lane: str) -> Iterator[Ranks]:
+    yield from joined(lane)
+
+
+@pytest.fixture
+def mortals(lane: str) -> Iterator[Ranks]:
+    yield from joined(lane)
+
+
+def joined(lane: str) -> Iterator[Ranks]:
+    tcp = lane == "tcp"
+    ranks = Ranks(3, env={**STAGED, **({"UCX_TLS": "tcp"} if tcp else {})}, apart=tcp)
+    ranks.run(join, not tcp)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(params=LANES)
-def mortals(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    ranks = Ranks(3, env={**STAGED, **LANES[request.param]})
-    ranks.run(join)
-    yield ranks
-    ranks.close()
-
-
-def join() -> None:
-    kv_world().register(random_cache())
+def join(mapped: bool) -> None:
+    kv = kv_world()
+    kv.register(random_cache())
+    if kv.rank() == WRITER:
+        route = kv._thread.call(lambda: kv._engine.route(RECEIVER))
+        assert (route.staging_view is not None) is mapped
 
 
 def fresh() -> KVProcessGroup:
@@ -57,19 +69,23 @@ def fresh() -> KVProcessGroup:
     return kv_world()
 
 
-def write_late() -> None:
-    """The progress thread stops after the stage was granted and packed, before it is put."""
+def write_late(lane: str) -> None:
+    """The progress thread stops when the stage was granted, before all of it is written."""
     kv = fresh()
     reached, go_on = threading.Event(), threading.Event()
-    put = StagedTransfer._put
+    owner, name = LANES[lane]
+    write = getattr(owner, name)
 
-    def held(self: StagedTransfer, *args: Any) -> Iterator[int]:
-        StagedTransfer._put = put
+    def held(*args: Any) -> Generator[int, None, Any]:
+        setattr(owner, name, write)
+        steps = write(*args)
+        if lane == "memory, half":
+            yield next(steps)
         reached.set()
         assert go_on.wait(PATIENCE)
-        return put(self, *args)
+        return (yield from steps)
 
-    StagedTransfer._put = held
+    setattr(owner, name, held)
     kv.staged_put("r", None, [5, 6, 7, 8], RECEIVER)
     done = kv.finish("r", RECEIVER)
     assert reached.wait(PATIENCE)
@@ -143,17 +159,17 @@ def receive_and_fail(how: str) -> None:
     assert ring_is_empty(kv)
     assert kv.explain(OTHER).staging["quarantined"] == 0
     changed = np.flatnonzero(ring_bytes(kv) != before)
-    assert len(changed), "the late put never landed: this test has shown nothing"
+    assert len(changed), "the late bytes never landed: this test has shown nothing"
     assert stage.offset <= changed.min()
     assert changed.max() < stage.end
     assert torch.equal(page_bytes(kv._cache, PAGES), expected)
 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
-def test_pages_of_a_stopped_staged_writer_are_free_at_once(how: str, three: Ranks) -> None:
+def test_pages_of_a_stopped_staged_writer_are_free_at_once(how: str, lane: str, three: Ranks) -> None:
     three.start(receive_and_fail, how, ranks=[RECEIVER])
     assert three.hear(RECEIVER) == "the writer may stop"
-    three.start(write_late, ranks=[WRITER])
+    three.start(write_late, lane, ranks=[WRITER])
     assert three.hear(WRITER) == "stop me"
     three.signal(WRITER, signal.SIGSTOP)
     three.tell(RECEIVER)
@@ -179,10 +195,10 @@ def receive_and_lose() -> None:
     assert ring_is_empty(kv)
 
 
-def test_pages_and_stage_of_a_killed_staged_writer(mortals: Ranks) -> None:
+def test_pages_and_stage_of_a_killed_staged_writer(lane: str, mortals: Ranks) -> None:
     mortals.start(receive_and_lose, ranks=[RECEIVER])
     assert mortals.hear(RECEIVER) == "the writer may stop"
-    mortals.start(write_late, ranks=[WRITER])
+    mortals.start(write_late, lane, ranks=[WRITER])
     assert mortals.hear(WRITER) == "stop me"
     mortals.kill(WRITER)
     mortals.tell(RECEIVER)

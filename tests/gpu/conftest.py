@@ -25,24 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def _ranks() -> Iterator[dict[int, Ranks]]:
-    """By size, the ranks that live now: one set at a time, because each rank holds a context on its GPU."""
-    living: dict[int, Ranks] = {}
+def _ranks() -> Iterator[dict[tuple[int, bool], Ranks]]:
+    """By size and apart, the ranks that live now: one set at a time, as each rank holds a context on its GPU."""
+    living: dict[tuple[int, bool], Ranks] = {}
     yield living
     for ranks in living.values():
         ranks.close()
 
 
 @pytest.fixture
-def gpu_ranks(_ranks: dict[int, Ranks]) -> Callable[[int], Ranks]:
-    """``gpu_ranks(size)``: a set that lives on for later tests of that size, made anew after a failure."""
+def gpu_ranks(_ranks: dict[tuple[int, bool], Ranks]) -> Callable[..., Ranks]:
+    """``gpu_ranks(size, apart=False)``: a set that lives on for later tests of its kind, made anew after a failure."""
 
-    def get(size: int) -> Ranks:
-        if size not in _ranks or _ranks[size].broken:
+    def get(size: int, *, apart: bool = False) -> Ranks:
+        if (size, apart) not in _ranks or _ranks[size, apart].broken:
             for other in list(_ranks):
                 _ranks.pop(other).close()
             # Streams beyond CUDA's default of 8 queues would wait for one another, held ones included.
-            _ranks[size] = Ranks(size, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-        return _ranks[size]
+            _ranks[size, apart] = Ranks(size, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, apart=apart)
+        return _ranks[size, apart]
 
     return get

@@ -26,15 +26,18 @@ class Lane:
     prefixes: tuple[str, ...]  # of the lane's name in explain
     adopted: bool
     options: tuple[tuple[str, Any], ...] = ()
+    apart: bool = False  # see `Ranks`
 
 
 VIEW = Lane("view", ("view",), adopted=True)
 OWN = Lane("view-own-memory", ("view",), adopted=False)
 PUT = Lane("put", ("cuda_ipc/",), adopted=True, options=(("path", "slices"),))
-# Every case takes several pieces, and the rings go round.
-SMALL_RINGS = (("path", "staged"), ("checksum", True), ("staging_send", 40 << 10), ("staging_recv", 48 << 10))
-STAGED = Lane("staged", ("cuda_ipc/",), adopted=True, options=SMALL_RINGS)
-NVSHMEM_STAGED = Lane("nvshmem-staged", ("nvshmem/",), adopted=False, options=(("transport", "nvshmem"), *SMALL_RINGS))
+# Every case takes several pieces, and the rings go round. A ring that is mapped needs no other.
+SMALL_RING = (("path", "staged"), ("checksum", True), ("staging_recv", 48 << 10), ("staging_send", 0))
+SMALL_RINGS = (*SMALL_RING[:-1], ("staging_send", 40 << 10))
+STAGED = Lane("staged", ("view",), adopted=True, options=SMALL_RING)
+STAGED_PUT = Lane("staged-put", ("cuda_ipc/",), adopted=True, options=SMALL_RINGS, apart=True)
+NVSHMEM_STAGED = Lane("nvshmem-staged", ("view",), adopted=False, options=(("transport", "nvshmem"), *SMALL_RING))
 NVSHMEM_VIEW = Lane("nvshmem-view", ("view",), adopted=False, options=(("transport", "nvshmem"),))
 NVSHMEM_PUT = Lane("nvshmem-put", ("nvshmem/",), adopted=False, options=(("transport", "nvshmem"), ("path", "slices")))
 
@@ -87,9 +90,9 @@ def compact(one: Case) -> Case:
 
 @needs_gpus(1)
 @pytest.mark.parametrize("one", GPU_CASES, ids=lambda one: one.name)
-@pytest.mark.parametrize("lane", [VIEW, PUT, STAGED], ids=lambda lane: lane.name)
-def test_layout_over_lane(one: Case, lane: Lane, gpu_ranks: Callable[[int], Ranks]) -> None:
-    check_reports(run(gpu_ranks(4), one, lane), one, lane.prefixes)
+@pytest.mark.parametrize("lane", [VIEW, PUT, STAGED, STAGED_PUT], ids=lambda lane: lane.name)
+def test_layout_over_lane(one: Case, lane: Lane, gpu_ranks: Callable[..., Ranks]) -> None:
+    check_reports(run(gpu_ranks(4, apart=lane.apart), one, lane), one, lane.prefixes)
 
 
 @needs_gpus(1)
@@ -115,7 +118,7 @@ def test_layout_over_nvshmem(one: Case, lane: Lane, gpu_ranks: Callable[[int], R
 @needs_gpus(1)
 @pytest.mark.parametrize("path", ["direct", "slices", "runs", "staged"])
 def test_forced_path_is_taken(path: str, gpu_ranks: Callable[[int], Ranks]) -> None:
-    lane = VIEW if path == "direct" else PUT
+    lane = VIEW if path in ("direct", "staged") else PUT
     lane = dataclasses.replace(lane, options=(("path", path),))
     reports = run(gpu_ranks(4), CASES[0], lane)
     check_reports(reports, CASES[0], lane.prefixes)

@@ -18,7 +18,7 @@ from torchkv import registration
 from torchkv.cost import Costs
 from torchkv.route import Route
 
-TCP = {"UCX_TLS": "tcp"}
+HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}
 USUAL = Costs(descriptor=8e-6, byte=1 / 3e9, pack=1 / 6e9)
 FREE_PUTS = Costs(descriptor=0.0, byte=1 / 3e9, pack=1 / 6e9)
 FREE_STAGING = Costs(descriptor=10.0, byte=0.0, pack=0.0)
@@ -77,16 +77,21 @@ def moved(one: Case, costs: Costs, seed: int, adopted: bool, options: dict[str, 
 def test_the_cheaper_path_is_taken(
     one: Case, costs: Costs, options: dict[str, Any], path: str, shared_ranks: Callable[..., Ranks]
 ) -> None:
-    reports = shared_ranks("tcp", 4, env=TCP).run(moved, one, costs, secrets.randbits(64), True, options)
+    reports = shared_ranks("hosts", 4, **HOSTS).run(moved, one, costs, secrets.randbits(64), True, options)
     check_reports(reports, one, ("tcp/",))
     assert reports[2].path == path
 
 
-def test_mapped_pages_go_direct_whatever_is_free(shared_ranks: Callable[..., Ranks]) -> None:
-    ranks = shared_ranks("tcp", 4, env=TCP)
-    reports = ranks.run(moved, MANY_SLICES, FREE_STAGING, secrets.randbits(64), False, {})
+@pytest.mark.parametrize(
+    ("adopted", "path"),
+    [pytest.param(False, "direct", id="mapped pages"), pytest.param(True, "staged", id="not those")],
+)
+def test_a_mapped_ring_needs_no_memory_to_send_from_and_mapped_pages_no_ring(
+    adopted: bool, path: str, four: Ranks
+) -> None:
+    reports = four.run(moved, MANY_SLICES, FREE_STAGING, secrets.randbits(64), adopted, {"staging_send": 0})
     check_reports(reports, MANY_SLICES, ("view",))
-    assert reports[2].path == "direct"
+    assert reports[2].path == path
 
 
 def explained() -> None:
@@ -113,7 +118,7 @@ def explained() -> None:
 
 
 def test_later_routes_are_measured_when_needed_and_explain_tells(shared_ranks: Callable[..., Ranks]) -> None:
-    shared_ranks("tcp", 4, env=TCP).run(explained)
+    shared_ranks("hosts", 4, **HOSTS).run(explained)
 
 
 def measured() -> dict[str, Any] | None:
@@ -126,7 +131,7 @@ def measured() -> dict[str, Any] | None:
 
 
 def test_a_channel_is_measured(shared_ranks: Callable[..., Ranks]) -> None:
-    seen = shared_ranks("tcp", 4, env=TCP).run(measured)[0]
+    seen = shared_ranks("hosts", 4, **HOSTS).run(measured)[0]
     for name in ("descriptor_us", "put_gbps", "pack_gbps"):
         assert seen[name] > 0.0, name
     assert seen["path"] in ("runs", "staged")

@@ -18,11 +18,11 @@ TIMEOUT = 3.0
 PAGES, TARGETS = [5, 2, 7, 0], [3, 9, 1, 4]
 
 
-def send(verb: str) -> tuple[Cluster, KVWork, KVWork]:
+def send(verb: str, *, views: bool = False) -> tuple[Cluster, KVWork, KVWork]:
     """From rank 0 to rank 1, whose ring is taken by somebody who never gives it back."""
     options = Options(transport="loopback", timeout=TIMEOUT, grant_timeout=20.0, heartbeat=0.2, staging_recv=RING)
     layout = gqa(num_kv_heads=2, page_size=4)
-    cluster = Cluster([Place("p", layout, 16), Place("d", layout, 16)], options=options, faults=Faults())
+    cluster = Cluster([Place("p", layout, 16), Place("d", layout, 16)], options=options, faults=Faults(), views=views)
     writer, reader = cluster.ranks
     for rank in cluster.ranks:
         for storage in rank.cache.storages:
@@ -49,9 +49,10 @@ def test_send_pages_takes_another_path() -> None:
     assert not reader.quarantined()
 
 
-def test_staged_put_fails_and_says_who_has_the_ring() -> None:
+@pytest.mark.parametrize("views", [False, True])
+def test_staged_put_fails_and_says_who_has_the_ring(views: bool) -> None:
     """Also the negative control: the ring is full, and staging was the cheapest."""
-    cluster, work, rx = send("staged_put")
+    cluster, work, rx = send("staged_put", views=views)
     with pytest.raises(RingExhausted, match=f"{RING} in use.*held by somebody"):
         work.wait(1)
     assert cluster.run(rx.is_completed, limit=1.0)

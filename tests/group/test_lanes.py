@@ -26,13 +26,13 @@ class Lane:
 
 TCP = (("UCX_TLS", "tcp"),)
 MEMORY = ("cma/", "posix/", "sysv/")
-# Every case takes several pieces, and the rings go round; checksums too.
+# Every case takes several pieces, and the rings go round; checksums too. A ring that is mapped needs no other.
 SMALL_RINGS = (("staging_send", 10 << 10), ("staging_recv", 12 << 10), ("checksum", True))
 LANES = [
     Lane("view", ("view",), adopted=False, path=None),
     Lane("put-memory", MEMORY, adopted=True, path="slices"),
     Lane("put-tcp", ("tcp/",), adopted=True, path="slices", env=TCP),
-    Lane("staged-memory", MEMORY, adopted=False, path="staged"),
+    Lane("staged-view", ("view",), adopted=False, path="staged", options=(("staging_send", 0), *SMALL_RINGS[1:])),
     Lane("staged-tcp", ("tcp/",), adopted=True, path="staged", env=TCP, options=SMALL_RINGS),
 ]
 
@@ -47,13 +47,13 @@ def run(ranks: Ranks, one: Case, lane: Lane) -> list[Report]:
 @pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
 @pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name)
 def test_layout_over_lane(one: Case, lane: Lane, shared_ranks: Callable[..., Ranks]) -> None:
-    name = "tcp" if lane.env else "four"
-    check_reports(run(shared_ranks(name, 4, env=dict(lane.env)), one, lane), one, lane.prefixes)
+    ranks = shared_ranks("hosts" if lane.env else "four", 4, env=dict(lane.env), apart=bool(lane.env))
+    check_reports(run(ranks, one, lane), one, lane.prefixes)
 
 
 @pytest.mark.parametrize("path", ["direct", "slices", "runs", "staged"])
 def test_forced_path_is_taken(path: str, four: Ranks) -> None:
-    lane = Lane(path, ("view",) if path == "direct" else MEMORY, adopted=False, path=path)
+    lane = Lane(path, ("view",) if path in ("direct", "staged") else MEMORY, adopted=False, path=path)
     reports = run(four, CASES[0], lane)
     check_reports(reports, CASES[0], lane.prefixes)
     assert reports[2].path == path

@@ -1,25 +1,21 @@
-"""`staged_put` between real processes and over the simulated network: what callers see of it besides the bytes."""
+"""`staged_put` between real processes: what callers see of it besides the bytes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-import test_lanes_loopback as loopback
 import torch
 import torch.distributed as dist
 from harness import Ranks, kv_group
-from lane_cases import Case, adopted_cache, check_reports, random_fill
-from lanes_table import CASES
-from simulation import Cluster, Place
+from lane_cases import adopted_cache, random_fill
 from small import meet, page_bytes, random_cache, small_layout
 
 from torchkv import ChecksumMismatch, KVProcessGroup, RingExhausted
-from torchkv.env import Options
 from torchkv.packer import HostPacker
 from torchkv.protocol.actions import Scatter
 from torchkv.stagedtransfer import StagedTransfer
@@ -29,12 +25,18 @@ PAGES = [5, 2, 7, 0]
 TARGETS = [3, 9, 1, 14]
 OTHERS = [page for page in range(16) if page not in TARGETS]
 PAGE = 16 * 2 * 8 * 2  # bytes of a page of one component of one layer
-LANES = {"memory": {}, "tcp": {"UCX_TLS": "tcp"}}
+# Pieces are gathered straight into a ring that is mapped here, and put into one that is not.
+LANES = {"memory": {}, "tcp": {"env": {"UCX_TLS": "tcp"}, "apart": True}}
 
 
 @pytest.fixture(params=LANES)
-def three(request: pytest.FixtureRequest, shared_ranks: Callable[..., Ranks]) -> Ranks:
-    return shared_ranks(f"staged-{request.param}", 3, env=LANES[request.param])
+def lane(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def three(lane: str, shared_ranks: Callable[..., Ranks]) -> Ranks:
+    return shared_ranks(f"staged-{lane}", 3, **LANES[lane])
 
 
 @contextmanager
@@ -46,21 +48,30 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Held:
-    """A generator method that stops before its first step, until it is released. Only the first call of it does."""
+    """A generator method that stops before its first step, or ``after`` its last one, until it is released.
 
-    def __init__(self, owner: type, name: str) -> None:
-        self._owner, self._name, self._real = owner, name, getattr(owner, name)
+    Only the first call of it does.
+    """
+
+    def __init__(self, owner: type, name: str, *, after: bool = False) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        held = self
+        held, real = self, getattr(owner, name)
 
-        def method(self: Any, *args: Any, **settings: Any) -> Iterator[int]:
-            setattr(held._owner, held._name, held._real)
-            held.reached.set()
-            while not held.go_on.is_set():
-                yield 0
-            yield from held._real(self, *args, **settings)
+        def method(self: Any, *args: Any, **settings: Any) -> Generator[int, None, Any]:
+            setattr(owner, name, real)
+            if not after:
+                yield from held._wait()
+            result = yield from real(self, *args, **settings)
+            if after:
+                yield from held._wait()
+            return result
 
         setattr(owner, name, method)
+
+    def _wait(self) -> Iterator[int]:
+        self.reached.set()
+        while not self.go_on.is_set():
+            yield 0
 
 
 def send(kv: KVProcessGroup, pages: list[int], dst: Any, *, name: str = "r") -> None:
@@ -96,7 +107,7 @@ def exhausted() -> None:
         cache = random_cache(num_layers=1)
         kv.register(cache)
         if me == 0:
-            held = Held(StagedTransfer, "_put")
+            held = Held(StagedTransfer, "_pack")
             kv.staged_put("slow", None, [5], 1)
             done = kv.finish("slow", 1)
             assert held.reached.wait(PATIENCE)
@@ -168,18 +179,21 @@ def test_a_page_larger_than_the_ring_fails_that_request_only(three: Ranks) -> No
 # ---------------------------------------------------------------------- the source, and the stage
 
 
-def overwrite_source(dst: list[int], stage: str) -> None:
-    """The source is overwritten once ``wait_source`` has returned, or (negative control) before it is gathered."""
+def overwrite_source(dst: list[int], gathered: bool) -> None:
+    """The source is overwritten once ``wait_source`` has returned, or (negative control) before it is gathered.
+
+    What was gathered is not put yet or, where the ring is mapped, not told of.
+    """
     with kv_group(staging_send=64 << 10) as kv:
         cache = random_cache()
         kv.register(cache)
         source = page_bytes(cache, PAGES)
         if kv.rank() == 0:
-            held = Held(*((StagedTransfer, "_put") if stage == "_put" else (HostPacker, "gather")))
+            held = Held(StagedTransfer, "_pack", after=True) if gathered else Held(HostPacker, "gather")
             work = kv.staged_put("r", None, PAGES, dst)
             done = kv.finish("r", dst)
             assert held.reached.wait(PATIENCE)
-            if stage == "_put":
+            if gathered:
                 assert work.wait_source(PATIENCE)  # the first who asks comes late, with one destination
                 assert work.wait_source(PATIENCE)
             assert not work.is_completed()
@@ -193,16 +207,16 @@ def overwrite_source(dst: list[int], stage: str) -> None:
             kv.recv_pages("r", TARGETS, 0).wait(PATIENCE)
         for rank in dst:
             expected = pass_on(kv, 0, source, rank)
-            if kv.rank() == rank and stage == "_put":
+            if kv.rank() == rank and gathered:
                 check_pages(kv, expected, canaries)
             elif kv.rank() == rank and len(dst) == 1:
                 assert not torch.equal(page_bytes(cache, TARGETS), expected)
 
 
 @pytest.mark.parametrize("dst", [[1], [1, 2]], ids=["one", "two"])
-@pytest.mark.parametrize("stage", ["_put", "gather"], ids=["", "control"])
-def test_the_source_may_be_overwritten_after_wait_source(dst: list[int], stage: str, three: Ranks) -> None:
-    three.run(overwrite_source, dst, stage)
+@pytest.mark.parametrize("gathered", [True, False], ids=["", "control"])
+def test_the_source_may_be_overwritten_after_wait_source(dst: list[int], gathered: bool, three: Ranks) -> None:
+    three.run(overwrite_source, dst, gathered)
 
 
 def two_destinations_one_stage() -> None:
@@ -275,11 +289,68 @@ def test_a_short_transfer_after_a_long_one_shows_no_foreign_byte(checksum: bool,
     three.run(long_then_short, checksum)
 
 
+# ---------------------------------------------------------------------- the sender's memory
+
+
+def memory_taken(own: int) -> tuple[set[str], int]:
+    """A request arrives. Which lanes have carried it, and what memory rank 0 has taken to send from."""
+    with kv_group(path="staged", staging_send=own) as kv:
+        cache = random_cache()
+        kv.register(cache)
+        source = page_bytes(cache, PAGES)
+        lanes, taken = {}, -1
+        if kv.rank() == 0:
+            send(kv, PAGES, 1)
+            seen = kv.explain(1)
+            lanes, taken = seen.lanes, seen.staging["send"]
+        elif kv.rank() == 1:
+            canaries = page_bytes(cache, OTHERS)
+            kv.recv_pages("r", TARGETS, 0).wait(PATIENCE)
+        expected = pass_on(kv, 0, source, 1)
+        if kv.rank() == 1:
+            check_pages(kv, expected, canaries)
+        return {name for name, lane in lanes.items() if lane.nbytes}, taken
+
+
+def test_only_a_ring_that_is_not_mapped_takes_memory_to_send_from(lane: str, three: Ranks) -> None:
+    lanes, taken = three.run(memory_taken, 64 << 10)[0]
+    if lane == "memory":
+        assert (lanes, taken) == ({"view"}, 0)
+    else:
+        assert [name.startswith("tcp/") for name in lanes] == [True]
+        assert taken == 64 << 10
+
+
+def nothing_to_send_from() -> None:
+    with kv_group(path="staged", staging_send=0) as kv:
+        cache = random_cache()
+        kv.register(cache)
+        if kv.rank() == 0:
+            work = kv.staged_put("r", None, PAGES, 1)
+            with pytest.raises(RingExhausted, match=r"'r'.*rank 1.*this rank has 0; raise .*STAGING_SEND") as caught:
+                work.wait(PATIENCE)
+            assert not caught.value.retryable
+            assert kv.explain(1).staging["send"] == 0
+            kv.cancel("r").wait(PATIENCE)
+        elif kv.rank() == 1:
+            before = page_bytes(cache, TARGETS)
+            with pytest.raises(RingExhausted, match="STAGING_SEND"):
+                kv.recv_pages("r", TARGETS, 0).wait(PATIENCE)
+            assert torch.equal(page_bytes(cache, TARGETS), before)
+
+
+def test_only_a_ring_that_is_not_mapped_needs_memory_to_send_from(lane: str, three: Ranks) -> None:
+    if lane == "memory":
+        assert three.run(memory_taken, 0)[0] == ({"view"}, 0)
+    else:
+        three.run(nothing_to_send_from)
+
+
 # ---------------------------------------------------------------------- checksums
 
 
 def flip(checksum: bool, choice: int) -> tuple[str, str, int] | None:
-    """One byte changes in the ring, between put and scatter. What was hit, and what came of it."""
+    """One byte changes in the ring, between its arrival and scatter. What was hit, and what came of it."""
     with kv_group(path="staged", checksum=checksum) as kv:
         cache = random_cache()
         kv.register(cache)
@@ -346,8 +417,11 @@ def test_a_byte_changed_on_the_way_is_found_and_named(checksum: bool, three: Ran
 # ---------------------------------------------------------------------- mixtures
 
 
-def mixed(adopted: bool) -> None:
-    """Layer 0 staged, layer 1 written directly, in one request, and again staged: the promise is withdrawn first."""
+def mixed(adopted: bool, other: str) -> None:
+    """Layer 0 staged, layer 1 written to its pages, in one request, and again staged: first the promise is withdrawn.
+
+    other: the path of every verb but staged_put.
+    """
     with kv_group() as kv:
         cache = adopted_cache(small_layout(), 16) if adopted else random_cache()
         random_fill(cache, np.random.default_rng())
@@ -356,7 +430,7 @@ def mixed(adopted: bool) -> None:
             return
         source = page_bytes(cache, PAGES)
         if kv.rank() == 0:
-            kv._forced = other = "slices" if adopted else "direct"  # of every verb but staged_put
+            kv._forced = other
             kv.staged_put("r", 0, PAGES[:2], 1).wait(PATIENCE)
             works = [
                 kv.send_slice("r", 1, PAGES[:3], 1),
@@ -385,9 +459,9 @@ def mixed(adopted: bool) -> None:
             assert not torch.equal(expected, source)
 
 
-@pytest.mark.parametrize("adopted", [False, True], ids=["direct", "slices"])
-def test_a_promise_is_withdrawn_before_direct_writes(adopted: bool, three: Ranks) -> None:
-    three.run(mixed, adopted)
+@pytest.mark.parametrize("adopted", [False, True], ids=["own", "adopted"])
+def test_a_promise_is_withdrawn_before_direct_writes(adopted: bool, lane: str, three: Ranks) -> None:
+    three.run(mixed, adopted, "direct" if lane == "memory" and not adopted else "slices")
 
 
 def to_itself() -> None:
@@ -412,34 +486,3 @@ def to_itself() -> None:
 
 def test_to_itself_and_round_in_a_ring(three: Ranks) -> None:
     three.run(to_itself)
-
-
-# ---------------------------------------------------------------------- every layout, in one process
-
-
-class Staged(loopback.Pooled):
-    """Small rings, so that every case takes several pieces; every transfer is staged."""
-
-    def __init__(self, case: Case, pools: Any, *, seed: int, views: bool) -> None:
-        self._pools = pools
-        self.put = False
-        instances = {**dict.fromkeys(case.writers, "prefill"), **dict.fromkeys(case.readers, "decode")}
-        places = [Place(instances.get(rank, f"rank{rank}"), None) for rank in range(loopback.RANKS)]
-        options = Options(transport="loopback", staging_send=10 << 10, staging_recv=12 << 10, checksum=seed % 2 == 0)
-        options = options if options.checksum else Options(**{**vars(options), "path": "staged"})
-        Cluster.__init__(self, places, seed=seed, faults=loopback.MILD, options=options, views=views, lag=True)
-        self.observers.append(self._note_puts)
-
-
-@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
-def test_layout_staged_over_loopback(one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "Pooled", Staged)
-    reports, cluster = loopback.run(one, loopback.PUTS)
-    check_reports(reports, one, ("loopback",))
-    assert cluster.put
-    for reader in one.readers:
-        assert reports[reader].path == "staged"
-        assert cluster[reader].engine.keeper.ring.in_use == 0
-    for rank in range(loopback.RANKS):
-        staging = cluster[rank].engine.staging
-        assert staging is None or staging.sending.ring.in_use == 0
