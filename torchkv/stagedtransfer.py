@@ -12,9 +12,9 @@ from collections.abc import Generator, Iterator
 
 from torchkv import cost
 from torchkv.devicepages import DevicePages
-from torchkv.errors import KVError, RingExhausted, TransportUnavailable
+from torchkv.errors import KVError, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.packer import Packer
-from torchkv.pieces import Cutter, Piece, PieceLayout, piece_layout
+from torchkv.pieces import ALIGNMENT, Cutter, Piece, PieceLayout, piece_layout
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.stageclient import Span, StageClient
 from torchkv.route import LocalPages, Route, StageTarget
@@ -191,6 +191,8 @@ class StagedTransfer(Transfer):
     def _pack_there(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
         """The same, straight into the stage."""
         assert self._view is not None
+        if span.offset % ALIGNMENT:
+            raise ProtocolError(f"rank {self.op.dst} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
         try:
             return (yield from self._pack(Room(self._view.ptr + span.offset, span.nbytes), span.nbytes, asked))
         except TransportUnavailable:

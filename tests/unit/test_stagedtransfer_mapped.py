@@ -12,7 +12,7 @@ from oracle import Pool, differences, gqa, reference
 from pack_kit import Pages
 from stagedtransfer_kit import DST, LAYER, LEAST, RING, SRC, Case, SlowPacker, offsets, run_to_end
 
-from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, RingExhausted, TransportUnavailable
+from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.packer import HostPacker
 from torchkv.pieces import Piece, piece_layout
 from torchkv.protocol.actions import Scatter
@@ -170,6 +170,18 @@ def test_a_denial_fails_the_verb_after_what_is_being_gathered() -> None:
 
 
 # ---------------------------------------------------------------------- failures
+
+
+def test_a_stage_that_kernels_cannot_address_is_refused_before_anything_is_written() -> None:
+    case = Mapped()
+    case.step()
+    (ask,) = case.said()
+    case.give(ask, 4096 + 8)
+    case.step()
+    assert isinstance(case.transfer.error, ProtocolError)
+    assert "4104" in str(case.transfer.error)
+    assert np.array_equal(case.wire.ring, case.before)
+    assert case.transfer.flushed
 
 
 @pytest.mark.parametrize("seen", [False, True])
