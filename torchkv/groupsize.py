@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchkv.errors import ProtocolError
 
@@ -24,8 +24,10 @@ ASSUMED_OVERHEAD = 100e-6
 ASSUMED_LAUNCH = 20e-6
 # The weight of what was known against one new measurement.
 MEMORY = 0.8
-# The same, of what verbs were seen to cost beside computation, against passes that have none there. They bring it down
-# slowly, so that what was once too dear is tried again one day.
+# So many of the last passes are remembered, without verbs beside computation and with them. All of the latter must say
+# that verbs are dear: some that something else made slow are no reason to send once.
+REMEMBERED = 5
+# By so much does each pass without verbs bring that down, so that what was once too dear is tried again one day.
 LONG_MEMORY = 0.98
 MAX_UNREAD = 16
 
@@ -105,12 +107,42 @@ def best_group_size(num_layers: int, timing: Timing) -> int:
     return best if total_seconds(best, num_layers, timing) < once - WORTHWHILE * exposed else num_layers
 
 
+class _Beside(NamedTuple):
+    """A pass with verbs beside its layers. layers: for each verb. weight: falls as passes without verbs go by."""
+
+    tokens: int
+    layer: float
+    layers: float
+    weight: float = 1.0
+
+
+class _Recent:
+    """The last passes of about the same length. passes: (tokens, seconds a layer)."""
+
+    def __init__(self) -> None:
+        self.passes: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+
+    @property
+    def tokens(self) -> int:
+        return self._middle()[0]
+
+    def layer(self, tokens: int) -> float:
+        """Seconds that a layer takes at ``tokens`` tokens, in proportion to the pass in the middle."""
+        known, seconds = self._middle()
+        return seconds * tokens / known
+
+    def _middle(self) -> tuple[int, float]:
+        inside = sorted(self.passes, key=lambda one: one[1] / one[0])
+        return inside[(len(inside) - 1) // 2]
+
+
 class Estimator:
     """Running averages of what passes have cost. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, tuple[float, float]] = {}  # bit length of tokens -> average tokens, seconds a layer
-        self._launch = ASSUMED_LAUNCH
+        self._layers: dict[int, _Recent] = {}  # by bit length of tokens
+        self._call = ASSUMED_LAUNCH  # of a verb, on the calling thread
+        self._beside: deque[_Beside] = deque(maxlen=REMEMBERED)
         self._counts = 0.0  # decayed sums over transfers, for the least squares of seconds = a * count + b * bytes
         self._counts_counts = self._counts_bytes = self._bytes_bytes = 0.0
         self._counts_seconds = self._bytes_seconds = 0.0
@@ -131,27 +163,37 @@ class Estimator:
             self._bytes_seconds += nbytes * seconds
 
     def _observe_layers(self, measured: Measured) -> None:
-        """Layer time is that of passes without verbs; what the others take longer is what verbs cost."""
-        key = measured.tokens.bit_length()
-        tokens, seconds = self._layers.get(key, (float(measured.tokens), measured.layer))
-        expected = seconds * measured.tokens / tokens
+        """Layer time is that of passes without verbs, unless those with verbs are faster still."""
+        if measured.launch:
+            self._call = _blend(self._call, measured.launch)
         if measured.verbs:
-            extra = (measured.layer - expected) * measured.layers / measured.verbs
-            self._launch = _blend(self._launch, max(extra, measured.launch))
-        elif measured.launch:
-            self._launch = _blend(self._launch, measured.launch, LONG_MEMORY)
-        if not measured.verbs or measured.layer < expected:
-            self._layers[key] = (_blend(tokens, measured.tokens), _blend(seconds, measured.layer))
+            self._beside.append(_Beside(measured.tokens, measured.layer, measured.layers / measured.verbs))
+        else:
+            faded = [one._replace(weight=LONG_MEMORY * one.weight) for one in self._beside]
+            self._beside = deque(faded, maxlen=REMEMBERED)
+        recent = self._layers.setdefault(measured.tokens.bit_length(), _Recent())
+        if not measured.verbs or not recent.passes or measured.layer < recent.layer(measured.tokens):
+            recent.passes.append((measured.tokens, measured.layer))
+
+    def _launch(self) -> float:
+        """Seconds by which a verb prolongs the computation.
+
+        Against what layers take without verbs by now: where everything has become slower, verbs are not to blame.
+        """
+        extra = [0.0] * (REMEMBERED - len(self._beside))
+        for one in self._beside:
+            alone = self._layers[one.tokens.bit_length()].layer(one.tokens)
+            extra.append(one.weight * (one.layer - alone) * one.layers)
+        return max(self._call, min(extra))
 
     def timing(self, *, tokens: int, layer_nbytes: int) -> Timing | None:
         """What a pass of ``tokens`` tokens would cost; None as long as nothing is known of layers or of the link."""
         if not self._layers or not self._counts or tokens < 1:
             return None
-        near = min(self._layers.values(), key=lambda known: max(known[0] / tokens, tokens / known[0]))
+        near = min(self._layers.values(), key=lambda known: max(known.tokens / tokens, tokens / known.tokens))
         overhead, byte = self._link()
         # Proportional to tokens: below what longer and shorter prompts really take, so hiding is not overestimated.
-        layer = near[1] * tokens / near[0]
-        return Timing(layer=layer, transfer=byte * layer_nbytes, overhead=overhead, launch=self._launch)
+        return Timing(layer=near.layer(tokens), transfer=byte * layer_nbytes, overhead=overhead, launch=self._launch())
 
     def _link(self) -> tuple[float, float]:
         """Seconds of each transfer, and of each byte."""
@@ -176,8 +218,8 @@ class Estimator:
         self._bytes_seconds *= MEMORY
 
 
-def _blend(known: float, new: float, memory: float = MEMORY) -> float:
-    return memory * known + (1 - memory) * new
+def _blend(known: float, new: float) -> float:
+    return MEMORY * known + (1 - MEMORY) * new
 
 
 class Adaptive:

@@ -1,20 +1,20 @@
-"""Command line of the benchmark. Exit code 1 if a byte was wrong or a gate was missed."""
+"""Command line of the benchmark. Exit code 1 if a byte was wrong or a gate was missed.
+
+``python -m torchkv.bench pipeline`` is a benchmark of its own, of layer pipelining; see its --help.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, TextIO
 
-import torch
-
 from torchkv.bench.cases import CASES
 from torchkv.bench.local import PlanResult, plan_rate
+from torchkv.bench.machine import machine
 from torchkv.bench.pair import Result, run_case
 from torchkv.bench.post import PostResult, post_cost
 from torchkv.bench.prefix import PrefixResult, lookup_times
@@ -29,6 +29,10 @@ HEADER = (
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["pipeline"]:
+        from torchkv.bench import pipeline_table
+
+        return pipeline_table.run(sys.argv[2:])
     args = _parse()
     return _gpu(args) if args.device == "cuda" else _host(args)
 
@@ -41,8 +45,11 @@ def _gpu(args: argparse.Namespace) -> int:
 
 def _host(args: argparse.Namespace) -> int:
     out = sys.stderr if args.json else sys.stdout
-    _say(out, f"# torchkv {_version()} bench: {_machine()}; every run byte-checked, fresh random bytes, shuffled pages")
-    rows: list[dict[str, Any]] = [{"machine": _machine()}]
+    _say(
+        out,
+        f"# torchkv {_version()} bench: {machine('cpu')}; every run byte-checked, fresh random bytes, shuffled pages",
+    )
+    rows: list[dict[str, Any]] = [{"machine": machine("cpu")}]
     failed = False
     plan = plan_rate()
     _say(out, _plan_line(plan))
@@ -168,12 +175,6 @@ def _version() -> str:
     import torchkv
 
     return torchkv.__version__
-
-
-def _machine() -> str:
-    return (
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
 
 
 if __name__ == "__main__":

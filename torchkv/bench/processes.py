@@ -28,10 +28,11 @@ def run_two(
     *args: Any,
     environment: Mapping[str, str] | None = None,
     path: str | None = None,
+    deadline: float = DEADLINE,
 ) -> tuple[Any, Any]:
     """Runs ``writer(*args)`` as rank 0 and ``reader(*args)`` as rank 1; returns what they return.
 
-    Raises ``KVError`` with the traceback of the process that failed.
+    deadline: seconds. Raises ``KVError`` with the traceback of the process that failed.
     """
     context = get_context("spawn")
     ends: list[Connection] = []
@@ -39,14 +40,14 @@ def run_two(
     with tempfile.TemporaryDirectory(prefix="torchkv-bench-") as folder:
         for rank, function in enumerate((writer, reader)):
             ours, theirs = context.Pipe()
-            setup = (rank, f"file://{folder}/store", dict(environment or {}), path)
+            setup = (rank, f"file://{folder}/store", dict(environment or {}), path, deadline)
             process = context.Process(target=_entry, args=(setup, function, args, theirs))
             process.start()
             theirs.close()
             ends.append(ours)
             processes.append(process)
         try:
-            first, second = (_answer(end) for end in ends)
+            first, second = (_answer(end, deadline) for end in ends)
         finally:
             for process in processes:
                 process.join(10)
@@ -55,9 +56,9 @@ def run_two(
     return first, second
 
 
-def _answer(end: Connection) -> Any:
-    if not end.poll(DEADLINE):
-        raise KVError(f"a benchmark process did not answer within {DEADLINE:g} s")
+def _answer(end: Connection, deadline: float) -> Any:
+    if not end.poll(deadline):
+        raise KVError(f"a benchmark process did not answer within {deadline:g} s")
     ok, value = end.recv()
     if not ok:
         raise KVError(f"a benchmark process failed:\n{value}")
@@ -65,18 +66,18 @@ def _answer(end: Connection) -> Any:
 
 
 def _entry(
-    setup: tuple[int, str, dict[str, str], str | None],
+    setup: tuple[int, str, dict[str, str], str | None, float],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     end: Connection,
 ) -> None:
-    rank, store, environment, path = setup
+    rank, store, environment, path, deadline = setup
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
         import torchkv  # noqa: F401 - registers the backend in this process
 
-        limit = timedelta(seconds=DEADLINE)
+        limit = timedelta(seconds=deadline)
         options = Options(path=path)
         dist.init_process_group(
             "torchkv", init_method=store, rank=rank, world_size=2, timeout=limit, pg_options=options

@@ -1,0 +1,146 @@
+"""``python -m torchkv.bench pipeline``: what layer pipelining gains, by length of prompt.
+
+TTFT: from the start of the prefill until the receiver has decoded the first token after it. Exposed: from the end of
+the prefill until the receiver has all bytes in its pages. Medians of passes that take turns, in two fresh processes;
+every pass has fresh tokens, and all bytes and logits are compared with those of a second computation. On a CPU: TCP on
+loopback, the prefill alone on one core, everything else of both processes on another. Exit code 1 if a byte was wrong
+or a gate was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from torchkv.bench.cores import first_two
+from torchkv.bench.gates import PipelineResult
+from torchkv.bench.machine import machine
+from torchkv.bench.pipelined import MODELS, Setup, pipelined_prefill
+
+__all__ = ["run"]
+
+TOKENS = {"cpu": "256,1024,2048", "cuda": "256,1024,2048,4096,8192,16384"}
+SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim")
+
+# Of SGLang's layer-wise transfer (pull request 23515), by prompt tokens.
+PUBLISHED = {256: "+18", 1024: "-48..-68", 2048: "-48..-68", 4096: "-68", 8192: "-48..-68", 16384: "-14"}
+NOTES = (
+    "# published: changes of TTFT reported for SGLang's layer-wise transfer (pull request 23515; a 72B model, TP 4,",
+    "# 16 H20 GPUs, 4 x 400 Gbit/s RDMA): another system, other machines, another load. All other figures are ours.",
+    "# Times in ms, medians. group: layers a group of all layers. delta: of TTFT in %, +-: between its quartiles.",
+)
+HEADER = (
+    f"{'':38} {'':8} {'exposed':>17} {'':7} {'TTFT':>17} {'':7} {'':5}\n"
+    f"{'tokens':>6} {'MB':>7} {'path':>11} {'lane':>11} {'prefill':>8} {'once':>8} {'pipelined':>9} {'group':>7} "
+    f"{'once':>8} {'pipelined':>9} {'delta_%':>7} {'+-':>5} {'published_%':>11} {'#wrong':>7}"
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """``arguments``: of the command line, behind ``pipeline``."""
+    args = _parse(arguments)
+    out = sys.stderr if args.json else sys.stdout
+    sizes = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    setup = Setup(
+        device=args.device,
+        model=replace(MODELS[args.device], **sizes),
+        repeats=args.repeats,
+        cores=first_two() if args.device == "cpu" else None,
+    )
+
+    def say(line: str) -> None:
+        out.write(line + "\n")
+        out.flush()
+
+    say(f"# torchkv bench pipeline, {args.device}: {machine(args.device)}; {setup.model}")
+    for line in (*NOTES, HEADER):
+        say(line)
+    results = []
+    # On GPUs in the same processes, because machines with them are dear, and starting takes longer than measuring.
+    for tokens in [args.tokens] if args.device == "cuda" else [[one] for one in args.tokens]:
+        for result in pipelined_prefill(setup, tokens):
+            for line in lines(result):
+                say(line)
+            results.append(result)
+    if args.json:
+        json.dump([_row(result) for result in results], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    missed = any(not gate.passed for result in results for gate in result.gates)
+    return int(any(result.wrong for result in results) or (missed and not args.report_only))
+
+
+def lines(r: PipelineResult) -> list[str]:
+    """The row of the table, what else was measured, and one line for each gate."""
+    once, pipelined = ([1e3 * way.median(name) for name in ("exposed", "ttft")] for way in (r.once, r.pipelined))
+    group = "once" if r.group_size >= r.layers else f"{r.group_size}/{r.layers}"
+    row = (
+        f"{r.tokens:6} {r.nbytes / 1e6:7.1f} {r.path:>11} {r.lane:>11} {1e3 * r.once.median('prefill'):8.2f} "
+        f"{once[0]:8.2f} {pipelined[0]:9.2f} {group:>7} {once[1]:8.2f} {pipelined[1]:9.2f} {100 * (r.ratio - 1):+7.1f} "
+        f"{1e5 * r.noise / once[1]:5.1f} {PUBLISHED.get(r.tokens, '-'):>11} {r.wrong:7}"
+    )
+    parts = (
+        f"  prefill {1e3 * r.pipelined.median('prefill'):.2f} when pipelined; all layers in one verb "
+        f"{1e3 * r.transfer:.2f}, a group alone {1e3 * r.group_transfer:.2f}, a control round trip "
+        f"{1e3 * r.round_trip:.2f}; TTFT saved {1e3 * r.saved:.2f}, {r.saved_part:.2f} of what sending once exposes; "
+        f"{len(r.once.ttft)} passes of each way"
+    )
+    if r.device == "cpu":
+        parts += (
+            f"; other programs had the prefill's core for {100 * r.disturbed:.0f}% of it, without that "
+            f"{r.saved_undisturbed:.2f}"
+        )
+    gates = [
+        f"  {gate.name}: {gate.value:.3f} (gate {'>=' if gate.at_least else '<='} {gate.limit:g}) "
+        f"{'passed' if gate.passed else 'MISSED'}"
+        for gate in r.gates
+    ]
+    return [row, parts, *gates]
+
+
+def _row(result: PipelineResult) -> dict[str, Any]:
+    gates = [{**asdict(gate), "passed": gate.passed} for gate in result.gates]
+    return {**asdict(result), "delta": result.ratio - 1, "gates": gates, "passed": result.passed}
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchkv.bench pipeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages lie (default cpu); cuda: a GPU each")
+    add("--tokens", type=_counts, help=f"lengths of prompts (default {TOKENS['cpu']}; on cuda {TOKENS['cuda']})")
+    add("--repeats", type=_count, default=7, help="measured passes of each way (default 7)")
+    for name in SIZES:
+        add(f"--{name.replace('_', '-')}", type=_count, help=f"of the model (default {_defaults(name)})")
+    add("--json", action="store_true", help="print results as JSON on stdout")
+    add("--report-only", action="store_true", help="missed gates do not fail; wrong bytes still do")
+    args = parser.parse_args(arguments)
+    if args.tokens is None:
+        args.tokens = _counts(TOKENS[args.device])
+    if args.device == "cuda" and torch.cuda.device_count() < 1:
+        parser.error("--device cuda: PyTorch finds no GPU here")
+    return args
+
+
+def _defaults(name: str) -> str:
+    cpu, cuda = (getattr(MODELS[device], name) for device in ("cpu", "cuda"))
+    return f"{cpu}; on cuda {cuda}"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
