@@ -42,6 +42,7 @@ class SimulatedControl:
     def __init__(self, world: World, node: int, *, heartbeat: float, sees_death: bool) -> None:
         self.endpoint = f"node:{node}"
         self.fds = ()
+        self.unread = False
         self._world = world
         self._node = node
         self._silence = SILENT_HEARTBEATS * heartbeat
@@ -60,7 +61,13 @@ class SimulatedControl:
         for data in frames:  # each may be lost by itself
             self._world.send(self._node, self._nodes[rank], data)
 
-    def receive(self) -> list[bytes]:
+    def send_at_once(self, rank: int, frames: Sequence[bytes]) -> bool:
+        if self._world.random.random() < 0.2:
+            return False
+        self.send(rank, frames)
+        return True
+
+    def receive(self, readable: int = -1) -> list[bytes]:
         return self._world.receive(self._node)
 
     def events(self, now: float) -> list[PeerEvent]:

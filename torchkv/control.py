@@ -17,6 +17,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from torchkv.errors import TransportUnavailable
+from torchkv.hostlane import HostLane
+from torchkv.hostmem import host_identity
 from torchkv.network import job_interface
 from torchkv.processes import ProcessId, process_ended, watch_process
 from torchkv.wire import MAX_FRAME
@@ -29,6 +31,8 @@ QUEUE_LIMIT = 1 << 15
 # Frames that a peer sent before it went may still be on their way to our socket: let them be read first.
 GRACE = 0.1
 LOOK_EVERY = 0.02
+_LANE, _INBOX = 1, 2  # bits of the two in `ZmqControl.fds`
+_POLLIN = int(zmq.POLLIN)  # its type is an enum, whose operators are Python
 
 
 class PeerState(enum.Enum):
@@ -45,10 +49,14 @@ class PeerEvent:
 
 
 class Control(Protocol):
-    """What the engine needs: unreliable datagrams to ranks, and news of them. Belongs to one thread."""
+    """What the engine needs: unreliable datagrams to ranks, and news of them.
+
+    Belongs to one thread, except for ``send_at_once``.
+    """
 
     endpoint: str
-    fds: tuple[int, ...]  # readable when a datagram may have arrived since `receive` last came back empty
+    fds: tuple[int, ...]  # readable when datagrams have arrived since the last `receive`
+    unread: bool  # whether that has left some
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
         """Makes ``rank`` reachable and watches it."""
@@ -56,8 +64,11 @@ class Control(Protocol):
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         """Sends these datagrams if it can; may lose any. Never blocks."""
 
-    def receive(self) -> list[bytes]:
-        """Some of the datagrams that have arrived."""
+    def send_at_once(self, rank: int, frames: Sequence[bytes]) -> bool:
+        """From any thread: sends these datagrams, unless only ``send`` can do that. Whether it has."""
+
+    def receive(self, readable: int = -1) -> list[bytes]:
+        """Some of the datagrams that have arrived. Bit i of ``readable``: whether to look at ``fds[i]``."""
 
     def events(self, now: float) -> list[PeerEvent]:
         """What changed about peers since the last call."""
@@ -85,6 +96,7 @@ class ZmqControl:
 
     def __init__(self, *, heartbeat: float) -> None:
         self._heartbeat = heartbeat
+        self._lane = HostLane()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._peers: dict[int, _Peer] = {}
@@ -92,15 +104,17 @@ class ZmqControl:
         self._look_at = 0.0
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
+        self.unread = False
         try:
             self._configure(self._inbox)
-            self.endpoint = self._listen()
+            self.endpoint = f"{self._listen()} {self._lane.name}"
         except BaseException:
             # A context that is dropped with an open socket blocks the garbage collector for ever.
             self.close()
             raise
         self._poller.register(self._inbox, zmq.POLLIN)
-        self.fds: tuple[int, ...] = (self._inbox.fileno(),)
+        self._poller.register(self._lane.fd, zmq.POLLIN)
+        self.fds: tuple[int, ...] = (self._lane.fd, self._inbox.fileno())
 
     def _listen(self) -> str:
         _, address = job_interface()
@@ -123,26 +137,39 @@ class ZmqControl:
         self._poller.register(monitor, zmq.POLLIN)
         if peer.pidfd is not None:
             self._poller.register(peer.pidfd, zmq.POLLIN)
-        outbox.connect(endpoint)
+        address, _, lane = endpoint.partition(" ")
+        outbox.connect(address)
+        if lane and process.host == host_identity().hex():
+            self._lane.open(rank, lane)
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
+        if self._lane.send(rank, frames):
+            return
         try:
             # Together: what each send costs is waking up ZeroMQ's own thread.
             self._peers[rank].socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return  # a full queue loses the frames; sessions send them again
 
-    def receive(self) -> list[bytes]:
+    def send_at_once(self, rank: int, frames: Sequence[bytes]) -> bool:
+        return self._lane.send(rank, frames)
+
+    def receive(self, readable: int = -1) -> list[bytes]:
+        if self.unread:
+            readable = -1
         frames: list[bytes] = []
-        # Cheaper than an exception in every round of the progress thread.
-        if not int(self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        self.unread = False
+        if readable & _LANE:
+            frames, self.unread = self._lane.receive()
+        if not readable & _INBOX:
             return frames
         for _ in range(RECEIVE_BURST):
-            try:
-                parts = self._inbox.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            frames += parts[1:]  # behind the routing id
+            if not int(self._inbox.getsockopt(zmq.EVENTS)) & _POLLIN:
+                return frames
+            self._inbox.recv(zmq.NOBLOCK)  # the routing id
+            while self._inbox.getsockopt(zmq.RCVMORE):
+                frames.append(self._inbox.recv(zmq.NOBLOCK))
+        self.unread = True
         return frames
 
     def events(self, now: float) -> list[PeerEvent]:
@@ -175,7 +202,9 @@ class ZmqControl:
         try:
             # Rounded up: rounding down would turn the last millisecond of every wait into a busy loop.
             for source, _ in self._poller.poll(int(limit * 1000) + 1):
-                if source is not self._inbox and source not in extra:
+                if source is self._inbox:
+                    self.unread = True  # by looking, ZeroMQ has taken that news from its file descriptor
+                elif source != self._lane.fd and source not in extra:
                     self._look_at = 0.0
         finally:
             for fd in extra:
@@ -193,6 +222,7 @@ class ZmqControl:
             if peer.pidfd is not None:
                 os.close(peer.pidfd)
         self._inbox.close(0)
+        self._lane.close()
         self._context.term()
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:

@@ -16,8 +16,9 @@ from torchkv.transport import Int64Array
 
 __all__ = ["CopyTransfer"]
 
-# Rows shorter than this are worth merging before they are copied.
+# Many rows shorter than this are worth merging before they are copied.
 SHORT_RUN = 4096
+FEW_ROWS = 64
 
 
 class CopyTransfer(Transfer):
@@ -41,8 +42,10 @@ class CopyTransfer(Transfer):
         lane = "local" if self.route.channel is None else "view"
         for layers in self._groups():
             total = 0
-            for slab in self._plan.slabs_for(layers):
-                for layer in slab.layers:
+            for slab in self._plan.slabs:
+                for layer in layers:
+                    if layer not in slab.layers:
+                        continue
                     for nbytes, rows in self._copy(slab, layer):
                         total += nbytes
                         spans += rows
@@ -58,7 +61,8 @@ class CopyTransfer(Transfer):
         """Copies one component of one layer; yields (bytes, rows) a step."""
         src_ptr = self._local.ptr(slab.component, layer)
         dst_ptr = self.route.ptr(slab.component, layer)
-        if slab.rows.per_pair == 1 and slab.rows.run < SHORT_RUN:
+        src_off, dst_off = self._offsets.pairs(slab, layer)
+        if slab.rows.per_pair == 1 and slab.rows.run < SHORT_RUN and len(src_off) > FEW_ROWS:
             src_off, dst_off, length = self._offsets.spans(slab, layer)
             ends = np.cumsum(length)
             first = 0
@@ -69,7 +73,6 @@ class CopyTransfer(Transfer):
                 yield int(ends[last - 1]) - done, last - first
                 first = last
             return
-        src_off, dst_off = self._offsets.pairs(slab, layer)
         step = max(1, STEP_BYTES // slab.pair_nbytes)
         for first in range(0, len(src_off), step):
             last = min(first + step, len(src_off))

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchkv.compiled import compiled
-from torchkv.slab import Slab, first_owed
+from torchkv.slab import Slab, first_owed, stripe_ranks
 
 __all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets", "warm_up"]
 
@@ -45,30 +45,40 @@ def page_pairs(
     window = first_owed(limit_tokens, slab.window)
     first = max(start * src_page_size, window) // size
     end = min((start + num_src_pages) * src_page_size, limit_tokens) // size
-    pair = _stripe(slab, first, max(first, end))
-    src_page, src_token = _locate(pair, src_page_size // size, size)
-    dst_page, dst_token = _locate(pair, dst_page_size // size, size)
-    return PagePairs(src_page - start, src_token, dst_page, dst_token)
+    per_unit = slab.unit // size
+    owned = stripe_ranks(first, end, per_unit=per_unit, holders=slab.holders, index=slab.index)
+    pairs = np.empty((4, len(owned)), dtype=np.int64)
+    stripe = (owned.start, per_unit, slab.holders, slab.index)
+    _list_pairs(pairs, *stripe, start, size, src_page_size // size, dst_page_size // size)
+    return PagePairs(*pairs)
 
 
-def _locate(pair: Int64Array, per_page: int, size: int) -> tuple[Int64Array, Int64Array]:
-    """Page and token within it where each pair begins, on a side whose pages hold ``per_page`` pairs."""
-    if per_page == 1:
-        return pair, np.zeros_like(pair)
-    page, part = np.divmod(pair, per_page)
-    return page, part * size
+@compiled
+def _list_pairs(
+    pairs: Int64Array,
+    first: int,
+    per_unit: int,
+    holders: int,
+    index: int,
+    start: int,
+    size: int,
+    src_per_page: int,
+    dst_per_page: int,
+) -> None:
+    """Fills the rows of ``pairs``: the fields of `PagePairs`, for the pairs of ranks ``first`` and up in the stripe.
 
-
-def _stripe(slab: Slab, first: int, end: int) -> Int64Array:
-    """The pairs of [first, end), numbered from the prefix, whose unit this writer owns."""
-    if slab.holders == 1:
-        return np.arange(first, end, dtype=np.int64)
-    per_unit = slab.unit // slab.tokens
-    unit = first // per_unit
-    unit += (slab.index - unit) % slab.holders
-    units = np.arange(unit, -(-end // per_unit), slab.holders, dtype=np.int64)
-    pairs = (units[:, None] * per_unit + np.arange(per_unit, dtype=np.int64)).ravel()
-    return pairs[(pairs >= first) & (pairs < end)]
+    src_per_page, dst_per_page: how many pairs a page holds.
+    """
+    for i in range(pairs.shape[1]):
+        pair = first + i
+        if holders > 1:
+            pair = pair // per_unit * per_unit * holders + index * per_unit + pair % per_unit
+        pairs[0, i], pairs[1, i] = pair - start, 0
+        pairs[2, i], pairs[3, i] = pair, 0
+        if src_per_page > 1:
+            pairs[0, i], pairs[1, i] = pair // src_per_page - start, pair % src_per_page * size
+        if dst_per_page > 1:
+            pairs[2, i], pairs[3, i] = pair // dst_per_page, pair % dst_per_page * size
 
 
 def pair_offsets(
@@ -83,17 +93,31 @@ def pair_offsets(
 
     src_pages, dst_pages: page ids of the call and of the grant. strides: bytes from one page to the next.
     """
-    src, dst = src_pages[pairs.src_index], dst_pages[pairs.dst_index]
-    src *= src_page_stride
-    dst *= dst_page_stride
-    src += slab.src_base
-    dst += slab.dst_base
-    # Whole pages, the commonest case, all begin at token 0: two large temporaries less.
-    if pairs.src_token.any():
-        src += pairs.src_token * slab.src_token_stride
-    if pairs.dst_token.any():
-        dst += pairs.dst_token * slab.dst_token_stride
+    src, dst = np.empty((2, len(pairs)), dtype=np.int64)
+    src_strides = (src_page_stride, slab.src_base, slab.src_token_stride)
+    dst_strides = (dst_page_stride, slab.dst_base, slab.dst_token_stride)
+    inside = _locate(src, src_pages, pairs.src_index, pairs.src_token, *src_strides)
+    inside &= _locate(dst, dst_pages, pairs.dst_index, pairs.dst_token, *dst_strides)
+    assert inside, "pairs are of the pages that they are listed for"
     return src, dst
+
+
+@compiled
+def _locate(
+    offsets: Int64Array,
+    pages: Int64Array,
+    index: Int64Array,
+    token: Int64Array,
+    page_stride: int,
+    base: int,
+    token_stride: int,
+) -> bool:
+    """Where pairs begin on one side; False if there is no such page."""
+    for i in range(len(offsets)):
+        if not 0 <= index[i] < len(pages):
+            return False
+        offsets[i] = pages[index[i]] * page_stride + base + token[i] * token_stride
+    return True
 
 
 def expand(slab: Slab, src_off: Int64Array, dst_off: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -151,4 +175,6 @@ def _expand(
 def warm_up() -> None:
     """Compiles, or loads from disk, what the first transfer would otherwise wait for."""
     none = np.zeros(0, dtype=np.int64)
+    _list_pairs(np.zeros((4, 0), dtype=np.int64), 0, 1, 1, 0, 0, 1, 1, 1)
+    _locate(none, none, none, none, 0, 0, 0)
     _expand(none, none, 0, 0, 0, 0, 0, 0, 0, np.zeros((3, 0), dtype=np.int64))

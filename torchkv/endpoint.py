@@ -92,11 +92,13 @@ class KVEndpoint:
                     ticket=work,
                     now=self._now(),
                 )
+                frames = engine.hurry(self._now())
         except KVError as error:
             with engine.lock:
                 engine.receiver.refuse(request, error)
             self._wake()
             raise
+        engine.say(frames)
         work._pages_safe = lambda: receive.ended
         self._wake()
         return work

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 from torchkv.control import Control, PeerEvent, PeerState
 from torchkv.env import Options
-from torchkv.errors import AuthError, KVError, ProtocolError
+from torchkv.errors import KVError, ProtocolError
 from torchkv.mover import Mover
 from torchkv.packer import Staging
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
-from torchkv.protocol.session import Session
 from torchkv.protocol.stageclient import StageClient
 from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route
 from torchkv.staging import StagingRing
+from torchkv.talk import Frames, Talk
 from torchkv.transport import Transport
 from torchkv.unstager import Unstager
 from torchkv.wire import (
@@ -48,8 +48,6 @@ from torchkv.wire import (
     Verdict,
     Withdraw,
     Withdrawn,
-    decode_frame,
-    encode_frame,
 )
 from torchkv.work import KVWork
 
@@ -62,6 +60,7 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 TICK = 0.05
+EAGER = 0.001  # seconds that an answer may take which peers and callers usually give at once
 GATE_POLL = 0.0002  # how often a gate is looked at that only the host can watch
 
 
@@ -94,21 +93,14 @@ class Engine:
         self.routes: dict[int, Route] = {}
         self.whole_pages: set[tuple[int, ...]] = set()  # ranks seen to match page for page; the callers'
         self.lost: dict[int, str] = {}  # peers that do not answer -> why
-        self.dropped_frames = 0
         self.closed = ""  # why no call is served any more
         self._leader = InstanceLeader(roster, grant_timeout=options.grant_timeout)
-        self._key = key
         self._transport = transport
         self._control = control
         self._connect = connect
         self.device = device  # where the cache lies, if that is a GPU
         self.staging = staging
-        self._sessions = {
-            rank: Session(roster.rank, roster.me.incarnation, member.incarnation)
-            for rank, member in roster.members.items()
-            if rank != roster.rank
-        }
-        self._talking: set[int] = set()  # sessions that may have something to send
+        self._talk = Talk(roster, key, control)
         self._to_self: deque[Message] = deque()
         self._mover = Mover(
             sender=self.sender,
@@ -124,45 +116,82 @@ class Engine:
         self._unstager = Unstager(
             receiver=self.receiver, lock=self.lock, packer=None if staging is None else staging.packer
         )
-        self._completed: deque[KVWork] = deque()  # their callbacks are still to run
+        self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # still to be told
+        self.eager_until = 0.0  # an answer is expected any moment: a request has just begun, or is about to end
+        self._news = False  # something has changed for those who wait for ``changed``
         self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
         self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
-        self._dead: set[int] = set()  # for ever: nothing is said to them any more
         self._dying: set[int] = set()  # dead peers whose last writes may still land
         self._next_tick = 0.0
 
     # ------------------------------------------------------------------ driving
 
-    def step(self, now: float) -> bool:
-        """Advances everything without blocking. True if anything happened, so that another step is worth it."""
-        busy = self._hear(now)
+    def step(self, now: float, *, heard: int = -1, moved: bool = True) -> bool:
+        """Advances everything without blocking. True if anything happened, so that another step is worth it.
+
+        heard: on which file descriptors of the control channel something may have arrived, a bit each. moved: whether
+        the transport may have anything to do that it has not armed for.
+        """
+        busy = self._hear(now, heard) if heard else False
         busy |= self._look_at_peers(now)
-        with self.lock:
-            busy |= self._perform(now)
-        self._announce()
-        busy |= self._mover.open_gates(now)
-        busy |= self._transport.progress()
-        busy |= self._mover.advance(now)
-        busy |= self._unstager.advance(now)
+        busy |= self._settle(now)
+        moving = self.moving
+        if moved or moving or now >= self._next_tick or self._transport.arm() is None:
+            busy |= self._transport.progress()
+        if moving:
+            busy |= self._mover.open_gates(now)
+            busy |= self._mover.advance(now)
+            busy |= self._unstager.advance(now)
+            busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
             with self.lock:
                 self.sender.tick(now)
                 self.receiver.tick(now)
                 self._leader.tick(now)
+            busy |= self._settle(now)
+        return busy
+
+    def _settle(self, now: float) -> bool:
+        """Carries out what the state machines ask for, and lets everybody know. True if there was anything."""
         with self.lock:
-            busy |= self._perform(now)
+            performed = self._perform(now)
+            frames = self._talk.frames(now)
+        self._talk.send(frames)
+        # Last, and the peers before the callers here: whoever is woken wants the GIL, which this thread holds.
         self._announce()
-        return self._speak(now) or busy
+        return performed or bool(frames)
+
+    def hurry(self, now: float) -> Frames:
+        """The grants just posted, for the caller to `say` without the lock: to wake the driver would take longer.
+
+        Under the lock. Leaves to the driver what only that can do: another action than to tell, or making a route.
+        """
+        tells = [action for action in self.receiver.actions if isinstance(action, Tell)]
+        known = self.routes.keys() - self._unwatched
+        if len(tells) < len(self.receiver.actions) or any(
+            isinstance(tell.message, Grant) and tell.rank not in known for tell in tells
+        ):
+            return []
+        self.receiver.actions = []
+        for tell in tells:
+            self._tell(tell.rank, tell.message, now)
+        return self._talk.frames(now, {tell.rank for tell in tells} - {self.roster.rank})
+
+    def say(self, frames: Frames) -> None:
+        """Any thread."""
+        self._talk.say(frames)
 
     def next_wake(self, now: float) -> float:
         """Seconds until ``step`` has something to do on its own."""
-        wake = self._next_tick
-        for rank in self._talking:
-            wake = min(wake, self._sessions[rank].next_poll)
+        wake = min(self._next_tick, self._talk.next_poll)
         if self._mover.gated:
             wake = min(wake, now + GATE_POLL)
         return max(0.0, wake - now)
+
+    @property
+    def dropped_frames(self) -> int:
+        return self._talk.dropped
 
     @property
     def flags(self) -> Flags | None:
@@ -220,62 +249,51 @@ class Engine:
             self.sender.abandon(error)
             self.receiver.abandon(error)
             self._perform(now)
-            self.changed.notify_all()
+        self._news = True
         self._announce()
 
     def farewell(self, error: KVError, now: float) -> None:
         """Ends what is left, and tells peers what this rank can no longer write to."""
         with self.lock:
             self.sender.farewell(error)
-            self._perform(now)
-        self._announce()
-        self._speak(now)
+        self._settle(now)
 
     # ------------------------------------------------------------------ control
 
-    def _hear(self, now: float) -> bool:
-        frames = self._control.receive()
-        for data in frames:
-            try:
-                frame = decode_frame(data, self._key)
-                session = self._sessions.get(frame.source)
-                if session is None:
-                    raise ProtocolError(f"control frame of rank {frame.source}, which is not in this group")
-                messages = session.receive(frame)
-            except (AuthError, ProtocolError) as error:
-                self.dropped_frames += 1
-                log.warning("rank %d dropped a control frame: %s", self.roster.rank, error)
-                continue
-            self._talking.add(frame.source)
-            for message in messages:
-                self._dispatch(frame.source, message, now)
+    def _hear(self, now: float, readable: int) -> bool:
+        frames = self._talk.hear(readable)
+        for frame in frames:
+            with self.lock:
+                for message in self._talk.accept(frame):
+                    self._news = True
+                    self._dispatch(frame.source, message, now)
         return bool(frames)
 
     def _dispatch(self, src: int, message: Message, now: float) -> None:
-        with self.lock:
-            try:
-                self._handle(src, message, now)
-            except (ProtocolError, KVError) as error:
-                self.dropped_frames += 1
-                log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, src, error)
-            self.changed.notify_all()
+        try:
+            self._handle(src, message, now)
+        except (ProtocolError, KVError) as error:
+            self._talk.dropped += 1
+            log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, src, error)
 
     def _handle(self, src: int, message: Message, now: float) -> None:
         match message:
             case Grant():
+                self.eager_until = now + EAGER  # until its caller goes on
                 self.sender.on_grant(src, message, now)
-            case Revoke():
-                self.sender.on_revoke(src, message)
-            case Verdict():
-                self.sender.on_verdict(src, message)
-            case Alive(to_writer=True):
-                self.sender.on_alive(src, message, now)
-            case Alive():
-                self.receiver.on_alive(src, message, now)
             case Attest():
                 self.receiver.on_attest(src, message, now)
             case Seal():
                 self.receiver.on_seal(src, message, now)
+            case Verdict():
+                self.eager_until = now
+                self.sender.on_verdict(src, message)
+            case Revoke():
+                self.sender.on_revoke(src, message)
+            case Alive(to_writer=True):
+                self.sender.on_alive(src, message, now)
+            case Alive():
+                self.receiver.on_alive(src, message, now)
             case Abort():
                 self.receiver.on_abort(src, message)
             case Quiesced():
@@ -299,20 +317,10 @@ class Engine:
             case Withdrawn():
                 self._client.on_withdrawn(src, message.generation)
 
-    def _speak(self, now: float) -> bool:
-        said = False
-        self._talking -= self._dead
-        for rank in list(self._talking):
-            session = self._sessions[rank]
-            if frames := session.poll(now):
-                self._control.send(rank, [encode_frame(frame, self._key) for frame in frames])
-                said = True
-            if session.idle:
-                self._talking.discard(rank)
-        return said
-
     def _look_at_peers(self, now: float) -> bool:
         events = self._control.events(now)
+        if not events and not self._dying:
+            return False
         for event in events:
             self._on_peer(event, now)
         for rank in list(self._dying):
@@ -360,7 +368,7 @@ class Engine:
             if event.state is PeerState.DEAD:
                 self.sender.peer_dead(event.rank)
                 self._dying.add(event.rank)
-                self._dead.add(event.rank)
+                self._talk.silence(event.rank)
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ actions
@@ -368,48 +376,47 @@ class Engine:
     def _perform(self, now: float) -> bool:
         """Carries out what the state machines asked for. Under the lock."""
         performed = False
-        while actions := self._take_actions():
-            performed = True
+        while (actions := self._take_actions()) or self._to_self:
+            performed = self._news = True
             for action in actions:
-                self._act(action)
+                self._act(action, now)
             while self._to_self:
                 self._handle(self.roster.rank, self._to_self.popleft(), now)
-        if performed:
-            self.changed.notify_all()
         return performed
 
     def _announce(self) -> None:
-        """Runs the callbacks of completed works. Without the lock, because they may call verbs."""
-        while self._completed:
-            self._completed.popleft()._announce()
+        """Wakes those who wait for something, and runs the callbacks of completed works.
+
+        The latter without the lock, because they may call verbs.
+        """
+        while self._settled:
+            work, error, aux = self._settled.popleft()
+            if work._settle(error, aux):
+                work._announce()
+        if self._news:
+            self._news = False
+            with self.lock:
+                self.changed.notify_all()
 
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []
         # First: a stage must be known to be written before a seal says that this was everything.
         for credits in (self._client, self.keeper):
-            taken += [Tell(rank, message) for rank, message in credits.outbox]
-            credits.outbox = []
+            if credits.outbox:
+                taken += [Tell(rank, message) for rank, message in credits.outbox]
+                credits.outbox = []
         for machine in (self.sender, self.receiver, self._leader):
-            taken += machine.actions
-            machine.actions = []
+            if machine.actions:
+                taken += machine.actions
+                machine.actions = []
         return taken
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, now: float) -> None:
         match action:
-            case Tell(rank, message) if rank == self.roster.rank:
-                self._to_self.append(message)
-            case Tell(rank, _) if rank in self._dead:
-                pass
             case Tell(rank, message):
-                if isinstance(message, Grant):
-                    self._watch(rank)
-                self._sessions[rank].send(message)
-                self._talking.add(rank)
+                self._tell(rank, message, now)
             case Settle(ticket, error, aux):
-                work: KVWork = ticket
-                if work._settle(error, aux):
-                    self._completed.append(work)
-                self.changed.notify_all()
+                self._settled.append((ticket, error, aux))
             case Account(ticket, nbytes, path):
                 ticket._account(nbytes, path)
             case Start(op, grant):
@@ -418,3 +425,15 @@ class Engine:
                 self._mover.halt(op)
             case Scatter():
                 self._unstager.start(action)
+
+    def _tell(self, rank: int, message: Message, now: float) -> None:
+        if rank == self.roster.rank:
+            self._to_self.append(message)
+        elif rank not in self._talk.silent:
+            if isinstance(message, Grant):
+                self._watch(rank)
+            if isinstance(message, Grant | Seal):
+                self.eager_until = now + EAGER
+            elif isinstance(message, Verdict):
+                self.eager_until = now
+            self._talk.tell(rank, message)

@@ -3,8 +3,10 @@
 A sleeping thread is woken by a system call, which in a virtual machine takes a hundred microseconds from whoever makes
 it: the caller of ``send_layer``, once a layer. So as long as verbs come, the thread rests in compiled code instead: it
 spins for a moment, then takes naps of some microseconds, and looks at words in memory in between. To wake it is one
-store. The words that a GPU writes when a kernel ends are watched in the same way; asking the driver would take its
-lock, which the model's own launches need.
+store. It spins for longer where an answer is due: then the core that it keeps from falling asleep would otherwise take
+longer to wake up than the answer takes. While it spins it offers its core to others, and stops if one takes it. The
+words that a GPU writes when a kernel ends are watched in the same way; asking the driver would take its lock, which the
+model's own launches need.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import ctypes
 import os
 import select
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +26,20 @@ from torchkv.transport import Int64Array
 
 __all__ = ["rest", "warm_up"]
 
-# Nanoseconds; not at all where the caller, its model and this thread share so few cores.
+# Nanoseconds that it spins anyway; not at all where the caller, its model and this thread share so few cores.
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0
 NAP = 50_000
+CROWDED = 20_000  # so long away from a core that was offered: somebody else needs it
 _LOOK = 16  # rounds over the words between two looks at the file descriptors, which are system calls
 
+_NONE = np.zeros(0, dtype=np.uint32)
+_NOWHERE = np.zeros(0, dtype=np.int64)
+
 _libc = ctypes.CDLL(None)
-_FUNCTIONS = np.array(
-    [ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in ("ppoll", "clock_gettime")],
-    dtype=np.int64,
-)
+_NAMES = ("ppoll", "clock_gettime", "sched_yield")
+_FUNCTIONS = np.array([ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in _NAMES], np.int64)
 _call_poll = c_function(4, 32)
+_call_yield = c_function(1, 32)  # its argument is ignored
 
 
 @compiled
@@ -46,51 +52,69 @@ def _rest(
     functions: Int64Array,
     spin: int,
     nap: int,
+    crowded: int,
     nanoseconds: int,
-) -> None:
+) -> int:
     clock = np.zeros(2, dtype=np.int64)
     limit = np.zeros(2, dtype=np.int64)  # a struct timespec: how long to sleep in ppoll
     began = monotonic_ns(functions[1], clock)
+    called = False
     while True:
         for _ in range(_LOOK):
             if wake[0] != 0:
-                return
+                called = True
             for i in range(len(indices)):
                 # Wrapping difference: whether the word has reached the value, however often it has gone round.
                 if np.int32(words[indices[i]] - values[i]) >= 0:
-                    return
+                    called = True
+            if called:
+                limit[1] = 0  # the file descriptors are looked at even so, or frequent calls would hide them
+                break
         if _call_poll(functions[0], fds.ctypes.data, len(fds), limit.ctypes.data, 0) > 0:
-            return
+            readable = 0
+            for i in range(len(fds)):
+                if fds[i] >> 48 != 0:  # what the kernel found, the last member of a struct pollfd
+                    readable |= 1 << i
+            return readable
         passed = monotonic_ns(functions[1], clock) - began
-        if passed >= nanoseconds:
-            return
-        if passed >= spin:
+        if called or passed >= nanoseconds:
+            return 0
+        if passed < spin:
+            _call_yield(functions[2], 0)
+            if monotonic_ns(functions[1], clock) - began - passed > crowded:
+                spin = 0
+        else:
             limit[1] = min(nap, nanoseconds - passed)
+
+
+@lru_cache(maxsize=64)
+def _polled(fds: tuple[int, ...]) -> Int64Array:
+    """An array of C's ``struct pollfd``, which is eight bytes."""
+    return np.frombuffer(bytearray().join(struct.pack("=ihh", fd, select.POLLIN, 0) for fd in fds), np.int64)
 
 
 def rest(
     wake: Int64Array,
-    fds: Iterable[int],
+    fds: tuple[int, ...],
     *,
     seconds: float,
-    words: npt.NDArray[np.uint32] | None = None,
-    awaited: Iterable[tuple[int, int]] = (),
-) -> None:
+    spin: float = 0.0,
+    words: npt.NDArray[np.uint32] = _NONE,
+    awaited: Sequence[tuple[int, int]] = (),
+) -> int:
     """Returns soon after one of these, or at the latest after ``seconds``:
 
     ``wake[0]`` is not 0; ``words[index]`` has reached a value, for any of the ``awaited`` (index, value); a file
-    descriptor is readable.
+    descriptor is readable. Bit i of the result: whether ``fds[i]`` is, also if something else has ended the rest.
+
+    For the first ``spin`` seconds at least it keeps its core, unless another thread wants that.
     """
-    pairs = list(awaited)
-    indices = np.array([index for index, _ in pairs], dtype=np.int64)
-    values = np.array([value for _, value in pairs], dtype=np.uint32)
-    # An array of C's ``struct pollfd``, which is eight bytes.
-    polled = bytearray().join(struct.pack("=ihh", fd, select.POLLIN, 0) for fd in fds)
-    watched = _NONE if words is None else words
-    _rest(wake, watched, indices, values, np.frombuffer(polled, np.int64), _FUNCTIONS, SPIN, NAP, int(seconds * 1e9))
-
-
-_NONE = np.zeros(0, dtype=np.uint32)
+    indices, values = _NOWHERE, _NONE
+    if awaited:
+        indices = np.array([index for index, _ in awaited], dtype=np.int64)
+        values = np.array([value for _, value in awaited], dtype=np.uint32)
+    times = (max(SPIN, int(spin * 1e9)), NAP, CROWDED, int(seconds * 1e9))
+    return int(_rest(wake, words, indices, values, _polled(fds), _FUNCTIONS, *times))
 
 
 def warm_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torchkv.plan import Rows, Slab, Window, expand, page_pairs, pair_offsets
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.route import LocalPages, Route
@@ -9,8 +11,21 @@ from torchkv.transport import Int64Array
 
 __all__ = ["PairOffsets"]
 
-# component, heads, rows, holders, index among them, window, source and destination page stride
-_Key = tuple[str, range, Rows, int, int, Window | None, int, int]
+
+class _Key(NamedTuple):
+    """All that offsets depend on, besides the pages: keys and values mostly have it in common."""
+
+    holders: int
+    place: int
+    unit: int
+    tokens: int
+    window: Window | None
+    src_base: int
+    dst_base: int
+    src_token_stride: int
+    dst_token_stride: int
+    src_page_stride: int
+    dst_page_stride: int
 
 
 class PairOffsets:
@@ -23,7 +38,7 @@ class PairOffsets:
         self._local = local
         self._route = route
         self._pairs: dict[_Key, tuple[Int64Array, Int64Array]] = {}
-        self._spans: dict[_Key, tuple[Int64Array, Int64Array, Int64Array]] = {}
+        self._spans: dict[tuple[_Key, Rows], tuple[Int64Array, Int64Array, Int64Array]] = {}
 
     def pairs(self, slab: Slab, layer: int) -> tuple[Int64Array, Int64Array]:
         """Source and destination offset of each page pair."""
@@ -38,17 +53,28 @@ class PairOffsets:
                 src_page_size=plan.src_page_size,
                 dst_page_size=plan.dst_page_size,
             )
-            self._pairs[key] = pair_offsets(slab, pairs, self._pages, self._grant.pages, key[-2], key[-1])
+            strides = (key.src_page_stride, key.dst_page_stride)
+            self._pairs[key] = pair_offsets(slab, pairs, self._pages, self._grant.pages, *strides)
         return self._pairs[key]
 
     def spans(self, slab: Slab, layer: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The same as merged descriptors: source offset, destination offset, length."""
-        key = self._key(slab, layer)
+        key = (self._key(slab, layer), slab.rows)
         if key not in self._spans:
             self._spans[key] = expand(slab, *self.pairs(slab, layer))
         return self._spans[key]
 
     def _key(self, slab: Slab, layer: int) -> _Key:
-        src_stride = self._local.placements[slab.component, layer].page_stride
-        dst_stride = self._route.placements[slab.component, layer].page_stride
-        return (slab.component, slab.heads, slab.rows, slab.holders, slab.index, slab.window, src_stride, dst_stride)
+        return _Key(
+            slab.holders,
+            slab.index,
+            slab.unit,
+            slab.tokens,
+            slab.window,
+            slab.src_base,
+            slab.dst_base,
+            slab.src_token_stride,
+            slab.dst_token_stride,
+            self._local.placements[slab.component, layer].page_stride,
+            self._route.placements[slab.component, layer].page_stride,
+        )

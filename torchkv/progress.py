@@ -29,6 +29,7 @@ T = TypeVar("T")
 ATTENTIVE = 0.1  # seconds after a call during which the next one finds the thread awake
 REST = 0.005  # seconds between two looks at everything else while it rests
 DRAIN = 1.0  # seconds that a closing group gives its transfers to stop
+_TRANSPORT, _EVERYTHING = 1, -1  # a bit for each file descriptor with news: first the transport's, then control's
 
 # PyDLL keeps the GIL during the call. os.eventfd_write would release it, and the thread just woken would take it
 # and run while the caller waits: 20 us and more on the caller's thread, for a system call of one.
@@ -43,17 +44,18 @@ class Waker:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asleep = False
         self.word = np.zeros(1, dtype=np.int64)  # not 0: somebody has called
+        self._word = self.word.data  # the same, to which Python has a shorter way
 
     def wake(self) -> None:
-        self.word[0] = 1
+        self._word[0] = 1
         if self.asleep:
             self.asleep = False
             _libc.eventfd_write(self.fd, 1)
 
     def answer(self) -> bool:
         """Whether somebody has called since the last time. To be asked before looking for what they want."""
-        called = bool(self.word[0])
-        self.word[0] = 0
+        called = self._word[0] != 0
+        self._word[0] = 0
         return called
 
     def clear(self) -> None:
@@ -98,6 +100,7 @@ class ProgressThread:
         self._make = make
         self._calls: deque[_Call[Any]] = deque()
         self._stopping = False
+        self._news = _EVERYTHING  # since the last turn
         self._rest_until = 0.0  # callers were here lately: rest lightly
         self._ready: Future[tuple[Transport, Control]] = Future()
         self._crash: BaseException | None = None
@@ -148,29 +151,33 @@ class ProgressThread:
             self._rest_until = now + ATTENTIVE
         while self._calls:
             self._calls.popleft().run()
+            self._news = _EVERYTHING
         engine = self.engine
+        news, self._news = self._news, _EVERYTHING
         if engine is None:
-            busy = transport.progress()
+            busy = again = transport.progress()
             wait = 1.0
         else:
-            busy = engine.step(now)
+            busy = engine.step(now, heard=-1 if control.unread else news >> 1, moved=news & _TRANSPORT != 0)
+            again = busy and engine.moving
             wait = engine.next_wake(time.monotonic())
-        if busy or wait <= 0:
+        if again or wait <= 0 or control.unread:
             return
         fd = transport.arm()
         if fd is None:
             return
         device = None if engine is None else engine.device
+        spin = 0.0 if engine is None else engine.eager_until - now
         if device is not None and device.in_flight:
             awaited = [(flag.index, flag.value) for flag in device.in_flight]
-            self._rest((fd, *control.fds), words=device.flags.words, awaited=awaited, seconds=REST)
-        elif wait < REST or now < self._rest_until:
-            self._rest((fd, *control.fds), seconds=min(wait, REST))
+            self._rest((fd, *control.fds), words=device.flags.words, awaited=awaited, seconds=REST, spin=spin)
+        elif wait < REST or now < self._rest_until or spin > 0:
+            self._rest((fd, *control.fds), seconds=min(wait, REST), spin=spin)
         else:
             self._sleep(control, fd, wait)
 
     def _rest(self, fds: tuple[int, ...], **what: Any) -> None:
-        idle.rest(self.waker.word, fds, **what)
+        self._news = idle.rest(self.waker.word, fds, **what)
 
     def _sleep(self, control: Control, fd: int, wait: float) -> None:
         self.waker.asleep = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from torchkv import arguments, checksum, descriptors, hostcopy, idle
+from torchkv import arguments, checksum, descriptors, hostcopy, hostlane, idle, wire
 from torchkv.cache import KVCache
 from torchkv.card import Card, placement_cards, region_card
 from torchkv.control import Control
@@ -23,6 +23,7 @@ from torchkv.packer import HostPacker, Staging
 from torchkv.probe import PROBE_BYTES, calibration, measure
 from torchkv.processes import this_process
 from torchkv.progress import ProgressThread
+from torchkv.protocol import leases
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route, StageTarget
 from torchkv.stagememory import SendStages, StageMemory
@@ -113,7 +114,7 @@ class Registration:
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
-        for module in (hostcopy, descriptors, arguments, idle, checksum):
+        for module in (hostcopy, descriptors, arguments, idle, checksum, leases, hostlane, wire):
             module.warm_up()
         self._staging = self._make_staging(ring)
         return msgspec.structs.replace(

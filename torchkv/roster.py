@@ -46,6 +46,7 @@ class Roster:
         self.contributing = lru_cache(maxsize=4096)(self._contributing)
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
         self.owed = lru_cache(maxsize=4096)(self._owed)
+        self.gap = lru_cache(maxsize=4096)(self._gap)
         self._targets: dict[int | str, tuple[int, ...]] = {}
 
     def check(self) -> None:
@@ -105,7 +106,7 @@ class Roster:
             return ()
         return contributing(self._holders(src), self.layout(reader))
 
-    def gap(self, src: Sequence[int], reader: int) -> str | None:
+    def _gap(self, src: tuple[int, ...], reader: int) -> str | None:
         """What the reader holds and none of ``src`` does, in words, or None."""
         return coverage_gap(self._holders(src), self.layout(reader))
 

@@ -75,10 +75,10 @@ class Route:
     counters: dict[str, Counter] = field(default_factory=dict)
     job_tables: list[JobTable] = field(default_factory=list)  # of the GPU's kernels, one a plan
 
-    @property
-    def direct(self) -> bool:
-        """Whether every page of the peer can be stored to."""
-        return all(self.views[place.storage] is not None for place in self.placements.values())
+    direct: bool = field(init=False)  # whether every page of the peer can be stored to
+
+    def __post_init__(self) -> None:
+        self.direct = all(self.views[place.storage] is not None for place in self.placements.values())
 
     def ptr(self, component: str, layer: int) -> int:
         """Address in this process of the peer's tensor. Only if ``direct``."""

@@ -100,9 +100,13 @@ class Transfer(ABC):
 
     def _groups(self) -> Iterator[tuple[int, ...]]:
         """The op's layers that are owed, ascending, in groups of about ``group_bytes``."""
+        if not self.op.num_pages:
+            return
         wanted = set(self.op.layers)
         layers = [layer for layer in self._plan.layers if layer in wanted]
-        if not layers or not self.op.num_pages:
+        if len(layers) < 2:
+            if layers:
+                yield tuple(layers)
             return
         # As if the op were the whole grant, and so had all of every window: rather too much than too little.
         tokens = self.op.num_pages * self._plan.src_page_size

@@ -260,6 +260,7 @@ class Transport(ABC):
     def arm(self) -> int | None:
         """A file descriptor that turns readable when ``progress()`` has work; call right before sleeping on it.
 
+        As long as it does not turn readable, and this does not return None when called again, there is none.
         None: there is work already (or the transport cannot sleep): call ``progress()`` instead.
         """
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+import sys
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
+from torchkv.compiled import compiled_with_gil
 from torchkv.errors import AuthError, ProtocolError
 from torchkv.transport import Int64Array
 
@@ -48,6 +49,7 @@ __all__ = [
     "encode_frame",
     "pack_pages",
     "unpack_pages",
+    "warm_up",
 ]
 
 MAX_REQUEST_BYTES = 128
@@ -252,11 +254,11 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 # magic and version, source rank, source incarnation, target incarnation, sequence number, acknowledged up to
 _HEADER = struct.Struct("<4sIQQQQ")
 _MAGIC = b"tkv1"
+_LITTLE = sys.byteorder == "little"
 _MAC_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One datagram. ``seq`` 0 carries no message: it only acknowledges everything up to ``ack``."""
 
     source: int
@@ -301,16 +303,29 @@ def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
     return digest.digest()
 
 
+@compiled_with_gil
+def _are_inside(pages: Int64Array, limit: int) -> bool:
+    outside = np.int64(0)  # its sign: that of any difference below zero
+    for page in pages:
+        outside |= page | (limit - 1 - page)
+    return bool(outside >= 0)
+
+
+def warm_up() -> None:
+    """Compiles, or loads from disk, what the first message would otherwise wait for."""
+    unpack_pages(b"", 0)
+
+
 def pack_pages(pages: Int64Array) -> bytes:
     """Page ids as little-endian int64."""
-    return pages.astype("<i8", copy=False).tobytes()
+    return pages.tobytes() if _LITTLE else pages.astype("<i8").tobytes()
 
 
 def unpack_pages(data: bytes, num_pages: int) -> Int64Array:
     """Page ids, each checked to lie in [0, num_pages). Raises ``ProtocolError``."""
     if len(data) % 8:
         raise ProtocolError(f"page list of {len(data)} bytes is not a whole number of int64")
-    pages = np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
-    if len(pages) and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
+    pages = np.frombuffer(data, dtype=np.int64) if _LITTLE else np.frombuffer(data, dtype="<i8").astype(np.int64)
+    if not _are_inside(pages, num_pages):
         raise ProtocolError(f"page list names a page outside [0, {num_pages})")
     return pages

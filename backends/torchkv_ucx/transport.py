@@ -88,6 +88,7 @@ class UCXTransport(Transport):
         self._context_handle = int(self._context.handle)
         self._worker_handle = int(self._worker.handle)
         self._event_fd = self._library.event_fd(self._worker_handle)
+        self._armed = False  # since UCX was last driven
         self._regions: dict[int, UCXRegion] = {}
         self._device: torch.device | None = None  # of the first device region
         self._doorsteps: dict[torch.device, tuple[int, bytes]] = {}  # memh, remote key
@@ -206,6 +207,7 @@ class UCXTransport(Transport):
 
     def progress(self) -> bool:
         self._require_open()
+        self._armed = False
         moved = bool(pump.advance(self._library.functions, self._worker_handle, _ROUND_NS))
         active = sum(not channel.idle for channel in self._channels)
         for channel in self._channels:
@@ -218,9 +220,14 @@ class UCXTransport(Transport):
     def arm(self) -> int | None:
         self._require_open()
         # Lanes that copy inside progress() (cma) raise no event: sleep only after a round in which nothing moved.
-        if self._busy or any(channel.wants_progress for channel in self._channels):
+        if self._busy:
             return None
-        return self._event_fd if self._library.arm(self._worker_handle) else None
+        for channel in self._channels:  # no generator: this is asked in every round
+            if channel.wants_progress:
+                return None
+        if not self._armed:
+            self._armed = self._library.arm(self._worker_handle)
+        return self._event_fd if self._armed else None
 
     def close(self) -> None:
         if self._closed:

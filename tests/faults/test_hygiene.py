@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from harness import Ranks, kv_group
 from small import check_transfer, random_cache
 
@@ -152,6 +153,7 @@ def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, 
                 else:
                     works = [kv.recv_pages(name, [3 * i, 3 * i + 1, 3 * i + 2], 0) for i, name in enumerate(names)]
                 if first % 10 == 0:
+                    dist.barrier(kv)  # else it might be cancelled here before it has begun there
                     kv.cancel(names[0]).wait(30)
                 for work in works[first % 10 == 0 :]:
                     work.wait(30)

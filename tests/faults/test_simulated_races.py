@@ -21,7 +21,7 @@ from torchkv_loopback import Faults  # noqa: E402
 from torchkv.errors import PeerLost, ProtocolError, TransferCancelled  # noqa: E402
 from torchkv.layout import KVLayout  # noqa: E402
 from torchkv.protocol.receiver import Receiver  # noqa: E402
-from torchkv.wire import Attest, Quiesced, Seal, Verdict, decode_frame  # noqa: E402
+from torchkv.wire import Attest, Grant, Quiesced, Seal, Verdict, decode_frame  # noqa: E402
 from torchkv.work import KVWork  # noqa: E402
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
@@ -147,7 +147,7 @@ class Tap:
     def __init__(self, cluster: Cluster) -> None:
         self.seen: list[tuple[int, int, bytes]] = []
         self.lose: Callable[[object], bool] = lambda message: False
-        self._key = cluster[0].engine._key
+        self._key = cluster[0].engine._talk._key
         self.world_send = cluster.world.send
         cluster.world.send = self._send  # type: ignore[method-assign]
 
@@ -158,6 +158,18 @@ class Tap:
 
     def count(self, kind: type) -> int:
         return sum(isinstance(decode_frame(data, self._key).message, kind) for _, _, data in self.seen)
+
+
+def test_whoever_posts_sends_the_grant() -> None:
+    """Mostly, for the control channel may refuse. Then the driver sends it, and all come in the order of the calls."""
+    cluster = pair()
+    tap = Tap(cluster)
+    names = [f"r{i}" for i in range(60)]
+    for name in names:
+        cluster[1].recv_pages(name, [], 0)
+    assert 0 < tap.count(Grant) < len(names)
+    assert cluster.run(lambda: len(cluster[0].engine.sender._unbound) == len(names), limit=20)
+    assert [request for request, _ in cluster[0].engine.sender._unbound] == names
 
 
 @pytest.mark.parametrize("kind", [Quiesced, Verdict, Attest, Seal])
@@ -222,9 +234,10 @@ def test_frames_of_an_earlier_process_are_dropped() -> None:
     assert old.run(done(rx, *works), limit=20)
     old.kill(0)
     old.kill(1)
+    said = tap.seen.copy()
     new = Cluster(places, world=old.world, secret=secret)
     second = new[1].recv_pages("r", [1, 2], 0)
-    for src, dst, data in tap.seen:
+    for src, dst, data in said:
         tap.world_send(new[src].node, new[dst].node, data)
     new.run(limit=2)
     assert not second.is_completed()

@@ -97,6 +97,7 @@ class Bench:
             stage=self.stage,
             piece=PIECE,
             layout=LAYOUT,
+            state=False,
             plan=PLAN,
             pages=PAGES,
             num_tokens=64,

@@ -1,11 +1,12 @@
 """The progress thread's rest: it ends for each of its reasons, and for nothing else.
 
-Every test also shows that other threads run meanwhile: they are what ends the rest.
+Every test of these also shows that other threads run meanwhile: they are what ends the rest.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torchkv import idle
 
 LONG = 60.0  # seconds: a rest that lasts as long has missed its reason
 TOP = 1 << 32
+SPINS = pytest.mark.parametrize("spin", [0.0, LONG], ids=["naps", "spins"])
 
 
 class Rest:
@@ -55,17 +57,19 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_a_store_to_the_wake_word_ends_it(wake: Any) -> None:
-    rest = Rest(wake)
+@SPINS
+def test_a_store_to_the_wake_word_ends_it(spin: float, wake: Any) -> None:
+    rest = Rest(wake, spin=spin)
     assert rest.goes_on()
     wake[0] = 1
     assert rest.ends()
 
 
-def test_a_readable_file_descriptor_ends_it_whichever_it_is(wake: Any, pipe: tuple[int, int]) -> None:
+@SPINS
+def test_a_readable_file_descriptor_ends_it_whichever_it_is(spin: float, wake: Any, pipe: tuple[int, int]) -> None:
     silent = os.pipe()
     try:
-        rest = Rest(wake, (silent[0], pipe[0]))
+        rest = Rest(wake, (silent[0], pipe[0]), spin=spin)
         assert rest.goes_on()
         os.write(pipe[1], b"x")
         assert rest.ends()
@@ -114,3 +118,41 @@ def test_it_ends_when_its_time_is_up(wake: Any) -> None:
 
     threading.Thread(target=short, daemon=True).start()
     assert done.wait(LONG / 3)
+
+
+def test_it_tells_which_file_descriptors_are_readable(wake: Any) -> None:
+    pipes = [os.pipe() for _ in range(4)]
+    fds = tuple(ends[0] for ends in pipes)
+    try:
+        assert idle.rest(wake, fds, seconds=0) == 0
+        os.write(pipes[1][1], b"x")
+        assert idle.rest(wake, fds, seconds=LONG) == 0b0010
+        os.write(pipes[3][1], b"x")
+        assert idle.rest(wake, fds, seconds=LONG) == 0b1010
+        wake[0] = 1
+        assert idle.rest(wake, fds, seconds=LONG) == 0b1010, "who calls again and again must not hide them"
+        os.close(pipes[3][1])
+        os.read(pipes[1][0], 1)
+        assert idle.rest(wake, fds, seconds=0) == 0b1000, "a pipe at its end is news too"
+    finally:
+        for fd in {fd for ends in pipes for fd in ends} - {pipes[3][1]}:
+            os.close(fd)
+
+
+def sleeps(wake: Any, spin: float) -> int:
+    """How often this thread gave up its core of its own accord."""
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    idle.rest(wake, (), seconds=0.05, spin=spin)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
+
+
+def test_it_sleeps_unless_it_is_to_spin(wake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "CROWDED", int(LONG * 1e9))
+    monkeypatch.setattr(idle, "SPIN", 0)
+    assert sleeps(wake, 0.0) > 20
+    assert sleeps(wake, LONG) < 20
+
+
+def test_it_stops_spinning_where_somebody_else_takes_its_core(wake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "CROWDED", -1)  # as if every offer were taken
+    assert sleeps(wake, LONG) > 20

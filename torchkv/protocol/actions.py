@@ -42,7 +42,7 @@ class SendOp:
     moved: bool = False  # set by the driver when bytes moved; cleared when the receiver has been told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class BoundGrant:
     """A receiver's permission to write: ``pages`` are its page ids, in order of position after the prefix.
 

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchkv.compiled import compiled_with_gil
 from torchkv.errors import PageOutOfRange
 from torchkv.protocol.receive import Receive
 from torchkv.transport import Int64Array
 
-__all__ = ["Leases"]
+__all__ = ["Leases", "warm_up"]
+
+
+@compiled_with_gil
+def _are_free(pages: Int64Array, leases: Int64Array) -> bool:
+    """Whether all pages are in range, named once and not leased. For a moment it marks those it has seen."""
+    seen = 0
+    while seen < len(pages):
+        page = pages[seen]
+        if page < 0 or page >= len(leases) or leases[page] != 0:
+            break
+        leases[page] = -1
+        seen += 1
+    for i in range(seen):
+        leases[pages[i]] = 0
+    return bool(seen == len(pages))
+
+
+@compiled_with_gil
+def _mark(pages: Int64Array, leases: Int64Array, generation: int) -> None:
+    for page in pages:
+        leases[page] = generation
+
+
+def warm_up() -> None:
+    """Compiles, or loads from disk, what the first request would otherwise wait for."""
+    none = np.zeros(0, dtype=np.int64)
+    _are_free(none, none)
+    _mark(none, none, 0)
 
 
 class Leases:
@@ -22,6 +51,14 @@ class Leases:
 
     def check(self, pages: Int64Array, slot: int | None, what: str) -> None:
         """Raises ``PageOutOfRange`` for what is out of range, named twice, leased or quarantined."""
+        if not _are_free(pages, self._pages):
+            self._complain(pages, what)
+        if slot is not None and slot >= self._num_slots:
+            raise PageOutOfRange(f"{what}: state_slot={slot} is outside this cache's [0, {self._num_slots})")
+        if slot in self._slots:
+            raise PageOutOfRange(f"{what}: state slot {slot} {self._held_by(self._slots[slot], 'slots')}")
+
+    def _complain(self, pages: Int64Array, what: str) -> None:
         num_pages = len(self._pages)
         outside = pages[(pages < 0) | (pages >= num_pages)]
         if len(outside):
@@ -30,23 +67,19 @@ class Leases:
         if len(values) != len(pages):
             raise PageOutOfRange(f"{what}: page {int(values[counts > 1][0])} is named twice; give each page once")
         taken = pages[self._pages[pages] != 0]
-        if len(taken):
-            raise PageOutOfRange(f"{what}: page {int(taken[0])} {self._held_by(int(self._pages[taken[0]]), 'pages')}")
-        if slot is not None and slot >= self._num_slots:
-            raise PageOutOfRange(f"{what}: state_slot={slot} is outside this cache's [0, {self._num_slots})")
-        if slot in self._slots:
-            raise PageOutOfRange(f"{what}: state slot {slot} {self._held_by(self._slots[slot], 'slots')}")
+        page = int(taken[0])
+        raise PageOutOfRange(f"{what}: page {page} {self._held_by(int(self._pages[page]), 'pages')}")
 
     def take(self, receive: Receive) -> None:
         """Leases what `check` has accepted."""
         self._holders[receive.generation] = receive
-        self._pages[receive.pages] = receive.generation
+        _mark(receive.pages, self._pages, receive.generation)
         if receive.state_slot is not None:
             self._slots[receive.state_slot] = receive.generation
 
     def free(self, receive: Receive) -> None:
         del self._holders[receive.generation]
-        self._pages[receive.pages] = 0
+        _mark(receive.pages, self._pages, 0)
         if receive.state_slot is not None:
             del self._slots[receive.state_slot]
 

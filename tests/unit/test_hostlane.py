@@ -1,0 +1,123 @@
+"""The short way between processes of one host: what arrives is what was sent, and what cannot be sent is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchkv import hostlane
+from torchkv.hostlane import BURST, MAX_DATAGRAM, HostLane
+
+PEER = 3
+OVERHEAD = 4  # bytes before each frame
+
+
+@pytest.fixture
+def lanes() -> Iterator[tuple[HostLane, HostLane]]:
+    hostlane.warm_up()
+    one, other = HostLane(), HostLane()
+    one.open(PEER, other.name)
+    yield one, other
+    one.close()
+    other.close()
+
+
+def everything(lane: HostLane) -> list[bytes]:
+    frames, more = lane.receive()
+    while more:
+        rest, more = lane.receive()
+        frames += rest
+    return frames
+
+
+def test_frames_arrive_as_they_were_sent(lanes: tuple[HostLane, HostLane]) -> None:
+    one, other = lanes
+    dice = random.Random()
+    for _ in range(20):
+        sent = [[dice.randbytes(dice.choice([1, 57, 1000, 9000])) for _ in range(dice.randint(1, 3))] for _ in range(5)]
+        for frames in sent:
+            assert one.send(PEER, frames)
+        assert everything(other) == [frame for frames in sent for frame in frames]
+        assert everything(other) == []
+    assert everything(one) == []
+
+
+def test_the_largest_datagram_arrives_and_a_larger_one_is_refused(lanes: tuple[HostLane, HostLane]) -> None:
+    one, other = lanes
+    largest = random.randbytes(MAX_DATAGRAM - OVERHEAD)
+    assert one.send(PEER, [largest])
+    assert not one.send(PEER, [largest + b"x"])
+    assert not one.send(PEER, [largest[:-1], b"x"])
+    assert everything(other) == [largest]
+
+
+def test_a_peer_that_does_not_read_refuses_for_a_while(lanes: tuple[HostLane, HostLane]) -> None:
+    one, other = lanes
+    sent = []
+    for _ in range(10_000):
+        frame = random.randbytes(100)
+        if not one.send(PEER, [frame]):
+            break
+        sent.append(frame)
+    else:
+        pytest.fail("a peer that reads nothing took everything")
+    assert everything(other) == sent
+    assert one.send(PEER, [b"again"])
+    assert everything(other) == [b"again"]
+
+
+def test_what_does_not_fit_into_one_look_comes_with_the_next(lanes: tuple[HostLane, HostLane]) -> None:
+    one, other = lanes
+    senders = [one, HostLane(), HostLane()]
+    sent = set()
+    for sender in senders:
+        sender.open(PEER, other.name)
+        while sender.send(PEER, [frame := random.randbytes(MAX_DATAGRAM - OVERHEAD)]):
+            sent.add(frame)
+    assert len(sent) * MAX_DATAGRAM > BURST * 4096, "this fits into one look: the test tests nothing"
+    frames, more = other.receive()
+    assert more
+    assert set(frames) < sent
+    assert set(frames) | set(everything(other)) == sent
+    for sender in senders[1:]:
+        sender.close()
+
+
+def test_a_peer_that_is_gone_or_was_never_there(lanes: tuple[HostLane, HostLane]) -> None:
+    one, other = lanes
+    assert not one.send(PEER + 1, [b"nobody opened a way to it"])
+    other.close()
+    assert not one.send(PEER, [b"x"])
+    one.open(PEER, "torchkv-of-another-network-namespace")
+    assert not one.send(PEER, [b"x"])
+    assert not one.send(PEER, [b"x"]), "and it is not asked again"
+
+
+def test_strangers_bytes_are_frames_or_nothing(lanes: tuple[HostLane, HostLane]) -> None:
+    """Whoever finds out the name can send to it. What is no sequence of frames is dropped; the rest is not affected."""
+    one, other = lanes
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for garbage in (b"", b"abc", b"\xff\xff\xff\xff", b"\x05\0\0\0abcd", b"\x03\0\0\0abcde", os.urandom(200)):
+        stranger.sendto(garbage, b"\0" + other.name.encode())
+        assert one.send(PEER, [b"good"])
+        assert everything(other) == [b"good"]
+    stranger.close()
+
+
+@given(st.binary(max_size=64))
+def test_no_datagram_yields_more_than_it_holds(data: bytes) -> None:
+    frames = hostlane._frames(memoryview(data))
+    assert frames == [] or sum(len(frame) + OVERHEAD for frame in frames) == len(data)
+
+
+def test_it_is_not_inherited_and_leaves_no_file(lanes: tuple[HostLane, HostLane]) -> None:
+    one, other = lanes
+    assert not os.get_inheritable(one.fd)
+    assert one._socket.getsockname() == b"\0" + one.name.encode()
+    assert one.name != other.name
