@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from oracle import GAP, Pool, reference
-from simulation import Rank
+from simulation import Cluster, Rank
 from state_oracle import held_layers, read_bytes
 
 from torchkv.layout import KVLayout, State
@@ -194,3 +194,16 @@ class Shadow:
 @cache
 def _read_bytes(layout: KVLayout, state: State) -> npt.NDArray[np.int64]:
     return read_bytes(layout, state)
+
+
+def guarded(cluster: Cluster, rank: int) -> Shadow:
+    """A shadow that gives each page and slot a new owner as soon as its lease ends."""
+    memory = Shadow(cluster[rank], np.random.default_rng())
+
+    def reuse(stepped: Rank) -> None:
+        if stepped.rank == rank:
+            for released in memory.released().values():
+                memory.reuse(*released)
+
+    cluster.observers.append(reuse)
+    return memory

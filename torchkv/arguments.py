@@ -31,6 +31,7 @@ __all__ = [
     "as_pages",
     "as_request",
     "as_send_pages",
+    "check_one_layer",
     "warm_up",
 ]
 
@@ -157,6 +158,12 @@ def as_layers(layers: Layers, layout: KVLayout, *, what: str) -> tuple[int, ...]
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer not in held:
             raise ProtocolError(f"{what}: layer {layer!r} is not held by this rank, which holds {_span(layout.layers)}")
     return tuple(sorted({int(layer) for layer in given}))
+
+
+def check_one_layer(verb: str, request: str, layer: object) -> None:
+    """Raises ``ProtocolError`` unless ``layer`` is one number; `as_layers` says whether it is held."""
+    if type(layer) is not int and (isinstance(layer, bool) or not hasattr(layer, "__index__")):
+        raise ProtocolError(f"{verb}({request!r}): layer={layer!r} must be one global layer id")
 
 
 def as_count(value: int, *, what: str, name: str) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchkv.compiled import compiled
-from torchkv.slab import Slab, first_owed, stripe_ranks
+from torchkv.slab import Slab
 
 __all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets", "warm_up"]
 
@@ -42,13 +42,9 @@ def page_pairs(
     size = slab.tokens
     assert size == min(src_page_size, dst_page_size), "a slab belongs to the page sizes it was compiled for"
     assert limit_tokens % size == 0, "grants are whole pages"
-    window = first_owed(limit_tokens, slab.window)
-    first = max(start * src_page_size, window) // size
-    end = min((start + num_src_pages) * src_page_size, limit_tokens) // size
-    per_unit = slab.unit // size
-    owned = stripe_ranks(first, end, per_unit=per_unit, holders=slab.holders, index=slab.index)
+    owned = slab.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens, src_page_size=src_page_size)
     pairs = np.empty((4, len(owned)), dtype=np.int64)
-    stripe = (owned.start, per_unit, slab.holders, slab.index)
+    stripe = (owned.start, slab.unit // size, slab.holders, slab.index)
     _list_pairs(pairs, *stripe, start, size, src_page_size // size, dst_page_size // size)
     return PagePairs(*pairs)
 

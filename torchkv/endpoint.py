@@ -112,8 +112,7 @@ class KVEndpoint:
 
         layer: global id. Otherwise as `send_pages`. Raises ``LayoutMismatch`` if heads, page size or order differ.
         """
-        if type(layer) is not int and (isinstance(layer, bool) or not hasattr(layer, "__index__")):
-            raise ProtocolError(f"send_layer({request!r}): layer={layer!r} must be one global layer id")
+        arguments.check_one_layer("send_layer", request, layer)
         return self._send("send_layer", request, layer, pages, dst, start, event, page_for_page=True)
 
     def send_slice(
@@ -163,8 +162,7 @@ class KVEndpoint:
         layer: global id; of a layer without state nothing moves. dst, event: as for `send_pages`, also when the work
         completes and what is raised. What was not sent like this, ``finish(state_slot=)`` sends.
         """
-        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-            raise ProtocolError(f"send_state({request!r}): layer={layer!r} must be one global layer id")
+        arguments.check_one_layer("send_state", request, layer)
         return self._send_state(request, layer, state_slot, dst, event)
 
     def _send_state(self, request: str, layers: Layers, state_slot: int, dst: Peers, event: Any) -> KVWork:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
 from torchkv.plan import PairPlan, first_page_outside
-from torchkv.slab import Slab, first_owed, stripe_ranks
+from torchkv.slab import Slab
+from torchkv.staging import ALIGNMENT
 
 __all__ = [
     "ALIGNMENT",
@@ -30,7 +31,6 @@ __all__ = [
     "slab_groups",
 ]
 
-ALIGNMENT = 256  # bytes; of the segments in a stage: whole cache lines, and the widest words of a GPU
 SUM_NBYTES = 8
 
 
@@ -95,17 +95,8 @@ class PieceLayout:
 
 
 def pair_ranks(plan: PairPlan, slab: Slab, start: int, num_pages: int, limit_tokens: int) -> range:
-    """The page pairs of sender pages [start, start + num_pages) that this writer owes, as ranks within its stripe.
-
-    limit_tokens: tokens of the grant; pairs beyond it are left out, and those before the slab's window. Costs the same
-    for any number of pages.
-    """
-    per_page = plan.src_page_size // slab.tokens
-    window = first_owed(limit_tokens, slab.window)
-    first = max(start * per_page, window // slab.tokens)
-    end = min((start + num_pages) * per_page, limit_tokens // slab.tokens)
-    per_unit = slab.unit // slab.tokens
-    return stripe_ranks(first, end, per_unit=per_unit, holders=slab.holders, index=slab.index)
+    """`Slab.pairs` of sender pages [start, start + num_pages)."""
+    return slab.pairs(num_src_pages=num_pages, start=start, limit_tokens=limit_tokens, src_page_size=plan.src_page_size)
 
 
 def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool) -> PieceLayout:
@@ -166,10 +157,10 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def check_piece(plan: PairPlan, piece: Piece, *, limit_tokens: int) -> None:
-    """Refuses what no honest writer sends under a grant of ``limit_tokens`` tokens; afterwards `piece_layout` is safe.
+def check_piece(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool = False) -> PieceLayout:
+    """The `piece_layout` of a piece that a peer names. Refuses what no honest writer sends: raises ``ProtocolError``.
 
-    Whether the layout fits into the stage is for the caller to check. Raises ``ProtocolError``.
+    limit_tokens: tokens of the grant. Whether the layout fits into the stage is for the caller to check.
     """
     layers, start, num_pages = piece
     owed = frozenset(plan.layers)
@@ -188,11 +179,13 @@ def check_piece(plan: PairPlan, piece: Piece, *, limit_tokens: int) -> None:
             f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_some(layers)}: page {outside} of "
             f"{plan.src_page_size} tokens lies outside the grant of {limit_tokens} tokens"
         )
-    if not any(pair_ranks(plan, slab, start, num_pages, limit_tokens) for slab in plan.slabs_for(layers)):
+    layout = piece_layout(plan, piece, limit_tokens=limit_tokens, checksum=checksum)
+    if not layout.segments:
         raise ProtocolError(
             f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_some(layers)}: of these this "
             "writer owes nothing, other ranks write them"
         )
+    return layout
 
 
 def _some(layers: tuple[int, ...]) -> str:

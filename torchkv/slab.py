@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Rows", "Slab", "Window", "first_owed", "stripe_ranks"]
+__all__ = ["Rows", "Slab", "Window", "first_owed", "owed_pairs"]
 
 
 class Rows(NamedTuple):
@@ -83,6 +83,20 @@ class Slab:
         """Bytes of one page pair in one layer."""
         return self.rows.per_pair * self.rows.run
 
+    def pairs(self, *, num_src_pages: int, start: int, limit_tokens: int, src_page_size: int) -> range:
+        """See `owed_pairs`. src_page_size: in tokens."""
+        return owed_pairs(
+            start=start,
+            num_src_pages=num_src_pages,
+            per_page=src_page_size // self.tokens,
+            tokens=self.tokens,
+            limit_tokens=limit_tokens,
+            window=self.window,
+            per_unit=self.unit // self.tokens,
+            holders=self.holders,
+            index=self.index,
+        )
+
     def owed(self, granted_tokens: int, limit_tokens: int | None = None) -> list[tuple[int, int]]:
         """Token intervals [lo, hi) of a grant of ``granted_tokens`` tokens in this writer's stripe, ascending.
 
@@ -117,11 +131,26 @@ def first_owed(granted_tokens: int, window: Window | None) -> int:
     return max(0, (shortest - 1 - tokens) // unit * unit)
 
 
-def stripe_ranks(first: int, end: int, *, per_unit: int, holders: int, index: int) -> range:
-    """The pairs [first, end) that are in a stripe, as ranks within it: numbered without gaps; empty if end < first.
+def owed_pairs(
+    *,
+    start: int,
+    num_src_pages: int,
+    per_page: int,
+    tokens: int,
+    limit_tokens: int,
+    window: Window | None,
+    per_unit: int,
+    holders: int,
+    index: int,
+) -> range:
+    """The pairs of sender pages [start, start + num_src_pages) that a writer owes, as ranks within its stripe.
 
-    The stripe has units of ``per_unit`` pairs, those with ``unit % holders == index``.
+    start: counted after the prefix. per_page: pairs of ``tokens`` tokens in a sender page. limit_tokens: tokens of the
+    grant; pairs beyond it are left out, and those before the window. The stripe has units of ``per_unit`` pairs, those
+    with ``unit % holders == index``; its pairs are numbered without gaps. Costs the same for any number of pages.
     """
+    first = max(start * per_page, first_owed(limit_tokens, window) // tokens)
+    end = min((start + num_src_pages) * per_page, limit_tokens // tokens)
 
     def before(pair: int) -> int:
         full, rest = divmod(pair, per_unit * holders)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchkv.errors import TransportUnavailable
-from torchkv.slab import Rows, Slab, Window, first_owed, stripe_ranks
+from torchkv.slab import Rows, Slab, Window, owed_pairs
 
 __all__ = ["Geometry", "Side", "geometry"]
 
@@ -79,10 +79,17 @@ class Geometry:
         start: in sender pages after the prefix. limit_tokens: tokens of the grant; pairs beyond it are left out,
         and those before the window.
         """
-        window = first_owed(limit_tokens, self.window)
-        first = max(start * self.src.per_page, window // self.tokens)
-        end = min((start + num_src_pages) * self.src.per_page, limit_tokens // self.tokens)
-        return stripe_ranks(first, end, per_unit=self.per_unit, holders=self.holders, index=self.index)
+        return owed_pairs(
+            start=start,
+            num_src_pages=num_src_pages,
+            per_page=self.src.per_page,
+            tokens=self.tokens,
+            limit_tokens=limit_tokens,
+            window=self.window,
+            per_unit=self.per_unit,
+            holders=self.holders,
+            index=self.index,
+        )
 
 
 def geometry(

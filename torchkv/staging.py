@@ -14,7 +14,7 @@ from itertools import chain
 
 __all__ = ["ALIGNMENT", "Stage", "StagingRing"]
 
-ALIGNMENT = 256
+ALIGNMENT = 256  # bytes; of stages, and of what lies in them: whole cache lines, and the widest words of a GPU
 
 
 @dataclass(frozen=True, eq=False, slots=True)

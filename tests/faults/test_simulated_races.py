@@ -13,7 +13,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
 
-from memory import Shadow, page_bytes, snapshot  # noqa: E402 - only now on the path
+from memory import Shadow, guarded, page_bytes, snapshot  # noqa: E402 - only now on the path
 from oracle import reference  # noqa: E402
 from simulation import Cluster, Place, Rank  # noqa: E402
 from torchkv_loopback import Faults  # noqa: E402
@@ -53,19 +53,6 @@ def two_writers(faults: Faults = SLOW) -> Cluster:
 
 def shadow(rank: Rank) -> Shadow:
     return Shadow(rank, np.random.default_rng())
-
-
-def guarded(cluster: Cluster, rank: int) -> Shadow:
-    """A shadow that gives each page a new owner as soon as its lease ends."""
-    memory = shadow(cluster[rank])
-
-    def reuse(stepped: Rank) -> None:
-        if stepped.rank == rank:
-            for released in memory.released().values():
-                memory.reuse(*released)
-
-    cluster.observers.append(reuse)
-    return memory
 
 
 def done(*works: KVWork) -> Callable[[], bool]:

@@ -14,7 +14,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
 
-from memory import Shadow, slot_bytes, slot_snapshot  # noqa: E402 - only now on the path
+from memory import Shadow, guarded, slot_bytes, slot_snapshot  # noqa: E402 - only now on the path
 from scenario import Scenario  # noqa: E402
 from simulation import Cluster, Place, Rank  # noqa: E402
 from torchkv_loopback import Faults  # noqa: E402
@@ -55,19 +55,6 @@ def cluster(*layouts: tuple[str, KVLayout], faults: Faults = SLOW) -> Cluster:
 
 def pair() -> Cluster:
     return cluster(("p", hybrid()), ("d", hybrid()))
-
-
-def guarded(world: Cluster, rank: int) -> Shadow:
-    """A shadow that gives each page and slot a new owner as soon as its lease ends."""
-    memory = Shadow(world[rank], np.random.default_rng())
-
-    def reuse(stepped: Rank) -> None:
-        if stepped.rank == rank:
-            for released in memory.released().values():
-                memory.reuse(*released)
-
-    world.observers.append(reuse)
-    return memory
 
 
 def flying(world: Cluster) -> int:

@@ -232,6 +232,16 @@ def offsets(start: int = 0) -> Iterator[int]:
     return iter(range(start, 1 << 16, 4096))
 
 
+def pages_sent(staged: list[tuple[Staged, int]]) -> list[tuple[int, int]]:
+    """(layer, page) of all that `run_to_end` has seen, in order."""
+    return sorted(
+        (layer, page)
+        for message, _ in staged
+        for layer in message.layers
+        for page in range(message.start, message.start + message.num_pages)
+    )
+
+
 def run_to_end(case: Case, at: dict[int, int] | None = None) -> list[tuple[Staged, int]]:
     """What was said of which offset. at: stages that are granted already, by serial."""
     places, at, staged = offsets(32768), dict(at or {}), []

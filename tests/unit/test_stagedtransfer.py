@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stagedtransfer_kit import GENERATION, LAYER, LEAST, Case, offsets, run_to_end
+from stagedtransfer_kit import GENERATION, LAYER, LEAST, Case, offsets, pages_sent, run_to_end
 
 from torchkv.errors import PeerLost, RingExhausted
 from torchkv.stagedtransfer import StagedTransfer
@@ -47,13 +47,7 @@ def test_rings_of_any_size_carry_everything_once(own: int, ring: int) -> None:
     case = Case(own=-(-own // 256) * 256, ring=ring)
     staged = run_to_end(case)
     assert case.transfer.error is None
-    sent = [
-        (layer, page)
-        for message, _ in staged
-        for layer in message.layers
-        for page in range(message.start, message.start + message.num_pages)
-    ]
-    assert sorted(sent) == [(layer, page) for layer in (0, 1) for page in range(4)]
+    assert pages_sent(staged) == [(layer, page) for layer in (0, 1) for page in range(4)]
     assert all(case.packed(message, at) for message, at in staged)
     assert case.reported == 2 * LAYER
     assert case.stages.ring.in_use == 0

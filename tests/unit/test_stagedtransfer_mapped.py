@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import Pool, differences, gqa, reference
 from pack_kit import Pages
-from stagedtransfer_kit import DST, LAYER, LEAST, RING, SRC, Case, SlowPacker, offsets, run_to_end
+from stagedtransfer_kit import DST, LAYER, LEAST, RING, SRC, Case, SlowPacker, offsets, pages_sent, run_to_end
 
 from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.packer import HostPacker
@@ -73,13 +73,7 @@ def test_the_receivers_ring_alone_decides_on_the_pieces(own: int, ring: int) -> 
     case = Mapped(own=own, ring=ring)
     staged = run_to_end(case)
     assert case.transfer.error is None
-    sent = [
-        (layer, page)
-        for message, _ in staged
-        for layer in message.layers
-        for page in range(message.start, message.start + message.num_pages)
-    ]
-    assert sorted(sent) == [(layer, page) for layer in (0, 1) for page in range(4)]
+    assert pages_sent(staged) == [(layer, page) for layer in (0, 1) for page in range(4)]
     assert len(staged) == {RING: 1, 1536: 2}.get(ring, 8)
     assert np.array_equal(case.wire.ring, case.expected(staged)), "the pieces, and no byte beside them"
     assert case.reported == 2 * LAYER

@@ -20,7 +20,7 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
-from torchkv.pieces import Piece, check_piece, piece_layout
+from torchkv.pieces import Piece, check_piece
 from torchkv.plan import PairPlan, seal_matches
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Ticket
 from torchkv.protocol.leases import Leases
@@ -280,8 +280,7 @@ class Receiver:
             assert plan.state is not None
             plan, pages, num_tokens = plan.state, np.array([receive.state_slot or 0], dtype=np.int64), 1
         try:
-            check_piece(plan, piece, limit_tokens=num_tokens)
-            layout = piece_layout(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
+            layout = check_piece(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
             if layout.nbytes > stage.nbytes:
                 raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
         except ProtocolError as error:
