@@ -135,7 +135,12 @@ class Ranks:
         self._processes[rank].join(EXIT_DEADLINE)
 
     def signal(self, rank: int, number: int) -> None:
+        """Sends a signal; returns from SIGSTOP when every thread of the rank has stopped."""
         os.kill(self.pid(rank), number)
+        if number == signal.SIGSTOP:  # each thread stops when it next runs; until then it could answer a peer
+            threads = Path(f"/proc/{self.pid(rank)}/task")
+            while any(_state(thread) != "T" for thread in threads.iterdir()):
+                time.sleep(0.001)
 
     def close(self) -> None:
         """Ends every rank and checks every exit code. Raises `RankFailed`."""
@@ -248,6 +253,11 @@ def _waits(pid: int) -> str:
 # ---------------------------------------------------------------------- inside a rank
 
 _pipe: Connection | None = None
+
+
+def _state(thread: Path) -> str:
+    """The state letter of a thread, "T" if stopped: proc(5); it follows the name, which may hold anything."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def say(value: Any = None) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,13 @@ _watching = threading.Event()
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    # numba unpickles compiled code from its cache on this machine's disk, whenever a function is first called.
-    if event == "pickle.find_class" and _watching.is_set() and not str(arguments[0]).startswith("numba."):
+    if event == "pickle.find_class" and _watching.is_set() and not _numba_loads():
         _found.append(f"{arguments[0]}.{arguments[1]}")
+
+
+def _numba_loads() -> bool:
+    """numba unpickles compiled code from its cache on this machine's disk, whenever a function is first called."""
+    return any(str(frame.f_globals.get("__name__")).startswith("numba.") for frame, _ in traceback.walk_stack(None))
 
 
 def _a_group_s_life() -> None:
@@ -85,7 +90,6 @@ def _a_group_s_life() -> None:
 def unpickled() -> tuple[list[str], list[str]]:
     """Classes that unpickling looked up during a group's life, and in a control."""
     sys.addaudithook(_hook)
-    _a_group_s_life()  # unwatched: numba unpickles compiled code from its cache on this machine's disk, once
     _watching.set()
     _a_group_s_life()
     seen = list(_found)
