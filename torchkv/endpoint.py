@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from torchkv.devicepages import DevicePages
 from torchkv.engine import Engine
 from torchkv.env import Options, seconds
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
+from torchkv.layerwait import LayerWait
 from torchkv.layout import KVLayout
 from torchkv.mover import SendPayload
 from torchkv.progress import Waker
 from torchkv.protocol.actions import SendOp
-from torchkv.protocol.receive import Receive
 from torchkv.transport import Int64Array
 from torchkv.work import KVWork
 
@@ -62,12 +63,7 @@ class KVEndpoint:
         engine, layout = self._registered("recv_pages")
         request = arguments.as_request(request)
         what = f"recv_pages({request!r})"
-        receive: Receive
-
-        def wait_layer(layer: int, limit: float | None) -> None:
-            self._wait_layer(receive, layer, limit)
-
-        work = KVWork(what, wait_layer=wait_layer, flags=engine.flags)
+        work = KVWork(what, flags=engine.flags)
         work._expect(1)
         try:
             array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
@@ -100,6 +96,7 @@ class KVEndpoint:
             raise
         engine.say(frames)
         work._pages_safe = lambda: receive.ended
+        work._layer = partial(LayerWait, engine, receive)
         self._wake()
         return work
 
@@ -399,21 +396,6 @@ class KVEndpoint:
         self, engine: Engine, request: str, rank: int, layers: tuple[int, ...], work: KVWork, payload: SendPayload
     ) -> None:
         engine.sender.submit(SendOp(request, rank, {}, layers, 0, 1, work, payload, state=True), self._now())
-
-    def _wait_layer(self, receive: Receive, layer: int, limit: float | None) -> None:
-        engine, layout = self._registered("wait_layer")
-        if layer not in layout.layers:
-            raise ProtocolError(f"wait_layer: this rank does not hold layer {layer!r}")
-        deadline = None if limit is None else time.monotonic() + min(limit, threading.TIMEOUT_MAX)
-        with engine.changed:
-            while not engine.receiver.layer_done(receive, layer):
-                self._check_open(engine, f"wait_layer of request {receive.request!r}")
-                left = None if deadline is None else deadline - time.monotonic()
-                if not engine.changed.wait(left) and left is not None:
-                    raise TransferTimeout(
-                        f"request {receive.request!r}: layer {layer} is not complete after {limit:g} s; it goes on",
-                        pages_safe=lambda: receive.ended,
-                    )
 
     def _now(self) -> float:
         return time.monotonic()

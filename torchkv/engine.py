@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torchkv.control import Control, PeerEvent, PeerState
 from torchkv.env import Options
 from torchkv.errors import KVError, ProtocolError
+from torchkv.layerwait import HeldLayers
 from torchkv.mover import Mover
 from torchkv.packer import Staging
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
@@ -118,6 +119,7 @@ class Engine:
         )
         self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # still to be told
         self.eager_until = 0.0  # an answer is expected any moment: a request has just begun, or is about to end
+        self.held_layers = HeldLayers()
         self._news = False  # something has changed for those who wait for ``changed``
         self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
         self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
@@ -397,6 +399,7 @@ class Engine:
         if self._news:
             self._news = False
             with self.lock:
+                self.held_layers.open()
                 self.changed.notify_all()
 
     def _take_actions(self) -> list[Action]:

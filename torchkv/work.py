@@ -6,6 +6,7 @@ import builtins
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
 if TYPE_CHECKING:
     from torchkv.flags import Flags, Hold
+    from torchkv.layerwait import LayerWait
 
 __all__ = ["KVWork"]
 
@@ -37,7 +39,7 @@ class KVWork(dist.Work):
     aux: builtins.bytes = b""
     _parts = 0
     _reading = 0  # parts that still read the source pages
-    _wait_layer: Callable[[int, float | None], None] | None = None
+    _layer: Callable[[int], LayerWait] | None = None  # of receives
     _ended: float | None = None
     _paths: frozenset[str] = frozenset()
     _error: KVError | None = None
@@ -51,18 +53,10 @@ class KVWork(dist.Work):
     _flags: Flags | None = None  # of the GPU that the cache lies on
     _holds: tuple[Hold, ...] = ()  # streams that wait for this work
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        wait_layer: Callable[[int, float | None], None] | None = None,
-        flags: Flags | None = None,
-    ) -> None:
+    def __init__(self, what: str, *, flags: Flags | None = None) -> None:
         dist.Work.__init__(self)  # super() takes half a microsecond more
         self._what = what
         self._began = time.perf_counter()
-        if wait_layer is not None:
-            self._wait_layer = wait_layer
         if flags is not None:
             self._flags = flags
 
@@ -139,19 +133,28 @@ class KVWork(dist.Work):
             return True
         return self.wait(timeout)
 
-    def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
+    def wait_stream(self, stream: torch.cuda.Stream | None = None, *, layer: int | None = None) -> None:
         """Orders what is enqueued on ``stream`` from now on after this work; never raises for a failed one.
 
-        stream: default, the current one. A failed request releases the stream too: check ``exception()`` before using
-        results. On host memory the calling thread is the stream, so this blocks it. Raises ``ProtocolError`` while
-        the stream is being captured: a replay would wait for this work, not for the one of its own step.
+        stream: default, the current one. layer: for receives, only after that layer (a global id). A failed request
+        releases the stream too: check ``exception()`` before using results. On host memory the calling thread is the
+        stream, so this blocks it. Raises ``ProtocolError`` while the stream is being captured (a replay would wait for
+        this work, not for the one of its own step), and as `wait_layer` does.
         """
+        wait = None if layer is None else self._layer_wait(layer)
         if self._flags is None:
-            self._wait_done(0)
+            if wait is None:
+                self._wait_done(0)
+            else:
+                with suppress(KVError):
+                    wait.wait(None)
             return
         if self._is_done:
             return
         hold = self._flags.hold(torch.cuda.current_stream() if stream is None else stream)
+        if wait is not None:
+            wait.hold(hold)
+            return
         with _futures:
             if not self._is_done:
                 self._holds += (hold,)
@@ -163,11 +166,14 @@ class KVWork(dist.Work):
 
         Raises as ``wait`` does, and ``ProtocolError`` for a layer this rank does not hold or a send's work.
         """
-        if self._wait_layer is None:
-            raise ProtocolError(f"{self._what}: wait_layer is for receives; use wait()")
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        self._wait_layer(layer, limit if limit > 0 else None)
+        self._layer_wait(layer).wait(limit if limit > 0 else None)
         return True
+
+    def _layer_wait(self, layer: int) -> LayerWait:
+        if self._layer is None:
+            raise ProtocolError(f"{self._what}: single layers are waited for by receives; wait for the whole work")
+        return self._layer(layer)
 
     # ------------------------------------------------------------------ for the engine
 

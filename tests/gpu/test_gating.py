@@ -216,6 +216,51 @@ def test_a_kernel_behind_wait_stream_reads_what_came_after_it_was_enqueued(
     gpu_ranks(2).run(read_early, options)
 
 
+def read_layer_early(options: dict[str, Any]) -> None:
+    """The same for one layer: what is enqueued behind it runs while the next one is still to be sent."""
+    with gpu_group(**options) as kv:
+        cache = registered_cache(kv, num_layers=2)
+        if kv.rank() == WRITER:
+            meet(kv)
+            kv.send_pages("r", SOURCE, READER, layers=0).wait(30)
+            meet(kv)  # layer 0 has been read there
+            kv.send_pages("r", SOURCE, READER, layers=1).wait(30)
+            kv.finish("r", READER).wait(30)
+            exchanged(kv, page_bytes(cache, SOURCE))
+            return
+        ids = torch.tensor(TARGET, device=cache.device)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        early, late, behind = [], [], [torch.cuda.Event() for _ in streams]
+        for layer, stream in enumerate(streams):
+            with torch.cuda.stream(stream):  # before any is held: loads the kernels, and memory for each stream
+                early.append([cache[name][layer][ids] for name in "kv"])
+        torch.cuda.synchronize()
+        rx = kv.recv_pages("r", TARGET, WRITER)
+        for layer, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                rx.wait_stream(layer=layer)
+                late.append([cache[name][layer][ids] for name in "kv"])
+                behind[layer].record(stream)
+        assert not behind[0].query()
+        meet(kv)  # only now the writer begins
+        behind[0].synchronize()
+        assert not behind[1].query()
+        assert not rx.is_completed()
+        meet(kv)
+        rx.wait(30)
+        behind[1].synchronize()
+        expected = exchanged(kv, page_bytes(cache, TARGET))
+        for read, same in ((late, True), (early, False)):
+            assert torch.equal(as_bytes([read[layer][k] for k in range(2) for layer in range(2)]), expected) == same
+
+
+@pytest.mark.parametrize("options", PATHS)
+def test_a_kernel_behind_one_layer_runs_before_the_others_have_come(
+    options: dict[str, Any], gpu_ranks: Callable[[int], Ranks]
+) -> None:
+    gpu_ranks(2).run(read_layer_early, options)
+
+
 def release() -> None:
     """A stream that waits for a request is let go when the request fails, or the group ends."""
     with gpu_group() as kv:
