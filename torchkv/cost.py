@@ -123,20 +123,25 @@ def put_seconds(load: Load, costs: Costs) -> float:
     return load.descriptors * costs.descriptor + load.nbytes * costs.byte
 
 
-def staged_seconds(nbytes: int, costs: Costs, *, ring: int) -> float:
+def staged_seconds(nbytes: int, costs: Costs, *, ring: int, mapped: bool) -> float:
     """What ``nbytes`` bytes take through staging memory; ring: bytes of the smaller one of the two rings, not 0.
 
-    A piece is scattered while the next is gathered and put; only the last one's scatter comes on top.
+    A piece is scattered while the next is gathered and put; only the last one's scatter comes on top. mapped: pieces
+    are gathered straight into the receiver's ring, at the rate of whichever of the two is slower, without a put.
     """
     piece = max(1, min(LARGEST_PIECE, ring // PIECES))
     last = min(nbytes, piece) * costs.pack
-    return STAGING_SECONDS + max(nbytes * (costs.byte + costs.pack), nbytes / piece * PIECE_SECONDS) + last
+    byte = max(costs.byte, costs.pack) if mapped else costs.byte + costs.pack
+    return STAGING_SECONDS + max(nbytes * byte, nbytes / piece * PIECE_SECONDS) + last
 
 
-def cheapest(load: Load, costs: Costs, *, page_for_page: bool, ring: int) -> Choice:
-    """The path that costs least where nothing is mapped. ring: as for `staged_seconds`; 0 if it cannot be staged."""
+def cheapest(load: Load, costs: Costs, *, page_for_page: bool, ring: int, mapped: bool = False) -> Choice:
+    """The path that costs least where the pages are not mapped.
+
+    ring, mapped: as for `staged_seconds`; no ring, 0, if it cannot be staged.
+    """
     put = put_seconds(load, costs)
-    staged = staged_seconds(load.nbytes, costs, ring=ring) if ring else None
+    staged = staged_seconds(load.nbytes, costs, ring=ring, mapped=mapped) if ring else None
     path = "runs" if page_for_page else "slices"
     return Choice(path="staged" if staged is not None and staged < put else path, load=load, put=put, staged=staged)
 

@@ -133,7 +133,9 @@ def _gbps(byte: float) -> float:
 def _link(route: Route, path: str, lane: str) -> str:
     if route.channel is None:
         return "local copy"
-    if path != "direct":
+    view = next(view for view in route.views if view is not None) if path == "direct" else None
+    if path == "staged":
+        view = route.staging_view
+    if view is None:
         return lane
-    view = next(view for view in route.views if view is not None)
     return "shared memory" if view.device.type == "cpu" else "peer GPU memory"

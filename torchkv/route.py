@@ -146,7 +146,8 @@ class Route:
             seamless=lambda slab: self._seamless(plan, local, slab),
         )
         costs = self.costs or ASSUMED[local.device.type]
-        choice = cheapest(load, costs, page_for_page=plan.page_for_page, ring=ring)
+        mapped = self.staging_view is not None
+        choice = cheapest(load, costs, page_for_page=plan.page_for_page, ring=ring, mapped=mapped)
         if choice.path != "staged":
             return choice
         cutter = Cutter(plan, layers, start, num_pages, limit_tokens=limit_tokens, checksum=False)

@@ -292,32 +292,33 @@ def test_a_short_transfer_after_a_long_one_shows_no_foreign_byte(checksum: bool,
 # ---------------------------------------------------------------------- the sender's memory
 
 
-def memory_taken(own: int) -> tuple[set[str], int]:
-    """A request arrives. Which lanes have carried it, and what memory rank 0 has taken to send from."""
+def memory_taken(own: int) -> tuple[set[str], str, int]:
+    """A request arrives. Which lanes have carried it, over what link, and what memory rank 0 took to send from."""
     with kv_group(path="staged", staging_send=own) as kv:
         cache = random_cache()
         kv.register(cache)
         source = page_bytes(cache, PAGES)
-        lanes, taken = {}, -1
+        lanes, link, taken = {}, "", -1
         if kv.rank() == 0:
             send(kv, PAGES, 1)
             seen = kv.explain(1)
-            lanes, taken = seen.lanes, seen.staging["send"]
+            lanes, link, taken = seen.lanes, seen.link, seen.staging["send"]
         elif kv.rank() == 1:
             canaries = page_bytes(cache, OTHERS)
             kv.recv_pages("r", TARGETS, 0).wait(PATIENCE)
         expected = pass_on(kv, 0, source, 1)
         if kv.rank() == 1:
             check_pages(kv, expected, canaries)
-        return {name for name, lane in lanes.items() if lane.nbytes}, taken
+        return {name for name, lane in lanes.items() if lane.nbytes}, link, taken
 
 
 def test_only_a_ring_that_is_not_mapped_takes_memory_to_send_from(lane: str, three: Ranks) -> None:
-    lanes, taken = three.run(memory_taken, 64 << 10)[0]
+    lanes, link, taken = three.run(memory_taken, 64 << 10)[0]
     if lane == "memory":
-        assert (lanes, taken) == ({"view"}, 0)
+        assert (lanes, link, taken) == ({"view"}, "shared memory", 0)
     else:
-        assert [name.startswith("tcp/") for name in lanes] == [True]
+        assert lanes == {link}
+        assert link.startswith("tcp/")
         assert taken == 64 << 10
 
 
@@ -341,7 +342,7 @@ def nothing_to_send_from() -> None:
 
 def test_only_a_ring_that_is_not_mapped_needs_memory_to_send_from(lane: str, three: Ranks) -> None:
     if lane == "memory":
-        assert three.run(memory_taken, 0)[0] == ({"view"}, 0)
+        assert three.run(memory_taken, 0)[0] == ({"view"}, "shared memory", 0)
     else:
         three.run(nothing_to_send_from)
 

@@ -95,16 +95,25 @@ def test_staging_costs_its_beginning_its_bytes_and_the_last_scatter() -> None:
     costs = cost.Costs(descriptor=1.0, byte=1e-9, pack=3e-9)
     nbytes = 100 * MIB
     expected = cost.STAGING_SECONDS + nbytes * 4e-9 + cost.LARGEST_PIECE * 3e-9
-    assert cost.staged_seconds(nbytes, costs, ring=RING) == pytest.approx(expected)
-    assert cost.staged_seconds(512, costs, ring=RING) == pytest.approx(cost.STAGING_SECONDS + 512 * 7e-9, rel=0.1)
+    assert cost.staged_seconds(nbytes, costs, ring=RING, mapped=False) == pytest.approx(expected)
+    least = cost.staged_seconds(512, costs, ring=RING, mapped=False)
+    assert least == pytest.approx(cost.STAGING_SECONDS + 512 * 7e-9, rel=0.1)
+
+
+@pytest.mark.parametrize(("byte", "pack"), [(1e-9, 3e-9), (3e-9, 1e-9)])
+def test_a_piece_gathered_straight_into_a_mapped_ring_costs_no_put(byte: float, pack: float) -> None:
+    nbytes = 100 * MIB
+    expected = cost.STAGING_SECONDS + nbytes * 3e-9 + cost.LARGEST_PIECE * pack
+    costs = cost.Costs(descriptor=1.0, byte=byte, pack=pack)
+    assert cost.staged_seconds(nbytes, costs, ring=RING, mapped=True) == pytest.approx(expected)
 
 
 def test_a_small_ring_costs_its_turns() -> None:
     """Of 16 pieces, as in the measurement that the constants come from."""
     costs = cost.Costs(descriptor=1.0, byte=1e-12, pack=1e-12)
-    small = cost.staged_seconds(MIB, costs, ring=256 << 10)
+    small = cost.staged_seconds(MIB, costs, ring=256 << 10, mapped=False)
     assert small == pytest.approx(cost.STAGING_SECONDS + 16 * cost.PIECE_SECONDS, rel=0.01)
-    assert cost.staged_seconds(MIB, costs, ring=RING) < small / 5
+    assert cost.staged_seconds(MIB, costs, ring=RING, mapped=False) < small / 5
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,14 @@ def test_the_route_s_own_costs_decide(reader: KVLayout, costs: Costs, path: str)
     assert World(reader, costs=costs, ring=1 << 20).choose().path == path
 
 
+def test_a_mapped_ring_is_cheaper_by_the_put() -> None:
+    costs = Costs(descriptor=0.0, byte=2e-6, pack=1e-6)
+    put, mapped = (World(SLICES, costs=costs, views=views, ring=1 << 20).choose(own=1 << 20) for views in (False, True))
+    assert put.staged is not None
+    assert mapped.staged is not None
+    assert put.staged - mapped.staged == pytest.approx(put.load.nbytes * 1e-6)
+
+
 @pytest.mark.parametrize(
     ("ring", "own", "path"),
     [
