@@ -69,7 +69,8 @@ def as_pages(pages: Pages, *, num_pages: int, what: str) -> Int64Array:
     ids: Int64Array = np.empty(len(array), dtype=_INT64)
     if not copy_ids(array, ids, num_pages):
         bad = ids[(ids < 0) | (ids >= num_pages)]
-        raise PageOutOfRange(f"{what}: page {bad[0]} is outside this cache's [0, {num_pages})")
+        hint = "" if num_pages else "; its layers have no pages: say how many there are by KVCache(num_pages=)"
+        raise PageOutOfRange(f"{what}: page {bad[0]} is outside this cache's [0, {num_pages}){hint}")
     return ids
 
 

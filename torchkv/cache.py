@@ -17,6 +17,7 @@ from torchkv.layout import KVLayout
 __all__ = ["KVCache", "Placement"]
 
 PAGE_ALIGN = 4096
+MOST = (1 << 31) - 1  # pages, or slots
 NOTHING = (
     "nothing to hold: no held layer has a component, and there is no slot for state; give num_slots, or states=, or "
     "register(None) on a rank whose layers have neither"
@@ -59,11 +60,13 @@ class KVCache:
         tensors: Mapping[str, Sequence[torch.Tensor | None]],
         *,
         states: Mapping[str, Sequence[torch.Tensor | None]] | None = None,
+        num_pages: int | None = None,
     ) -> None:
         """Adopts an engine's own tensors without copying.
 
-        Each page must be contiguous; any stride between pages is fine. Raises ``LayoutMismatch`` naming the
-        component, layer and what differs.
+        Each page must be contiguous; any stride between pages is fine. num_pages: how many page ids the engine has,
+        for a rank whose layers have state only: there no tensor tells. Raises ``LayoutMismatch`` naming the component,
+        layer and what differs.
         """
         self.layout = layout
         self._tensors = _checked(
@@ -76,7 +79,10 @@ class KVCache:
         slots = [t for rows in self._states.values() for t in rows if t is not None]
         if not held and not slots:
             raise LayoutMismatch(NOTHING)
-        self.num_pages: int = _agree("num_pages", {int(t.shape[0]) for t in held} or {0})
+        counts = {int(t.shape[0]) for t in held}
+        if num_pages is not None:
+            counts.add(integer("num_pages", num_pages, 1, MOST))
+        self.num_pages: int = _agree("num_pages", counts or {0})
         self.num_slots: int = _agree("num_slots", {int(t.shape[0]) for t in slots} or {0})
         self.device = torch.device(_agree("device", {str(t.device) for t in held + slots}))
         self.storages: list[torch.Tensor] = []  # one uint8 tensor over each distinct storage
@@ -100,8 +106,8 @@ class KVCache:
         collective and every rank allocates the most that any of them needs.
         Raises ``LayoutMismatch`` (sizes), ``TransportUnavailable`` (no such memory here).
         """
-        num_pages = integer("num_pages", num_pages, 1, (1 << 31) - 1)
-        num_slots = integer("num_slots", num_slots, 0, (1 << 31) - 1)
+        num_pages = integer("num_pages", num_pages, 1, MOST)
+        num_slots = integer("num_slots", num_slots, 0, MOST)
         place = as_device(device)
         shapes: list[tuple[bool, str, int, tuple[int, ...], torch.dtype]] = [
             (False, c.name, layer, (num_pages, *layout.page_shape(c.name)), c.dtype)

@@ -100,6 +100,7 @@ def adopted(layout: KVLayout, device: torch.device = HOST) -> KVCache:
         states={
             s.name: pools(layout.state_shape(s.name), s.dtype, NUM_SLOTS, layout.state_layers(s.name)) for s in states
         },
+        num_pages=NUM_PAGES,
     )
 
 
@@ -301,8 +302,6 @@ def requests(
     with kv_group(**options) as kv:
         cache = None
         if layout is not None:
-            # Adopted tensors of a stage without pages do not tell how many the others have.
-            adopt = adopt and any(layout.component_layers(c.name) for c in layout.components)
             cache = adopted(layout, place) if adopt else own_cache(layout, place, kv)
             randomise(cache)
         kv.register(cache, instance=None if layout is None else "prefill" if rank in setting.writers else "decode")

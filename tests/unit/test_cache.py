@@ -171,6 +171,18 @@ def test_a_cache_of_state_alone() -> None:
     check_placements(cache)
 
 
+def test_adopted_state_alone_is_told_how_many_pages_the_engine_has() -> None:
+    """It takes part in grants of pages, like every rank of its instance, and no tensor of its own tells."""
+    states = {"ssm": [torch.zeros(5, 4, 6)] * 2, "conv": [None, torch.zeros(5, 3).half()]}
+    assert KVCache(recurrent(), {}, states=states).num_pages == 0
+    assert KVCache(recurrent(), {}, states=states, num_pages=9).num_pages == 9
+    with pytest.raises(LayoutMismatch, match="num_pages=0"):
+        KVCache(recurrent(), {}, states=states, num_pages=0)
+    with pytest.raises(LayoutMismatch, match=r"agree on num_pages.*'5', '9'"):
+        KVCache(gqa(), tensors(gqa()), num_pages=9)
+    assert KVCache(gqa(), tensors(gqa()), num_pages=PAGES).num_pages == PAGES
+
+
 def test_adopted_states_may_have_gaps_between_slots_and_share_a_storage() -> None:
     """As an engine lays them out: all of a layer's state in one record a slot, a strange number of bytes apart."""
     layout = recurrent()
