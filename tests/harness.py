@@ -40,9 +40,10 @@ DUMP_DEADLINE = 3.0
 # where a fresh interpreter takes many to import torch. UCX is not preloaded, so its environment can differ.
 # One server for all tests of a pytest process: the first to start it decides what it has imported.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["torchkv", "torchkv_ucx", "torch.distributed.device_mesh", "numba", "zmq", "pytest", "harness", "warm"]
-)
+PRELOADED = ["torchkv", "torchkv_ucx", "torch.distributed.device_mesh", "numba", "zmq", "pytest", "harness", "warm"]
+SERVER.set_forkserver_preload(PRELOADED)
+# Python hands sys.path on to the server only since 3.12.8 and 3.13.1, and skips without a word what it cannot import.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
 
 

@@ -6,7 +6,7 @@ here loads UCX, starts a thread or touches a GPU.
 
 from __future__ import annotations
 
-from torchkv import arguments, checksum, descriptors, hostcopy, prefixindex
+from torchkv import prefixindex, registration
 
-for module in (arguments, checksum, descriptors, hostcopy, prefixindex):
+for module in (*registration.COMPILED, prefixindex):
     module.warm_up()

@@ -37,6 +37,7 @@ __all__ = ["Exchange", "Registration", "choose_transport", "failure_card", "new_
 # Gives every rank's bytes to every rank, in rank order. Collective.
 Exchange = Callable[[bytes], Sequence[bytes]]
 
+COMPILED = (hostcopy, descriptors, arguments, idle, checksum, leases, hostlane, wire)  # modules with machine code
 AUTO = ("ucx",)
 
 
@@ -114,7 +115,7 @@ class Registration:
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
-        for module in (hostcopy, descriptors, arguments, idle, checksum, leases, hostlane, wire):
+        for module in COMPILED:
             module.warm_up()
         self._staging = self._make_staging(ring)
         return msgspec.structs.replace(

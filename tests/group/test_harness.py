@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
+import harness
 import pytest
 from harness import RankFailed, Ranks, ask
 
@@ -20,6 +22,10 @@ def bare() -> Iterator[Ranks]:
 
 def square(number: int) -> int:
     return number * number
+
+
+def preloaded() -> list[str]:
+    return [name for name in harness.PRELOADED if name not in sys.modules]
 
 
 def wait_for_ever() -> None:
@@ -37,6 +43,12 @@ def raise_it() -> None:
 def test_values_come_back_in_rank_order(bare: Ranks) -> None:
     assert bare.run(square, 7) == [49, 49]
     assert bare.run(square, 3, ranks=[1]) == [9]
+
+
+def test_the_server_has_imported_all_it_was_told_to(bare: Ranks) -> None:
+    """It skips without a word what it does not find; then each rank would compile everything by itself."""
+    assert harness.PRELOADED[-1] == "warm"  # which no test imports
+    assert bare.run(preloaded) == [[], []]
 
 
 def test_an_exception_comes_with_its_traceback(bare: Ranks) -> None:
