@@ -1,25 +1,30 @@
-"""The pipelining benchmark's parts: its gates' arithmetic, its model, its check of bytes, its cores and its options."""
+"""The pipelining benchmark's parts: gates' arithmetic, model, check of bytes, processes, cores and options."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from torchkv.bench import pipeline_table, pipelined
+from torchkv.bench import pipeline_table, pipelined, processes
 from torchkv.bench.cores import first_two, pin, two_cores, waited
 from torchkv.bench.decoder import Decoder, ModelSize
 from torchkv.bench.gates import Gate, PipelineResult, Way
+from torchkv.bench.memories import Received, rows
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
 
@@ -34,6 +39,7 @@ def result(*, device: str = "cpu", tokens: int = 2048, saved: float = 0.8, **cha
     exposed = 0.01 * (1 - saved)
     fields = {
         "device": device,
+        "tp": "1:1",
         "tokens": tokens,
         "layers": 8,
         "nbytes": 1 << 20,
@@ -42,6 +48,7 @@ def result(*, device: str = "cpu", tokens: int = 2048, saved: float = 0.8, **cha
         "once": once,
         "pipelined": Way(prefill=(0.1, 0.2, 0.1), exposed=(exposed,) * 3, ttft=ttft, waited=(0.0, 0.1, 0.0)),
         "group_sizes": (1, 2, 1),
+        "unlike_groups": 0,
         "transfer": 0.009,
         "group_transfer": 1e-3,
         "round_trip": 2e-4,
@@ -66,6 +73,7 @@ def test_on_a_cpu_half_of_what_sending_once_exposes_must_be_saved() -> None:
     assert good.passed
     assert not result(saved=0.4).passed
     assert result(saved=0.4, tokens=1024).gates == (), "the gate is about prompts of 2,048 tokens"
+    assert result(saved=0.4, tp="2:1").gates == (), "and about a prefill that has a core for itself"
     assert not result(saved=0.6, wrong=1).passed
     assert not result(saved=0.6, wrong=1, tokens=1024).passed
 
@@ -110,6 +118,7 @@ def test_on_gpus_the_transfer_must_be_hidden_where_there_is_enough_to_hide_it_be
     assert result(pipelined=replace(result().pipelined, exposed=(control / 2,) * 3)).hidden == 1.0
     assert result(pipelined=replace(result().pipelined, exposed=(1.0,) * 3)).hidden == 0.0
     assert "part of the transfer hidden" not in gates(result(device="cuda", transfer=0.11))
+    assert "part of the transfer hidden" in gates(result(device="cuda", tp="2:2"))
 
 
 def test_on_gpus_short_prompts_must_not_become_slower() -> None:
@@ -124,12 +133,18 @@ def test_on_gpus_short_prompts_must_not_become_slower() -> None:
 
 
 def test_the_row_says_what_is_published_and_what_was_missed() -> None:
-    row, _, gate = pipeline_table.lines(result(saved=0.4))
-    assert row.split()[0] == "2048"
+    row, parts, gate = pipeline_table.lines(result(saved=0.4))
+    assert row.split()[:2] == ["2048", "1:1"]
     assert row.split()[-2:] == ["-48..-68", "0"]
     assert "1/8" in row.split()
     assert gate.endswith("0.400 (gate >= 0.5) MISSED")
     assert pipeline_table.lines(result(tokens=300, group_sizes=(8, 8, 8)))[0].split()[-2:] == ["-", "0"]
+    assert "another size" not in parts
+    assert "had the prefill's core" in parts
+    row, parts = pipeline_table.lines(result(tp="2:1", unlike_groups=2))
+    assert row.split()[1] == "2:1"
+    assert "another size on the other rank in 2 of them" in parts
+    assert "had the prefill's core" not in parts
 
 
 # ---------------------------------------------------------------------- the model
@@ -139,14 +154,79 @@ class Grown:
     """Keys and values in tensors that grow."""
 
     def __init__(self) -> None:
-        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.held: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_tokens = 0
 
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer in self.held:
-            k, v = torch.cat((self.held[layer][0], k)), torch.cat((self.held[layer][1], v))
-        self.held[layer] = k, v
+    def extend(self, layer: int, shard: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if (layer, shard) in self.held:
+            old_k, old_v = self.held[layer, shard]
+            k, v = torch.cat((old_k, k)), torch.cat((old_v, v))
+        self.held[layer, shard] = k, v
         return k, v
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products are computed by one thread each, as in the benchmark's processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Halves:
+    """Adds up tensors of two threads in place, as two ranks do."""
+
+    def __init__(self) -> None:
+        self._met = threading.Barrier(2, timeout=30)
+        self._terms: dict[int, torch.Tensor] = {}
+
+    def __call__(self, rank: int, term: torch.Tensor) -> None:
+        self._terms[rank] = term.clone()
+        self._met.wait()
+        term.copy_(self._terms[0] + self._terms[1])
+        self._met.wait()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_shards_give_the_same_bits_on_one_rank_and_on_two() -> None:
+    tokens = torch.randint(1000, (21,))
+    add = Halves()
+    whole = Decoder(SIZE, device=HOST, seed=3, num_shards=2)
+    halves = [
+        Decoder(SIZE, device=HOST, seed=3, num_shards=2, held=range(r, r + 1), reduce=partial(add, r)) for r in (0, 1)
+    ]
+
+    def logits(model: Decoder) -> tuple[torch.Tensor, torch.Tensor, Grown]:
+        memory = Grown()
+        first = model(tokens[:20], memory)
+        memory.num_tokens = 20
+        return first, model(tokens[20:], memory), memory
+
+    with ThreadPoolExecutor(2) as threads:
+        *wanted, all_heads = logits(whole)
+        for rank, (*found, memory) in enumerate(threads.map(logits, halves)):
+            assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+            for layer in range(SIZE.layers):
+                for one, other in zip(memory.held[layer, 0], all_heads.held[layer, rank], strict=True):
+                    assert torch.equal(one, other)
+    alone = Decoder(SIZE, device=HOST, seed=3, num_shards=2, held=range(1))
+    assert not torch.allclose(logits(alone)[0], wanted[0]), "both shards matter"
+
+
+def test_shards_are_parts_of_one_model() -> None:
+    parts = Decoder(SIZE, device=HOST, seed=3, num_shards=2)
+    whole = Decoder(SIZE, device=HOST, seed=4)
+    whole.embedding.copy_(parts.embedding)
+    for joined, layer in zip(whole.layers, parts.layers, strict=True):
+        (shard,), (a, b) = joined._shards, layer._shards
+        for name, split in (("qkv", a._heads), ("gate_up", [1, 1])):
+            rows = [getattr(part, name).unflatten(0, (sum(split), -1)).split(split) for part in (a, b)]
+            getattr(shard, name).copy_(torch.cat([torch.cat(both) for both in zip(*rows, strict=True)]).flatten(0, 1))
+        for name in ("out", "down"):
+            getattr(shard, name).copy_(torch.cat((getattr(a, name), getattr(b, name)), dim=1))
+    tokens = torch.randint(1000, (21,))
+    torch.testing.assert_close(parts(tokens, Grown()), whole(tokens, Grown()), rtol=1e-4, atol=1e-4)
 
 
 def test_a_decoded_token_is_what_the_whole_sequence_would_have_given() -> None:
@@ -186,15 +266,16 @@ def test_ways_take_turns_and_each_goes_first_as_often() -> None:
 # ---------------------------------------------------------------------- wrong bytes
 
 
-def test_every_wrong_byte_counts_in_the_pages_around_them_and_of_the_logits() -> None:
-    rank = pipelined._Rank(pipelined.Setup(device="cpu", model=SIZE, repeats=1, page_size=4))
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2)], ids=["a shard", "two shards"])
+def test_every_wrong_byte_counts_in_the_pages_around_them_and_of_the_logits(tp: tuple[int, int]) -> None:
+    rank = pipelined._Rank(pipelined.Setup(device="cpu", model=SIZE, repeats=1, page_size=4, tp=tp), 0)
     cache = KVCache.empty(SIZE.layout(4), 10, device=HOST)
     rank.slots = torch.from_numpy(np.random.default_rng().permutation(40)[:21])
     rank.ready(cache)
     prompt = torch.randint(1000, (21,))
     first, *_ = pipelined._first_token(rank, prompt, cache)
-    memory = pipelined._Received(cache, rank.slots)
-    memory.request = Here()  # type: ignore[assignment]
+    memory = Received(cache, rank.slots, num_shards=rank.num_held)
+    memory.gather(Here())  # type: ignore[arg-type]
     logits = rank.model(torch.tensor([first]), memory)
 
     def wrong(first: int = first, logits: torch.Tensor = logits) -> int:
@@ -206,7 +287,7 @@ def test_every_wrong_byte_counts_in_the_pages_around_them_and_of_the_logits() ->
         assert wrong(logits=logits.nextafter(logits + 1)) >= len(logits)
         untouched = next(iter(set(range(40)) - set(rank.slots.tolist())))
         for name, layer, slot in (("k", 0, rank.slots[0]), ("v", 2, rank.slots[-1]), ("v", 1, untouched)):
-            byte = pipelined._rows(cache, name, layer).view(torch.uint8)[slot, 1]
+            byte = rows(cache, name, layer).view(torch.uint8)[slot, 1]
             byte[7] ^= 1
             assert wrong() == 1
             byte[7] ^= 1
@@ -220,6 +301,25 @@ class Here:
 
     def wait_layer(self, layer: int) -> bool:
         return True
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def test_the_answers_of_all_processes_or_the_first_failure() -> None:
+    ours, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
+    theirs[2].send((True, "two"))
+    with pytest.raises(KVError, match="did not answer within"):
+        processes._answers(ours, 0.01)
+    for rank, end in enumerate(theirs):
+        end.send((True, rank))
+    assert processes._answers(ours, 10) == [0, 1, 2]
+    theirs[1].send((False, "its traceback"))
+    with pytest.raises(KVError, match="its traceback"):
+        processes._answers(ours, 10)  # though the others never answer
+    theirs[2].close()
+    with pytest.raises(KVError, match="died"):
+        processes._answers(ours, 10)
 
 
 # ---------------------------------------------------------------------- cores
@@ -300,10 +400,36 @@ def test_waiting_for_a_core_that_another_program_has_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--tokens", "0"], ["--tokens", "1,x"], ["--repeats", "0"], ["--device", "tpu"], ["--kv-heads", "-1"]]
+    "wrong",
+    [
+        ["--tokens", "0"],
+        ["--tokens", "1,x"],
+        ["--repeats", "0"],
+        ["--device", "tpu"],
+        ["--kv-heads", "-1"],
+        ["--tp", "2"],
+        ["--tp", "3:1"],
+        ["--tp", "1:0"],
+        ["--tp", "2:1:1"],
+        ["--tp", "2:1", "--kv-heads", "3", "--heads", "6"],
+        ["--tp", "1:2", "--ffn", "33"],
+    ],
 )
 def test_options_without_meaning_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         pipeline_table.run(wrong)
     assert stopped.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tp", "gpus", "message"), [("1:1", 0, "2 ranks.*none"), ("2:2", 3, "4 ranks.*finds 3")])
+def test_each_rank_needs_a_gpu_of_its_own(
+    tp: str, gpus: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(SystemExit) as stopped:
+        pipeline_table.run(["--device", "cuda", "--tp", tp])
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus + 2)
+    assert pipeline_table._parse(["--device", "cuda", "--tp", tp]).tp == (int(tp[0]), int(tp[2]))

@@ -1,7 +1,12 @@
-"""A decoder-only transformer with random weights, in plain PyTorch: what a real prefill costs, and a first decode."""
+"""A decoder-only transformer with random weights, in plain PyTorch: what a real prefill costs, and a first decode.
+
+Heads and feed-forward columns may be split into shards, whose results are summed as tensor parallelism does. A rank
+computes each of its shards by itself, so that every number is the same however many ranks the shards are spread over.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,60 +34,111 @@ class ModelSize:
     head_dim: int
     dtype: torch.dtype
 
-    def layout(self, page_size: int) -> KVLayout:
+    def layout(self, page_size: int, *, tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
         return KVLayout.gqa(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=self.dtype,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
         )
 
 
 class Memory(Protocol):
-    """Keys and values of one sequence. num_tokens: how many tokens it holds already."""
+    """Keys and values of one sequence, of a rank's shards. num_tokens: how many tokens it holds already."""
 
     num_tokens: int
 
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes those of n new tokens, [n, kv_heads, head_dim]; returns those of all tokens to attend to."""
+    def extend(self, layer: int, shard: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes those of n new tokens, [n, kv heads, head_dim]; returns those of all tokens to attend to.
+
+        shard: which of the rank's, from 0 on; all have as many kv heads.
+        """
+
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+Reduce = Callable[[torch.Tensor], object]
+
+
+class _Shard(nn.Module):
+    """A part of one layer's heads, and as large a part of its feed-forward columns. Its results are summands."""
+
+    def __init__(self, size: ModelSize, num_shards: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self._head_dim = size.head_dim
+        self._heads = [size.heads // num_shards, size.kv_heads // num_shards, size.kv_heads // num_shards]
+        wide, ffn = size.heads * size.head_dim, size.ffn // num_shards
+        self.qkv = _weight(sum(self._heads) * size.head_dim, size.hidden, size, generator)
+        self.out = _weight(size.hidden, wide // num_shards, size, generator, inputs=wide)
+        self.gate_up = _weight(2 * ffn, size.hidden, size, generator)
+        self.down = _weight(size.hidden, ffn, size, generator, inputs=size.ffn)
+
+    def attend(self, x: torch.Tensor, rotation: Rotation, memory: Memory, layer: int, number: int) -> torch.Tensor:
+        n = len(x)
+        qkv = F.linear(x, self.qkv).view(n, -1, self._head_dim)
+        q, k, v = torch.split(qkv, self._heads, dim=1)
+        k, v = memory.extend(layer, number, _rotate(k, rotation), v)
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (_rotate(q, rotation), k, v))
+        # New tokens come all at once, behind nothing, or one by one, behind everything.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=q.shape[1] != k.shape[1])
+        return F.linear(y.squeeze(0).transpose(0, 1).reshape(n, -1), self.out)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down)
 
 
 class _Layer(nn.Module):
-    def __init__(self, size: ModelSize, number: int) -> None:
+    def __init__(self, number: int, shards: Sequence[_Shard], reduce: Reduce | None) -> None:
         super().__init__()
-        self._size, self._number = size, number
-        wide = size.heads * size.head_dim
-        self.qkv = _weight(wide + 2 * size.kv_heads * size.head_dim, size.hidden, size.dtype)
-        self.out = _weight(size.hidden, wide, size.dtype)
-        self.gate_up = _weight(2 * size.ffn, size.hidden, size.dtype)
-        self.down = _weight(size.hidden, size.ffn, size.dtype)
+        self._number, self._reduce = number, reduce
+        self._shards = tuple(shards)
+        self.shards = nn.ModuleList(shards)  # so that their weights are the model's
 
-    def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], memory: Memory) -> torch.Tensor:
-        size, n = self._size, len(x)
-        qkv = F.linear(_norm(x), self.qkv).view(n, -1, size.head_dim)
-        q, k, v = torch.split(qkv, [size.heads, size.kv_heads, size.kv_heads], dim=1)
-        k, v = memory.extend(self._number, _rotate(k, rotation), v)
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (_rotate(q, rotation), k, v))
-        # New tokens come all at once, behind nothing, or one by one, behind everything.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=size.heads != size.kv_heads)
-        x = x + F.linear(y.squeeze(0).transpose(0, 1).reshape(n, -1), self.out)
-        gate, up = F.linear(_norm(x), self.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+    def forward(self, x: torch.Tensor, rotation: Rotation, memory: Memory) -> torch.Tensor:
+        y = _norm(x)
+        x = x + self._sum([s.attend(y, rotation, memory, self._number, i) for i, s in enumerate(self._shards)])
+        y = _norm(x)
+        return x + self._sum([s.feed_forward(y) for s in self._shards])
+
+    def _sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        if self._reduce is not None:
+            self._reduce(total)
+        return total
 
 
 class Decoder(nn.Module):
-    """The same weights for the same seed, in every process on one kind of device."""
+    """The same weights for the same seed and num_shards, in every process on one kind of device.
 
-    def __init__(self, size: ModelSize, *, device: torch.device, seed: int) -> None:
+    held: the shards, of num_shards, that this rank computes; by default all. reduce: adds up a tensor, in place, over
+    the ranks that compute the others.
+    """
+
+    def __init__(
+        self,
+        size: ModelSize,
+        *,
+        device: torch.device,
+        seed: int,
+        num_shards: int = 1,
+        held: range | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
         super().__init__()
-        with device:
-            self.layers = nn.ModuleList(_Layer(size, number) for number in range(size.layers))
-            self.embedding = _weight(VOCABULARY, size.hidden, size.dtype)
         self._head_dim = size.head_dim
         generator = torch.Generator(device).manual_seed(seed)
-        for weight in self.parameters():
-            weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+        self.embedding = _weight(VOCABULARY, size.hidden, size, generator)
+        self.layers = nn.ModuleList()
+        held = range(num_shards) if held is None else held
+        for number in range(size.layers):
+            # Those of other ranks are drawn too: what comes behind them depends on it.
+            shards = [_Shard(size, num_shards, generator) for _ in range(num_shards)]
+            self.layers.append(_Layer(number, [shards[shard] for shard in held], reduce))
 
     def forward(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
         """tokens: int64 [n], of which memory holds none yet, or one behind those it holds. The last one's logits."""
@@ -96,15 +152,20 @@ class Decoder(nn.Module):
         return F.linear(_norm(x[-1]), self.embedding)
 
 
-def _weight(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
+def _weight(
+    rows: int, columns: int, size: ModelSize, generator: torch.Generator, *, inputs: int | None = None
+) -> nn.Parameter:
+    """inputs: columns of the whole matrix, where this is a part of them."""
+    weight = torch.empty(rows, columns, dtype=size.dtype, device=generator.device)
+    weight.normal_(std=(inputs or columns) ** -0.5, generator=generator)
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

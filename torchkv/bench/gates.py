@@ -51,11 +51,14 @@ class PipelineResult:
     """Prompts of one length. Times in seconds.
 
     path: the one that was chosen; several, joined by "/", if it was not always the same. lane: what carried the most.
-    group_sizes: layers a group, of each pipelined pass. transfer: of all layers in one verb, behind the prefill.
-    group_transfer: of one group of so many layers, with nothing else to do. round_trip: of control messages.
+    tp: ranks that prefill, and ranks that decode, as "2:1". group_sizes: layers a group, of each pipelined pass, on the
+    first rank that prefills. unlike_groups: passes in which the other had groups of another size. transfer: of all
+    layers in one verb, behind the prefill. group_transfer: of one group of so many layers, with nothing else to do.
+    round_trip: of control messages.
     """
 
     device: str
+    tp: str
     tokens: int
     layers: int
     nbytes: int
@@ -64,6 +67,7 @@ class PipelineResult:
     once: Way
     pipelined: Way
     group_sizes: tuple[int, ...]
+    unlike_groups: int
     transfer: float
     group_transfer: float
     round_trip: float
@@ -128,10 +132,15 @@ class PipelineResult:
         return max(0.0, 1.0 - exposed / self.transfer)
 
     @property
+    def has_core(self) -> bool:
+        """Whether the prefill has a core for itself. If not, times on a CPU say nothing of pipelining."""
+        return self.device == "cpu" and self.tp == "1:1"
+
+    @property
     def gates(self) -> tuple[Gate, ...]:
         """Those that apply to this device and this length."""
         if self.device == "cpu":
-            if self.tokens != CPU_TOKENS:
+            if self.tokens != CPU_TOKENS or not self.has_core:
                 return ()
             return (Gate(name="TTFT saved / exposed when sent once", value=self.saved_part, limit=0.5, at_least=True),)
         gates = []

@@ -1,10 +1,10 @@
 """``python -m torchkv.bench pipeline``: what layer pipelining gains, by length of prompt.
 
 TTFT: from the start of the prefill until the receiver has decoded the first token after it. Exposed: from the end of
-the prefill until the receiver has all bytes in its pages. Medians of passes that take turns, in two fresh processes;
-every pass has fresh tokens, and all bytes and logits are compared with those of a second computation. On a CPU: TCP on
-loopback, the prefill alone on one core, everything else of both processes on another. Exit code 1 if a byte was wrong
-or a gate was missed.
+the prefill until the receiver has all bytes in its pages. Medians of passes that take turns, in fresh processes; every
+pass has fresh tokens, and all bytes and logits are compared with those of a second computation. On a CPU: TCP on
+loopback; with --tp 1:1 the prefill alone on one core, everything else of both processes on another, and without it no
+cores of their own, so that no time is judged. Exit code 1 if a byte was wrong or a gate was missed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NOTES = (
     "# Times in ms, medians. group: layers a group of all layers. delta: of TTFT in %, +-: between its quartiles.",
 )
 HEADER = (
-    f"{'':38} {'':8} {'exposed':>17} {'':7} {'TTFT':>17} {'':7} {'':5}\n"
-    f"{'tokens':>6} {'MB':>7} {'path':>11} {'lane':>11} {'prefill':>8} {'once':>8} {'pipelined':>9} {'group':>7} "
-    f"{'once':>8} {'pipelined':>9} {'delta_%':>7} {'+-':>5} {'published_%':>11} {'#wrong':>7}"
+    f"{'':42} {'':8} {'exposed':>17} {'':7} {'TTFT':>17} {'':7} {'':5}\n"
+    f"{'tokens':>6} {'tp':>3} {'MB':>7} {'path':>11} {'lane':>11} {'prefill':>8} {'once':>8} {'pipelined':>9} "
+    f"{'group':>7} {'once':>8} {'pipelined':>9} {'delta_%':>7} {'+-':>5} {'published_%':>11} {'#wrong':>7}"
 )
 
 
@@ -46,12 +46,12 @@ def run(arguments: Sequence[str]) -> int:
     """``arguments``: of the command line, behind ``pipeline``."""
     args = _parse(arguments)
     out = sys.stderr if args.json else sys.stdout
-    sizes = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     setup = Setup(
         device=args.device,
-        model=replace(MODELS[args.device], **sizes),
+        model=args.model,
         repeats=args.repeats,
-        cores=first_two() if args.device == "cpu" else None,
+        tp=args.tp,
+        cores=first_two() if args.device == "cpu" and args.tp == (1, 1) else None,
     )
 
     def say(line: str) -> None:
@@ -80,7 +80,7 @@ def lines(r: PipelineResult) -> list[str]:
     once, pipelined = ([1e3 * way.median(name) for name in ("exposed", "ttft")] for way in (r.once, r.pipelined))
     group = "once" if r.group_size >= r.layers else f"{r.group_size}/{r.layers}"
     row = (
-        f"{r.tokens:6} {r.nbytes / 1e6:7.1f} {r.path:>11} {r.lane:>11} {1e3 * r.once.median('prefill'):8.2f} "
+        f"{r.tokens:6} {r.tp:>3} {r.nbytes / 1e6:7.1f} {r.path:>11} {r.lane:>11} {1e3 * r.once.median('prefill'):8.2f} "
         f"{once[0]:8.2f} {pipelined[0]:9.2f} {group:>7} {once[1]:8.2f} {pipelined[1]:9.2f} {100 * (r.ratio - 1):+7.1f} "
         f"{1e5 * r.noise / once[1]:5.1f} {PUBLISHED.get(r.tokens, '-'):>11} {r.wrong:7}"
     )
@@ -90,7 +90,9 @@ def lines(r: PipelineResult) -> list[str]:
         f"{1e3 * r.round_trip:.2f}; TTFT saved {1e3 * r.saved:.2f}, {r.saved_part:.2f} of what sending once exposes; "
         f"{len(r.once.ttft)} passes of each way"
     )
-    if r.device == "cpu":
+    if r.unlike_groups:
+        parts += f"; groups of another size on the other rank in {r.unlike_groups} of them"
+    if r.has_core:
         parts += (
             f"; other programs had the prefill's core for {100 * r.disturbed:.0f}% of it, without that "
             f"{r.saved_undisturbed:.2f}"
@@ -116,6 +118,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages lie (default cpu); cuda: a GPU each")
+    add(
+        "--tp",
+        type=_tp,
+        default=(1, 1),
+        metavar="PREFILL:DECODE",
+        help="ranks that share the prefill, and ranks that share the decoding, 1 or 2 each (default 1:1); more would "
+        "add up their results in an order of their own, and bytes could not be compared",
+    )
     add("--tokens", type=_counts, help=f"lengths of prompts (default {TOKENS['cpu']}; on cuda {TOKENS['cuda']})")
     add("--repeats", type=_count, default=7, help="measured passes of each way (default 7)")
     for name in SIZES:
@@ -125,14 +135,27 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.tokens is None:
         args.tokens = _counts(TOKENS[args.device])
-    if args.device == "cuda" and torch.cuda.device_count() < 1:
-        parser.error("--device cuda: PyTorch finds no GPU here")
+    ranks, gpus = sum(args.tp), torch.cuda.device_count() if args.device == "cuda" else 0
+    if args.device == "cuda" and gpus < ranks:
+        parser.error(f"--device cuda: each of {ranks} ranks needs a GPU of its own, and PyTorch finds {gpus or 'none'}")
+    args.model = replace(MODELS[args.device], **{name: value for name in SIZES if (value := getattr(args, name))})
+    shards = max(args.tp)
+    for name in ("kv_heads", "heads", "ffn"):
+        if (value := getattr(args.model, name)) % shards:
+            parser.error(f"--tp: {shards} ranks cannot share --{name.replace('_', '-')} {value}; it must be even")
     return args
 
 
 def _defaults(name: str) -> str:
     cpu, cuda = (getattr(MODELS[device], name) for device in ("cpu", "cuda"))
     return f"{cpu}; on cuda {cuda}"
+
+
+def _tp(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) != 2 or any(part not in ("1", "2") for part in parts):
+        raise argparse.ArgumentTypeError(f"must be PREFILL:DECODE, 1 or 2 each, such as 2:1, not {text!r}")
+    return int(parts[0]), int(parts[1])
 
 
 def _count(text: str) -> int:

@@ -1,10 +1,12 @@
 """A prefill whose pages are sent once, at its end, and one whose pages `torchkv.pipeline` sends; taking turns.
 
-Two processes. One prefills a prompt, the other decodes the second token, layer by layer as their keys and values come.
+One rank, or two that share its heads, prefills a prompt; one or two others decode the second token, layer by layer as
+their keys and values come. Each rank is a process.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
 import statistics
 import time
@@ -17,16 +19,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchkv import hostmem
 from torchkv.bench.cores import pin, two_cores, waited
-from torchkv.bench.decoder import VOCABULARY, Decoder, ModelSize
+from torchkv.bench.decoder import VOCABULARY, Decoder, ModelSize, Reduce
 from torchkv.bench.gates import PipelineResult, Way
-from torchkv.bench.processes import run_two
+from torchkv.bench.memories import Paged, Plain, Received, rows, shard_of
+from torchkv.bench.processes import run_ranks
 from torchkv.cache import KVCache
 from torchkv.env import Options
 from torchkv.pipeline import pipeline
 from torchkv.process_group import KVProcessGroup
 from torchkv.transport import Int64Array
-from torchkv.work import KVWork
 
 __all__ = ["MODELS", "Setup", "pipelined_prefill"]
 
@@ -52,18 +55,25 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What both processes know.
+    """What all processes know.
 
-    repeats: measured passes of each way, where prompts are long. cores: the one that computes on a CPU, and the one
-    for everything else.
+    tp: ranks that prefill, and ranks that decode; each 1 or 2: sums of two are the same in any order, and bytes can be
+    compared only then. repeats: measured passes of each way, where prompts are long. cores: the one that computes on a
+    CPU, and the one for everything else; None: no rank has one for itself.
     """
 
     device: str
     model: ModelSize
     repeats: int
+    tp: tuple[int, int] = (1, 1)
     page_size: int = 16
     cores: tuple[int, int] | None = None
     seed: int = field(default_factory=lambda: secrets.randbits(48))
+
+    @property
+    def instances(self) -> dict[str, range]:
+        """Their ranks."""
+        return {"prefill": range(self.tp[0]), "decode": range(self.tp[0], sum(self.tp))}
 
     def prompt(self, num_tokens: int, turn: int) -> torch.Tensor:
         """Fresh tokens for each turn of each run: int64 [num_tokens]."""
@@ -84,127 +94,88 @@ class Setup:
 
 
 def pipelined_prefill(setup: Setup, tokens: Sequence[int]) -> list[PipelineResult]:
-    """One result for each number of ``tokens``, all from the same two fresh processes.
+    """One result for each number of ``tokens``, all from the same fresh processes.
 
     On a CPU they reach each other over TCP only, and share ``setup.cores``. Raises ``KVError``.
     """
     environment = {"UCX_TLS": "tcp"} if setup.device == "cpu" else {}
     with two_cores(setup.cores):
-        sent, received = run_two(_prefill, _decode, setup, tuple(tokens), environment=environment, deadline=DEADLINE)
-    return [_result(setup, *each) for each in zip(tokens, sent, received, strict=True)]
+        functions = [_prefill] * setup.tp[0] + [_decode] * setup.tp[1]
+        found = run_ranks(functions, setup, tuple(tokens), environment=environment, deadline=DEADLINE)
+    # By length of prompts first, and then by rank.
+    return [_result(setup, length, ranks) for length, *ranks in zip(tokens, *found, strict=True)]
 
 
-def _result(setup: Setup, tokens: int, sent: dict[str, Any], received: dict[str, Any]) -> PipelineResult:
+def _result(setup: Setup, tokens: int, found: Sequence[dict[str, Any]]) -> PipelineResult:
+    """found: what each rank measured. An instance has begun when one of its ranks has, and is done when all are."""
+    sent, received = ([found[rank] for rank in ranks] for ranks in setup.instances.values())
     ways = {}
     for way in WAYS:
         # One clock for all processes of a host, so the two sides' stamps can be subtracted.
-        began, computed = (np.array(sent[way][stamp]) for stamp in ("began", "computed"))
-        visible, decoded = (np.array(received[way][stamp]) for stamp in ("visible", "decoded"))
+        began = np.min([each[way]["began"] for each in sent], axis=0)
+        computed = np.max([each[way]["computed"] for each in sent], axis=0)
+        visible, decoded = (np.max([each[way][stamp] for each in received], axis=0) for stamp in ("visible", "decoded"))
         ways[way] = Way(
             prefill=tuple((computed - began).tolist()),
             exposed=tuple((visible - computed).tolist()),
             ttft=tuple((decoded - began).tolist()),
-            waited=tuple(sent[way]["waited"]),
+            waited=tuple(sent[0][way]["waited"]),
         )
+    group_sizes = [each["group_sizes"] for each in sent]
     return PipelineResult(
         device=setup.device,
+        tp=f"{setup.tp[0]}:{setup.tp[1]}",
         tokens=tokens,
         layers=setup.model.layers,
-        nbytes=sent["nbytes"],
-        path="/".join(sorted(sent["paths"])),
-        lane=sent["lane"],
-        group_sizes=tuple(sent["group_sizes"]),
-        transfer=statistics.median(sent["transfer"]),
-        group_transfer=sent["group_transfer"],
-        round_trip=sent["round_trip"],
-        wrong=received["wrong"],
+        nbytes=sum(each["nbytes"] for each in sent),
+        path="/".join(sorted(set().union(*(each["paths"] for each in sent)))),
+        lane="/".join(sorted({each["lane"] for each in sent})),
+        group_sizes=tuple(group_sizes[0]),
+        unlike_groups=sum(len(set(sizes)) > 1 for sizes in zip(*group_sizes, strict=True)),
+        transfer=statistics.median(np.max([each["transfer"] for each in sent], axis=0).tolist()),
+        group_transfer=max(each["group_transfer"] for each in sent),
+        round_trip=max(each["round_trip"] for each in sent),
+        wrong=sum(each["wrong"] for each in received),
         **ways,
     )
 
 
-# ---------------------------------------------------------------------- both processes
-
-
-class _Paged:
-    """Keys and values of the prompt, written to the pages of a cache."""
-
-    num_tokens = 0
-
-    def __init__(self, cache: KVCache, slots: torch.Tensor) -> None:
-        self._cache, self._slots = cache, slots
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for name, new in (("k", k), ("v", v)):
-            _rows(self._cache, name, layer)[self._slots] = new
-        return k, v
-
-
-class _Received:
-    """The same, read from the pages that they come to, layer by layer. Those of later tokens are kept nowhere."""
-
-    def __init__(self, cache: KVCache, slots: torch.Tensor) -> None:
-        self.num_tokens = len(slots)
-        self.request: KVWork | None = None
-        self._cache, self._slots = cache, slots
-        # Made once: to fault it in takes longer than all else that is done here.
-        self._all = {
-            name: _rows(cache, name, 0).new_empty((len(slots) + 1, *_rows(cache, name, 0).shape[1:]))
-            for name in ("k", "v")
-        }
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.request is not None
-        self.request.wait_layer(layer)
-        for name, new in (("k", k), ("v", v)):
-            torch.index_select(_rows(self._cache, name, layer), 0, self._slots, out=self._all[name][:-1])
-            self._all[name][-1:] = new
-        return self._all["k"], self._all["v"]
-
-
-class _Plain:
-    """The same in tensors of its own, which nothing but the model writes to."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.num_tokens:
-            self.layers.append((k, v))
-            return k, v
-        old_k, old_v = self.layers[layer]
-        return torch.cat((old_k, k)), torch.cat((old_v, v))
-
-
-def _rows(cache: KVCache, name: str, layer: int) -> torch.Tensor:
-    """One layer as [slots, kv heads, head_dim], in place."""
-    tensor = cache[name][layer]
-    assert tensor is not None
-    return tensor.flatten(0, 1)
+# ---------------------------------------------------------------------- all processes
 
 
 class _Rank:
     """One process: its model, and for one length of prompts its group, pages and slots."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.device = torch.device("cpu")
-        if setup.device == "cuda":
-            self.device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+    def __init__(self, setup: Setup, number: int, reduce: Reduce | None = None) -> None:
+        """reduce: adds up a tensor, in place, over the ranks of this one's instance."""
+        self.setup, self.number = setup, number
+        self.device = torch.device("cuda", number) if setup.device == "cuda" else torch.device("cpu")
+        self.instance = "prefill" if number in setup.instances["prefill"] else "decode"
+        ranks = setup.instances[self.instance]
+        self._tp_rank, self._tp_size = ranks.index(number), len(ranks)
+        num_shards = max(setup.tp)
+        self.num_held = held = num_shards // self._tp_size
         torch.set_grad_enabled(False)
-        self.model = Decoder(setup.model, device=self.device, seed=setup.seed)
+        self.model = Decoder(
+            setup.model,
+            device=self.device,
+            seed=setup.seed,
+            num_shards=num_shards,
+            held=range(self._tp_rank * held, (self._tp_rank + 1) * held),
+            reduce=reduce,
+        )
 
     @contextmanager
     def group(self, num_tokens: int) -> Iterator[tuple[KVProcessGroup, KVCache, Int64Array]]:
         """A group that has learned nothing yet, its cache, and the shuffled pages that every prompt uses."""
         # On a CPU not by way of memory that both processes map.
-        kv = dist.new_group(backend="torchkv", pg_options=Options(path=None if self.device.type == "cuda" else "runs"))
+        path = "runs" if self.device.type == "cpu" and self.setup.tp == (1, 1) else None
+        kv = dist.new_group(backend="torchkv", pg_options=Options(path=path))
         assert isinstance(kv, KVProcessGroup)
         needed = -(-num_tokens // self.setup.page_size)
-        layout = self.setup.model.layout(self.setup.page_size)
+        layout = self.setup.model.layout(self.setup.page_size, tp_rank=self._tp_rank, tp_size=self._tp_size)
         cache = KVCache.empty(layout, needed + CANARIES, device=self.device, group=kv)
-        kv.register(cache, instance=f"rank {kv.rank()}")
+        kv.register(cache, instance=self.instance)
         pages = np.random.default_rng().permutation(needed + CANARIES)[:needed]
         offsets = np.arange(self.setup.page_size)
         self.slots = torch.from_numpy((pages[:, None] * self.setup.page_size + offsets).ravel()[:num_tokens])
@@ -223,18 +194,36 @@ class _Rank:
         self.synchronize()
         if self.setup.cores is not None:
             # Each time: libraries start their threads when they first need them.
-            pin(self.setup.cores, is_computing=dist.get_rank() == 0)
+            pin(self.setup.cores, is_computing=self.number == 0)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-# ---------------------------------------------------------------------- the process that prefills
+def _this_rank(setup: Setup) -> _Rank:
+    """With what adds up tensors over its instance. Collective."""
+    number = dist.get_rank()
+    if setup.device == "cuda":
+        torch.cuda.set_device(number)
+    elif setup.tp != (1, 1):
+        # As on two hosts, where nothing is mapped: of the paths between ranks with unlike heads, one is slow without
+        # mappings, and the others use them where they can.
+        hostmem.host_identity = functools.cache(lambda: number.to_bytes(32, "big"))
+    reduce: Reduce | None = None
+    for ranks in setup.instances.values():
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), backend="nccl" if setup.device == "cuda" else "gloo")
+            if number in ranks:
+                reduce = functools.partial(dist.all_reduce, group=group)
+    return _Rank(setup, number, reduce)
+
+
+# ---------------------------------------------------------------------- the processes that prefill
 
 
 def _prefill(setup: Setup, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
-    rank = _Rank(setup)
+    rank = _this_rank(setup)
     return [_prefill_length(rank, num_tokens) for num_tokens in tokens]
 
 
@@ -246,18 +235,19 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             rank.ready(cache)
             prompt, request = rank.prompt(num_tokens, turn), f"{way} {turn}"
             dist.barrier()
-            kv.prefix_tokens(request, 1)
+            kv.prefix_tokens(request, "decode")
             rank.synchronize()
             before, began = waited(), time.monotonic()
             if way == "pipelined":
-                with pipeline(rank.model, kv, request, pages, 1) as sending:
+                with pipeline(rank.model, kv, request, pages, "decode") as sending:
                     first, computed, after = _first_token(rank, prompt, cache)
                 works, group_size = sending.works, len(sending.groups[0])
             else:
                 first, computed, after = _first_token(rank, prompt, cache)
-                works = [kv.send_pages(request, pages, 1)]
-            finish = kv.finish(request, 1)
-            dist.send(torch.tensor([first]), 1)
+                works = [kv.send_pages(request, pages, "decode")]
+            finish = kv.finish(request, "decode")
+            for other in rank.setup.instances["decode"] if rank.number == 0 else ():
+                dist.send(torch.tensor([first]), other)
             finish.wait()
             out["nbytes"] = sum(work.bytes for work in works)
             if turn >= rank.setup.first_measured:
@@ -271,14 +261,14 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
                     out["transfer"].append(works[0].seconds)
         out["round_trip"] = _round_trip(kv)
         out["group_transfer"] = _group_transfer(kv, pages, rank.setup.model.layers, out["group_sizes"])
-        lanes = kv.explain(1).lanes
-        out["lane"] = max(lanes, key=lambda lane: lanes[lane].nbytes)
+        counters = [c for other in rank.setup.instances["decode"] for c in kv.explain(other).lanes.items()]
+        out["lane"], _ = max(counters, key=lambda counter: counter[1].nbytes)
     return out
 
 
 def _first_token(rank: _Rank, prompt: torch.Tensor, cache: KVCache) -> tuple[int, float, float]:
     """The token that follows the prompt, when it was known, and what this thread had `waited` by then."""
-    token = int(rank.model(prompt, _Paged(cache, rank.slots)).argmax())
+    token = int(rank.model(prompt, Paged(cache, rank.slots)).argmax())
     return token, time.monotonic(), waited()
 
 
@@ -286,9 +276,9 @@ def _round_trip(kv: KVProcessGroup) -> float:
     """Seconds of a control round trip, from a seal to its verdict: requests without pages are nothing else."""
     seconds = []
     for number in range(ROUND_TRIPS):
-        kv.prefix_tokens(f"empty {number}", 1)
+        kv.prefix_tokens(f"empty {number}", "decode")
         began = time.monotonic()
-        kv.finish(f"empty {number}", 1).wait()
+        kv.finish(f"empty {number}", "decode").wait()
         seconds.append(time.monotonic() - began)
     return statistics.median(seconds)
 
@@ -299,21 +289,21 @@ def _group_transfer(kv: KVProcessGroup, pages: Int64Array, num_layers: int, grou
     seconds = []
     for number in range(ALONE):
         request = f"alone {number}"
-        kv.prefix_tokens(request, 1)
+        kv.prefix_tokens(request, "decode")
         for first in range(0, num_layers, size):
-            work = kv.send_pages(request, pages, 1, layers=range(first, min(first + size, num_layers)))
+            work = kv.send_pages(request, pages, "decode", layers=range(first, min(first + size, num_layers)))
             work.wait()
             if first + size <= num_layers:
                 seconds.append(work.seconds)
-        kv.finish(request, 1).wait()
+        kv.finish(request, "decode").wait()
     return statistics.median(seconds)
 
 
-# ---------------------------------------------------------------------- the process that decodes
+# ---------------------------------------------------------------------- the processes that decode
 
 
 def _decode(setup: Setup, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
-    rank = _Rank(setup)
+    rank = _this_rank(setup)
     return [_decode_length(rank, num_tokens) for num_tokens in tokens]
 
 
@@ -322,14 +312,14 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
     out["wrong"] = 0
     first = torch.zeros(1, dtype=torch.int64)
     with rank.group(num_tokens) as (kv, cache, pages):
-        memory = _Received(cache, rank.slots)
+        memory = Received(cache, rank.slots, num_shards=rank.num_held)
         for turn, way in rank.setup.turns(num_tokens):
             rank.ready(cache)
             granted = time.monotonic()
-            received = kv.recv_pages(f"{way} {turn}", pages, 0)
+            received = kv.recv_pages(f"{way} {turn}", pages, "prefill")
             dist.barrier()
+            memory.gather(received)
             dist.recv(first, 0)
-            memory.request = received
             logits = rank.model(first.to(rank.device), memory)
             int(logits.argmax())
             decoded = time.monotonic()
@@ -339,27 +329,27 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
                 out[way]["decoded"].append(decoded)
             out["wrong"] += _count_wrong(rank, cache, rank.prompt(num_tokens, turn), first, logits)
         for number in range(ROUND_TRIPS):
-            kv.recv_pages(f"empty {number}", [], 0).wait()
+            kv.recv_pages(f"empty {number}", [], "prefill").wait()
         for number in range(ALONE):
-            kv.recv_pages(f"alone {number}", pages, 0).wait()
+            kv.recv_pages(f"alone {number}", pages, "prefill").wait()
     return out
 
 
 def _count_wrong(rank: _Rank, cache: KVCache, prompt: torch.Tensor, first: torch.Tensor, logits: torch.Tensor) -> int:
     """Bytes that differ from a second computation without torchkv: in the pages, around them, and of the logits."""
-    plain = _Plain()
+    plain = Plain()
     expected = rank.model(prompt, plain)
     wrong = 8 * int(int(expected.argmax()) != int(first))
     plain.num_tokens = len(prompt)
     wrong += _differing(rank.model(first.to(rank.device), plain), logits)
     # Slots behind the prompt in its last page are sent with it, but as the sender's poison, which is the same.
-    untouched = torch.ones(len(_rows(cache, "k", 0)), dtype=torch.bool, device=rank.device)
+    untouched = torch.ones(len(rows(cache, "k", 0)), dtype=torch.bool, device=rank.device)
     untouched[rank.slots] = False
-    for layer, tensors in enumerate(plain.layers):
+    for (layer, shard), tensors in plain.layers.items():
         for name, want in zip(("k", "v"), tensors, strict=True):
-            rows = _rows(cache, name, layer)
-            wrong += _differing(want, rows[rank.slots])
-            wrong += int((rows[untouched].view(torch.uint8) != POISON).sum())
+            found = shard_of(rows(cache, name, layer), shard, want)
+            wrong += _differing(want, found[rank.slots])
+            wrong += int((found[untouched].view(torch.uint8) != POISON).sum())
     return wrong
 
 
