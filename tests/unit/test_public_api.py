@@ -183,7 +183,7 @@ def test_layouts_take_the_contract_s_parameters() -> None:
 
 def test_caches_take_the_contract_s_parameters() -> None:
     assert [name for name, _ in parameters(KVCache.__init__, POSITIONAL)] == ["layout", "tensors"]
-    assert parameters(KVCache.__init__, KEYWORD) == [("states", None)]
+    assert parameters(KVCache.__init__, KEYWORD) == [("states", None), ("num_pages", None)]
     found = inspect.signature(KVCache.empty).parameters
     assert list(found) == ["layout", "num_pages", "device", "num_slots", "group"]
     assert [p.default for p in found.values()] == [EMPTY, EMPTY, "cuda", 0, None]
@@ -218,7 +218,8 @@ def test_work_has_c10d_s_methods_and_ours() -> None:
     work = KVWork("test")
     assert (work.bytes, work.path, work.aux) == (0, "none", b"")
     assert work.seconds >= 0
-    assert inspect.signature(KVWork.wait_stream).parameters["stream"].default is None
+    assert parameters(KVWork.wait_stream, POSITIONAL) == [("stream", None)]
+    assert parameters(KVWork.wait_stream, KEYWORD) == [("layer", None)]
 
 
 def test_graph_gates_take_the_contract_s_parameters() -> None:
