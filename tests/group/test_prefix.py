@@ -195,9 +195,12 @@ def disagreement() -> None:
         source = [3, 4, 5]
         if rank < 2:
             send(kv, "first", source[:2], rank + 2)
+            # Each writer serves its receiver well: nothing but their disagreement is wrong. It begins before they can
+            # disagree: to one who began later, a grant that was withdrawn is as one that never came.
+            kv.send_pages("r", source[2:] if rank == 0 else source, rank + 2)
+            meet(kv)
             with pytest.raises(ProtocolError, match="'r'"):
-                # Each writer serves its receiver well: nothing but their disagreement is wrong.
-                send(kv, "r", source[kv.prefix_tokens("r", rank + 2) // PAGE_SIZE :], rank + 2)
+                kv.finish("r", rank + 2).wait(30)
             kv.cancel("r").wait(30)
             send(kv, "again", source, rank + 2)
             dist.send(page_bytes(cache, source), rank + 2, group=kv)
@@ -208,6 +211,7 @@ def disagreement() -> None:
             if rank == 3:
                 prefixes = PrefixCache(NUM_PAGES, PAGE_SIZE)
             held = prefixes.match(A + B + C)
+            meet(kv)
             rx = kv.recv_pages(
                 "r", prefixes.allocate(held, 3 - len(held.pages)), "prefill", prefix_tokens=held.num_tokens
             )
