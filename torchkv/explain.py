@@ -133,9 +133,10 @@ def _gbps(byte: float) -> float:
 def _link(route: Route, path: str, lane: str) -> str:
     if route.channel is None:
         return "local copy"
-    view = next(view for view in route.views if view is not None) if path == "direct" else None
-    if path == "staged":
+    if path == "direct":
+        view = next(view for view in route.views if view is not None)
+    elif path == "staged" and route.staging_view is not None:
         view = route.staging_view
-    if view is None:
+    else:
         return lane
     return "shared memory" if view.device.type == "cpu" else "peer GPU memory"

@@ -58,7 +58,7 @@ def test_ranks_with_unlike_heads_and_a_byte_that_one_of_them_gets_wrong() -> Non
     size = ModelSize(layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
     setups = [pipelined.Setup(device="cpu", model=size, repeats=1, tp=tp) for tp in ((2, 1), (1, 2))]
     # The same three processes for both: to start them takes longer than all else.
-    found = run_ranks([play, play, play_and_flip], setups, environment={"UCX_TLS": "tcp"})
+    found = run_ranks([play, play, play_and_flip], setups, environment={"UCX_TLS": "tcp"}, apart=True)
     two_to_one, one_to_two = zip(*found, strict=True)
     check(pipeline_table._row(pipelined._result(setups[0], 40, two_to_one)), tokens=40, passes=4)
     flipped = len(list(setups[1].turns(40)))

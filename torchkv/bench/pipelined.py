@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchkv import hostmem
 from torchkv.bench.cores import pin, two_cores, waited
 from torchkv.bench.decoder import VOCABULARY, Decoder, ModelSize, Reduce
 from torchkv.bench.gates import PipelineResult, Way
@@ -101,7 +100,10 @@ def pipelined_prefill(setup: Setup, tokens: Sequence[int]) -> list[PipelineResul
     environment = {"UCX_TLS": "tcp"} if setup.device == "cpu" else {}
     with two_cores(setup.cores):
         functions = [_prefill] * setup.tp[0] + [_decode] * setup.tp[1]
-        found = run_ranks(functions, setup, tuple(tokens), environment=environment, deadline=DEADLINE)
+        # Of the paths between ranks with unlike heads one is slow without mappings; the others use them where they can.
+        apart = setup.device == "cpu" and setup.tp != (1, 1)
+        arguments = (setup, tuple(tokens))
+        found = run_ranks(functions, *arguments, environment=environment, apart=apart, deadline=DEADLINE)
     # By length of prompts first, and then by rank.
     return [_result(setup, length, ranks) for length, *ranks in zip(tokens, *found, strict=True)]
 
@@ -206,10 +208,6 @@ def _this_rank(setup: Setup) -> _Rank:
     number = dist.get_rank()
     if setup.device == "cuda":
         torch.cuda.set_device(number)
-    elif setup.tp != (1, 1):
-        # As on two hosts, where nothing is mapped: of the paths between ranks with unlike heads, one is slow without
-        # mappings, and the others use them where they can.
-        hostmem.host_identity = functools.cache(lambda: number.to_bytes(32, "big"))
     reduce: Reduce | None = None
     for ranks in setup.instances.values():
         if len(ranks) > 1:

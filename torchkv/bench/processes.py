@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchkv import hostmem
 from torchkv.env import Options
 from torchkv.errors import KVError
 
@@ -29,10 +32,10 @@ def run_two(
     *args: Any,
     environment: Mapping[str, str] | None = None,
     path: str | None = None,
-    deadline: float = DEADLINE,
+    apart: bool = False,
 ) -> tuple[Any, Any]:
     """`run_ranks` of ``writer``, which is rank 0, and ``reader``."""
-    first, second = run_ranks((writer, reader), *args, environment=environment, path=path, deadline=deadline)
+    first, second = run_ranks((writer, reader), *args, environment=environment, path=path, apart=apart)
     return first, second
 
 
@@ -41,11 +44,13 @@ def run_ranks(
     *args: Any,
     environment: Mapping[str, str] | None = None,
     path: str | None = None,
+    apart: bool = False,
     deadline: float = DEADLINE,
 ) -> list[Any]:
     """Runs each function with ``args``, in a process of its own, in the order of ranks; returns what they return.
 
-    deadline: seconds. Raises ``KVError`` with the traceback of the process that failed first.
+    apart: as if each were on a host of its own, so that nothing is mapped. deadline: seconds. Raises ``KVError`` with
+    the traceback of the process that failed first.
     """
     context = get_context("spawn")
     ends: list[Connection] = []
@@ -53,8 +58,16 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="torchkv-bench-") as folder:
         for rank, function in enumerate(functions):
             ours, theirs = context.Pipe()
-            setup = (rank, len(functions), f"file://{folder}/store", dict(environment or {}), path, deadline)
-            process = context.Process(target=_entry, args=(setup, function, args, theirs))
+            start = _Start(
+                rank=rank,
+                size=len(functions),
+                store=f"file://{folder}/store",
+                environment=dict(environment or {}),
+                path=path,
+                apart=apart,
+                deadline=deadline,
+            )
+            process = context.Process(target=_entry, args=(start, function, args, theirs))
             process.start()
             theirs.close()
             ends.append(ours)
@@ -90,22 +103,34 @@ def _answer(end: Connection) -> Any:
     return value
 
 
-def _entry(
-    setup: tuple[int, int, str, dict[str, str], str | None, float],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    end: Connection,
-) -> None:
-    rank, size, store, environment, path, deadline = setup
-    os.environ.update(environment)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What a process begins with; see `run_ranks`."""
+
+    rank: int
+    size: int
+    store: str
+    environment: Mapping[str, str]
+    path: str | None
+    apart: bool
+    deadline: float
+
+
+def _entry(start: _Start, function: Callable[..., Any], args: tuple[Any, ...], end: Connection) -> None:
+    os.environ.update(start.environment)
     torch.set_num_threads(1)
+    if start.apart:
+        hostmem.host_identity = functools.cache(lambda: start.rank.to_bytes(32, "big"))
     try:
         import torchkv  # noqa: F401 - registers the backend in this process
 
-        limit = timedelta(seconds=deadline)
-        options = Options(path=path)
         dist.init_process_group(
-            "torchkv", init_method=store, rank=rank, world_size=size, timeout=limit, pg_options=options
+            "torchkv",
+            init_method=start.store,
+            rank=start.rank,
+            world_size=start.size,
+            timeout=timedelta(seconds=start.deadline),
+            pg_options=Options(path=start.path),
         )
         value = function(*args)
         dist.barrier()

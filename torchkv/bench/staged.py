@@ -11,14 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchkv import hostmem
 from torchkv.bench.check import count_wrong
 from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
 from torchkv.bench.rivals import serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
 from torchkv.env import Options
-from torchkv.errors import KVError, TransportUnavailable
+from torchkv.errors import KVError
 from torchkv.layout import KVLayout
 from torchkv.process_group import KVProcessGroup
 
@@ -65,22 +64,12 @@ class StagedResult:
 
 
 def staged_rates(*, repeats: int) -> StagedResult:
-    """In two fresh processes that reach each other over TCP only. Raises ``KVError``."""
-    measured, wrong = run_two(_write, _read, repeats, environment={"UCX_TLS": "tcp"})
+    """In two fresh processes that reach each other over TCP only, also the ring. Raises ``KVError``."""
+    measured, wrong = run_two(_write, _read, repeats, environment={"UCX_TLS": "tcp"}, apart=True)
     return StagedResult(wrong=wrong, nbytes=_nbytes(WAYS["staged"][1]), **measured)
 
 
-def _apart() -> None:
-    """As on two hosts: a ring that is mapped would be filled without TCP."""
-
-    def elsewhere(descriptor: bytes) -> hostmem.Segment:
-        raise TransportUnavailable("benchmarked as if it were on another host")
-
-    hostmem.open_segment = elsewhere
-
-
 def _write(repeats: int) -> dict[str, Any]:
-    _apart()
     rates = {"put": time_python_puts(_nbytes(WAYS["staged"][1]), 1)}
     pages = np.random.default_rng().permutation(PAGES)
     for way, (options, layers) in WAYS.items():
@@ -104,7 +93,6 @@ def _write(repeats: int) -> dict[str, Any]:
 
 
 def _read(repeats: int) -> int:
-    _apart()
     serve_python_puts(_nbytes(WAYS["staged"][1]), 1)
     pages = np.random.default_rng().permutation(PAGES)
     sent = torch.zeros(PAGES, dtype=torch.int64)
