@@ -37,7 +37,7 @@ __all__ = ["Exchange", "Registration", "choose_transport", "failure_card", "new_
 # Gives every rank's bytes to every rank, in rank order. Collective.
 Exchange = Callable[[bytes], Sequence[bytes]]
 
-COMPILED = (hostcopy, descriptors, arguments, idle, checksum, leases, hostlane, wire)  # whose machine code each rank needs
+COMPILED = (hostcopy, descriptors, arguments, idle, checksum, leases, hostlane, wire)  # machine code for all ranks
 AUTO = ("ucx",)
 
 
