@@ -179,7 +179,7 @@ class Ranks:
         if ready:
             rank = next(sentinels[one] for one in ready if isinstance(one, int))
             self._processes[rank].join()
-            self._fail(f"rank {rank} died with exit code {self._processes[rank].exitcode}, which no test declared")
+            self._fail(f"rank {rank} died with {self._end_of(rank)}")
         self._fail(f"ranks {list(ranks)} did not answer before the deadline:\n{self._dump(ranks)}")
 
     def _receive(self, rank: int) -> tuple[str, Any]:
@@ -187,7 +187,7 @@ class Ranks:
             kind, value = self._pipes[rank].recv()
         except EOFError:
             self._processes[rank].join(EXIT_DEADLINE)
-            self._fail(f"rank {rank} died with exit code {self._processes[rank].exitcode} in the middle of a call")
+            self._fail(f"rank {rank} died with {self._end_of(rank)}")
         return kind, value
 
     def _value(self, rank: int) -> Any:
@@ -219,6 +219,10 @@ class Ranks:
                 self._processes[rank].join(0.05)
             text += f"\nrank {rank}:\n{self._stacks[rank].read_text()[before:]}{_waits(self.pid(rank))}"
         return text
+
+    def _end_of(self, rank: int) -> str:
+        """How ``rank`` ended, which no test has declared, and what faulthandler wrote if it crashed."""
+        return f"exit code {self._processes[rank].exitcode}\n{self._stacks[rank].read_text()}"
 
     def _fail(self, text: str) -> None:
         self._kill_all(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -94,6 +95,15 @@ def test_an_undeclared_kill_fails_the_call(bare: Ranks) -> None:
 def test_an_exit_in_the_middle_of_a_call_fails_it(bare: Ranks) -> None:
     with pytest.raises(RankFailed, match=r"rank \d died with exit code 3"):
         bare.run(die, 3)
+
+
+def crash() -> None:
+    faulthandler._sigsegv()
+
+
+def test_a_crash_shows_where(bare: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"died with exit code -11\n(.*\n)*.*Segmentation fault(.*\n)*.*in crash"):
+        bare.run(crash)
 
 
 def test_a_death_between_calls_is_found_at_the_end() -> None:
