@@ -157,20 +157,20 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         self, thread: ProgressThread, registration: Registration, cards: list[Card], incarnation: int
     ) -> Engine:
         """This rank's engine, once every rank has one. Raises if any rank fails to make its own."""
-        outcome = cards[self.rank()]
-        failure: Exception | None = None
-        try:
-            engine = thread.call(lambda: registration.engine(cards))
+
+        def make() -> Engine:
+            engine = registration.engine(cards)
             thread.engine = engine
-            thread.call(lambda: registration.warm(engine))
-            registration.measure_routes(thread, engine)
-        except Exception as error:  # noqa: BLE001 - raised below, once the others know
-            failure = error
-            outcome = failure_card(self.rank(), incarnation, error)
-        if failure is not None:
-            self._exchange(outcome)
-            raise failure
-        self._exchange_all(outcome)
+            registration.warm(engine)
+            return engine
+
+        mine = cards[self.rank()]
+        engine = self._telling(incarnation, lambda: thread.call(make))
+        # Nobody puts anything before everybody has connected: over TCP, UCX (1.21 and 1.22) crashes if it connects to a
+        # peer whose put it has read in part; uct_tcp_ep_replace_ep takes over that there is one, and loses its header.
+        self._exchange_all(mine)
+        self._telling(incarnation, lambda: registration.measure_routes(thread, engine))
+        self._exchange_all(mine)
         return engine
 
     def _telling(self, incarnation: int, step: Callable[[], T]) -> T:

@@ -165,6 +165,7 @@ class Registration:
                 route.path(forced=self.options.require, page_for_page=True)
                 engine.prepare(rank)
             if engine.roster.contributing((rank,), self.rank):
+                engine.route(rank)  # also with nothing to prepare: nobody should have to connect later
                 engine.prepare_to_receive(rank)
 
     def measure(self, thread: ProgressThread, route: Route) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,20 @@ from harness import Ranks, kv_group
 from small import check_transfer, random_cache
 
 import torchkv
-from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, ProtocolError, State, TransportUnavailable
+from torchkv import (
+    Component,
+    KVCache,
+    KVError,
+    KVLayout,
+    LayoutMismatch,
+    ProtocolError,
+    State,
+    TransportUnavailable,
+    process_group,
+)
+from torchkv.engine import Engine
+from torchkv.progress import ProgressThread
+from torchkv.registration import Registration
 
 # How rank 1's layout differs from rank 0's; the field's name and both values, as the message must show them.
 MISMATCHES: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
@@ -241,6 +255,35 @@ def test_a_required_rate_is_measured_when_registering(four: Ranks) -> None:
     for message in four.run(too_slow, 1e9):
         assert "GB/s" in message
         assert "min_gbps" in message
+
+
+def late_to_connect() -> tuple[float, float]:
+    """When this rank had connected to its peers, and when it began to put."""
+    moments: list[float] = []
+
+    class Late(Registration):
+        def warm(self, engine: Engine) -> None:
+            time.sleep(0.3 * (self.rank == 1))
+            super().warm(engine)
+            moments.append(time.monotonic())
+
+        def measure_routes(self, thread: ProgressThread, engine: Engine) -> None:
+            moments.append(time.monotonic())
+            super().measure_routes(thread, engine)
+
+    with kv_group() as kv, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "Registration", Late)
+        kv.register(random_cache())
+        for rank in range(kv.size()):
+            assert rank == kv.rank() or rank in kv._engine.routes, "not connected to a rank that sends to this one"
+    connected, began = moments
+    return connected, began
+
+
+def test_nobody_puts_before_everybody_has_connected(four: Ranks) -> None:
+    """Else UCX may crash: it loses the header of a put that it reads while it connects to the peer over TCP."""
+    moments = four.run(late_to_connect)
+    assert max(connected for connected, _ in moments) <= min(began for _, began in moments)
 
 
 def two_groups_one_cache() -> None:
