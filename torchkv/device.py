@@ -32,6 +32,7 @@ class Device:
         event_pool(self.index)  # so that no caller has to fill it
         self.flags = Flags(device)
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
+        self.soon: set[Flag] = set()  # those of them that wait for copies only: their end is worth a core
         # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended. One
         # stream, so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next
         # kernel may as well begin while the last blocks of the one before end.
@@ -77,14 +78,20 @@ class Device:
         if stream in self._tenants:
             self._tenants[stream].remove(request)
 
-    def signal(self, stream: torch.cuda.Stream) -> Flag:
-        """A flag that rises when everything enqueued on ``stream`` so far is done and visible to the whole system."""
+    def signal(self, stream: torch.cuda.Stream, *, soon: bool = False) -> Flag:
+        """A flag that rises when everything enqueued on ``stream`` so far is done and visible to the whole system.
+
+        soon: if it is copies that can run now.
+        """
         flag = self.flags.signal(stream)
         self.in_flight.add(flag)
+        if soon:
+            self.soon.add(flag)
         return flag
 
     def retire(self, flag: Flag) -> None:
         self.in_flight.discard(flag)
+        self.soon.discard(flag)
         flag.release()
 
     def error_slot(self) -> torch.Tensor:

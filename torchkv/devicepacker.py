@@ -27,6 +27,8 @@ __all__ = ["DevicePacker"]
 class DevicePacker(Packer):
     """See `Packer`."""
 
+    elsewhere = True
+
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
         super().__init__(local, receiving)
         self._device = device
@@ -115,7 +117,7 @@ class DevicePacker(Packer):
 
     def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
         """Until everything enqueued so far is done. Raises ``TransportUnavailable`` if the GPU has failed."""
-        flag = self._device.signal(stream)
+        flag = self._device.signal(stream, soon=True)
         while not flag.done:
             yield 0
             try:

@@ -113,9 +113,13 @@ class Engine:
             client=self._client,
             route=self.route,
             broke=self._replace,
+            speak=self._speak_of_stages,
         )
         self._unstager = Unstager(
-            receiver=self.receiver, lock=self.lock, packer=None if staging is None else staging.packer
+            receiver=self.receiver,
+            lock=self.lock,
+            packer=None if staging is None else staging.packer,
+            speak=self._speak_of_stages,
         )
         self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # still to be told
         self.eager_until = 0.0  # an answer is expected any moment: a request has just begun, or is about to end
@@ -125,6 +129,7 @@ class Engine:
         self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
         self._dying: set[int] = set()  # dead peers whose last writes may still land
         self._next_tick = 0.0
+        self._now = 0.0  # when the present step began
 
     # ------------------------------------------------------------------ driving
 
@@ -134,6 +139,7 @@ class Engine:
         heard: on which file descriptors of the control channel something may have arrived, a bit each. moved: whether
         the transport may have anything to do that it has not armed for.
         """
+        self._now = now
         busy = self._hear(now, heard) if heard else False
         busy |= self._look_at_peers(now)
         busy |= self._settle(now)
@@ -163,6 +169,14 @@ class Engine:
         # Last, and the peers before the callers here: whoever is woken wants the GIL, which this thread holds.
         self._announce()
         return performed or bool(frames)
+
+    def _speak_of_stages(self) -> None:
+        """In the middle of a step: a stage that is full or free, and of which nobody knows, carries nothing."""
+        with self.lock:
+            for rank, message in self._take_credits():
+                self._tell(rank, message, self._now)
+            frames = self._talk.frames(self._now)
+        self._talk.send(frames)
 
     def hurry(self, now: float) -> Frames:
         """The grants just posted, for the caller to `say` without the lock: to wake the driver would take longer.
@@ -307,12 +321,15 @@ class Engine:
             case InstanceVerdict():
                 self.receiver.on_instance_verdict(src, message)
             case StageAsk():
+                self.eager_until = now + EAGER  # here and below: until the other side has done its part of a piece
                 self.receiver.on_stage_ask(src, message, now)
             case Staged():
+                self.eager_until = now + EAGER
                 self.receiver.on_staged(src, message, now)
             case Withdraw():
                 self.receiver.on_withdraw(src, message)
             case StageGrant():
+                self.eager_until = now + EAGER
                 self._client.on_grant(src, message, self.roster.members[src].staging)
             case StageDenied():
                 self._client.on_denied(src, message, self.roster.members[src].staging)
@@ -405,14 +422,16 @@ class Engine:
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []
         # First: a stage must be known to be written before a seal says that this was everything.
-        for credits in (self._client, self.keeper):
-            if credits.outbox:
-                taken += [Tell(rank, message) for rank, message in credits.outbox]
-                credits.outbox = []
+        taken += [Tell(rank, message) for rank, message in self._take_credits()]
         for machine in (self.sender, self.receiver, self._leader):
             if machine.actions:
                 taken += machine.actions
                 machine.actions = []
+        return taken
+
+    def _take_credits(self) -> list[tuple[int, Message]]:
+        taken = [*self._client.outbox, *self.keeper.outbox]
+        self._client.outbox, self.keeper.outbox = [], []
         return taken
 
     def _act(self, action: Action, now: float) -> None:

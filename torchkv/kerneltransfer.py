@@ -103,7 +103,8 @@ class KernelTransfer(Transfer):
             self._begin()
         for layers in groups:
             moved = self._launch(layers)
-            self._in_flight.append(_Launch(layers, moved, self._device.signal(self._stream)))
+            flag = self._device.signal(self._stream, soon=not self._waits)
+            self._in_flight.append(_Launch(layers, moved, flag))
             yield from self._settle(MAX_LAUNCHES - 1)
         yield from self._settle(0)
         self._release()

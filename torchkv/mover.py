@@ -72,7 +72,8 @@ class _Gated:
 class Mover:
     """The transfers of one rank. Belongs to the driver's thread; ``lock`` guards ``sender``, which callers share.
 
-    route: gives the way to a rank. broke: told of a route whose channel broke under a transfer.
+    route: gives the way to a rank. broke: told of a route whose channel broke under a transfer. speak: sends what
+    ``client`` has to say.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Mover:
         client: StageClient,
         route: Callable[[int], Route],
         broke: Callable[[Route], None],
+        speak: Callable[[], None],
     ) -> None:
         self.device = device
         self._sender = sender
@@ -99,6 +101,7 @@ class Mover:
         self._client = client
         self._route = route
         self._broke = broke
+        self._speak = speak
         self._gated: list[_Gated] = []
         self._queue: deque[Transfer] = deque()
         self._active: deque[Transfer] = deque()
@@ -263,6 +266,7 @@ class Mover:
             local=self._local,
             route=route,
             report=self._report_of(op),
+            speak=self._speak,
         )
 
     def _host_pages(self, op: SendOp, payload: SendPayload) -> Int64Array | None:

@@ -24,7 +24,12 @@ class Packer(ABC):
 
     An iterator that was begun must be run to its end, or until it raises: until then, something may still read the
     pages or write the stage, or the other way round.
+
+    elsewhere: whether something else does the work, so that the thread spends its time on what to tell it next. Then
+    peers should hear of each piece at once, not at the end of the thread's round.
     """
+
+    elsewhere = False
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's ring, if it has one."""

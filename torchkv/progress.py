@@ -170,6 +170,7 @@ class ProgressThread:
         spin = 0.0 if engine is None else engine.eager_until - now
         if device is not None and device.in_flight:
             awaited = [(flag.index, flag.value) for flag in device.in_flight]
+            spin = REST if device.soon else spin
             self._rest((fd, *control.fds), words=device.flags.words, awaited=awaited, seconds=REST, spin=spin)
         elif wait < REST or now < self._rest_until or spin > 0:
             self._rest((fd, *control.fds), seconds=min(wait, REST), spin=spin)

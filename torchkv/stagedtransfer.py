@@ -8,7 +8,7 @@ gathered straight into their stage, which leaves out the put.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from torchkv import cost
 from torchkv.devicepages import DevicePages
@@ -40,7 +40,7 @@ SEND_SHARE, RECV_SHARE = 2, 3
 class StagedTransfer(Transfer):
     """See `Transfer`. The receiver attests the layers itself, when it has unpacked them.
 
-    client: asks for stages; guarded by ``lock``. stages: this rank's own.
+    client: asks for stages; guarded by ``lock``. stages: this rank's own. speak: sends what ``client`` has to say.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class StagedTransfer(Transfer):
         local: LocalPages,
         route: Route,
         report: Report,
+        speak: Callable[[], None],
     ) -> None:
         super().__init__(op, grant, local=local, route=route, report=report)
         assert route.staging is not None
@@ -64,6 +65,7 @@ class StagedTransfer(Transfer):
         self._pages = pages
         self._client = client
         self._lock = lock
+        self._speak = speak
         self._stages = stages
         self._view = route.staging_view
         self._packer = packer
@@ -280,6 +282,8 @@ class StagedTransfer(Transfer):
                 checked=self._checksum,
                 state=self.op.state,
             )
+        if self._packer.elsewhere:
+            self._speak()
         self.route.count(self._lane, nbytes=layout.payload, spans=1)
         self._report((), layout.payload, "staged")
 

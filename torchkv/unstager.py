@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchkv.errors import KVError
 from torchkv.packer import Packer
@@ -18,12 +18,18 @@ MAX_ACTIVE = 4  # on a GPU: so many are enqueued, one behind the other
 
 
 class Unstager:
-    """Belongs to the driver's thread; ``lock`` guards ``receiver``, which callers share."""
+    """Belongs to the driver's thread; ``lock`` guards ``receiver``, which callers share.
 
-    def __init__(self, *, receiver: Receiver, lock: threading.Lock, packer: Packer | None) -> None:
+    speak: sends what there is to say about stages.
+    """
+
+    def __init__(
+        self, *, receiver: Receiver, lock: threading.Lock, packer: Packer | None, speak: Callable[[], None]
+    ) -> None:
         self._receiver = receiver
         self._lock = lock
         self._packer = packer
+        self._speak = speak
         self._queue: deque[Scatter] = deque()
         self._active: deque[tuple[Scatter, Iterator[int]]] = deque()
 
@@ -76,3 +82,5 @@ class Unstager:
     def _end(self, job: Scatter, error: KVError | None, now: float) -> None:
         with self._lock:
             self._receiver.scattered(job, error, now)
+        if self._packer is not None and self._packer.elsewhere:
+            self._speak()

@@ -123,9 +123,8 @@ def test_a_bad_page_is_left_out_and_named(page: int, monkeypatch: pytest.MonkeyP
     assert differences(transfer.target.now(), expected) == 0
     transfer.errors.zero_()
     transfer.src_pages[1] = page
-    transfer.sender.write_sums(
-        layout, piece, transfer.ids(piece), stage, limit_tokens=transfer.limit, errors=transfer.errors, blocks=16
-    )
+    common = {"limit_tokens": transfer.limit, "errors": transfer.errors, "blocks": 16}
+    transfer.sender.write_sums(layout, piece, transfer.ids(piece), Room.of(stage), **common)
     torch.cuda.synchronize()
     assert kernels.first_error(transfer.errors) == ("source", 1, min(page, (1 << 31) - 1))
 

@@ -160,6 +160,7 @@ class Case:
         )
         self.source = Source()
         self.reported = 0
+        self.spoken: list[int] = []  # messages that were sent at once
         self.packer = packer(self.local, None)
         self.transfer = self.make(layers, checksum=checksum)
 
@@ -180,7 +181,12 @@ class Case:
             local=self.local,
             route=self.route,
             report=self._report,
+            speak=self._speak,
         )
+
+    def _speak(self) -> None:
+        assert not self.lock.locked()
+        self.spoken.append(len(self.client.outbox))
 
     def _report(self, layers: tuple[int, ...], nbytes: int, path: str) -> None:
         assert (layers, path) == ((), "staged"), "the receiver attests what it has unpacked"

@@ -42,6 +42,16 @@ def test_a_verb_from_its_first_ask_to_its_last_word() -> None:
     assert case.stages.ring.in_use == 0
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_where_a_gpu_packs_word_of_a_piece_goes_at_once(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(own=1024, ring=1024)
+    monkeypatch.setattr(case.packer, "elsewhere", elsewhere)
+    staged = run_to_end(case)
+    assert len(staged) > 1
+    assert len(case.spoken) == (len(staged) if elsewhere else 0)
+    assert all(case.spoken), "there was nothing to say"
+
+
 @pytest.mark.parametrize(("own", "ring"), [(LEAST, 1 << 16), (1 << 16, LEAST), (512, 300), (4096, 2048)])
 def test_rings_of_any_size_carry_everything_once(own: int, ring: int) -> None:
     case = Case(own=-(-own // 256) * 256, ring=ring)

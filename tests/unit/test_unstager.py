@@ -25,7 +25,15 @@ class World:
         self.over: list[str] = []
         self.reports: list[tuple[str, KVError | None]] = []
         self.steps: dict[str, Iterator[int]] = {}
-        self.unstager = Unstager(receiver=cast(Receiver, self), lock=self.lock, packer=cast(Any, self))
+        self.elsewhere = False  # as the packer: whether a GPU does the work
+        self.told: list[int] = []  # how many reports there were when somebody was to be told
+        self.unstager = Unstager(
+            receiver=cast(Receiver, self), lock=self.lock, packer=cast(Any, self), speak=self._speak
+        )
+
+    def _speak(self) -> None:
+        assert not self.lock.locked()
+        self.told.append(len(self.reports))
 
     def wants(self, job: str) -> bool:
         assert self.lock.locked()
@@ -103,6 +111,16 @@ def test_a_job_under_way_is_run_to_its_end_whatever_became_of_its_request() -> N
     world.run()
     assert world.over == ["a"]
     assert world.reports == [("a", None)]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_where_a_gpu_unpacks_each_free_stage_is_told_of_at_once(elsewhere: bool) -> None:
+    world = World()
+    world.elsewhere = elsewhere
+    for job in "abc":
+        world.start(job, 0, 1)
+    world.run()
+    assert world.told == ([1, 2, 3] if elsewhere else [])
 
 
 def test_an_error_of_one_job_is_its_own() -> None:
