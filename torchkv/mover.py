@@ -103,7 +103,8 @@ class Mover:
         self._broke = broke
         self._speak = speak
         self._gated: list[_Gated] = []
-        self._queue: deque[Transfer] = deque()
+        self._queue: deque[Transfer] = deque()  # those that have not begun
+        self._admissible = False  # whether some of them may be able to by now
         self._active: deque[Transfer] = deque()
         self._moved_at: dict[Transfer, float] = {}
         self._by_op: dict[SendOp, Transfer] = {}
@@ -158,6 +159,7 @@ class Mover:
         transfer = self._by_op.get(op)
         if transfer is not None:
             transfer.halt()
+            self._admissible = True
 
     def open_gates(self, now: float) -> bool:
         """Turns started ops into transfers as soon as their data are ready."""
@@ -176,8 +178,8 @@ class Mover:
                     continue
                 else:
                     self._by_op[op] = transfer
-                    self._moved_at[transfer] = now
                     self._queue.append(transfer)
+                    self._admissible = True
                     continue
             except KVError as raised:
                 error = raised
@@ -323,10 +325,7 @@ class Mover:
     def advance(self, now: float) -> bool:
         """A bounded step of active transfers, in turn. True if anything moved."""
         moved = False
-        while self._queue and len(self._active) < MAX_ACTIVE:
-            transfer = self._queue.popleft()
-            self._moved_at[transfer] = now
-            self._active.append(transfer)
+        self._admit(now)
         budget = STEP_BYTES
         for _ in range(len(self._active)):
             if budget <= 0:
@@ -348,6 +347,21 @@ class Mover:
                 self._finish(transfer, now)
         return moved
 
+    def _admit(self, now: float) -> None:
+        """Lets transfers begin, in their order. One that waits for others to end is in nobody's way, at no cost."""
+        if not self._admissible:
+            return
+        self._admissible = False
+        behind: deque[Transfer] = deque()
+        while self._queue and len(self._active) < MAX_ACTIVE:
+            transfer = self._queue.popleft()
+            if transfer.error is None and not transfer.admit():
+                behind.append(transfer)
+                continue
+            self._moved_at[transfer] = now
+            self._active.append(transfer)
+        self._queue.extendleft(reversed(behind))
+
     def _advance(self, transfer: Transfer, budget: int) -> int:
         """Some steps of one transfer: about ``budget`` bytes, in not too many pieces. Returns the bytes moved."""
         total = 0
@@ -361,6 +375,7 @@ class Mover:
     def _finish(self, transfer: Transfer, now: float) -> None:
         del self._by_op[transfer.op]
         del self._moved_at[transfer]
+        self._admissible = True
         if not transfer.flushed:
             self._broke(transfer.route)
         if isinstance(transfer.error, RingExhausted) and transfer.flushed and transfer.op.payload.path is None:

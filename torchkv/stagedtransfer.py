@@ -88,15 +88,14 @@ class StagedTransfer(Transfer):
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
         return max(1, min(wanted, LARGEST_PIECE[device], rings))
 
+    def admit(self) -> bool:
+        self._boarded = self._stages.board(self.op.dst)
+        return self._boarded
+
     @property
     def patience(self) -> float:
         """While only the receiver's ring is missing, it is the receiver that keeps the time, and says what is wrong."""
         return 2.0 if self._waiting and self._waiting == len(self._flights) else 1.0
-
-    @property
-    def gated(self) -> bool:
-        """Whether it waits for other transfers to the same rank, which have deadlines of their own."""
-        return not self._boarded
 
     @property
     def _lane(self) -> str:
@@ -106,9 +105,6 @@ class StagedTransfer(Transfer):
 
     def _run(self) -> Iterator[int]:
         self._check_rings()
-        while not self._stages.board(self.op.dst):
-            yield 0
-        self._boarded = True
         while True:
             while self._ask():
                 pass

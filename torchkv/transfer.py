@@ -74,6 +74,10 @@ class Transfer(ABC):
     def grant(self) -> BoundGrant:
         return self._grant
 
+    def admit(self) -> bool:
+        """Whether it may begin. To be asked again, once another transfer has ended, until it is true."""
+        return True
+
     @property
     def patience(self) -> float:
         """How many times ``Options.timeout`` it may go without progress."""

@@ -10,6 +10,7 @@ from stagedtransfer_kit import GENERATION, LAYER, LEAST, Case, offsets, pages_se
 
 from torchkv.errors import PeerLost, RingExhausted
 from torchkv.stagedtransfer import StagedTransfer
+from torchkv.stagememory import MAX_BOARDED
 from torchkv.wire import StageAsk, Staged, Withdraw
 
 # ---------------------------------------------------------------------- in order
@@ -62,6 +63,21 @@ def test_rings_of_any_size_carry_everything_once(own: int, ring: int) -> None:
     assert case.reported == 2 * LAYER
     assert case.stages.ring.in_use == 0
     assert case.source.released == 1
+
+
+def test_a_verb_waits_for_those_before_it_and_is_admitted_when_one_has_ended() -> None:
+    case = Case()
+    assert case.transfer.admit()
+    others = [case.make((0,)) for _ in range(MAX_BOARDED)]
+    assert [other.admit() for other in others] == [True] * (MAX_BOARDED - 1) + [False]
+    run_to_end(case)
+    assert case.transfer.finished
+    assert others[-1].admit()
+    for other in others:
+        other.halt()
+        other.advance()
+        assert other.finished
+    assert all(case.stages.board(1) for _ in range(MAX_BOARDED)), "a place was kept"
 
 
 def test_the_source_is_released_when_the_last_page_has_been_read_here() -> None:
