@@ -6,8 +6,8 @@ tokens counted from the end of the reader's prefix. Paths that need descriptors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from torchkv import stateplan
@@ -42,7 +42,8 @@ class PairPlan:
     """Everything that one writer owes one reader.
 
     layers: global ids of the layers in which pages are owed, ascending. src_page_size, dst_page_size: in tokens.
-    state: the same for one slot of state, seen as a page of one token; None in that plan itself.
+    state: the same for one slot of state, seen as a page of one token; None in that plan itself. slabs_of: by layer;
+    layers with the same slabs share one tuple.
     """
 
     slabs: tuple[Slab, ...]
@@ -50,6 +51,19 @@ class PairPlan:
     src_page_size: int
     dst_page_size: int
     state: PairPlan | None = None
+    slabs_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        tuples: dict[tuple[int, ...], tuple[Slab, ...]] = {}
+        found: dict[int, list[int]] = {layer: [] for layer in self.layers}
+        for number, slab in enumerate(self.slabs):
+            for layer in slab.layers:
+                found[layer].append(number)
+        slabs_of = {
+            layer: tuples.setdefault(tuple(numbers), tuple(self.slabs[number] for number in numbers))
+            for layer, numbers in found.items()
+        }
+        object.__setattr__(self, "slabs_of", slabs_of)
 
     @property
     def empty(self) -> bool:
@@ -85,17 +99,26 @@ class PairPlan:
                 narrowed.append(slab if kept == slab.layers else replace(slab, layers=kept))
         return tuple(narrowed)
 
-    def owed(self, layer: int, granted_tokens: int, limit_tokens: int | None = None) -> list[tuple[int, int]]:
-        """Token intervals [lo, hi) that this writer must write in ``layer`` under such a grant, merged.
+    def owed(
+        self, granted_tokens: int, limit_tokens: int | None = None, *, layers: Iterable[int] | None = None
+    ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Each layer, or each of ``layers``, in which pages are owed, and the tokens of it that are owed.
 
-        granted_tokens: of the grant; they say where a window begins. limit_tokens: none beyond these, if given.
+        As intervals [lo, hi), merged. granted_tokens: of the grant; they say where a window begins. limit_tokens: none
+        beyond these, if given.
         """
-        intervals = sorted(
-            interval
-            for slab in self.slabs
-            if layer in slab.layers
-            for interval in slab.owed(granted_tokens, limit_tokens)
-        )
+        known: dict[int, list[tuple[int, int]]] = {}  # most layers owe the same
+        for layer in self.layers if layers is None else layers:
+            slabs = self.slabs_of.get(layer)
+            if slabs is None:
+                continue
+            if id(slabs) not in known:
+                known[id(slabs)] = self._intervals(slabs, granted_tokens, limit_tokens)
+            yield layer, known[id(slabs)]
+
+    @staticmethod
+    def _intervals(slabs: Iterable[Slab], granted_tokens: int, limit_tokens: int | None) -> list[tuple[int, int]]:
+        intervals = sorted(interval for slab in slabs for interval in slab.owed(granted_tokens, limit_tokens))
         merged: list[tuple[int, int]] = []
         for lo, hi in intervals:
             if merged and lo <= merged[-1][1]:

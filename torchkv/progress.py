@@ -131,6 +131,7 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
+            idle.begin()
             transport, control = self._make()
         except BaseException as error:  # noqa: BLE001 - handed to the constructor, which raises it
             self._ready.set_exception(error)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import compare, gqa, needed_from
 from protocol_kit import Acts, finish, grant, moved, pair, post, receiver, roster, sender, verb
 from test_pieces import RELAXED, Verb, verbs
-from test_plan import check, group, mla
+from test_plan import check, group, mla, owed_of
 
 from torchkv import copyreference, slabgeometry
 from torchkv.cache import Placement
@@ -79,11 +79,11 @@ def test_the_largest_grant_that_a_seal_matches(sizes: tuple[int, int], num_pages
 def test_a_window_depends_on_the_grant_and_not_on_what_was_sealed() -> None:
     layout = gqa(windows={1: 4})
     plan = compile_plan(0, {0: layout}, layout)
-    assert plan.owed(0, 40) == [(0, 40)]
-    assert plan.owed(1, 40) == [(32, 40)]
-    assert plan.owed(1, 40, 36) == [(32, 36)]
-    assert plan.owed(1, 40, 32) == []
-    assert plan.owed(1, 36) == [(28, 36)]
+    assert owed_of(plan, 0, 40) == [(0, 40)]
+    assert owed_of(plan, 1, 40) == [(32, 40)]
+    assert owed_of(plan, 1, 40, 36) == [(32, 36)]
+    assert owed_of(plan, 1, 40, 32) == []
+    assert owed_of(plan, 1, 36) == [(28, 36)]
     page = 2 * 4 * 4 * 4  # K and V x tokens x heads x bytes of a head
     assert plan.nbytes(40) == (10 + 2) * page
     assert [plan.nbytes(40, [layer]) for layer in range(3)] == [10 * page, 2 * page, 0]
@@ -91,7 +91,7 @@ def test_a_window_depends_on_the_grant_and_not_on_what_was_sealed() -> None:
 
 def test_stripes_of_a_window() -> None:
     writers = {rank: mla(tp_rank=rank, tp_size=3, windows={0: 9}) for rank in range(3)}
-    owed = [compile_plan(rank, writers, mla(windows={0: 9})).owed(0, 40) for rank in range(3)]
+    owed = [owed_of(compile_plan(rank, writers, mla(windows={0: 9})), 0, 40) for rank in range(3)]
     assert owed == [[(24, 28), (36, 40)], [(28, 32)], [(32, 36)]]
 
 

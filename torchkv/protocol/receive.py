@@ -30,23 +30,25 @@ class Writer:
         """Tokens [lo, hi) of these layers, or their state, are here; what is not owed changes nothing."""
         if state:
             assert self.plan.state is not None
-            self.states.update(layer for layer in layers if layer in self.plan.state.layers)
+            self.states.update(layer for layer in layers if layer in self.plan.state.slabs_of)
             return
         for layer in layers:
-            if layer in self.plan.layers:
+            if layer in self.plan.slabs_of:
                 self.attested.setdefault(layer, Coverage()).add(lo, hi)
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
         """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
         limit = num_tokens if self.sealed is None else min(num_tokens, self.sealed * self.plan.src_page_size)
-        for layer in _wanted(layers, self.plan):
+        for layer, owed in self.plan.owed(num_tokens, limit, layers=layers):
             attested = self.attested.get(layer)
-            for lo, hi in self.plan.owed(layer, num_tokens, limit):
+            for lo, hi in owed:
                 token = lo if attested is None else attested.gap(lo, hi)
                 if token is not None:
                     return f"layer {layer}, token {token} after the prefix"
         assert self.plan.state is not None
-        unseen = (layer for layer in _wanted(layers, self.plan.state) if layer not in self.states)
+        state = self.plan.state
+        wanted = state.layers if layers is None else [layer for layer in layers if layer in state.slabs_of]
+        unseen = (layer for layer in wanted if layer not in self.states)
         first = next(unseen, None)
         return None if first is None else f"layer {first}'s state"
 
@@ -54,10 +56,6 @@ class Writer:
     def harmless(self) -> bool:
         """Whether nothing that it still writes can land on the receive's pages."""
         return self.quiescent or self.confined
-
-
-def _wanted(layers: Collection[int] | None, plan: PairPlan) -> Iterable[int]:
-    return plan.layers if layers is None else [layer for layer in layers if layer in plan.layers]
 
 
 @dataclass(eq=False, slots=True)

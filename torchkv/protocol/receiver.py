@@ -339,7 +339,7 @@ class Receiver:
     def _bad_seal(self, receive: Receive, src: int, seal: Seal, plan: PairPlan) -> str | None:
         granted = len(receive.pages)
         if seal.num_pages == 0:
-            owes = any(plan.owed(layer, receive.num_tokens) for layer in plan.layers)
+            owes = any(owed for _, owed in plan.owed(receive.num_tokens))
         else:
             owes = not seal_matches(seal.num_pages, plan.src_page_size, granted, plan.dst_page_size)
         if not owes:

@@ -378,17 +378,17 @@ class Sender:
             plan = grant.plan
             granted = limit = grant.num_tokens
             if num_pages == 0:
-                owed = ((layer, lo // plan.src_page_size) for layer in plan.layers for lo, _ in plan.owed(layer, limit))
-                first = next(owed, None)
+                starts = ((layer, lo // plan.src_page_size) for layer, owed in plan.owed(limit) for lo, _ in owed)
+                first = next(starts, None)
                 if first is None:
                     return None
                 return f"nothing was sent, but layer {first[0]} page {first[1]} is owed; send it first"
             if seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
                 limit = min(limit, num_pages * plan.src_page_size)
         pages = {} if life is None else life.given()
-        for layer in plan.layers:
+        for layer, owed in plan.owed(granted, limit):
             given = pages.get(layer)
-            for lo, hi in plan.owed(layer, granted, limit):
+            for lo, hi in owed:
                 first_page, last_page = lo // plan.src_page_size, -(-hi // plan.src_page_size)
                 missing = first_page if given is None else given.gap(first_page, last_page)
                 if missing is not None:
