@@ -80,10 +80,10 @@ class _Shard(nn.Module):
         qkv = F.linear(x, self.qkv).view(n, -1, self._head_dim)
         q, k, v = torch.split(qkv, self._heads, dim=1)
         k, v = memory.extend(layer, number, _rotate(k, rotation), v)
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (_rotate(q, rotation), k, v))
+        q, k, v = (t.transpose(0, 1) for t in (_rotate(q, rotation), k, v))
         # New tokens come all at once, behind nothing, or one by one, behind everything.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=q.shape[1] != k.shape[1])
-        return F.linear(y.squeeze(0).transpose(0, 1).reshape(n, -1), self.out)
+        y = _attend_causally(q, k, v) if n > 1 else _attend_to_all(q, k, v)
+        return F.linear(y.transpose(0, 1).reshape(n, -1), self.out)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
@@ -150,6 +150,21 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, rotation, memory)
         return F.linear(_norm(x[-1]), self.embedding)
+
+
+def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q: [heads, n, head_dim]; k, v: [kv heads, n, head_dim]."""
+    q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).squeeze(0)
+
+
+def _attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q: [heads, 1, head_dim]. In plain products: on GPUs, PyTorch's kernel for one query gives now one result, now
+    another."""
+    together = q.reshape(len(k), -1, q.shape[-1])  # the heads that share a kv head
+    scores = (together @ k.transpose(1, 2)).float() * q.shape[-1] ** -0.5
+    weighted: torch.Tensor = scores.softmax(-1).to(v.dtype) @ v
+    return weighted.view_as(q)
 
 
 def _weight(

@@ -238,12 +238,15 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             before, began = waited(), time.monotonic()
             if way == "pipelined":
                 with pipeline(rank.model, kv, request, pages, "decode") as sending:
-                    first, computed, after = _first_token(rank, prompt, cache)
+                    logits = rank.model(prompt, Paged(cache, rank.slots))
                 works, group_size = sending.works, len(sending.groups[0])
             else:
-                first, computed, after = _first_token(rank, prompt, cache)
+                logits = rank.model(prompt, Paged(cache, rank.slots))
                 works = [kv.send_pages(request, pages, "decode")]
+            # All of it before a GPU has computed the token, which travels by itself: the thread waits only for that.
             finish = kv.finish(request, "decode")
+            first = int(logits.argmax())
+            computed, after = time.monotonic(), waited()
             for other in rank.setup.instances["decode"] if rank.number == 0 else ():
                 dist.send(torch.tensor([first]), other)
             finish.wait()
@@ -262,12 +265,6 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
         counters = [c for other in rank.setup.instances["decode"] for c in kv.explain(other).lanes.items()]
         out["lane"], _ = max(counters, key=lambda counter: counter[1].nbytes)
     return out
-
-
-def _first_token(rank: _Rank, prompt: torch.Tensor, cache: KVCache) -> tuple[int, float, float]:
-    """The token that follows the prompt, when it was known, and what this thread had `waited` by then."""
-    token = int(rank.model(prompt, Paged(cache, rank.slots)).argmax())
-    return token, time.monotonic(), waited()
 
 
 def _round_trip(kv: KVProcessGroup) -> float:
