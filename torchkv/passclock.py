@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 # GPUs: seconds a byte to some ranks.
 _limits: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], float]] = WeakKeyDictionary()
 LINK_SAMPLE = 1 << 30  # bytes; so many that the overhead hardly counts
+# The rate is measured with nothing else running. Beside a prefill, for whose thread blocks those of a copy have to
+# wait, it may fall to a third of that, and a group still under way when the prefill ends costs more than a verb.
+BESIDE_PREFILL = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +44,33 @@ class PassClock:
     stand around them, and the link's rate is asked of ``kv.explain``, once for each group and destination.
     """
 
-    def __init__(self, tokens: int, kv: KVProcessGroup, engine: Engine, request: str, targets: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        num_layers: int,
+        kv: KVProcessGroup,
+        engine: Engine,
+        request: str,
+        targets: tuple[int, ...],
+    ) -> None:
+        """num_layers: of which the first and the last at least are told of."""
         self._tokens = tokens
+        self._num_layers = num_layers
         self._kv = ref(kv)  # what is learned of a group must not keep it alive
         self._engine = engine
         self._request = request
         self._targets = targets
         self._gpu = None if engine.device is None else engine.device.index
-        self._layers = 0
+        self._begun = False
         self._verbs = 0  # called before the last layer had run
         self._first: float | torch.cuda.Event = 0.0
         self._last: float | torch.cuda.Event | None = None
         self._sends: list[_Send] = []
 
     def layer_ran(self, *, is_last: bool) -> None:
-        """Another layer has run; ``is_last``: of those that will."""
-        self._layers += 1
-        if self._layers == 1:
+        """A layer has run. is_last: of those that will."""
+        if not self._begun:
+            self._begun = True
             self._first = self._now()
         elif is_last:
             self._last = self._now()
@@ -79,7 +92,7 @@ class PassClock:
         return Measured(
             tokens=self._tokens,
             layer=self._layer_seconds(),
-            layers=self._layers - 1,
+            layers=self._num_layers - 1,
             verbs=self._verbs,
             launch=sum(launches) / len(launches) if launches else 0.0,
             transfers=self._transfers() if self._gpu is None else self._link(),
@@ -97,9 +110,9 @@ class PassClock:
             return 0.0
         if isinstance(self._first, torch.cuda.Event):
             assert isinstance(self._last, torch.cuda.Event)
-            return float(self._first.elapsed_time(self._last)) / 1e3 / (self._layers - 1)
+            return float(self._first.elapsed_time(self._last)) / 1e3 / (self._num_layers - 1)
         assert isinstance(self._last, float)
-        return (self._last - self._first) / (self._layers - 1)
+        return (self._last - self._first) / (self._num_layers - 1)
 
     def _granted(self) -> bool:
         """Whether transfers start at once: else the wait for the receiver would pass for a slow link."""
@@ -134,7 +147,7 @@ class PassClock:
             except KVError as error:
                 log.warning("pipeline: no link rate to ranks %s: %s", list(self._targets), error)
                 return ()
-            known[self._targets] = max((1e-9 / rate for rate in rates if rate), default=0.0)
+            known[self._targets] = BESIDE_PREFILL * max((1e-9 / rate for rate in rates if rate), default=0.0)
         return ((1, LINK_SAMPLE, ASSUMED_OVERHEAD + LINK_SAMPLE * known[self._targets]),)
 
 

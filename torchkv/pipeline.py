@@ -70,7 +70,8 @@ def pipeline(
     names them instead: modules in ascending order of layer, or {module: global layer id}. request, pages, dst, start:
     as for ``send_pages``; each chunk of a prompt has a context of its own, with its ``start``. state_slot: sends each
     layer's state too, from this slot; for the last chunk, which makes it final, or else leave it to ``finish``.
-    group_size: layers to send at a time, by default what ``policy`` says, by default `groupsize.Adaptive`. tokens: of
+    group_size: layers to send at a time, by default what ``policy`` says, by default `groupsize.Adaptive`; all of them
+    are sent when the body has ended. tokens: of
     the whole forward, for the policy, where that is more than the pages hold. events: for layers in a CUDA graph,
     instead of hooks, the list of ``GraphGate.arm()`` or {global layer id: event}; the context is then entered before
     the replay.
@@ -103,6 +104,10 @@ def pipeline(
     elif order and sending.targets and layer_nbytes:
         size, clock = _asked(policy, sending, count, len(order), layer_nbytes, measures=bool(modules))
     groups = [tuple(order[i : i + size]) for i in range(0, len(order), max(size, 1))]
+    if modules and len(groups) == 1:
+        # They go when the body has ended: no hook on each layer, which is what a short prefill would notice.
+        groups, ends = [], list(modules.items())
+        modules = {} if clock is None else dict((ends[0], ends[-1]))
     return Pipeline(sending, layout.layers, modules, gates, groups, clock)
 
 
@@ -173,7 +178,10 @@ class Pipeline:
         groups: Sequence[Group],
         clock: PassClock | None,
     ) -> None:
-        """held: all layers of this rank, which are sent in any case. groups: of those with a module or a gate."""
+        """held: all layers of this rank, which are sent in any case. groups: of those that are sent as they have run.
+
+        modules: what has hooks; those of layers in no group are watched for ``clock`` only.
+        """
         self._kv, self._what, self._request = sending.kv, sending.what, sending.request
         self._sending: _Sending | None = sending
         self._modules, self._gates = modules, gates
@@ -251,7 +259,10 @@ class Pipeline:
         # Hooks hang on the model: another thread's forward, of another request, calls them too.
         if self._sending is None or self._error is not None or threading.get_ident() != self._thread:
             return
+        group = self._group_of.get(layer)
         if layer not in self._waiting:
+            if group is None:
+                return
             raise ProtocolError(
                 f"{self._what}: layer {layer} has run twice in one context, and may have been sent after the first "
                 "time; use one context for each forward pass, for each chunk with its start"
@@ -259,10 +270,10 @@ class Pipeline:
         self._waiting.remove(layer)
         if self._clock is not None:
             self._clock.layer_ran(is_last=not self._waiting)
-        group = self._group_of[layer]
-        self._missing[group] -= 1
-        if not self._missing[group]:
-            self._send(group, None)
+        if group is not None:
+            self._missing[group] -= 1
+            if not self._missing[group]:
+                self._send(group, None)
 
     def _send(self, group: Group, event: Any) -> None:
         if self._error is not None:
@@ -353,7 +364,7 @@ def _asked(
             policy = _learned.setdefault(sending.kv, {}).setdefault(sending.targets, Adaptive())
         size = policy.group_size(tokens=tokens, num_layers=num_layers, layer_nbytes=layer_nbytes)
         if policy.learns and measures:
-            clock = PassClock(tokens, sending.kv, sending.engine, sending.request, sending.targets)
+            clock = PassClock(tokens, num_layers, sending.kv, sending.engine, sending.request, sending.targets)
             policy.learn(clock.measured)
     return _checked_size(size, f"{sending.what}: {policy!r} says group size"), clock
 

@@ -67,7 +67,6 @@ def test_layers_without_state_cost_no_verb() -> None:
         (1, [(0,), (1,), (2,), (3,), (4,)]),
         (2, [(0, 1), (2, 3), (4,)]),
         (4, [(0, 1, 2, 3), (4,)]),
-        (9, [tuple(range(5))]),
     ],
 )
 def test_a_group_leaves_when_its_last_layer_has_run(kv: Group, size: int, groups: list[tuple[int, ...]]) -> None:
@@ -148,7 +147,7 @@ def test_a_layer_that_runs_twice_is_refused_before_its_group_could_leave_half_do
     model = Model()
     with (
         pytest.raises(ProtocolError, match=r"'r'.*layer 0 has run twice.*each chunk"),
-        torchkv.pipeline(model, kv, "r", [1], 1, group_size=5),
+        torchkv.pipeline(model, kv, "r", [1], 1, group_size=4),
     ):
         model(model(INPUT))
     assert kv.log[-1] == ("cancel", "r")
@@ -157,20 +156,44 @@ def test_a_layer_that_runs_twice_is_refused_before_its_group_could_leave_half_do
 
 def test_another_thread_s_forward_is_not_this_request_s(kv: Group) -> None:
     model = Model()
-    with torchkv.pipeline(model, kv, "mine", [1], 1, group_size=5):
+    with torchkv.pipeline(model, kv, "mine", [1], 1, group_size=4):
 
         def other() -> None:
-            with torchkv.pipeline(model, kv, "theirs", [2], 1, group_size=5):
+            with torchkv.pipeline(model, kv, "theirs", [2], 1, group_size=4):
                 model(INPUT)
 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert kv.sent("theirs") == [(0, 1, 2, 3, 4)]
+        assert kv.sent("theirs") == [(0, 1, 2, 3), (4,)]
         assert kv.sent("mine") == []
         model(INPUT)
-        assert kv.sent("mine") == [(0, 1, 2, 3, 4)]
-    assert len(kv.log) == 2
+        assert kv.sent("mine") == [(0, 1, 2, 3), (4,)]
+    assert len(kv.log) == 4
+
+
+@pytest.mark.parametrize("size", [5, 9])
+def test_layers_that_go_together_go_at_the_end_and_need_no_hooks(kv: Group, size: int) -> None:
+    model = Model(order=[1, 0, 2, 3, 4])
+    with torchkv.pipeline(model, kv, "r", [1], 1, group_size=size) as sending:
+        assert hooks(model) == 0
+        model(model(INPUT))  # both before anything is sent
+        assert kv.sent("r") == []
+    assert kv.sent("r") == sending.groups == [sending.swept] == [(0, 1, 2, 3, 4)]
+
+
+def test_a_policy_that_sends_once_still_learns_from_the_first_and_the_last_layer(kv: Group) -> None:
+    model, policy = Model(), Fixed(5)
+    with torchkv.pipeline(model, kv, "r", [1], 1, policy=policy):
+        assert [bool(layer._forward_hooks) for layer in model.layers] == [True, False, False, False, True]
+        model(INPUT)
+        assert kv.sent("r") == []
+    (measure,) = policy.measures
+    measured = measure()
+    assert measured is not None
+    assert (measured.layers, measured.verbs) == (4, 0)
+    assert measured.layer > 0
+    assert hooks(model) == 0
 
 
 # ---------------------------------------------------------------------- several requests, failures

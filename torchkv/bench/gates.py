@@ -53,7 +53,7 @@ class PipelineResult:
     path: the one that was chosen; several, joined by "/", if it was not always the same. lane: what carried the most.
     tp: ranks that prefill, and ranks that decode, as "2:1". group_sizes: layers a group, of each pipelined pass, on the
     first rank that prefills. unlike_groups: passes in which the other had groups of another size. transfer: of all
-    layers in one verb, behind the prefill. group_transfer: of one group of so many layers, with nothing else to do.
+    layers in one verb, group_transfer: of the group that goes last, both with nothing else to do.
     round_trip: of control messages.
     """
 

@@ -86,7 +86,7 @@ def lines(r: PipelineResult) -> list[str]:
     )
     parts = (
         f"  prefill {1e3 * r.pipelined.median('prefill'):.2f} when pipelined; all layers in one verb "
-        f"{1e3 * r.transfer:.2f}, a group alone {1e3 * r.group_transfer:.2f}, a control round trip "
+        f"{1e3 * r.transfer:.2f}, the last group alone {1e3 * r.group_transfer:.2f}, a control round trip "
         f"{1e3 * r.round_trip:.2f}; TTFT saved {1e3 * r.saved:.2f}, {r.saved_part:.2f} of what sending once exposes; "
         f"{len(r.once.ttft)} passes of each way"
     )

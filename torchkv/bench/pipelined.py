@@ -134,7 +134,7 @@ def _result(setup: Setup, tokens: int, found: Sequence[dict[str, Any]]) -> Pipel
         lane="/".join(sorted({each["lane"] for each in sent})),
         group_sizes=tuple(group_sizes[0]),
         unlike_groups=sum(len(set(sizes)) > 1 for sizes in zip(*group_sizes, strict=True)),
-        transfer=statistics.median(np.max([each["transfer"] for each in sent], axis=0).tolist()),
+        transfer=max(each["transfer"] for each in sent),
         group_transfer=max(each["group_transfer"] for each in sent),
         round_trip=max(each["round_trip"] for each in sent),
         wrong=sum(each["wrong"] for each in received),
@@ -227,7 +227,7 @@ def _prefill(setup: Setup, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
 
 def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
     out: dict[str, Any] = {way: {"began": [], "computed": [], "waited": []} for way in WAYS}
-    out.update(group_sizes=[], transfer=[], paths=set())
+    out.update(group_sizes=[], paths=set())
     with rank.group(num_tokens) as (kv, cache, pages):
         for turn, way in rank.setup.turns(num_tokens):
             rank.ready(cache)
@@ -258,10 +258,11 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
                 out["paths"].update(work.path for work in works)
                 if way == "pipelined":
                     out["group_sizes"].append(group_size)
-                else:
-                    out["transfer"].append(works[0].seconds)
         out["round_trip"] = _round_trip(kv)
-        out["group_transfer"] = _group_transfer(kv, pages, rank.setup.model.layers, out["group_sizes"])
+        num_layers = rank.setup.model.layers
+        last = num_layers % (size := statistics.median_low(out["group_sizes"])) or size
+        out["transfer"] = _alone(kv, "all", pages, num_layers, num_layers)
+        out["group_transfer"] = _alone(kv, "last", pages, num_layers, last)
         counters = [c for other in rank.setup.instances["decode"] for c in kv.explain(other).lanes.items()]
         out["lane"], _ = max(counters, key=lambda counter: counter[1].nbytes)
     return out
@@ -278,18 +279,17 @@ def _round_trip(kv: KVProcessGroup) -> float:
     return statistics.median(seconds)
 
 
-def _group_transfer(kv: KVProcessGroup, pages: Int64Array, num_layers: int, group_sizes: Sequence[int]) -> float:
-    """Seconds that one group of layers takes with nothing else to do."""
-    size = statistics.median_low(group_sizes)
+def _alone(kv: KVProcessGroup, name: str, pages: Int64Array, num_layers: int, number: int) -> float:
+    """Seconds that the last ``number`` of all layers take in one verb with nothing else to do."""
     seconds = []
-    for number in range(ALONE):
-        request = f"alone {number}"
+    for turn in range(ALONE):
+        request = f"{name} {turn}"
         kv.prefix_tokens(request, "decode")
-        for first in range(0, num_layers, size):
-            work = kv.send_pages(request, pages, "decode", layers=range(first, min(first + size, num_layers)))
-            work.wait()
-            if first + size <= num_layers:
-                seconds.append(work.seconds)
+        if number < num_layers:
+            kv.send_pages(request, pages, "decode", layers=range(num_layers - number)).wait()
+        work = kv.send_pages(request, pages, "decode", layers=range(num_layers - number, num_layers))
+        work.wait()
+        seconds.append(work.seconds)
         kv.finish(request, "decode").wait()
     return statistics.median(seconds)
 
@@ -325,8 +325,9 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             out["wrong"] += _count_wrong(rank, cache, rank.prompt(num_tokens, turn), first, logits)
         for number in range(ROUND_TRIPS):
             kv.recv_pages(f"empty {number}", [], "prefill").wait()
-        for number in range(ALONE):
-            kv.recv_pages(f"alone {number}", pages, "prefill").wait()
+        for name in ("all", "last"):
+            for turn in range(ALONE):
+                kv.recv_pages(f"{name} {turn}", pages, "prefill").wait()
     return out
 
 
