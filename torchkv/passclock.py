@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 # GPUs: seconds a byte to some ranks.
 _limits: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], float]] = WeakKeyDictionary()
 LINK_SAMPLE = 1 << 30  # bytes; so many that the overhead hardly counts
-# The rate is measured with nothing else running. Beside a prefill, for whose thread blocks those of a copy have to
-# wait, it may fall to a third of that, and a group still under way when the prefill ends costs more than a verb.
-BESIDE_PREFILL = 3.0
+# The rate is measured with nothing else running. Beside a prefill the blocks of a copy wait for those of kernels that
+# run for milliseconds: transfers of long prompts took five times as long (docs/measurements), and a group that is still
+# under way when the prefill ends costs more than another verb.
+BESIDE_PREFILL = 6.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torchkv.bench import pipeline_table, pipelined, processes
 from torchkv.bench.cores import first_two, pin, two_cores, waited
 from torchkv.bench.decoder import Decoder, ModelSize
 from torchkv.bench.gates import Gate, PipelineResult, Way
-from torchkv.bench.memories import Received, rows
+from torchkv.bench.memories import Paged, Received, rows
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
 
@@ -273,7 +273,7 @@ def test_every_wrong_byte_counts_in_the_pages_around_them_and_of_the_logits(tp: 
     rank.slots = torch.from_numpy(np.random.default_rng().permutation(40)[:21])
     rank.ready(cache)
     prompt = torch.randint(1000, (21,))
-    first, *_ = pipelined._first_token(rank, prompt, cache)
+    first = int(rank.model(prompt, Paged(cache, rank.slots)).argmax())
     memory = Received(cache, rank.slots, num_shards=rank.num_held)
     memory.gather(Here())  # type: ignore[arg-type]
     logits = rank.model(torch.tensor([first]), memory)
