@@ -55,12 +55,14 @@ class Timing:
 
     layer: to compute one layer. transfer: to move one layer's bytes. overhead: of each transfer, beside its bytes.
     launch: by which each transfer prolongs the computation: its verb, and what moving bytes takes of the processor.
+    slowdown: how many times as long the bytes of a transfer take beside computation.
     """
 
     layer: float
     transfer: float
     overhead: float = ASSUMED_OVERHEAD
     launch: float = ASSUMED_LAUNCH
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,8 @@ class Measured:
 
     layer: seconds to compute one layer at ``tokens`` tokens. transfers: (number of transfers, bytes, seconds) of spans
     of time in which the link was busy. launch: seconds of one verb on the calling thread. layers, verbs: how many of
-    them ``layer`` is the average of, and how many verbs were called meanwhile.
+    them ``layer`` is the average of, and how many verbs were called meanwhile. slowdown: of transfers beside
+    computation, against ``transfers``.
     """
 
     tokens: int
@@ -78,6 +81,7 @@ class Measured:
     launch: float = 0.0
     layers: int = 0
     verbs: int = 0
+    slowdown: float = 1.0
 
 
 def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
@@ -89,7 +93,7 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     groups = -(-num_layers // size)
     last = num_layers - (groups - 1) * size
     compute = size * timing.layer + timing.launch
-    transfer = timing.overhead + size * timing.transfer
+    transfer = timing.overhead + size * timing.transfer * timing.slowdown
     computed = num_layers * timing.layer + groups * timing.launch
     sent = 0.0  # when all groups but the last one are there
     if groups > 1:
@@ -143,6 +147,7 @@ class Estimator:
         self._layers: dict[int, _Recent] = {}  # by bit length of tokens
         self._call = ASSUMED_LAUNCH  # of a verb, on the calling thread
         self._beside: deque[_Beside] = deque(maxlen=REMEMBERED)
+        self._slowdown = 1.0
         self._counts = 0.0  # decayed sums over transfers, for the least squares of seconds = a * count + b * bytes
         self._counts_counts = self._counts_bytes = self._bytes_bytes = 0.0
         self._counts_seconds = self._bytes_seconds = 0.0
@@ -154,6 +159,7 @@ class Estimator:
         transfers = [one for one in measured.transfers if one[0] > 0 and one[1] > 0 and one[2] > 0]
         if transfers:
             self._forget()
+            self._slowdown = measured.slowdown
         for count, nbytes, seconds in transfers:
             self._counts += 1
             self._counts_counts += count * count
@@ -193,7 +199,13 @@ class Estimator:
         near = min(self._layers.values(), key=lambda known: max(known.tokens / tokens, tokens / known.tokens))
         overhead, byte = self._link()
         # Proportional to tokens: below what longer and shorter prompts really take, so hiding is not overestimated.
-        return Timing(layer=near.layer(tokens), transfer=byte * layer_nbytes, overhead=overhead, launch=self._launch())
+        return Timing(
+            layer=near.layer(tokens),
+            transfer=byte * layer_nbytes,
+            overhead=overhead,
+            launch=self._launch(),
+            slowdown=self._slowdown,
+        )
 
     def _link(self) -> tuple[float, float]:
         """Seconds of each transfer, and of each byte."""

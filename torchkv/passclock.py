@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 # GPUs: seconds a byte to some ranks.
 _limits: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], float]] = WeakKeyDictionary()
 LINK_SAMPLE = 1 << 30  # bytes; so many that the overhead hardly counts
-# The rate is measured with nothing else running. Beside a prefill the blocks of a copy wait for those of kernels that
-# run for milliseconds: transfers of long prompts took five times as long (docs/measurements), and a group that is still
-# under way when the prefill ends costs more than another verb.
-BESIDE_PREFILL = 6.0
+# On a GPU the rate is measured with nothing else running. Beside a prefill the blocks of a copy wait for those of
+# kernels that run for milliseconds: transfers of long prompts took five times as long (docs/measurements), and a group
+# that is still under way when the prefill ends costs more than another verb.
+SLOWDOWN = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class PassClock:
             verbs=self._verbs,
             launch=sum(launches) / len(launches) if launches else 0.0,
             transfers=self._transfers() if self._gpu is None else self._link(),
+            slowdown=1.0 if self._gpu is None else SLOWDOWN,
         )
 
     def _now(self) -> float | torch.cuda.Event:
@@ -148,7 +149,7 @@ class PassClock:
             except KVError as error:
                 log.warning("pipeline: no link rate to ranks %s: %s", list(self._targets), error)
                 return ()
-            known[self._targets] = BESIDE_PREFILL * max((1e-9 / rate for rate in rates if rate), default=0.0)
+            known[self._targets] = max((1e-9 / rate for rate in rates if rate), default=0.0)
         return ((1, LINK_SAMPLE, ASSUMED_OVERHEAD + LINK_SAMPLE * known[self._targets]),)
 
 

@@ -71,10 +71,9 @@ def pipeline(
     as for ``send_pages``; each chunk of a prompt has a context of its own, with its ``start``. state_slot: sends each
     layer's state too, from this slot; for the last chunk, which makes it final, or else leave it to ``finish``.
     group_size: layers to send at a time, by default what ``policy`` says, by default `groupsize.Adaptive`; all of them
-    are sent when the body has ended. tokens: of
-    the whole forward, for the policy, where that is more than the pages hold. events: for layers in a CUDA graph,
-    instead of hooks, the list of ``GraphGate.arm()`` or {global layer id: event}; the context is then entered before
-    the replay.
+    are sent when the body has ended. tokens: of the whole forward, for the policy, where that is more than the pages
+    hold. events: for layers in a CUDA graph, instead of hooks, the list of ``GraphGate.arm()`` or {global layer id:
+    event}; the context is then entered before the replay.
 
     What no hook has sent when the body ends is sent then. If the body raises, the request is cancelled, as by
     ``kv.cancel``. If a send fails, the pass goes on without sending more; ``wait()`` and ``kv.finish`` raise the error.
@@ -107,7 +106,7 @@ def pipeline(
     if modules and len(groups) == 1:
         # They go when the body has ended: no hook on each layer, which is what a short prefill would notice.
         groups, ends = [], list(modules.items())
-        modules = {} if clock is None else dict((ends[0], ends[-1]))
+        modules = {} if clock is None else dict([ends[0], ends[-1]])
     return Pipeline(sending, layout.layers, modules, gates, groups, clock)
 
 

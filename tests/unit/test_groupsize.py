@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -66,6 +67,18 @@ def test_short_prompts_are_sent_once() -> None:
 
 def test_a_model_of_one_layer_has_one_group() -> None:
     assert best_group_size(1, Timing(layer=1.0, transfer=1.0)) == 1
+
+
+def test_beside_computation_groups_are_slower_and_the_last_one_is_not() -> None:
+    """Figures of a prefill of 16,384 tokens on a GPU: a group of 30 layers was still under way at its end."""
+    timing = Timing(layer=16e-3, transfer=0.17e-3, overhead=100e-6, launch=100e-6)
+    crowded = replace(timing, slowdown=6.0)
+    assert best_group_size(32, timing) == 31
+    assert best_group_size(32, crowded) == 15  # and 2 at the end, so that 15 have two layers' time
+    for size in range(1, 33):
+        if size == 32 or size * 6 * timing.transfer < timing.layer:
+            assert total_seconds(size, 32, crowded) == total_seconds(size, 32, timing)
+    assert total_seconds(31, 32, crowded) > total_seconds(31, 32, timing) + 10e-3
 
 
 # ---------------------------------------------------------------------- measuring

@@ -159,8 +159,8 @@ def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def _attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q: [heads, 1, head_dim]. In plain products: on GPUs, PyTorch's kernel for one query gives now one result, now
-    another."""
+    """q: [heads, 1, head_dim]. In plain products: with PyTorch's own attention, two such steps of one process on a GPU
+    did not always have the same logits."""
     together = q.reshape(len(k), -1, q.shape[-1])  # the heads that share a kv head
     scores = (together @ k.transpose(1, 2)).float() * q.shape[-1] ** -0.5
     weighted: torch.Tensor = scores.softmax(-1).to(v.dtype) @ v
