@@ -31,10 +31,10 @@ class Gpu:
         self.log.append(f"upload {key[0]}")
         return SimpleNamespace(ids=torch.from_numpy(ids))
 
-    def signal(self, stream: Any) -> Any:
+    def signal(self, stream: Any, *, soon: bool = False) -> Any:
         if self.broken:
             raise TransportUnavailable("signalling from a stream failed: CUDA_ERROR_ILLEGAL_ADDRESS")
-        self.log.append("signal")
+        self.log.append("signal soon" if soon else "signal")
         self.flags.append(SimpleNamespace(done=False))
         return self.flags[-1]
 

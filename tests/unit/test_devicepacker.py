@@ -120,6 +120,7 @@ def test_a_gather_is_over_when_the_gpu_says_so(bench: Bench, checksum: bool) -> 
     assert [next(steps), next(steps)] == [0, 0]
     want = [("gather", [5, 9], 8192), ("write sums", [5, 9], 8192)]
     assert want[: 1 + checksum] == LOG
+    assert bench.gpu.log[-1] == "signal soon"
     assert bench.gpu.released == []
     bench.gpu.run()
     assert list(steps) == [1]

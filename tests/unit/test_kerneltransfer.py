@@ -31,8 +31,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS) -> KernelTransfer:
-    """One of two pages; ``groups``: kernels a launch. The plan's layers are ``owed``."""
+def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits: bool = True) -> KernelTransfer:
+    """One of two pages; ``groups``: kernels a launch. The plan's layers are ``owed``. waits: for an event."""
     shape = SimpleNamespace(pairs=lambda **what: range(2), pair_nbytes=64, rows=SimpleNamespace(per_pair=1))
     job = SimpleNamespace(geometry=shape, table=None, ranges=lambda layers: [(0, len(layers))])
     plan = SimpleNamespace(layers=owed, src_page_size=16, nbytes=lambda tokens, layers: 128 * len(layers))
@@ -42,7 +42,7 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS) -> Ke
         SendOp("r", 1, {}, LAYERS, 0, 2, None),
         grant,
         pages=np.array([2, 3]),
-        waits=[Event(gpu.log)],  # type: ignore[list-item]
+        waits=[Event(gpu.log)] if waits else [],  # type: ignore[list-item]
         stream=SimpleNamespace(query=lambda: True),  # type: ignore[arg-type]
         jobs=SimpleNamespace(groups=[job] * groups),  # type: ignore[arg-type]
         device=gpu,  # type: ignore[arg-type]
@@ -70,6 +70,13 @@ def test_it_waits_copies_and_reports_in_order(gpu: Gpu) -> None:
     assert made.error is None
     assert gpu.log[-1] == "report 3 384"
     assert sorted(gpu.released) == ["errors", "stream", "upload", "upload"]
+
+
+@pytest.mark.parametrize(("waits", "signal"), [(True, "signal"), (False, "signal soon")])
+def test_the_end_of_copies_that_wait_for_nothing_is_expected_soon(gpu: Gpu, waits: bool, signal: str) -> None:
+    made = transfer(gpu, waits=waits)
+    advance(made)
+    assert gpu.log[-1] == signal
 
 
 def test_a_launch_that_fails_half_way_is_over_when_its_first_half_is(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

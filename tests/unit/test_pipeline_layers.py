@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 import torchkv
 from torchkv import PeerLost, ProtocolError
+from torchkv.passclock import SLOWDOWN
 
 
 @pytest.fixture(autouse=True)
@@ -288,6 +289,7 @@ def test_on_a_gpu_layers_are_timed_by_events_and_the_link_by_its_limit(gpu: Grou
         ((count, nbytes, seconds),) = measured.transfers
         assert count == 1
         assert nbytes / seconds == pytest.approx(200e9, rel=0.05)
+        assert measured.slowdown == SLOWDOWN, "the limit is that of a link with nothing beside it"
     assert asked == [1]  # measured once
     assert [entry[-1] for entry in gpu.log] == [None] * 6  # the verb records the event itself
 

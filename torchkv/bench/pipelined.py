@@ -238,15 +238,15 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             before, began = waited(), time.monotonic()
             if way == "pipelined":
                 with pipeline(rank.model, kv, request, pages, "decode") as sending:
-                    logits = rank.model(prompt, Paged(cache, rank.slots))
+                    logits, computed, after = _forward(rank, prompt, cache)
                 works, group_size = sending.works, len(sending.groups[0])
             else:
-                logits = rank.model(prompt, Paged(cache, rank.slots))
+                logits, computed, after = _forward(rank, prompt, cache)
                 works = [kv.send_pages(request, pages, "decode")]
-            # All of it before a GPU has computed the token, which travels by itself: the thread waits only for that.
             finish = kv.finish(request, "decode")
             first = int(logits.argmax())
-            computed, after = time.monotonic(), waited()
+            if rank.device.type == "cuda":  # it has been launched only, and the seal does not wait for its end
+                computed, after = time.monotonic(), waited()
             for other in rank.setup.instances["decode"] if rank.number == 0 else ():
                 dist.send(torch.tensor([first]), other)
             finish.wait()
@@ -266,6 +266,11 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
         counters = [c for other in rank.setup.instances["decode"] for c in kv.explain(other).lanes.items()]
         out["lane"], _ = max(counters, key=lambda counter: counter[1].nbytes)
     return out
+
+
+def _forward(rank: _Rank, prompt: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, float, float]:
+    """Logits of the token that follows the prompt, when this was over, and what this thread had `waited` by then."""
+    return rank.model(prompt, Paged(cache, rank.slots)), time.monotonic(), waited()
 
 
 def _round_trip(kv: KVProcessGroup) -> float:
