@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -156,3 +157,30 @@ def test_it_sleeps_unless_it_is_to_spin(wake: Any, monkeypatch: pytest.MonkeyPat
 def test_it_stops_spinning_where_somebody_else_takes_its_core(wake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "CROWDED", -1)  # as if every offer were taken
     assert sleeps(wake, LONG) > 20
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, idle.SWITCH_INTERVAL), (0.0001, 0.0001)])
+def test_a_caller_that_goes_on_in_python_gives_the_thread_its_turn_soon(before: float, after: float) -> None:
+    found = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        thread = threading.Thread(target=idle.begin)
+        thread.start()
+        thread.join()
+        assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(found)
+
+
+def test_naps_end_in_time() -> None:
+    """The kernel's own slack for this thread, in nanoseconds."""
+    slack: list[int] = []
+
+    def look() -> None:
+        idle.begin()
+        slack.append(idle._libc.prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert slack == [idle._TIMER_SLACK]
