@@ -76,7 +76,10 @@ class Life:
         """Layer -> which of this rank's pages were given, counted after the prefix."""
         for layers, lo, hi in self.chunks:
             for layer in layers:
-                self.pages.setdefault(layer, Coverage()).add(lo, hi)
+                given = self.pages.get(layer)
+                if given is None:
+                    given = self.pages[layer] = Coverage()
+                given.add(lo, hi)
         self.chunks.clear()
         return self.pages
 

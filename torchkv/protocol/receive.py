@@ -33,8 +33,12 @@ class Writer:
             self.states.update(layer for layer in layers if layer in self.plan.state.slabs_of)
             return
         for layer in layers:
-            if layer in self.plan.slabs_of:
-                self.attested.setdefault(layer, Coverage()).add(lo, hi)
+            attested = self.attested.get(layer)
+            if attested is None:
+                if layer not in self.plan.slabs_of:
+                    continue
+                attested = self.attested[layer] = Coverage()
+            attested.add(lo, hi)
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
         """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
