@@ -293,9 +293,10 @@ class Engine:
             log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, src, error)
 
     def _handle(self, src: int, message: Message, now: float) -> None:
+        if isinstance(message, Grant | StageAsk | Staged | StageGrant):
+            self.eager_until = now + EAGER  # until its caller goes on, or the peer has done its part of a piece
         match message:
             case Grant():
-                self.eager_until = now + EAGER  # until its caller goes on
                 self.sender.on_grant(src, message, now)
             case Attest():
                 self.receiver.on_attest(src, message, now)
@@ -321,15 +322,12 @@ class Engine:
             case InstanceVerdict():
                 self.receiver.on_instance_verdict(src, message)
             case StageAsk():
-                self.eager_until = now + EAGER  # here and below: until the other side has done its part of a piece
                 self.receiver.on_stage_ask(src, message, now)
             case Staged():
-                self.eager_until = now + EAGER
                 self.receiver.on_staged(src, message, now)
             case Withdraw():
                 self.receiver.on_withdraw(src, message)
             case StageGrant():
-                self.eager_until = now + EAGER
                 self._client.on_grant(src, message, self.roster.members[src].staging)
             case StageDenied():
                 self._client.on_denied(src, message, self.roster.members[src].staging)

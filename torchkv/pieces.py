@@ -224,7 +224,11 @@ class Cutter:
             )
             for group in self._groups
         ]
-        one_page = self._one_page()
+        alike: dict[int, int] = {}  # layers with the same slabs take as much
+        for layer in self._layers:
+            if id(plan.slabs_of[layer]) not in alike:
+                alike[id(plan.slabs_of[layer])] = self._one_page(layer)
+        one_page = [alike[id(plan.slabs_of[layer])] for layer in self._layers]
         self._least = [0] * (len(one_page) + 1)  # by position: the most that one page of it or of a later one takes
         for position in reversed(range(len(one_page))):
             self._least[position] = max(one_page[position], self._least[position + 1])
@@ -312,17 +316,11 @@ class Cutter:
                 blocks.append((size * layers * pairs, pair_nbytes))
         return _place(blocks, checksum=self._checksum)[1]
 
-    def _one_page(self) -> list[int]:
-        """The most that one page of each layer takes."""
-        held = [frozenset(group[0].layers) for group in self._groups]
-        sizes: dict[tuple[int, ...], int] = {}  # by the groups that a layer is in
-        found = []
-        for layer in self._layers:
-            key = tuple(number for number, layers in enumerate(held) if layer in layers)
-            if key not in sizes:
-                groups = [self._groups[number] for number in key]
-                per_page = self._plan.src_page_size
-                blocks = [(len(group) * (per_page // group[0].tokens), group[0].pair_nbytes) for group in groups]
-                sizes[key] = _place(blocks, checksum=self._checksum)[1]
-            found.append(sizes[key])
-        return found
+    def _one_page(self, layer: int) -> int:
+        """The most that one page of ``layer`` takes."""
+        per_page = [
+            (len(group) * (self._plan.src_page_size // group[0].tokens), group[0].pair_nbytes)
+            for group in self._groups
+            if layer in group[0].layers
+        ]
+        return _place(per_page, checksum=self._checksum)[1]

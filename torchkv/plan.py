@@ -54,15 +54,12 @@ class PairPlan:
     slabs_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        tuples: dict[tuple[int, ...], tuple[Slab, ...]] = {}
-        found: dict[int, list[int]] = {layer: [] for layer in self.layers}
-        for number, slab in enumerate(self.slabs):
-            for layer in slab.layers:
-                found[layer].append(number)
-        slabs_of = {
-            layer: tuples.setdefault(tuple(numbers), tuple(self.slabs[number] for number in numbers))
-            for layer, numbers in found.items()
-        }
+        held = [frozenset(slab.layers) for slab in self.slabs]
+        shared: dict[tuple[int, ...], tuple[Slab, ...]] = {}  # by their numbers
+        slabs_of = {}
+        for layer in self.layers:
+            numbers = tuple(number for number, layers in enumerate(held) if layer in layers)
+            slabs_of[layer] = shared.setdefault(numbers, tuple(self.slabs[number] for number in numbers))
         object.__setattr__(self, "slabs_of", slabs_of)
 
     @property

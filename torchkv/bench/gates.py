@@ -122,7 +122,7 @@ class PipelineResult:
 
     @property
     def exposed_limit(self) -> float:
-        """One group's transfer and a fifth, and two control round trips."""
+        """The last group's transfer and a fifth, and two control round trips."""
         return 1.2 * self.group_transfer + 2 * self.round_trip
 
     @property

@@ -260,7 +260,8 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
                     out["group_sizes"].append(group_size)
         out["round_trip"] = _round_trip(kv)
         num_layers = rank.setup.model.layers
-        last = num_layers % (size := statistics.median_low(out["group_sizes"])) or size
+        size = statistics.median_low(out["group_sizes"])
+        last = num_layers % size or size
         out["transfer"] = _alone(kv, "all", pages, num_layers, num_layers)
         out["group_transfer"] = _alone(kv, "last", pages, num_layers, last)
         counters = [c for other in rank.setup.instances["decode"] for c in kv.explain(other).lanes.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ class Life:
     running: dict[SendOp, None] = field(default_factory=dict)
     num_pages: int = 0  # one past the highest page given
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # given, and not in `pages` yet
-    pages: dict[int, Coverage] = field(default_factory=dict)
+    pages: defaultdict[int, Coverage] = field(default_factory=lambda: defaultdict(Coverage))
     states: set[int] = field(default_factory=set)  # layers whose state was given
     finish: Finish | None = None
     sealed_at: float | None = None
@@ -76,10 +76,7 @@ class Life:
         """Layer -> which of this rank's pages were given, counted after the prefix."""
         for layers, lo, hi in self.chunks:
             for layer in layers:
-                given = self.pages.get(layer)
-                if given is None:
-                    given = self.pages[layer] = Coverage()
-                given.add(lo, hi)
+                self.pages[layer].add(lo, hi)
         self.chunks.clear()
         return self.pages
 

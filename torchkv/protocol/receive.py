@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,8 @@ class Writer:
     """What one contributing writer owes and has attested."""
 
     plan: PairPlan
-    attested: dict[int, Coverage] = field(default_factory=dict)  # layer -> tokens visible here
+    # Layer -> tokens visible here.
+    attested: defaultdict[int, Coverage] = field(default_factory=lambda: defaultdict(Coverage))
     states: set[int] = field(default_factory=set)  # layers whose state is visible here
     sealed: int | None = None  # its page count
     aux: bytes = b""
@@ -33,12 +35,8 @@ class Writer:
             self.states.update(layer for layer in layers if layer in self.plan.state.slabs_of)
             return
         for layer in layers:
-            attested = self.attested.get(layer)
-            if attested is None:
-                if layer not in self.plan.slabs_of:
-                    continue
-                attested = self.attested[layer] = Coverage()
-            attested.add(lo, hi)
+            if layer in self.plan.slabs_of:
+                self.attested[layer].add(lo, hi)
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
         """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
