@@ -306,7 +306,7 @@ class Engine:
                 self.eager_until = now
                 self.sender.on_verdict(src, message)
             case Revoke():
-                self.sender.on_revoke(src, message)
+                self.sender.on_revoke(src, message, now)
             case Alive(to_writer=True):
                 self.sender.on_alive(src, message, now)
             case Alive():

@@ -94,23 +94,27 @@ def test_one_verdict_per_instance(kind: str, four: Ranks) -> None:
 # ---------------------------------------------------------------------- lives and tombstones
 
 
+def check_verbs_are_cancelled(kv: KVProcessGroup) -> None:
+    for verb in (
+        lambda: kv.send_pages("r", [1], 1),
+        lambda: kv.send_layer("r", 0, [1], 1),
+        lambda: kv.finish("r", 1),
+        lambda: kv.prefix_tokens("r", 1),
+    ):
+        with pytest.raises(TransferCancelled, match="'r'"):
+            verb()
+
+
 def tombstones() -> None:
     with kv_group() as kv:
         kv.register(random_cache())
         if kv.rank() == 0:
             pending = kv.send_pages("r", [1, 2], 1, event=Never())
-            meet(kv)
+            meet(kv)  # now rank 1 cancels
             with pytest.raises(TransferCancelled, match="'r'") as caught:
                 pending.wait(30)
             assert caught.value.pages_safe
-            for verb in (
-                lambda: kv.send_pages("r", [1], 1),
-                lambda: kv.send_layer("r", 0, [1], 1),
-                lambda: kv.finish("r", 1),
-                lambda: kv.prefix_tokens("r", 1),
-            ):
-                with pytest.raises(TransferCancelled, match="'r'"):
-                    verb()
+            check_verbs_are_cancelled(kv)
             kv.cancel("r").wait(30)
             kv.cancel("r").wait(30)  # idempotent
             kv.cancel("never heard of").wait(30)
@@ -118,11 +122,11 @@ def tombstones() -> None:
             rx = kv.recv_pages("r", [3, 4], 0)
             with pytest.raises(TransferTimeout):
                 rx.wait(0.1)
+            meet(kv)
             work = kv.cancel("r")
             with pytest.raises(TransferCancelled, match=r"'r'.*rank 1"):
                 rx.wait(30)
             work.wait(30)
-            meet(kv)
         else:
             meet(kv)
         meet(kv)
@@ -132,6 +136,36 @@ def tombstones() -> None:
 
 def test_tombstones_and_reuse_of_a_name(four: Ranks) -> None:
     four.run(tombstones)
+
+
+def late_verbs() -> None:
+    """The receiver gives up before its sender's first verb, which then must not wait for another grant."""
+    with kv_group() as kv:
+        kv.register(random_cache())
+        if kv.rank() == 1:
+            kv.recv_pages("r", [3, 4], 0)
+            kv.cancel("r").wait(30)
+        meet(kv)
+        if kv.rank() == 0:
+            check_verbs_are_cancelled(kv)
+            kv.cancel("r").wait(30)
+        meet(kv)
+        check_transfer(kv, 0, 1, request="r")
+        if kv.rank() == 1:
+            kv.recv_pages("r", [3, 4], 0)
+            kv.cancel("r").wait(30)
+            rx = kv.recv_pages("r", [3, 4], 0)  # takes the place of the one that met no verb
+            meet(kv)
+            assert rx.wait(30)
+        else:
+            meet(kv)
+        if kv.rank() == 0:
+            kv.send_pages("r", [1, 2], 1)
+            assert kv.finish("r", 1).wait(30)
+
+
+def test_a_verb_learns_that_its_receiver_cancelled_before_it(four: Ranks) -> None:
+    four.run(late_verbs)
 
 
 def refusals() -> None:
@@ -177,6 +211,7 @@ def several_destinations() -> None:
         if kv.rank() == 0:
             gate = Gate()
             work = kv.send_pages("r", [1, 2], [1, 2], event=gate)
+            meet(kv)
             meet(kv)  # rank 1's share has failed by now
             assert not work.is_completed()
             assert work.exception() is None
@@ -191,11 +226,13 @@ def several_destinations() -> None:
             kv.recv_pages("r", [3, 4], 0)
             with pytest.raises(TransferTimeout):
                 kv.recv_pages("unsent", [5], 0).wait(0.1)
+            meet(kv)
             for name in ("r", "unsent"):
                 kv.cancel(name).wait(30)
             meet(kv)
         else:
             rx = kv.recv_pages("r", [3, 4], 0) if kv.rank() == 2 else None
+            meet(kv)
             meet(kv)
             assert rx is None or rx.wait(30)
 

@@ -262,7 +262,7 @@ def test_cancel_of_nothing_is_nothing() -> None:
 def test_a_tombstone_answers_until_the_caller_cancels() -> None:
     machine = bound()
     (op,) = Acts(machine).started
-    machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"))
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"), 1.0)
     machine.op_finished(op, None, flushed=True, now=0.0)
     Acts(machine)
     for again in (lambda: verb(machine, 1), lambda: finish(machine), lambda: machine.prefix_tokens("r", 1)):
@@ -335,6 +335,61 @@ def test_a_refusal_is_forgotten_after_the_grant_timeout() -> None:
     assert Acts(machine).all == []
 
 
+def revoked_unused() -> Sender:
+    """A sender whose grant was revoked before its first verb."""
+    machine = sender()
+    machine.on_grant(1, grant(5, 6), 0.0)
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"), 1.0)
+    assert [message.generation for _, message in Acts(machine).tells(Quiesced)] == [1]
+    return machine
+
+
+@pytest.mark.parametrize("first", ["send", "finish", "prefix_tokens", "begin"])
+def test_a_verb_after_the_revocation_of_its_grant_fails_as_one_before_it(first: str) -> None:
+    machine = revoked_unused()
+    verbs = {
+        "send": lambda: machine.admit("r", 1, 0, 1),
+        "finish": lambda: machine.check_finish("r", 1),
+        "prefix_tokens": lambda: machine.prefix_tokens("r", 1),
+        "begin": lambda: machine.begin("r", 1, 2.0),
+    }
+    for name in (first, *verbs):
+        with pytest.raises(TransferCancelled, match="the receiver gave up") as raised:
+            verbs[name]()
+        assert raised.value.pages_safe
+    machine.tick(1.0 + 2 * GRANT_TIMEOUT)
+    machine.on_grant(1, grant(5, 6, generation=2), 3.0)
+    with pytest.raises(TransferCancelled):
+        verbs[first]()
+    assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
+    assert Acts(machine).settled == {"cancel": None}
+    op = verb(machine, 2)
+    assert Acts(machine).started == [op], "the second grant was for this life"
+
+
+@pytest.mark.parametrize("what", ["a new grant", "a cancel", "time"])
+def test_a_revocation_that_met_no_verb_is_forgotten_after(what: str) -> None:
+    machine = revoked_unused()
+    if what == "a new grant":
+        machine.on_grant(1, grant(5, 6, generation=2), 2.0)
+    elif what == "a cancel":
+        assert machine.cancel("r", "cancel", 2.0) == []
+    else:
+        machine.tick(1.0 + GRANT_TIMEOUT)
+    op = verb(machine, 2)
+    assert Acts(machine).started == ([op] if what == "a new grant" else [])
+    assert machine._stillborn == {}
+
+
+def test_revocations_that_meet_no_verb_do_not_pile_up() -> None:
+    machine = sender()
+    for i in range(sender_module.MAX_REMEMBERED + 1):
+        machine.on_grant(1, grant(5, 6, request=f"r{i}", generation=i + 1), 0.0)
+        machine.on_revoke(1, Revoke(i + 1, "TransferCancelled", "gone"), 0.0)
+    assert len(machine._stillborn) == sender_module.MAX_REMEMBERED
+    assert ("r0", 1) not in machine._stillborn
+
+
 def test_cancel_refuses_a_grant_that_nobody_used_yet() -> None:
     machine = sender()
     machine.on_grant(1, grant(5, 6), 0.0)
@@ -366,7 +421,7 @@ def test_a_life_that_timed_out_waiting_answers_the_late_grant() -> None:
 def test_quiesced_is_said_after_the_drain_and_once() -> None:
     machine = bound()
     (op,) = Acts(machine).started
-    machine.on_revoke(1, Revoke(1, "TransferTimeout", "late"))
+    machine.on_revoke(1, Revoke(1, "TransferTimeout", "late"), 1.0)
     acts = Acts(machine)
     assert acts.halted == [op]
     assert acts.told == [], "the receiver knows already, and nothing is drained yet"
@@ -379,13 +434,9 @@ def test_quiesced_is_said_after_the_drain_and_once() -> None:
 def test_quiesced_for_what_never_began_or_is_over() -> None:
     machine = sender()
     machine.on_grant(1, grant(5), 0.0)
-    machine.on_revoke(1, Revoke(1, "TransferCancelled", "x"))
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "x"), 1.0)
     assert Acts(machine).told == [(1, Quiesced(1))]
-    assert machine.prefix_tokens("r", 1) is None
-    op = verb(machine, 1)
-    assert Acts(machine).started == [], "the revoked grant is gone"
-    assert op.dst == 1
-    machine.on_revoke(1, Revoke(77, "TransferCancelled", "x"))
+    machine.on_revoke(1, Revoke(77, "TransferCancelled", "x"), 1.0)
     assert Acts(machine).told == [(1, Quiesced(77))]
 
 
@@ -393,18 +444,18 @@ def test_a_broken_channel_is_never_called_quiescent() -> None:
     machine = bound()
     (op,) = Acts(machine).started
     machine.op_finished(op, PeerLost("the channel broke"), flushed=False, now=0.0)
-    machine.on_revoke(1, Revoke(1, "PeerLost", "x"))
+    machine.on_revoke(1, Revoke(1, "PeerLost", "x"), 1.0)
     assert Acts(machine).tells(Quiesced) == []
     machine.cancel("r", "cancel", 0.0)
     assert Acts(machine).settled["cancel"] is None
-    machine.on_revoke(1, Revoke(1, "PeerLost", "x"))
+    machine.on_revoke(1, Revoke(1, "PeerLost", "x"), 1.0)
     assert Acts(machine).tells(Quiesced) == [], "not even after the life has ended"
 
 
 def test_revocation_after_the_seal_fails_finish() -> None:
     machine = sealed()
     Acts(machine)
-    machine.on_revoke(1, Revoke(1, "ProtocolError", "another rank failed"))
+    machine.on_revoke(1, Revoke(1, "ProtocolError", "another rank failed"), 1.0)
     acts = Acts(machine)
     assert isinstance(acts.error("finish"), ProtocolError)
     assert acts.told == [(1, Quiesced(1))]
@@ -545,7 +596,7 @@ def test_asking_for_the_prefix_begins_a_life() -> None:
     machine.on_grant(1, grant(5, prefix=16), 0.0)
     machine.begin("r", 1, 0.0)
     assert machine.prefix_tokens("r", 1) == 16
-    machine.on_revoke(1, Revoke(1, "TransferCancelled", "was cancelled"))
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "was cancelled"), 1.0)
     machine.on_grant(1, grant(5, generation=2), 0.0)  # with another prefix: nothing computed for 16 may go there
     with pytest.raises(TransferCancelled):
         machine.admit("r", 1, start=0, num_pages=1)

@@ -285,7 +285,7 @@ def test_a_revoked_sender_is_quiescent_only_when_its_state_has_drained() -> None
     machine.on_grant(1, grant(slot=1), 0.0)
     op = send_state(machine, 0)
     Acts(machine)
-    machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"))
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"), 1.0)
     acts = Acts(machine)
     assert acts.halted == [op]
     assert acts.tells(Quiesced) == []

@@ -4,7 +4,8 @@
                          \\                 \\                              \\
                           +-----------------+--- failure or cancel --------+--> TOMBSTONE --cancel, drained--> ended
 
-A tombstone answers every verb with the error that made it, until the caller cancels.
+A tombstone answers every verb with the error that made it, until the caller cancels. A grant that is revoked before the
+first verb leaves one too: whether a verb fails must not hang on which of the two comes first.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = ["Sender"]
 
 MAX_QUEUED_OPS = 8192  # per life, before its grant
 MAX_QUEUED_PAGES = 1 << 22  # per rank, before their grants
-MAX_REFUSALS = 4096
+MAX_REMEMBERED = 4096  # of lives that ended before their grant, and of grants that ended before their life
 
 
 class Sender:
@@ -60,6 +61,7 @@ class Sender:
         self._lives: dict[tuple[str, int], Life] = {}
         self._by_generation: dict[tuple[int, int], Life] = {}
         self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for a life
+        self._stillborn: dict[tuple[str, int], tuple[float, KVError]] = {}  # their grants were revoked: when, why
         self._refusals: dict[tuple[str, int], deque[float]] = {}  # lives cancelled before their grant: until when
         self._tainted: set[tuple[int, int]] = set()  # ended generations that can never be called quiescent
         self._queued_pages = 0
@@ -69,7 +71,7 @@ class Sender:
 
     def admit(self, request: str, dst: int, start: int, num_pages: int, *, state: bool = False) -> None:
         """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
-        life = self._lives.get((request, dst))
+        life = self._find(request, dst)
         if life is None:
             grant = self._unbound.get((request, dst))
         else:
@@ -123,7 +125,7 @@ class Sender:
 
     def check_finish(self, request: str, dst: int, *, state_slot: int | None = None) -> None:
         """Raises unless ``finish`` would be accepted now. Changes nothing. state_slot: what it sends state from."""
-        life = self._lives.get((request, dst))
+        life = self._find(request, dst)
         if life is not None:
             life.check_open()
         grant = self._grant_of(request, dst)
@@ -145,6 +147,8 @@ class Sender:
         for key in [key for key in self._unbound if key[0] == request and key not in self._lives]:
             grant = self._unbound.pop(key)
             self._tell_abort(grant, TransferCancelled(f"rank {self._roster.rank} cancelled request {request!r}"))
+        for key in [key for key in self._stillborn if key[0] == request]:
+            del self._stillborn[key]
         for life in [life for life in self._lives.values() if life.request == request]:
             life.cancels.append(ticket)
             pending.append(ticket)
@@ -161,7 +165,7 @@ class Sender:
 
     def prefix_tokens(self, request: str, dst: int) -> int | None:
         """The prefix the receiver holds, or None while no grant is here. Raises a tombstone's error."""
-        life = self._lives.get((request, dst))
+        life = self._find(request, dst)
         if life is not None and life.error is not None:
             raise life.error
         grant = self._grant_of(request, dst)
@@ -221,6 +225,7 @@ class Sender:
         )
         check_slot(grant, self._roster.members[src].num_slots)
         key = (message.request, src)
+        self._stillborn.pop(key, None)  # this one takes the place of the one revoked
         life = self._lives.get(key)
         if life is None and self._is_refused(key, now):
             self._tell_abort(
@@ -239,12 +244,13 @@ class Sender:
         else:
             self._unbound[key] = grant
 
-    def on_revoke(self, src: int, message: Revoke) -> None:
+    def on_revoke(self, src: int, message: Revoke, now: float) -> None:
         """The receiver failed the request: stop, drain, answer."""
         life = self._by_generation.get((src, message.generation))
         if life is None:
             for key in [k for k, g in self._unbound.items() if (g.dst, g.generation) == (src, message.generation)]:
                 del self._unbound[key]
+                self._bury(key, make_error(message.kind, message.text), now)
             if (src, message.generation) not in self._tainted:
                 self._tell(src, Quiesced(message.generation))
             return
@@ -296,6 +302,8 @@ class Sender:
         """Deadlines and signs of life; call a few times a second."""
         for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
+        for key in [key for key, (born, _) in self._stillborn.items() if now >= born + self._grant_timeout]:
+            del self._stillborn[key]
         for life in list(self._lives.values()):
             if life.error is not None:
                 continue
@@ -320,8 +328,18 @@ class Sender:
         life = self._lives.get((request, dst))
         return self._unbound.get((request, dst)) if life is None else life.grant
 
+    def _find(self, request: str, dst: int) -> Life | None:
+        """The life that a verb is for, if it has begun: with the verb itself, if its grant has been revoked."""
+        key = (request, dst)
+        if key in self._stillborn:
+            born, error = self._stillborn.pop(key)
+            # Its grant has come, and gone: the next one is for the next life.
+            self._lives[key] = life = Life(request, dst, born, refused=True)
+            self._entomb(life, error)
+        return self._lives.get(key)
+
     def _life(self, request: str, dst: int, now: float) -> Life:
-        life = self._lives.get((request, dst))
+        life = self._find(request, dst)
         if life is None:
             life = self._lives[(request, dst)] = Life(request, dst, now)
             if (grant := self._unbound.pop((request, dst), None)) is not None:
@@ -410,9 +428,7 @@ class Sender:
         self._tell(life.dst, Seal(life.grant.generation, life.num_pages, life.finish.aux))
 
     def _fail(self, life: Life, error: KVError, *, tell: bool = True) -> None:
-        assert life.error is None
-        error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
-        life.error = error
+        self._entomb(life, error)
         self._queued_pages -= sum(op.num_pages for op in life.queue)
         self.actions.extend(Settle(op.ticket, error) for op in life.queue)
         life.queue.clear()
@@ -422,6 +438,11 @@ class Sender:
         if tell and life.grant is not None:
             self._tell_abort(life.grant, error)
         self._after_drain(life)
+
+    def _entomb(self, life: Life, error: KVError) -> None:
+        assert life.error is None
+        error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
+        life.error = error
 
     def _after_drain(self, life: Life) -> None:
         if life.running or life.error is None:
@@ -442,9 +463,15 @@ class Sender:
             if life.tainted:
                 self._tainted.add((life.dst, life.grant.generation))
 
+    def _bury(self, key: tuple[str, int], error: KVError, now: float) -> None:
+        """The life meant for this grant is still to come, or never does: nobody but the receiver had heard of it."""
+        if len(self._stillborn) >= MAX_REMEMBERED:
+            del self._stillborn[next(iter(self._stillborn))]
+        self._stillborn[key] = (now, error)
+
     def _refuse_next(self, life: Life, now: float) -> None:
         """The grant meant for this life is still to come: it must not bind a later one."""
-        if len(self._refusals) >= MAX_REFUSALS:
+        if len(self._refusals) >= MAX_REMEMBERED:
             del self._refusals[next(iter(self._refusals))]
         self._refusals.setdefault((life.request, life.dst), deque()).append(now + self._grant_timeout)
 
