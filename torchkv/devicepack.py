@@ -15,7 +15,7 @@ import torch
 from torchkv import kernels, pagecopy, pagesum
 from torchkv.errors import ProtocolError
 from torchkv.hostpack import Mismatch
-from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks, slab_groups
+from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks
 from torchkv.plan import PairPlan
 from torchkv.route import LocalPages
 from torchkv.slab import Rows, Slab
@@ -63,13 +63,18 @@ class PagePacker:
         self._geometries: list[Geometry] = []  # of each job; equal ones are one object
         self._numbers: dict[tuple[str, int, int], int] = {}  # (component, first head, layer) -> job
         known: dict[Geometry, Geometry] = {}
-        for group in slab_groups(plan):
+        for group in plan.groups:
             for layer in group[0].layers:
                 for slab in group:  # as they are packed
                     shape = _one_sided(plan, slab, layer, pages, sending=sending)
                     self._geometries.append(known.setdefault(shape, shape))
                     self._numbers[_key(slab, layer)] = len(self._jobs)
                     self._jobs.append((slab, layer))
+        # Of each job, how many right before it have the same geometry: one launch can do them all.
+        self._alike = [0] * len(self._jobs)
+        for job in range(1, len(self._jobs)):
+            if self._geometries[job] is self._geometries[job - 1]:
+                self._alike[job] = self._alike[job - 1] + 1
         self._in_order = sorted(range(len(self._jobs)), key=self._order)
         self._table = self._job_table(pages)
 
@@ -245,14 +250,19 @@ class PagePacker:
         while at < len(layout.segments):
             segment = layout.segments[at]
             group = [each.slab for each in layout.segments[at : at + segment.group]]
-            jobs = [self._numbers[_key(slab, layer)] for layer in segment.slab.layers for slab in group]
+            at += segment.group
+            layers = segment.layers
+            head, tail = self._numbers[_key(group[0], layers[0])], self._numbers[_key(group[-1], layers[-1])]
+            count = len(layers) * len(group)
+            if tail - head == count - 1 and self._alike[tail] >= count - 1:  # as nearly always
+                yield _Run(segment, 0, head, count, self._geometries[head])
+                continue
+            jobs = [self._numbers[_key(slab, layer)] for layer in layers for slab in group]
             first = 0
             for end in range(1, len(jobs) + 1):
-                shape = self._geometries[jobs[first]]
-                if end == len(jobs) or jobs[end] != jobs[end - 1] + 1 or self._geometries[jobs[end]] is not shape:
-                    yield _Run(segment, first, jobs[first], end - first, shape)
+                if end == len(jobs) or jobs[end] != jobs[end - 1] + 1 or not self._alike[jobs[end]]:
+                    yield _Run(segment, first, jobs[first], end - first, self._geometries[jobs[first]])
                     first = end
-            at += segment.group
 
     def _ranks(self, slab: Slab, piece: Piece, limit_tokens: int) -> range:
         return pair_ranks(self._plan, slab, piece.start, piece.num_pages, limit_tokens)

@@ -181,7 +181,7 @@ def _copied(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
     for segment in layout.segments:
         component = segment.slab.component
         copies: dict[int, list[_Copy]] = {}
-        for number, layer in enumerate(segment.slab.layers):
+        for number, layer in enumerate(segment.layers):
             stride = side.page_stride(component, layer)
             if stride not in copies:
                 copies[stride] = _copies(segment, side, stride)
@@ -194,7 +194,7 @@ def _copied(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
 def _summed(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
     for segment in layout.segments:
         sums = np.empty(segment.pairs, np.int64)
-        for number, layer in enumerate(segment.slab.layers):
+        for number, layer in enumerate(segment.layers):
             for first, last, nbytes in _chunks(segment):
                 side.sums(segment, layer, first, last, sums)
                 yield nbytes
@@ -203,7 +203,7 @@ def _summed(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
 
 def _compared(layout: PieceLayout, side: Side, stage: int, bad: list[Mismatch]) -> Iterator[int]:
     """Ends with the first mismatch, which it appends to ``bad``."""
-    stored = [np.empty((len(segment.slab.layers), segment.pairs), np.int64) for segment in layout.segments]
+    stored = [np.empty((len(segment.layers), segment.pairs), np.int64) for segment in layout.segments]
     for segment, written in zip(layout.segments, stored, strict=True):
         for number, row in enumerate(written):
             _copy_block(stage + segment.sums + number * segment.sums_stride, row.ctypes.data, row.nbytes)
@@ -211,7 +211,7 @@ def _compared(layout: PieceLayout, side: Side, stage: int, bad: list[Mismatch]) 
     order = sorted(
         (layer, which, number)
         for which, segment in enumerate(layout.segments)
-        for number, layer in enumerate(segment.slab.layers)
+        for number, layer in enumerate(segment.layers)
     )
     for layer, which, number in order:
         segment = layout.segments[which]

@@ -8,10 +8,11 @@ if asked for, a checksum of each of these pairs, in the same order. So kernels c
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
@@ -28,7 +29,6 @@ __all__ = [
     "check_piece",
     "pair_ranks",
     "piece_layout",
-    "slab_groups",
 ]
 
 SUM_NBYTES = 8
@@ -49,12 +49,14 @@ class Piece(NamedTuple):
 class Segment:
     """One slab's share of a stage.
 
-    slab: narrowed to the piece's layers. offset: of its first layer, in bytes from the start of the stage; a multiple
-    of ``ALIGNMENT`` for the first slab of a group. pairs: page pairs of each layer. sums: offset of the int64 checksums
-    ``[pairs]`` of its first layer, a multiple of 8; 0 if there are none. group: slabs of its group, which take turns.
+    slab: of the plan. layers: those of the slab that are in the piece. offset: of the first of them, in bytes from the
+    start of the stage; a multiple of ``ALIGNMENT`` for the first slab of a group. pairs: page pairs of each layer.
+    sums: offset of the int64 checksums ``[pairs]`` of the first layer, a multiple of 8; 0 if there are none. group:
+    slabs of its group, which take turns.
     """
 
     slab: Slab
+    layers: tuple[int, ...]
     offset: int
     pairs: int
     sums: int
@@ -63,7 +65,7 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of pages, without checksums."""
-        return len(self.slab.layers) * self.layer_nbytes
+        return len(self.layers) * self.layer_nbytes
 
     @property
     def layer_nbytes(self) -> int:
@@ -101,39 +103,33 @@ def pair_ranks(plan: PairPlan, slab: Slab, start: int, num_pages: int, limit_tok
 
 def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool) -> PieceLayout:
     """How ``piece`` is packed under a grant of ``limit_tokens`` tokens. Slabs that owe nothing there take no room."""
-    groups = [
-        (group, pairs)
-        for group in _narrowed(plan, piece.layers)
-        if (pairs := len(pair_ranks(plan, group[0], piece.start, piece.num_pages, limit_tokens)))
-    ]
-    blocks = [(len(group) * len(group[0].layers) * pairs, group[0].pair_nbytes) for group, pairs in groups]
+    groups = list(_groups(plan, piece.layers, piece.start, piece.num_pages, limit_tokens))
+    blocks = [(len(slabs) * len(layers) * pairs, slabs[0].pair_nbytes) for slabs, layers, pairs in groups]
     places, nbytes = _place(blocks, checksum=checksum)
     segments = []
-    for (group, pairs), (offset, sums) in zip(groups, places, strict=True):
-        for slab in group:
-            segments.append(Segment(slab, offset, pairs, sums, len(group)))
+    for (slabs, layers, pairs), (offset, sums) in zip(groups, places, strict=True):
+        for slab in slabs:
+            segments.append(Segment(slab, layers, offset, pairs, sums, len(slabs)))
             offset += pairs * slab.pair_nbytes
             sums += pairs * SUM_NBYTES if checksum else 0
     return PieceLayout(tuple(segments), nbytes)
 
 
-def slab_groups(plan: PairPlan) -> Iterator[list[Slab]]:
-    """Neighbouring slabs of equal layers, stripe, window and bytes of a pair: they owe the same pairs, always."""
-    for _, group in groupby(plan.slabs, _likeness):
-        yield list(group)
+class _Group(NamedTuple):
+    """Slabs that are packed together, those of their layers that are, and page pairs of each layer."""
+
+    slabs: tuple[Slab, ...]
+    layers: tuple[int, ...]
+    pairs: int
 
 
-def _likeness(slab: Slab) -> tuple[object, ...]:
-    return slab.layers, slab.pair_nbytes, slab.holders, slab.index, slab.unit, slab.tokens, slab.window
-
-
-def _narrowed(plan: PairPlan, layers: Iterable[int]) -> Iterator[list[Slab]]:
-    """The groups narrowed to ``layers``; without those that have none of them."""
+def _groups(plan: PairPlan, layers: Iterable[int], start: int, num_pages: int, limit_tokens: int) -> Iterator[_Group]:
+    """What is owed of ``layers`` in sender pages [start, start + num_pages)."""
     wanted = frozenset(layers)
-    for group in slab_groups(plan):
-        kept = tuple(layer for layer in group[0].layers if layer in wanted)
-        if kept:
-            yield [slab if kept == slab.layers else replace(slab, layers=kept) for slab in group]
+    for slabs in plan.groups:
+        held = tuple(filter(wanted.__contains__, slabs[0].layers))
+        if held and (pairs := len(pair_ranks(plan, slabs[0], start, num_pages, limit_tokens))):
+            yield _Group(slabs, held, pairs)
 
 
 def _place(blocks: Iterable[tuple[int, int]], *, checksum: bool) -> tuple[list[tuple[int, int]], int]:
@@ -163,13 +159,12 @@ def check_piece(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bo
     limit_tokens: tokens of the grant. Whether the layout fits into the stage is for the caller to check.
     """
     layers, start, num_pages = piece
-    owed = frozenset(plan.layers)
-    strange = next((layer for layer in layers if layer not in owed), None)
+    strange = next((layer for layer in layers if layer not in plan.slabs_of), None)
     if strange is not None:
         raise ProtocolError(
             f"a stage with layer {strange}, of which this writer owes no pages; it owes {_some(plan.layers)}"
         )
-    if not layers or any(layers[i] >= layers[i + 1] for i in range(len(layers) - 1)):
+    if not layers or any(map(operator.ge, layers, layers[1:])):
         raise ProtocolError(f"a stage's layers must ascend, and be one at least, not {_some(layers)}")
     if start < 0 or num_pages < 1:
         raise ProtocolError(f"a stage of {num_pages} pages from page {start} on, layers {_some(layers)}")
@@ -207,31 +202,19 @@ class Cutter:
         self._end = start + num_pages
         self._limit_tokens = limit_tokens
         self._checksum = checksum
-        self._groups = [
-            group for group in _narrowed(plan, layers) if pair_ranks(plan, group[0], start, num_pages, limit_tokens)
-        ]
-        self._layers = sorted({layer for group in self._groups for layer in group[0].layers})
+        self._groups = list(_groups(plan, layers, start, num_pages, limit_tokens))
+        self._layers = sorted({layer for group in self._groups for layer in group.layers})
         self._next = 0  # position in _layers of the first that is not wholly cut
         self._page = start  # of that layer, the first that is not cut
-        # Of each group: its first slab, pairs of one layer with all pages of the verb, which is what most pieces are
-        # made of, and bytes of a pair in all its slabs.
-        self._whole = [
-            (
-                group[0],
-                len(pair_ranks(plan, group[0], start, num_pages, limit_tokens)),
-                group[0].pair_nbytes,
-                len(group),
-            )
-            for group in self._groups
-        ]
+        one_page: list[int] = []
         alike: dict[int, int] = {}  # layers with the same slabs take as much
         for layer in self._layers:
-            if id(plan.slabs_of[layer]) not in alike:
-                alike[id(plan.slabs_of[layer])] = self._one_page(layer)
-        one_page = [alike[id(plan.slabs_of[layer])] for layer in self._layers]
-        self._least = [0] * (len(one_page) + 1)  # by position: the most that one page of it or of a later one takes
-        for position in reversed(range(len(one_page))):
-            self._least[position] = max(one_page[position], self._least[position + 1])
+            slabs = id(plan.slabs_of[layer])
+            if slabs not in alike:
+                alike[slabs] = self._one_page(layer)
+            one_page.append(alike[slabs])
+        # By position: the most that one page of that layer or of a later one takes.
+        self._least = [*accumulate([0, *reversed(one_page)], max)][::-1]
         self._nbytes = self._left()
 
     @property
@@ -308,19 +291,19 @@ class Cutter:
         low, high = self._layers[first], self._layers[last - 1]
         whole = start == self._start and end == self._end
         blocks = []
-        for slab, pairs, pair_nbytes, size in self._whole:
-            layers = bisect_right(slab.layers, high) - bisect_left(slab.layers, low)
+        for slabs, held, pairs in self._groups:
+            layers = bisect_right(held, high) - bisect_left(held, low)
             if layers and not whole:
-                pairs = len(pair_ranks(self._plan, slab, start, end - start, self._limit_tokens))
+                pairs = len(pair_ranks(self._plan, slabs[0], start, end - start, self._limit_tokens))
             if layers and pairs:
-                blocks.append((size * layers * pairs, pair_nbytes))
+                blocks.append((len(slabs) * layers * pairs, slabs[0].pair_nbytes))
         return _place(blocks, checksum=self._checksum)[1]
 
     def _one_page(self, layer: int) -> int:
         """The most that one page of ``layer`` takes."""
         per_page = [
-            (len(group) * (self._plan.src_page_size // group[0].tokens), group[0].pair_nbytes)
-            for group in self._groups
-            if layer in group[0].layers
+            (len(slabs) * (self._plan.src_page_size // slabs[0].tokens), slabs[0].pair_nbytes)
+            for slabs, held, _ in self._groups
+            if layer in held
         ]
         return _place(per_page, checksum=self._checksum)[1]

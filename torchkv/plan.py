@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 
 from torchkv import stateplan
 from torchkv.descriptors import PagePairs, expand, page_pairs, pair_offsets
@@ -43,7 +44,8 @@ class PairPlan:
 
     layers: global ids of the layers in which pages are owed, ascending. src_page_size, dst_page_size: in tokens.
     state: the same for one slot of state, seen as a page of one token; None in that plan itself. slabs_of: by layer;
-    layers with the same slabs share one tuple.
+    layers with the same slabs share one tuple. groups: the slabs, those together that are neighbours and owe the same
+    pairs, always: of equal layers, stripe, window and bytes of a pair.
     """
 
     slabs: tuple[Slab, ...]
@@ -52,6 +54,7 @@ class PairPlan:
     dst_page_size: int
     state: PairPlan | None = None
     slabs_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
+    groups: tuple[tuple[Slab, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         held = [frozenset(slab.layers) for slab in self.slabs]
@@ -61,6 +64,7 @@ class PairPlan:
             numbers = tuple(number for number, layers in enumerate(held) if layer in layers)
             slabs_of[layer] = shared.setdefault(numbers, tuple(self.slabs[number] for number in numbers))
         object.__setattr__(self, "slabs_of", slabs_of)
+        object.__setattr__(self, "groups", tuple(tuple(group) for _, group in groupby(self.slabs, _likeness)))
 
     @property
     def empty(self) -> bool:
@@ -123,6 +127,10 @@ class PairPlan:
             else:
                 merged.append((lo, hi))
         return merged
+
+
+def _likeness(slab: Slab) -> tuple[object, ...]:
+    return slab.layers, slab.pair_nbytes, slab.holders, slab.index, slab.unit, slab.tokens, slab.window
 
 
 def compile_plan(writer: int, writers: Mapping[int, KVLayout], reader: KVLayout) -> PairPlan:

@@ -364,12 +364,12 @@ def flip(checksum: bool, choice: int) -> tuple[str, str, int] | None:
         def scatter(self: HostPacker, job: Scatter) -> Iterator[int]:
             rng = np.random.default_rng(choice)
             segment = job.layout.segments[rng.integers(len(job.layout.segments))]
-            layer, pair = rng.integers(len(segment.slab.layers)), rng.integers(segment.pairs)
+            layer, pair = rng.integers(len(segment.layers)), rng.integers(segment.pairs)
             at = segment.offset + layer * segment.layer_stride + pair * segment.slab.pair_nbytes
             at += rng.integers(segment.slab.pair_nbytes)
             self._receiving.tensor[job.stage.offset + int(at)] ^= 0x10
             page = TARGETS[job.piece.start + int(pair)]
-            hit.append((f"layer {segment.slab.layers[layer]},", f"component {segment.slab.component!r},", page))
+            hit.append((f"layer {segment.layers[layer]},", f"component {segment.slab.component!r},", page))
             return real(self, job)
 
         if kv.rank() == 0:

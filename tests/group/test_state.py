@@ -266,7 +266,7 @@ def test_a_layer_is_complete_with_its_state_and_no_sooner(four: Ranks) -> None:
 
 def forgetful() -> None:
     """`finish` names what is missing; a writer that seals nevertheless completes nothing."""
-    with kv_group(timeout=0.5) as kv:
+    with kv_group(timeout=1.5) as kv:
         cache, truth = alone(kv)
         kv.register(cache)
         if kv.rank() == 0:

@@ -117,7 +117,7 @@ class Transfer:
         """What ``stage`` should become, on the host: other bytes stay, the gaps too."""
         want = stage.to("cpu", copy=True)
         for segment in layout.segments:
-            for i, layer in enumerate(segment.slab.layers):
+            for i, layer in enumerate(segment.layers):
                 rows = self.packed(piece, segment.slab, layer)
                 want[segment.offset + i * segment.layer_stride :][: rows.numel()] = rows.view(-1)
                 sums = want[segment.sums + i * segment.sums_stride :][: 8 * segment.pairs].view(torch.int64)
@@ -173,7 +173,7 @@ def place(
             break
         byte -= segment.nbytes
     index, inside = divmod(byte, segment.layer_nbytes)
-    slab, layer = segment.slab, segment.slab.layers[index]
+    slab, layer = segment.slab, segment.layers[index]
     pairs = page_pairs(
         slab,
         num_src_pages=piece.num_pages,

@@ -147,7 +147,7 @@ class Transfer:
         ids = torch.from_numpy(self.source.pages[sent_by(piece)])
         for segment in self.layout(piece).segments:
             slab = segment.slab
-            src = [self.source.pool.tensors[slab.component, layer] for layer in slab.layers]
+            src = [self.source.pool.tensors[slab.component, layer] for layer in segment.layers]
             shape = geometry(
                 slab,
                 src_page_stride=src[0].shape[1],
@@ -162,7 +162,7 @@ class Transfer:
             sources = [torch.from_numpy(tensor.reshape(-1)) for tensor in src]
             where = {"start": piece.start, "limit_tokens": self.limit}
             assert gather_reference(sources, ids, packed, shape, **where) == set()
-            for number, rows in enumerate(packed.numpy().reshape(len(slab.layers), -1)):
+            for number, rows in enumerate(packed.numpy().reshape(len(segment.layers), -1)):
                 at = segment.offset + number * segment.layer_stride
                 inside[at : at + len(rows)] = rows
                 if self.checksum:
@@ -340,7 +340,7 @@ def corrupted(layout: PieceLayout, piece: Piece, transfer: Transfer, offset: int
             src_page_size=transfer.plan.src_page_size,
             dst_page_size=transfer.plan.dst_page_size,
         )
-        for number, layer in enumerate(slab.layers):
+        for number, layer in enumerate(segment.layers):
             data = segment.offset + number * segment.layer_stride
             sums = segment.sums + number * segment.sums_stride
             for first, size in ((data, slab.pair_nbytes), (sums, 8)):

@@ -86,8 +86,8 @@ def problems(verb: Verb, pieces: Sequence[tuple[Piece, int]]) -> list[str]:
         spans = []
         for segment in layout.segments:
             assert segment.pairs == len(verb.listed(segment.slab, piece.start, piece.num_pages))
-            assert segment.nbytes == len(segment.slab.layers) * segment.pairs * segment.slab.pair_nbytes
-            for number in range(len(segment.slab.layers)):
+            assert segment.nbytes == len(segment.layers) * segment.pairs * segment.slab.pair_nbytes
+            for number in range(len(segment.layers)):
                 at = segment.offset + number * segment.layer_stride
                 spans.append((at, at + segment.layer_nbytes))
                 if verb.checksum:
@@ -102,7 +102,7 @@ def problems(verb: Verb, pieces: Sequence[tuple[Piece, int]]) -> list[str]:
             assert layout.segments[at].offset % ALIGNMENT == 0
             at += layout.segments[at].group
         assert at == len(layout.segments)
-        if sum(len(s.slab.layers) * s.pairs for s in layout.segments) != len(owed):
+        if sum(len(s.layers) * s.pairs for s in layout.segments) != len(owed):
             wrong.append(f"{piece}: not all pairs have a place")
         ends = [0, *(end for _, end in sorted(spans))]
         if any(start < end for (start, _), end in zip(sorted(spans), ends, strict=False)):

@@ -22,7 +22,7 @@ from torchkv.cost import load_of
 from torchkv.errors import LayoutMismatch, ProtocolError
 from torchkv.layout import KVLayout
 from torchkv.offsets import PairOffsets
-from torchkv.pieces import Cutter, Piece, check_piece, pair_ranks, piece_layout, slab_groups
+from torchkv.pieces import Cutter, Piece, check_piece, pair_ranks, piece_layout
 from torchkv.plan import PairPlan, Slab, Window, compile_plan, largest_grant, page_pairs, seal_matches
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.slab import first_owed
@@ -156,11 +156,11 @@ def test_slabs_that_owe_the_same_stay_neighbours() -> None:
     """So that keys and values of the windowed layers are packed together, and of the others, too."""
     layout = gqa(num_layers=4, windows={1: 5, 3: 5})
     plan = compile_plan(0, {0: layout}, layout)
-    groups = [[(slab.component, slab.layers) for slab in group] for group in slab_groups(plan)]
+    groups = [[(slab.component, slab.layers) for slab in group] for group in plan.groups]
     assert groups == [[("k", (0, 2)), ("v", (0, 2))], [("k", (1, 3)), ("v", (1, 3))]]
     assert plan.layers == (0, 1, 2, 3)
     unlike = gqa(num_layers=4, windows={1: 5, 3: 6})
-    assert len(list(slab_groups(compile_plan(0, {0: unlike}, unlike)))) == 3
+    assert len(compile_plan(0, {0: unlike}, unlike).groups) == 3
 
 
 def test_layouts_with_other_windows_are_refused() -> None:
