@@ -114,7 +114,8 @@ class KVProcessGroup(KVEndpoint, dist.ProcessGroup):
         cache: this rank's pages, or None to join without any. instance: the serving instance this rank belongs to;
         None makes it one of its own, ``rank<r>``. Ranks of one instance succeed or fail together.
 
-        Lowers ``sys.setswitchinterval`` to 0.5 ms, so that transfers begin while their caller goes on in Python.
+        Lowers ``sys.setswitchinterval`` to 0.5 ms, so that transfers begin while their caller goes on in Python, and
+        collects garbage once a process, so that Python does not do it amid the first requests.
 
         Raises on *all* ranks: ``LayoutMismatch`` naming both ranks, the field and both values,
         ``TransportUnavailable``, ``ProtocolError``.

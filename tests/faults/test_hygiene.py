@@ -146,6 +146,37 @@ def test_three_hundred_requests_leave_nothing_behind(path: str | None, pair: Ran
         assert after[2] - before[2] < 2048  # KiB; one leaked aux a request would be 300, one leaked pool far more
 
 
+def full_collections(count: int) -> int:
+    """How often Python has collected everything during the first ``count`` requests of this process."""
+    found = []
+
+    def notice(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            found.append(info)
+
+    with kv_group() as kv:
+        kv.register(random_cache())
+        gc.callbacks.append(notice)
+        try:
+            for number in range(count):
+                if kv.rank() == 0:
+                    kv.send_pages(f"request {number}", [1, 2, 3], 1)
+                    kv.finish(f"request {number}", 1).wait(30)
+                else:
+                    kv.recv_pages(f"request {number}", [4, 5, 6], 0).wait(30)
+        finally:
+            gc.callbacks.remove(notice)
+    return len(found)
+
+
+def test_no_full_collection_of_garbage_falls_into_the_first_requests() -> None:
+    ranks = Ranks(2, env={"GLOO_SOCKET_IFNAME": "lo"})
+    try:
+        assert ranks.run(full_collections, 2000) == [0, 0]
+    finally:
+        ranks.close()
+
+
 def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, int]]]:
     """Several requests at a time through rings that go round. Of each request ten, one is cancelled on both sides."""
     with kv_group(path="staged", staging_send=24 << 10, staging_recv=20 << 10) as kv:
