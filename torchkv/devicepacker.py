@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,10 @@ from torchkv.stagememory import Room, StageMemory
 from torchkv.transport import Int64Array
 
 __all__ = ["DevicePacker"]
+
+# Looks at a flag between two questions to the driver whether the GPU has failed, which would leave the flag as it is:
+# the driver's lock is what launches need. A thread with nothing else to do looks every 5 ms.
+ASK_EVERY = 64
 
 
 class DevicePacker(Packer):
@@ -118,12 +123,15 @@ class DevicePacker(Packer):
     def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
         """Until everything enqueued so far is done. Raises ``TransportUnavailable`` if the GPU has failed."""
         flag = self._device.signal(stream, soon=True)
-        while not flag.done:
+        for looks in itertools.count(1):
+            if flag.done:
+                break
             yield 0
-            try:
-                stream.query()
-            except RuntimeError as error:
-                raise TransportUnavailable(f"the GPU failed: {error}") from error
+            if looks % ASK_EVERY == 0:
+                try:
+                    stream.query()
+                except RuntimeError as error:
+                    raise TransportUnavailable(f"the GPU failed: {error}") from error
         self._device.retire(flag)
 
 

@@ -147,15 +147,20 @@ class StagedTransfer(Transfer):
 
     def _advance_flights(self) -> int:
         moved = 0
+        left = len(self._flights)
         for flight in list(self._flights):
             try:
-                moved += next(flight)
+                nbytes = next(flight)
             except StopIteration:
                 self._flights.remove(flight)
-                moved = moved or 1  # something has happened, and the next piece can go
+                nbytes = 1  # something has happened, and the next piece can go
             except KVError:
                 self._flights.remove(flight)
                 raise
+            moved += nbytes
+            if not nbytes and self._waiting == left:
+                break  # stages are granted in the order in which they were asked for
+            left -= 1
         return moved
 
     def _fly(self, serial: int, nbytes: int) -> Iterator[int]:
@@ -212,9 +217,10 @@ class StagedTransfer(Transfer):
 
     def _granted(self, serial: int) -> Generator[int, None, Span | None]:
         """The span to write to; None once there is an error, or if it was denied and is not needed any more."""
+        span: Span | None = None
         self._waiting += 1
         try:
-            while self.error is None:
+            while span is None and self.error is None:
                 try:
                     with self._lock:
                         span = self._client.granted(self.op.dst, self._grant.generation, serial)
@@ -222,13 +228,13 @@ class StagedTransfer(Transfer):
                     if self._cutter.done:
                         return None
                     raise
-                if span is not None:
-                    yield 1  # progress, though what comes next may wait for memory, or for the GPU
-                    return span if self.error is None else None
-                yield 0
-            return None
+                if span is None:
+                    yield 0
         finally:
             self._waiting -= 1
+        if span is not None:
+            yield 1  # progress, though what comes next may wait for memory, or for the GPU
+        return span if self.error is None else None
 
     def _own_stage(self, nbytes: int) -> Generator[int, None, Stage | None]:
         """Memory to pack into; None once there is an error."""

@@ -12,7 +12,7 @@ import torch
 from gpu_fake import Gpu
 
 from torchkv import devicepacker
-from torchkv.devicepacker import DevicePacker
+from torchkv.devicepacker import ASK_EVERY, DevicePacker
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, TransportUnavailable
 from torchkv.hostpack import Mismatch
 from torchkv.pieces import Piece
@@ -170,6 +170,7 @@ def test_a_gpu_that_fails_ends_the_wait(bench: Bench) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     bench.stream.query = query
+    assert [next(steps) for _ in range(ASK_EVERY - 1)] == [0] * (ASK_EVERY - 1)
     with pytest.raises(TransportUnavailable, match="the GPU failed: CUDA error"):
         next(steps)
 

@@ -9,7 +9,7 @@ import pytest
 from stagedtransfer_kit import GENERATION, LAYER, LEAST, Case, offsets, pages_sent, run_to_end
 
 from torchkv.errors import PeerLost, RingExhausted
-from torchkv.stagedtransfer import StagedTransfer
+from torchkv.stagedtransfer import IN_FLIGHT, StagedTransfer
 from torchkv.stagememory import MAX_BOARDED
 from torchkv.wire import StageAsk, Staged, Withdraw
 
@@ -254,9 +254,12 @@ def test_a_denied_stage_that_is_not_needed_any_more_fails_nothing() -> None:
     case = Case(own=4096, ring=1024)
     case.step()
     extra = case.client.ask(1, GENERATION, nbytes=512, least=LEAST)
-    case.transfer._flights.append(case.transfer._fly(extra, 512))
+    flights = case.transfer._flights
+    flights.append(case.transfer._fly(extra, 512))
+    surplus = flights[-1]
     places, denied = offsets(), False
     for _ in range(100):
+        flights.sort(key=lambda flight: flight is surplus)  # as if it had been asked for last
         case.step(1)
         for message in case.said():
             if isinstance(message, StageAsk) and message.serial != extra:
@@ -289,6 +292,33 @@ def test_a_page_that_fits_into_no_stage_is_refused_at_once(sizes: dict[str, int]
     assert words in str(case.transfer.error)
     assert str(LEAST) in str(case.transfer.error)
     assert case.said() == []
+
+
+# ---------------------------------------------------------------------- what a step costs
+
+
+def test_of_the_flights_that_wait_for_a_stage_only_the_first_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are granted in order, so what lies behind the first that waits waits too."""
+    case = Case(own=4096, ring=1024)
+    asked: list[int] = []
+    real = case.client.granted
+
+    def granted(dst: int, generation: int, serial: int) -> Any:
+        asked.append(serial)
+        return real(dst, generation, serial)
+
+    monkeypatch.setattr(case.client, "granted", granted)
+    case.step()
+    asks = case.said()
+    assert len(asks) == IN_FLIGHT
+    asked.clear()
+    case.step(1)
+    assert asked == [0]
+    case.give(asks[0], 0)
+    case.give(asks[1], 1024)
+    asked.clear()
+    case.step(1)
+    assert asked == [0, 1, 2]
 
 
 # ---------------------------------------------------------------------- patience
