@@ -1,44 +1,35 @@
-"""A set of half-open integer intervals: which pages were given, which tokens have arrived."""
+"""Sets of half-open integer intervals: which pages were given, which tokens have arrived."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-__all__ = ["Coverage"]
+__all__ = ["Coverage", "LayerCoverage"]
 
 
 class Coverage:
-    """Disjoint, sorted, merged intervals [lo, hi). Adding what is covered already changes nothing."""
+    """Disjoint, sorted, merged intervals [lo, hi). Never changes."""
 
     __slots__ = ("_his", "_los")
 
-    def __init__(self) -> None:
-        self._los: list[int] = []
-        self._his: list[int] = []
+    def __init__(self, los: tuple[int, ...] = (), his: tuple[int, ...] = ()) -> None:
+        self._los = los
+        self._his = his
 
-    def add(self, lo: int, hi: int) -> None:
-        if lo >= hi:
-            return
-        # The two common cases, many times a transfer: the first interval, and the same once more.
-        if not self._los:
-            self._los.append(lo)
-            self._his.append(hi)
-            return
-        if self._los[-1] <= lo and hi <= self._his[-1]:
-            return
+    def plus(self, lo: int, hi: int) -> Coverage:
+        """With [lo, hi); the same object if that is covered already."""
+        if self.gap(lo, hi) is None:
+            return self
         first = bisect_left(self._his, lo)
         last = bisect_right(self._los, hi)
         if first < last:
             lo = min(lo, self._los[first])
             hi = max(hi, self._his[last - 1])
-        self._los[first:last] = [lo]
-        self._his[first:last] = [hi]
-
-    @property
-    def end(self) -> int:
-        """One past the highest member; 0 if empty."""
-        return self._his[-1] if self._his else 0
+        return Coverage(
+            (*self._los[:first], lo, *self._los[last:]),
+            (*self._his[:first], hi, *self._his[last:]),
+        )
 
     def gap(self, lo: int, hi: int) -> int | None:
         """The first member of [lo, hi) that is missing, or None."""
@@ -51,3 +42,45 @@ class Coverage:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._los, self._his, strict=True))
+
+
+_NOTHING = Coverage()
+
+
+class LayerCoverage:
+    """The `Coverage` of many layers. Most are covered alike: these share one object, and are looked at once."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self) -> None:
+        self._of: dict[int, Coverage] = {}
+
+    def add(self, layers: Iterable[int], lo: int, hi: int) -> None:
+        """Adding what is covered already changes nothing."""
+        if lo >= hi:
+            return
+        made: dict[Coverage, Coverage] = {}
+        for layer in layers:
+            before = self._of.get(layer, _NOTHING)
+            if before not in made:
+                made[before] = before.plus(lo, hi)
+            self._of[layer] = made[before]
+
+    def first_gap(self, owed: Iterable[tuple[int, list[tuple[int, int]]]], *, unit: int = 1) -> tuple[int, int] | None:
+        """The first (layer, member) that is ``owed`` and missing, or None.
+
+        owed: layers, each with its intervals. unit: a member here is as large as so many of those; one that is owed in
+        part is owed. Layers that are given one and the same list are looked at together.
+        """
+        whole: dict[tuple[int, int], list[tuple[int, int]]] = {}  # keeps the lists, or their ids might come twice
+        for layer, intervals in owed:
+            coverage = self._of.get(layer, _NOTHING)
+            both = id(intervals), id(coverage)
+            if both in whole:
+                continue
+            for lo, hi in intervals:
+                missing = coverage.gap(lo // unit, -(-hi // unit))
+                if missing is not None:
+                    return layer, missing
+            whole[both] = intervals
+        return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchkv.errors import KVError, PageOutOfRange, ProtocolError
 from torchkv.plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp, Ticket
-from torchkv.protocol.coverage import Coverage
+from torchkv.protocol.coverage import LayerCoverage
 
 __all__ = ["Finish", "Life", "check_grant", "check_prefix", "check_prefixes", "check_range", "check_slot", "extent"]
 
@@ -34,7 +34,7 @@ class Life:
     running: dict[SendOp, None] = field(default_factory=dict)
     num_pages: int = 0  # one past the highest page given
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # given, and not in `pages` yet
-    pages: defaultdict[int, Coverage] = field(default_factory=lambda: defaultdict(Coverage))
+    pages: LayerCoverage = field(default_factory=LayerCoverage)
     states: set[int] = field(default_factory=set)  # layers whose state was given
     finish: Finish | None = None
     sealed_at: float | None = None
@@ -72,11 +72,10 @@ class Life:
         self.chunks.append((op.layers, op.start, end))
         self.num_pages = max(self.num_pages, end)
 
-    def given(self) -> dict[int, Coverage]:
-        """Layer -> which of this rank's pages were given, counted after the prefix."""
+    def given(self) -> LayerCoverage:
+        """Which of this rank's pages were given, counted after the prefix."""
         for layers, lo, hi in self.chunks:
-            for layer in layers:
-                self.pages[layer].add(lo, hi)
+            self.pages.add(layers, lo, hi)
         self.chunks.clear()
         return self.pages
 

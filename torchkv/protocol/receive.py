@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torchkv.errors import KVError
 from torchkv.plan import PairPlan
 from torchkv.protocol.actions import Ticket
-from torchkv.protocol.coverage import Coverage
+from torchkv.protocol.coverage import LayerCoverage
 from torchkv.transport import Int64Array
 
 __all__ = ["Receive", "Writer"]
@@ -20,8 +19,7 @@ class Writer:
     """What one contributing writer owes and has attested."""
 
     plan: PairPlan
-    # Layer -> tokens visible here.
-    attested: defaultdict[int, Coverage] = field(default_factory=lambda: defaultdict(Coverage))
+    attested: LayerCoverage = field(default_factory=LayerCoverage)  # tokens visible here
     states: set[int] = field(default_factory=set)  # layers whose state is visible here
     sealed: int | None = None  # its page count
     aux: bytes = b""
@@ -34,19 +32,14 @@ class Writer:
             assert self.plan.state is not None
             self.states.update(layer for layer in layers if layer in self.plan.state.slabs_of)
             return
-        for layer in layers:
-            if layer in self.plan.slabs_of:
-                self.attested[layer].add(lo, hi)
+        self.attested.add((layer for layer in layers if layer in self.plan.slabs_of), lo, hi)
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
         """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
         limit = num_tokens if self.sealed is None else min(num_tokens, self.sealed * self.plan.src_page_size)
-        for layer, owed in self.plan.owed(num_tokens, limit, layers=layers):
-            attested = self.attested.get(layer)
-            for lo, hi in owed:
-                token = lo if attested is None else attested.gap(lo, hi)
-                if token is not None:
-                    return f"layer {layer}, token {token} after the prefix"
+        gap = self.attested.first_gap(self.plan.owed(num_tokens, limit, layers=layers))
+        if gap is not None:
+            return f"layer {gap[0]}, token {gap[1]} after the prefix"
         assert self.plan.state is not None
         state = self.plan.state
         wanted = state.layers if layers is None else [layer for layer in layers if layer in state.slabs_of]

@@ -25,6 +25,7 @@ from torchkv.errors import (
 )
 from torchkv.plan import PairPlan, largest_grant, seal_matches
 from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Ticket
+from torchkv.protocol.coverage import LayerCoverage
 from torchkv.protocol.life import (
     Finish,
     Life,
@@ -403,14 +404,10 @@ class Sender:
                 return f"nothing was sent, but layer {first[0]} page {first[1]} is owed; send it first"
             if seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
                 limit = min(limit, num_pages * plan.src_page_size)
-        pages = {} if life is None else life.given()
-        for layer, owed in plan.owed(granted, limit):
-            given = pages.get(layer)
-            for lo, hi in owed:
-                first_page, last_page = lo // plan.src_page_size, -(-hi // plan.src_page_size)
-                missing = first_page if given is None else given.gap(first_page, last_page)
-                if missing is not None:
-                    return f"layer {layer} page {missing} (counted after the prefix) was not sent{extent(life, grant)}"
+        given = LayerCoverage() if life is None else life.given()
+        gap = given.first_gap(plan.owed(granted, limit), unit=plan.src_page_size)
+        if gap is not None:
+            return f"layer {gap[0]} page {gap[1]} (counted after the prefix) was not sent{extent(life, grant)}"
         if grant is not None and not seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
             return f"every rank gives all pages after the prefix, also those another one writes{extent(life, grant)}"
         return None
