@@ -6,7 +6,11 @@ here loads UCX, starts a thread or touches a GPU.
 
 from __future__ import annotations
 
+import gc
+
 from torchkv import prefixindex, registration
 
 for module in (*registration.COMPILED, prefixindex):
     module.warm_up()
+# They need not look through it when they collect garbage, nor copy the memory that this would touch.
+gc.freeze()

@@ -146,8 +146,8 @@ def test_three_hundred_requests_leave_nothing_behind(path: str | None, pair: Ran
         assert after[2] - before[2] < 2048  # KiB; one leaked aux a request would be 300, one leaked pool far more
 
 
-def full_collections(count: int) -> int:
-    """How often Python has collected everything during the first ``count`` requests of this process."""
+def collections_while_registering() -> int:
+    """How often Python looks for garbage among all objects meanwhile."""
     found = []
 
     def notice(phase: str, info: dict[str, int]) -> None:
@@ -155,24 +155,18 @@ def full_collections(count: int) -> int:
             found.append(info)
 
     with kv_group() as kv:
-        kv.register(random_cache())
         gc.callbacks.append(notice)
-        try:
-            for number in range(count):
-                if kv.rank() == 0:
-                    kv.send_pages(f"request {number}", [1, 2, 3], 1)
-                    kv.finish(f"request {number}", 1).wait(30)
-                else:
-                    kv.recv_pages(f"request {number}", [4, 5, 6], 0).wait(30)
-        finally:
-            gc.callbacks.remove(notice)
+        kv.register(random_cache())
+        gc.callbacks.remove(notice)
     return len(found)
 
 
-def test_no_full_collection_of_garbage_falls_into_the_first_requests() -> None:
+def test_garbage_is_collected_once_before_the_first_request() -> None:
+    """Later it takes 0.2 s in the middle of one, of all threads; but it takes as long each time."""
     ranks = Ranks(2, env={"GLOO_SOCKET_IFNAME": "lo"})
     try:
-        assert ranks.run(full_collections, 2000) == [0, 0]
+        assert min(ranks.run(collections_while_registering)) >= 1
+        assert ranks.run(collections_while_registering) == [0, 0]
     finally:
         ranks.close()
 

@@ -102,18 +102,9 @@ def _counts_messages(self: Receiver, src: int, message: Attest, now: float) -> N
     if found is None:
         return
     receive, writer = found
-    layers = writer.attested
-    for layer in message.layers:
-        layers.setdefault(layer, _Anything())  # type: ignore[arg-type]
-    if all(set(w.plan.layers) <= set(w.attested) for w in receive.writers.values()):
+    writer.attested.add(message.layers, 0, receive.num_tokens)
+    if all(w.attested.first_gap(w.plan.owed(receive.num_tokens)) is None for w in receive.writers.values()):
         self._succeed(receive)
-
-
-class _Anything:
-    """A coverage that has everything."""
-
-    def gap(self, lo: int, hi: int) -> int | None:
-        return None
 
 
 def _ignores_generations(self: Receiver, src: int, generation: int) -> tuple[Receive, Writer] | None:
