@@ -69,8 +69,8 @@ class LayerCoverage:
     def first_gap(self, owed: Iterable[tuple[int, list[tuple[int, int]]]], *, unit: int = 1) -> tuple[int, int] | None:
         """The first (layer, member) that is ``owed`` and missing, or None.
 
-        owed: layers, each with its intervals. unit: a member here is as large as so many of those; one that is owed in
-        part is owed. Layers that are given one and the same list are looked at together.
+        owed: layers, each with its intervals, none empty. unit: a member here is as large as so many of those; one that
+        is owed in part is owed. Layers that are given one and the same list are looked at together.
         """
         whole: dict[tuple[int, int], list[tuple[int, int]]] = {}  # keeps the lists, or their ids might come twice
         for layer, intervals in owed:
