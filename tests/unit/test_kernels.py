@@ -86,6 +86,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(pagecopy, "copy", FakeKernel(found, pagecopy.NUM_INTEGERS))
     monkeypatch.setattr(kernellaunch.triton, "JITFunction", FakeKernel)
+    monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernellaunch._compiled.cache_clear()
     yield found
