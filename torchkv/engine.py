@@ -154,7 +154,7 @@ class Engine:
         if now >= self._next_tick:
             self._next_tick = now + TICK
             with self.lock:
-                self.sender.tick(now)
+                self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
                 self._leader.tick(now)
             busy |= self._settle(now)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import Ranks, ask, kv_world
 from small import Never, check_transfer, random_cache
 
@@ -89,6 +91,7 @@ def read(pages: Any) -> None:
 def read_and_cancel() -> None:
     kv = kv_world()
     kv.recv_pages("r", PAGES, SURVIVOR)
+    dist.recv(torch.empty(1), SURVIVOR)  # it has sent: else it would wait for another grant for a while
     kv.cancel("r").wait(PATIENCE)
     ask("ready")
 
@@ -148,8 +151,10 @@ def send_ungranted() -> None:
 
 def send_to_one_who_cancels() -> None:
     kv = kv_world()
-    with pytest.raises(TransferCancelled, match="'r'"):  # by the verb itself, if the cancel came first
-        kv.send_pages("r", PAGES, VICTIM, event=Never()).wait(PATIENCE)
+    work = kv.send_pages("r", PAGES, VICTIM, event=Never())
+    dist.send(torch.ones(1), VICTIM)
+    with pytest.raises(TransferCancelled, match="'r'"):
+        work.wait(PATIENCE)
     ask("kill now")
     expect_lost(lambda: kv.prefix_tokens("other", VICTIM))
     for verb in (lambda: kv.send_pages("r", PAGES, VICTIM), lambda: kv.finish("r", VICTIM)):

@@ -139,33 +139,40 @@ def test_tombstones_and_reuse_of_a_name(four: Ranks) -> None:
 
 
 def late_verbs() -> None:
-    """The receiver gives up before its sender's first verb, which then must not wait for another grant."""
-    with kv_group() as kv:
+    """The receiver gives up before its sender's first verb, which then does not wait for another grant for long."""
+    with kv_group(timeout=2.0) as kv:
         kv.register(random_cache())
         if kv.rank() == 1:
             kv.recv_pages("r", [3, 4], 0)
             kv.cancel("r").wait(30)
         meet(kv)
         if kv.rank() == 0:
+            with pytest.raises(TransferCancelled, match=r"'r'.*rank 1"):
+                kv.send_pages("r", [1, 2], 1).wait(30)
             check_verbs_are_cancelled(kv)
             kv.cancel("r").wait(30)
         meet(kv)
         check_transfer(kv, 0, 1, request="r")
+
+
+def a_name_again() -> None:
+    """A request that only its receiver has begun, and given up, takes nothing from the next one of that name."""
+    with kv_group() as kv:
+        kv.register(random_cache())
         if kv.rank() == 1:
             kv.recv_pages("r", [3, 4], 0)
             kv.cancel("r").wait(30)
-            rx = kv.recv_pages("r", [3, 4], 0)  # takes the place of the one that met no verb
-            meet(kv)
-            assert rx.wait(30)
-        else:
-            meet(kv)
-        if kv.rank() == 0:
-            kv.send_pages("r", [1, 2], 1)
-            assert kv.finish("r", 1).wait(30)
+        meet(kv)
+        for _ in range(2):
+            check_transfer(kv, 0, 1, request="r")
 
 
 def test_a_verb_learns_that_its_receiver_cancelled_before_it(four: Ranks) -> None:
     four.run(late_verbs)
+
+
+def test_a_name_may_be_used_again_after_its_receiver_alone_gave_up(four: Ranks) -> None:
+    four.run(a_name_again)
 
 
 def refusals() -> None:

@@ -344,27 +344,50 @@ def revoked_unused() -> Sender:
     return machine
 
 
-@pytest.mark.parametrize("first", ["send", "finish", "prefix_tokens", "begin"])
-def test_a_verb_after_the_revocation_of_its_grant_fails_as_one_before_it(first: str) -> None:
+def test_a_verb_after_the_revocation_of_its_grant_waits_briefly_and_fails_with_its_error() -> None:
     machine = revoked_unused()
-    verbs = {
-        "send": lambda: machine.admit("r", 1, 0, 1),
-        "finish": lambda: machine.check_finish("r", 1),
-        "prefix_tokens": lambda: machine.prefix_tokens("r", 1),
-        "begin": lambda: machine.begin("r", 1, 2.0),
-    }
-    for name in (first, *verbs):
-        with pytest.raises(TransferCancelled, match="the receiver gave up") as raised:
-            verbs[name]()
-        assert raised.value.pages_safe
-    machine.tick(1.0 + 2 * GRANT_TIMEOUT)
-    machine.on_grant(1, grant(5, 6, generation=2), 3.0)
-    with pytest.raises(TransferCancelled):
-        verbs[first]()
-    assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
-    assert Acts(machine).settled == {"cancel": None}
+    verb(machine, 2)
+    finish(machine)
+    assert machine.tick(TIMEOUT - 0.1) is False
+    assert Acts(machine).settled == {}
+    assert machine.tick(TIMEOUT) is True
+    acts = Acts(machine)
+    for ticket in ("send", "finish"):
+        error = acts.error(ticket)
+        assert isinstance(error, TransferCancelled)
+        assert "the receiver gave up" in str(error)
+        assert error.pages_safe
+    for again in (lambda: machine.admit("r", 1, 0, 1), lambda: machine.prefix_tokens("r", 1)):
+        with pytest.raises(TransferCancelled, match="the receiver gave up"):
+            again()
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_the_next_grant_is_for_whoever_waits_then(failed: bool) -> None:
+    """For the verb that came after the revocation; for the next life, if that one has failed or was cancelled."""
+    machine = revoked_unused()
     op = verb(machine, 2)
-    assert Acts(machine).started == [op], "the second grant was for this life"
+    if failed:
+        machine.tick(TIMEOUT)
+        Acts(machine)
+    machine.on_grant(1, grant(5, 6, generation=2), 3.0)
+    acts = Acts(machine)
+    assert (acts.started, acts.told) == ([] if failed else [op], [])
+    if failed:
+        assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
+        new = verb(machine, 2, ticket="new")
+        assert Acts(machine).started == [new]
+
+
+def test_a_cancel_after_the_revocation_refuses_no_later_grant() -> None:
+    machine = revoked_unused()
+    verb(machine, 2)
+    machine.cancel("r", "cancel", 2.0)
+    Acts(machine)
+    machine.on_grant(1, grant(5, 6, generation=2), 3.0)
+    assert Acts(machine).all == []
+    op = verb(machine, 2, ticket="new")
+    assert Acts(machine).started == [op]
 
 
 @pytest.mark.parametrize("what", ["a new grant", "a cancel", "time"])
@@ -378,7 +401,7 @@ def test_a_revocation_that_met_no_verb_is_forgotten_after(what: str) -> None:
         machine.tick(1.0 + GRANT_TIMEOUT)
     op = verb(machine, 2)
     assert Acts(machine).started == ([op] if what == "a new grant" else [])
-    assert machine._stillborn == {}
+    assert machine._lives["r", 1].gone is None
 
 
 def test_revocations_that_meet_no_verb_do_not_pile_up() -> None:

@@ -30,6 +30,7 @@ class Life:
     dst: int
     born: float
     grant: BoundGrant | None = None
+    gone: KVError | None = None  # why a grant that came before its first verb was revoked
     queue: deque[SendOp] = field(default_factory=deque)
     running: dict[SendOp, None] = field(default_factory=dict)
     num_pages: int = 0  # one past the highest page given
@@ -40,7 +41,7 @@ class Life:
     sealed_at: float | None = None
     heard: float = 0.0  # when the receiver last showed progress, once sealed
     error: KVError | None = None
-    refused: bool = False  # failed before its grant, and a grant has since been answered with that
+    refused: bool = False  # its grant has come, without a life or after it had failed: once failed, it gets no other
     revoked: bool = False  # the receiver waits for Quiesced
     tainted: bool = False  # a channel broke under this life: bytes may land after it
     cancels: list[Ticket] = field(default_factory=list)

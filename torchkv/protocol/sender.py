@@ -4,8 +4,8 @@
                          \\                 \\                              \\
                           +-----------------+--- failure or cancel --------+--> TOMBSTONE --cancel, drained--> ended
 
-A tombstone answers every verb with the error that made it, until the caller cancels. A grant that is revoked before the
-first verb leaves one too: whether a verb fails must not hang on which of the two comes first.
+A tombstone answers every verb with the error that made it, until the caller cancels. A life whose grant was revoked
+before its first verb does not wait long for another one, which comes only if its receiver uses the name again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Sender:
         self._lives: dict[tuple[str, int], Life] = {}
         self._by_generation: dict[tuple[int, int], Life] = {}
         self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for a life
-        self._stillborn: dict[tuple[str, int], tuple[float, KVError]] = {}  # their grants were revoked: when, why
+        self._stillborn: dict[tuple[str, int], tuple[float, KVError]] = {}  # revoked grants without a life: when, why
         self._refusals: dict[tuple[str, int], deque[float]] = {}  # lives cancelled before their grant: until when
         self._tainted: set[tuple[int, int]] = set()  # ended generations that can never be called quiescent
         self._queued_pages = 0
@@ -72,7 +72,7 @@ class Sender:
 
     def admit(self, request: str, dst: int, start: int, num_pages: int, *, state: bool = False) -> None:
         """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
-        life = self._find(request, dst)
+        life = self._lives.get((request, dst))
         if life is None:
             grant = self._unbound.get((request, dst))
         else:
@@ -126,7 +126,7 @@ class Sender:
 
     def check_finish(self, request: str, dst: int, *, state_slot: int | None = None) -> None:
         """Raises unless ``finish`` would be accepted now. Changes nothing. state_slot: what it sends state from."""
-        life = self._find(request, dst)
+        life = self._lives.get((request, dst))
         if life is not None:
             life.check_open()
         grant = self._grant_of(request, dst)
@@ -166,7 +166,7 @@ class Sender:
 
     def prefix_tokens(self, request: str, dst: int) -> int | None:
         """The prefix the receiver holds, or None while no grant is here. Raises a tombstone's error."""
-        life = self._find(request, dst)
+        life = self._lives.get((request, dst))
         if life is not None and life.error is not None:
             raise life.error
         grant = self._grant_of(request, dst)
@@ -299,8 +299,9 @@ class Sender:
             if life.grant is not None and life.drained and not life.tainted:
                 self._tell(life.dst, Quiesced(life.grant.generation))
 
-    def tick(self, now: float) -> None:
-        """Deadlines and signs of life; call a few times a second."""
+    def tick(self, now: float) -> bool:
+        """Deadlines and signs of life; call a few times a second. Whether a life has failed."""
+        failed = False
         for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
         for key in [key for key, (born, _) in self._stillborn.items() if now >= born + self._grant_timeout]:
@@ -308,15 +309,21 @@ class Sender:
         for life in list(self._lives.values()):
             if life.error is not None:
                 continue
-            if life.grant is None and now >= life.born + self._grant_timeout:
+            if life.grant is None and life.gone is not None and now >= life.born + self._timeout:
+                self._fail(life, life.gone)
+                failed = True
+            elif life.grant is None and now >= life.born + self._grant_timeout:
                 self._fail(life, self._late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout"))
+                failed = True
             elif life.sealed_at is not None and now >= life.heard + self._timeout:
                 self._fail(life, self._late(life, "has not reported its verdict", self._timeout, "timeout"))
+                failed = True
             elif any(op.moved for op in life.running):
                 for op in life.running:
                     op.moved = False
                 assert life.grant is not None
                 self._tell(life.dst, Alive(life.grant.generation, False))
+        return failed
 
     # ---------------------------------------------------------------- inside
 
@@ -329,20 +336,11 @@ class Sender:
         life = self._lives.get((request, dst))
         return self._unbound.get((request, dst)) if life is None else life.grant
 
-    def _find(self, request: str, dst: int) -> Life | None:
-        """The life that a verb is for, if it has begun: with the verb itself, if its grant has been revoked."""
-        key = (request, dst)
-        if key in self._stillborn:
-            born, error = self._stillborn.pop(key)
-            # Its grant has come, and gone: the next one is for the next life.
-            self._lives[key] = life = Life(request, dst, born, refused=True)
-            self._entomb(life, error)
-        return self._lives.get(key)
-
     def _life(self, request: str, dst: int, now: float) -> Life:
-        life = self._find(request, dst)
+        life = self._lives.get((request, dst))
         if life is None:
-            life = self._lives[(request, dst)] = Life(request, dst, now)
+            _, revoked = self._stillborn.pop((request, dst), (now, None))
+            life = self._lives[(request, dst)] = Life(request, dst, now, gone=revoked, refused=revoked is not None)
             if (grant := self._unbound.pop((request, dst), None)) is not None:
                 self._bind(life, grant, now)
         return life
@@ -425,7 +423,9 @@ class Sender:
         self._tell(life.dst, Seal(life.grant.generation, life.num_pages, life.finish.aux))
 
     def _fail(self, life: Life, error: KVError, *, tell: bool = True) -> None:
-        self._entomb(life, error)
+        assert life.error is None
+        error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
+        life.error = error
         self._queued_pages -= sum(op.num_pages for op in life.queue)
         self.actions.extend(Settle(op.ticket, error) for op in life.queue)
         life.queue.clear()
@@ -435,11 +435,6 @@ class Sender:
         if tell and life.grant is not None:
             self._tell_abort(life.grant, error)
         self._after_drain(life)
-
-    def _entomb(self, life: Life, error: KVError) -> None:
-        assert life.error is None
-        error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
-        life.error = error
 
     def _after_drain(self, life: Life) -> None:
         if life.running or life.error is None:
