@@ -143,10 +143,13 @@ def late_verbs() -> None:
     with kv_group(timeout=2.0) as kv:
         kv.register(random_cache())
         if kv.rank() == 1:
-            kv.recv_pages("r", [3, 4], 0)
-            kv.cancel("r").wait(30)
+            for name in ("r", "asked"):
+                kv.recv_pages(name, [3, 4], 0)
+                kv.cancel(name).wait(30)
         meet(kv)
         if kv.rank() == 0:
+            with pytest.raises(TransferCancelled, match=r"'asked'.*rank 1"):
+                kv.prefix_tokens("asked", 1)  # nothing but the life's end can wake it
             with pytest.raises(TransferCancelled, match=r"'r'.*rank 1"):
                 kv.send_pages("r", [1, 2], 1).wait(30)
             check_verbs_are_cancelled(kv)

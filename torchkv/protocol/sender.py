@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from torchkv.errors import (
     KVError,
@@ -309,14 +310,8 @@ class Sender:
         for life in list(self._lives.values()):
             if life.error is not None:
                 continue
-            if life.grant is None and life.gone is not None and now >= life.born + self._timeout:
-                self._fail(life, life.gone)
-                failed = True
-            elif life.grant is None and now >= life.born + self._grant_timeout:
-                self._fail(life, self._late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout"))
-                failed = True
-            elif life.sealed_at is not None and now >= life.heard + self._timeout:
-                self._fail(life, self._late(life, "has not reported its verdict", self._timeout, "timeout"))
+            if (overdue := self._overdue(life, now)) is not None:
+                self._fail(life, overdue)
                 failed = True
             elif any(op.moved for op in life.running):
                 for op in life.running:
@@ -457,14 +452,12 @@ class Sender:
 
     def _bury(self, key: tuple[str, int], error: KVError, now: float) -> None:
         """The life meant for this grant is still to come, or never does: nobody but the receiver had heard of it."""
-        if len(self._stillborn) >= MAX_REMEMBERED:
-            del self._stillborn[next(iter(self._stillborn))]
+        _make_room(self._stillborn)
         self._stillborn[key] = (now, error)
 
     def _refuse_next(self, life: Life, now: float) -> None:
         """The grant meant for this life is still to come: it must not bind a later one."""
-        if len(self._refusals) >= MAX_REMEMBERED:
-            del self._refusals[next(iter(self._refusals))]
+        _make_room(self._refusals)
         self._refusals.setdefault((life.request, life.dst), deque()).append(now + self._grant_timeout)
 
     def _is_refused(self, key: tuple[str, int], now: float) -> bool:
@@ -484,8 +477,24 @@ class Sender:
     def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
         self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
 
+    def _overdue(self, life: Life, now: float) -> KVError | None:
+        """What a life has failed with by now because it waits for its receiver, if it has."""
+        if life.grant is None and life.gone is not None and now >= life.born + self._timeout:
+            return life.gone
+        if life.grant is None and now >= life.born + self._grant_timeout:
+            return self._late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout")
+        if life.sealed_at is not None and now >= life.heard + self._timeout:
+            return self._late(life, "has not reported its verdict", self._timeout, "timeout")
+        return None
+
     def _late(self, life: Life, what: str, limit: float, option: str) -> TransferTimeout:
         return TransferTimeout(
             f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
             f"cancel({life.request!r}) and retry, or raise the limit"
         )
+
+
+def _make_room(remembered: dict[tuple[str, int], Any]) -> None:
+    """Forgets the oldest, if there are as many as there may be."""
+    if len(remembered) >= MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]
