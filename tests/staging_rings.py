@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +16,17 @@ from torchkv.packer import Packer, Staging
 from torchkv.protocol.actions import Scatter
 from torchkv.staging import Stage
 
-__all__ = ["LaggingPacker", "RingShadow", "lagging"]
+__all__ = ["LaggingPacker", "RingShadow", "lagging", "raise_signal"]
 
 
 class LaggingPacker(Packer):
     """Packs on the host, but as a GPU would: each job runs, and is known to be over, some virtual time later.
 
-    It runs whether anybody still waits for it or not, unless the ``node`` whose job it is has died.
+    It runs whether anybody still waits for it or not, unless the ``node`` whose job it is has died. Signals are words
+    in the receiver's memory, as on a GPU.
     """
 
+    signals = True
     slowness = 1.0  # beside the delays of messages
 
     def __init__(self, packer: Packer, world: World, node: int) -> None:
@@ -31,16 +34,26 @@ class LaggingPacker(Packer):
         self._world = world
         self._node = node
 
-    def gather(self, *args: Any, checksum: bool) -> Iterator[int]:
-        return self._late(self._packer.gather(*args, checksum=checksum))
+    def gather(self, *args: Any, checksum: bool, signal: tuple[int, int] | None = None) -> Iterator[int]:
+        return self._late(self._packer.gather(*args, checksum=checksum), signal)
 
     def scatter(self, job: Scatter) -> Iterator[int]:
-        return self._late(self._packer.scatter(job))
+        if job.signal is not None:
+            assert self._packer._receiving is not None
+            word = _word(self._packer._receiving.signal_ptr(job.signal))
+            while word.value < job.signal.value:
+                if job.stopped:
+                    word.value = job.signal.value + 1
+                yield 0
+            if word.value != job.signal.value:
+                return
+            job.written = True
+        yield from self._late(self._packer.scatter(job))
 
     def prepare(self, *args: Any, **settings: Any) -> None:
         self._packer.prepare(*args, **settings)
 
-    def _late(self, steps: Iterator[int]) -> Iterator[int]:
+    def _late(self, steps: Iterator[int], signal: tuple[int, int] | None = None) -> Iterator[int]:
         over: list[KVError | None] = []
 
         def work() -> None:
@@ -48,6 +61,8 @@ class LaggingPacker(Packer):
             try:
                 while self._world.alive(self._node) and next(steps, None) is not None:
                     pass
+                if signal is not None and self._world.alive(self._node):
+                    raise_signal(*signal)
             except KVError as raised:
                 error = raised
             self._world.schedule(self._world.delay(), lambda: over.append(error))
@@ -58,6 +73,14 @@ class LaggingPacker(Packer):
         if over[0] is not None:
             raise over[0]
         yield 1
+
+
+def _word(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def raise_signal(address: int, value: int) -> None:
+    _word(address).value = value
 
 
 def lagging(staging: Staging, world: World, node: int) -> Staging:

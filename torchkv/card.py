@@ -11,6 +11,7 @@ from torchkv.errors import ProtocolError, make_error
 from torchkv.layout import KVLayout
 from torchkv.processes import ProcessId
 from torchkv.roster import Member
+from torchkv.staging import signal_offset
 from torchkv.transport import Region
 
 __all__ = ["MAX_CARD", "Card", "PlacementCard", "RegionCard", "placement_cards", "region_card"]
@@ -50,6 +51,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     num_pages: Count = 0
     num_slots: Count = 0
     staging: Offset = 0  # bytes of its staging ring, which is the last region but one
+    signals: Count = 0  # signal words right behind that ring
     device: Name = ""  # type of the memory that the pages lie in
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
     regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
@@ -77,8 +79,12 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def member(self) -> Member:
         """Raises ``ProtocolError`` unless every page and slot lies inside its region."""
-        if self.staging and (len(self.regions) < 2 or self.staging > self.regions[-2].nbytes):
-            raise ProtocolError(f"rank {self.rank}: its card's staging ring of {self.staging} bytes is no region of it")
+        staging = signal_offset(self.staging, self.signals) if self.signals else self.staging
+        if staging and (len(self.regions) < 2 or staging > self.regions[-2].nbytes):
+            raise ProtocolError(
+                f"rank {self.rank}: its card's staging ring of {self.staging} bytes and {self.signals} signal words is "
+                "no region of it"
+            )
         layout = KVLayout.decode(self.layout) if self.layout else None
         if layout is not None:
             self._check_placements(layout)
@@ -90,6 +96,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             num_pages=self.num_pages,
             num_slots=self.num_slots,
             staging=self.staging,
+            signals=self.signals,
         )
 
     def placement_map(self) -> dict[tuple[str, int], Placement]:

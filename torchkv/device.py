@@ -8,7 +8,7 @@ import torch
 
 from torchkv import cudadriver, gate, kernels
 from torchkv.events import RecordedEvent, event_pool
-from torchkv.flags import Flag, Flags
+from torchkv.flags import Flag, Flags, wait_flags
 from torchkv.uploads import Uploads
 
 __all__ = ["Device"]
@@ -29,6 +29,8 @@ class Device:
         self.index = cudadriver.device_index(device)
         self.blocks = blocks
         self.activate()
+        self._library = cudadriver.library()
+        self._until_reached = wait_flags(self.index)
         event_pool(self.index)  # so that no caller has to fill it
         self.flags = Flags(device)
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
@@ -37,7 +39,9 @@ class Device:
         # stream, so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next
         # kernel may as well begin while the last blocks of the one before end.
         whole = blocks >= torch.cuda.get_device_properties(device).multi_processor_count
-        self._open = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(2 if whole else 1)])
+        count = 2 if whole else 1
+        self._open = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(count)])
+        self._waiting = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(count)])
         self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)
@@ -59,6 +63,21 @@ class Device:
     def open_stream(self) -> torch.cuda.Stream:
         """For work that waits for nothing; perhaps another one each time."""
         return next(self._open)
+
+    @property
+    def waiting_stream(self) -> torch.cuda.Stream:
+        """For work that waits for a signal of a peer's GPU, and for nothing here; perhaps another each time."""
+        return next(self._waiting)
+
+    def raise_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Enqueues the write of a signal word, of this rank or a peer, behind everything on ``stream``, and a fence."""
+        code = self._library.cuStreamWriteValue64_v2(stream.cuda_stream, address, value, 0)
+        cudadriver.check_code(code, "raising a signal")
+
+    def await_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Lets ``stream`` wait until the word of this rank at ``address`` has reached ``value``."""
+        code = self._library.cuStreamWaitValue64_v2(stream.cuda_stream, address, value, self._until_reached)
+        cudadriver.check_code(code, "waiting for a signal")
 
     def claim(self, request: str) -> torch.cuda.Stream | None:
         """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""

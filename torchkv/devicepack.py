@@ -167,8 +167,12 @@ class PagePacker:
         limit_tokens: int,
         errors: torch.Tensor,
         blocks: int,
+        guard: tuple[int, int] = (0, 0),
     ) -> None:
-        """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`."""
+        """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`.
+
+        guard: see `torchkv.kernels.scatter`.
+        """
         assert not self._sending
         self._check(piece, ids, limit_tokens)
         for run in self._runs(layout):
@@ -184,6 +188,7 @@ class PagePacker:
                 limit_tokens=limit_tokens,
                 errors=errors,
                 blocks=blocks,
+                guard=guard,
             )
 
     def verify_sums(

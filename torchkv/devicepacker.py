@@ -33,6 +33,7 @@ class DevicePacker(Packer):
     """See `Packer`."""
 
     elsewhere = True
+    signals = True
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
         super().__init__(local, receiving)
@@ -51,6 +52,7 @@ class DevicePacker(Packer):
         room: Room,
         *,
         checksum: bool,
+        signal: tuple[int, int] | None = None,
     ) -> Iterator[int]:
         device, stream = self._device, self._device.open_stream
         upload = None
@@ -68,6 +70,8 @@ class DevicePacker(Packer):
             packer.gather(layout, piece, ids, room, **common)
             if checksum:
                 packer.write_sums(layout, piece, ids, room, **common)
+            if signal is not None:
+                device.raise_signal(stream, *signal)
         yield from self._wait(stream)
         if upload is not None:
             device.uploads.release(upload)
@@ -82,7 +86,9 @@ class DevicePacker(Packer):
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
-        device, stream = self._device, self._device.open_stream
+        device = self._device
+        signal = None if job.signal is None else (self._receiving.signal_ptr(job.signal), job.signal.value)
+        stream = device.open_stream if signal is None else device.waiting_stream
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         room = self._receiving.room(job.stage)
         packer = self._packer(job.plan, sending=False)
@@ -90,18 +96,21 @@ class DevicePacker(Packer):
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
         with _launching(stream):
-            packer.scatter(job.layout, job.piece, upload.ids, room, **common)
+            if signal is not None:
+                device.await_signal(stream, *signal)
+            packer.scatter(job.layout, job.piece, upload.ids, room, guard=signal or (0, 0), **common)
             if slots is not None:
                 packer.verify_sums(job.layout, job.piece, upload.ids, room, mismatches=slots, **common)
-        yield from self._wait(stream)
+        yield from self._wait(stream) if signal is None else self._wait_signalled(stream, job, *signal)
         device.uploads.release(upload)
+        job.written = not kernels.skipped(errors)
         bad = kernels.first_error(errors)
         assert bad is None, f"{bad}, but the ids were checked when they were posted"
         device.retire_errors(errors)
         if slots is not None:
             wrong = packer.first_mismatch(slots, job.piece, limit_tokens=job.num_tokens)
             self._slots.append(slots)
-            if wrong is not None:
+            if wrong is not None and job.written:
                 raise mismatch(job, wrong)
         yield 1
 
@@ -119,6 +128,17 @@ class DevicePacker(Packer):
         slots = self._slots.pop() if self._slots else mismatch_slots()
         slots.zero_()
         return slots
+
+    def _wait_signalled(self, stream: torch.cuda.Stream, job: Scatter, address: int, value: int) -> Iterator[int]:
+        """The same; lets the stream go on, to leave the stage alone, if the job is stopped before its signal rises."""
+        other: torch.cuda.Stream | None = None
+        for _ in self._wait(stream):
+            if job.stopped and other is None:
+                other = self._device.open_stream
+                self._device.raise_signal(other, address, value + 1)
+            yield 0
+        if other is not None:  # else it might fall into the word's next use
+            yield from self._wait(other)
 
     def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
         """Until everything enqueued so far is done. Raises ``TransportUnavailable`` if the GPU has failed."""

@@ -87,7 +87,11 @@ class Engine:
         self.options = options
         timeouts = {"timeout": options.timeout, "grant_timeout": options.grant_timeout}
         ring = None if staging is None else staging.receiving
-        self.keeper = StageKeeper(StagingRing(0 if ring is None else ring.nbytes), timeout=options.timeout)
+        self.keeper = StageKeeper(
+            StagingRing(0 if ring is None else ring.nbytes),
+            timeout=options.timeout,
+            signals=ring.signals.numel() if staging is not None and ring is not None and staging.packer.signals else 0,
+        )
         self._client = StageClient()
         self.sender = Sender(roster, **timeouts, stages=self._client)
         self.receiver = Receiver(roster, **timeouts, keeper=self.keeper)
@@ -328,7 +332,8 @@ class Engine:
             case Withdraw():
                 self.receiver.on_withdraw(src, message)
             case StageGrant():
-                self._client.on_grant(src, message, self.roster.members[src].staging)
+                peer = self.roster.members[src]
+                self._client.on_grant(src, message, peer.staging, peer.signals)
             case StageDenied():
                 self._client.on_denied(src, message, self.roster.members[src].staging)
             case Withdrawn():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +181,7 @@ class Flags:
     def __init__(self, device: torch.device) -> None:
         self._index = device_index(device)
         with context(self._index) as cuda:
-            self._flush = _wait_flags(cuda, self._index)
+            self._flush = wait_flags(self._index)
             memory = _pinned_words(self._index)
             address = check(cuda.cuMemHostGetDevicePointer(memory.ctypes.data, 0), "looking up pinned memory")
         self._library = cudadriver.library()
@@ -287,8 +286,12 @@ class Flags:
             )
 
 
-def _wait_flags(cuda: Any, index: int) -> int:
-    """How a stream compares: whether the word has reached the value, and whether to flush what arrived from outside."""
+def wait_flags(index: int) -> int:
+    """How a stream compares: whether the word has reached the value, and whether to flush what arrived from outside.
+
+    Raises ``TransportUnavailable`` where ``cuda:index`` or its driver lacks stream memory operations.
+    """
+    cuda = cudadriver.driver()
     kinds = cuda.CUdevice_attribute
     device = check(cuda.cuDeviceGet(index), f"looking for cuda:{index}")
 

@@ -39,13 +39,18 @@ CALLS_COMPILED = triton.__version__.split("+")[0].rpartition(".")[0] == "3.6"
 
 
 class Addresses(NamedTuple):
-    """Of the job table's first row, both sides' page ids, the stage (0 where there is none) and the error slot."""
+    """Of the job table's first row, both sides' page ids, the stage (0 where there is none) and the error slot.
+
+    guard: of the signal word that says that the stage is written, when it stands at ``expected``; 0: it is.
+    """
 
     jobs: int
     src_ids: int
     dst_ids: int
     stage: int
     errors: int
+    guard: int = 0
+    expected: int = 0
 
 
 class Shape(NamedTuple):
@@ -133,6 +138,8 @@ def launch(
             addresses.stage + (first - ranks.start) * what.pair_nbytes,
             len(ranks) * what.pair_nbytes,
             addresses.errors,
+            addresses.guard,
+            addresses.expected,
             num_jobs,
             first,
             start,

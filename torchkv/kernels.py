@@ -30,6 +30,7 @@ __all__ = [
     "geometry",
     "prepare",
     "scatter",
+    "skipped",
 ]
 
 MAX_IDS = (1 << 29) - 2  # page ids of a call: what fits in an error code
@@ -43,7 +44,7 @@ def error_slot() -> torch.Tensor:
 def first_error(errors: torch.Tensor) -> BadPage | None:
     """One of the bad page ids that the kernels given ``errors`` have met, or None. Read it after they are done."""
     code = int(errors[0])
-    if code == 0:
+    if code in (0, pagecopy.SKIPPED):
         return None
     page = code & 0xFFFFFFFF
     return BadPage(
@@ -51,6 +52,11 @@ def first_error(errors: torch.Tensor) -> BadPage | None:
         position=(code >> 33) - 1,
         page=page - (1 << 32) if page >> 31 else page,
     )
+
+
+def skipped(errors: torch.Tensor) -> bool:
+    """Whether a `scatter` given ``errors`` found its stage not written. Read it after the kernels are done."""
+    return int(errors[0]) == pagecopy.SKIPPED
 
 
 def copy_pages(
@@ -124,17 +130,20 @@ def scatter(
     limit_tokens: int,
     errors: torch.Tensor,
     blocks: int,
+    guard: tuple[int, int] = (0, 0),
 ) -> None:
     """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
 
-    The rest, and errors, as for `copy_pages`; the first column of ``jobs`` is not read.
+    guard: (address, value) of an int64 word in device memory; unless it holds that value, nothing is unpacked, and
+    `skipped` says so. (0, 0): the stage is written. The rest, and errors, as for `copy_pages`; the first column of
+    ``jobs`` is not read.
     """
     _check_ids("dst_pages", dst_pages)
     _check_grant(geometry, dst_pages, limit_tokens)
     ranks = geometry.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens)
     _check_stage(geometry, stage, num_jobs * len(ranks))
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
-    where = Addresses(jobs=first, src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.ptr, errors=errors.data_ptr())
+    where = Addresses(first, 0, dst_pages.data_ptr(), stage.ptr, errors.data_ptr(), *guard)
     launch(pagecopy.SCATTER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
 
 

@@ -26,10 +26,12 @@ class Packer(ABC):
     pages or write the stage, or the other way round.
 
     elsewhere: whether something else does the work, so that the thread spends its time on what to tell it next. Then
-    peers should hear of each piece at once, not at the end of the thread's round.
+    peers should hear of each piece at once, not at the end of the thread's round. signals: whether that can also raise
+    signals, and wait for them.
     """
 
     elsewhere = False
+    signals = False
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's ring, if it has one."""
@@ -47,16 +49,20 @@ class Packer(ABC):
         room: Room,
         *,
         checksum: bool,
+        signal: tuple[int, int] | None = None,
     ) -> Iterator[int]:
         """Packs ``piece`` of ``op`` into ``room``. pages: page ids of the whole op.
 
-        checksum: with checksums, for which ``layout`` has room. Raises ``PageOutOfRange``, ``TransportUnavailable``.
+        checksum: with checksums, for which ``layout`` has room. signal: (address, value) of a word to raise behind
+        that; once the iterator has yielded, this will happen without it. Raises ``PageOutOfRange``,
+        ``TransportUnavailable``.
         """
 
     @abstractmethod
     def scatter(self, job: Scatter) -> Iterator[int]:
         """Unpacks a stage of this rank's receiving ring into its pages, and compares checksums if the job says so.
 
+        Waits for the job's signal, if it has one, unless it is stopped meanwhile; ``job.written`` says whether it came.
         Raises ``ChecksumMismatch``, ``TransportUnavailable``.
         """
 
@@ -93,8 +99,10 @@ class HostPacker(Packer):
         room: Room,
         *,
         checksum: bool,
+        signal: tuple[int, int] | None = None,
     ) -> Iterator[int]:
         assert not isinstance(pages, DevicePages)
+        assert signal is None
         first = piece.start - op.start
         side = self._side(True, piece, grant.plan, pages[first : first + piece.num_pages], grant.num_tokens)
         yield from hostpack.copy(layout, side, room.ptr)

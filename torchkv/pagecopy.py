@@ -15,12 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "copy", "div", "locate", "report"]
+__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "SKIPPED", "copy", "div", "locate", "report"]
 
 # Which sides are packed.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
-NUM_INTEGERS = 41  # runtime parameters of the kernel; the rest are constants
+SKIPPED = -1  # in the error slot: nothing was unpacked, because the stage was not written
+
+NUM_INTEGERS = 43  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
@@ -63,6 +65,8 @@ def copy(
     stage: tl.int64,
     stage_stride: tl.int64,
     errors: tl.int64,
+    guard: tl.int64,
+    expected: tl.int64,
     num_jobs: tl.int32,
     first_rank: tl.int32,
     start: tl.int32,
@@ -108,14 +112,23 @@ def copy(
     """One block takes every ``num_programs``-th tile of ``TILE`` words. See `torchkv.kernellaunch` for the arguments.
 
     ROWS: how many of a pair's two row counts exceed 1. PARTS: whether pairs are striped or smaller than a page.
-    TABLE: rows that a tile can touch, at most; 0 locates each word by itself.
+    TABLE: rows that a tile can touch, at most; 0 locates each word by itself. guard: address of a word (0: none); only
+    if it holds ``expected``, there is anything to unpack.
     """
     dtype: tl.constexpr = tl.int64 if UNIT >= 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
     ELEMENTS: tl.constexpr = 2 if UNIT == 16 else 1
     tiles = (words + TILE - 1) // TILE
     element = tl.arange(0, ELEMENTS)[None, :]
     tile = tl.program_id(0)
-    while tile < num_jobs * tiles:
+    end = num_jobs * tiles
+    if MODE == 2:  # SCATTER
+        guarded = guard != 0
+        where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
+        signal = tl.load(where, mask=guarded, other=0)
+        if guarded & (signal != expected):
+            tl.store(errors.to(tl.pointer_type(tl.int64)), -1)  # SKIPPED
+            end = 0
+    while tile < end:
         job = tile // tiles
         first_word = (tile - job * tiles) * TILE
         word = first_word + tl.arange(0, TILE)

@@ -29,6 +29,7 @@ from torchkv.protocol import leases
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route, StageTarget
 from torchkv.stagememory import SendStages, StageMemory
+from torchkv.staging import SIGNALS, signal_offset
 from torchkv.transport import Channel, Region, RemoteView, Transport, load_transport
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Registration:
             self._regions.append(self.transport.register(storage))
         ring: StageMemory | None = None
         if self.options.staging_recv:
-            ring, region = self._stage_memory(self.options.staging_recv)
+            ring, region = self._stage_memory(self.options.staging_recv, signals=SIGNALS)
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
@@ -129,6 +130,7 @@ class Registration:
             num_slots=self.cache.num_slots,
             device=device.type,
             staging=0 if ring is None else ring.nbytes,
+            signals=0 if ring is None else ring.signals.numel(),
             regions=[region_card(region) for region in self._regions],
             placements=placement_cards(self.cache),
         )
@@ -253,11 +255,15 @@ class Registration:
         if len(cards[0].secret) < 16:
             raise ProtocolError("rank 0 published no secret for the control channel")
 
-    def _stage_memory(self, nbytes: int) -> tuple[StageMemory, Region]:
+    def _stage_memory(self, nbytes: int, *, signals: int = 0) -> tuple[StageMemory, Region]:
         assert self.cache is not None
-        tensor = self.transport.allocate(nbytes, self.cache.device)
+        first, end = signal_offset(nbytes, 0), signal_offset(nbytes, signals)
+        tensor = self.transport.allocate(end, self.cache.device)
+        words = tensor[first:end].view(torch.int64).zero_()
+        if words.is_cuda:
+            torch.cuda.synchronize(words.device)  # before any peer may raise one
         region = self.transport.register(tensor)
-        return StageMemory(tensor[:nbytes], region.index), region
+        return StageMemory(tensor[:nbytes], region.index, words), region
 
     def _make_staging(self, ring: StageMemory | None) -> Staging:
         local = self._local_pages()

@@ -26,6 +26,7 @@ class Member:
     num_pages: int
     num_slots: int
     staging: int = 0  # bytes of its staging ring
+    signals: int = 0  # signal words behind it
 
 
 class Roster:

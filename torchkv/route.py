@@ -34,7 +34,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class StageTarget:
-    """A peer's staging ring: which of its regions, and its bytes."""
+    """A peer's staging ring: which of its regions, and its bytes; behind them lie its signal words."""
 
     region: int
     nbytes: int

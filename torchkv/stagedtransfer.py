@@ -2,7 +2,9 @@
 
 A verb is cut into pieces, each of which takes one stage. Several are on their way at once: while one is put, the next
 is gathered and the one before is scattered on the other side. Where the receiver's ring is mapped here, pieces are
-gathered straight into their stage, which leaves out the put.
+gathered straight into their stage, which leaves out the put. If a GPU does that, the receiver hears of a piece as soon
+as its gather is enqueued, and its own GPU waits for the signal behind that: so neither waits for the other's host.
+Gathers wait for nothing of the other side, so however many ranks send to each other, some GPU can always go on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.stageclient import Span, StageClient
 from torchkv.route import LocalPages, Route, StageTarget
 from torchkv.stagememory import Room, SendStages
-from torchkv.staging import Stage
+from torchkv.staging import Stage, signal_offset
 from torchkv.transfer import Report, Transfer
 from torchkv.transport import Batch, Completion, Int64Array
 
@@ -168,13 +170,24 @@ class StagedTransfer(Transfer):
         span = yield from self._granted(serial)
         if span is None:
             return
-        piece = yield from (self._pack_and_put(span, nbytes) if self._view is None else self._pack_there(span, nbytes))
-        if self.error is not None:
-            return
-        if piece is None:
-            self._give_back(serial)
+        signal = self._signal(span)
+        if self._view is None:
+            packed = yield from self._pack_and_put(span, nbytes)
         else:
-            self._say(serial, *piece)
+            packed = yield from self._pack_there(serial, span, nbytes, signal)
+        if packed is None and self.error is None:
+            self._give_back(serial)
+        elif packed is not None and self.error is None and signal is None:
+            self._say(serial, *packed)
+
+    def _signal(self, span: Span) -> tuple[int, int] | None:
+        """Address and value with which the stage may be called written early; None if it may not."""
+        # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
+        if span.signal is None or self._view is None or isinstance(self._pages, DevicePages):
+            return None
+        if not self._packer.signals:
+            return None
+        return self._view.ptr + signal_offset(self._target.nbytes, span.signal.word), span.signal.value
 
     def _pack_and_put(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
         """Through memory of its own. None if nothing is left to send, or once there is an error."""
@@ -191,26 +204,38 @@ class StagedTransfer(Transfer):
             self._stages.ring.release(stage)
         return packed
 
-    def _pack_there(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
+    def _pack_there(
+        self, serial: int, span: Span, asked: int, signal: tuple[int, int] | None
+    ) -> Generator[int, None, _Packed | None]:
         """The same, straight into the stage."""
         assert self._view is not None
         if span.offset % ALIGNMENT:
             raise ProtocolError(f"rank {self.op.dst} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
         try:
-            return (yield from self._pack(Room(self._view.ptr + span.offset, span.nbytes), span.nbytes, asked))
+            room = Room(self._view.ptr + span.offset, span.nbytes)
+            return (yield from self._pack(room, span.nbytes, asked, serial, signal))
         except TransportUnavailable:
             self.flushed = False  # of the GPU: nobody can tell any more what lands
             raise
 
-    def _pack(self, room: Room, nbytes: int, asked: int) -> Generator[int, None, _Packed | None]:
-        """Cuts what fits into ``nbytes``, and gathers it."""
+    def _pack(
+        self, room: Room, nbytes: int, asked: int, serial: int = 0, signal: tuple[int, int] | None = None
+    ) -> Generator[int, None, _Packed | None]:
+        """Cuts what fits into ``nbytes``, and gathers it. With a signal, the stage is called written at once."""
         if self._cutter.done:
             return None
         self._asked -= asked
         piece = self._cutter.cut(nbytes)
         layout = piece_layout(self._plan, piece, limit_tokens=self._grant.num_tokens, checksum=self._checksum)
         self._gathering += 1
-        yield from self._packer.gather(self.op, self._grant, self._pages, piece, layout, room, checksum=self._checksum)
+        steps = self._packer.gather(
+            self.op, self._grant, self._pages, piece, layout, room, checksum=self._checksum, signal=signal
+        )
+        if signal is not None:
+            nbytes = next(steps)
+            self._say(serial, piece, layout, early=True)
+            yield nbytes
+        yield from steps
         self._gathering -= 1
         self._source_read()
         return piece, layout
@@ -274,7 +299,7 @@ class StagedTransfer(Transfer):
         if failure is not None and self.error is None:
             raise failure
 
-    def _say(self, serial: int, piece: Piece, layout: PieceLayout) -> None:
+    def _say(self, serial: int, piece: Piece, layout: PieceLayout, *, early: bool = False) -> None:
         with self._lock:
             self._client.staged(
                 self.op.dst,
@@ -283,6 +308,7 @@ class StagedTransfer(Transfer):
                 **piece._asdict(),
                 checked=self._checksum,
                 state=self.op.state,
+                early=early,
             )
         if self._packer.elsewhere:
             self._speak()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.staging import Stage, StagingRing
+from torchkv.staging import Signal, Stage, StagingRing
 
 __all__ = ["Room", "SendStages", "StageMemory"]
 
@@ -38,14 +38,20 @@ MAX_BOARDED = 2  # transfers to one receiver at once: while one ends, the next b
 
 @dataclass(slots=True)
 class StageMemory:
-    """Registered memory, uint8 ``[nbytes]``. region: its index in the transport."""
+    """Registered memory, uint8 ``[nbytes]``. region: its index in the transport. signals: int64, at `signal_offset`."""
 
     tensor: torch.Tensor
     region: int
+    signals: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def release(self) -> None:
         """Lets go of the memory, after the last transfer: works and groups may be kept for longer than that."""
-        self.tensor = self.tensor.new_empty(0)
+        self.tensor, self.signals = self.tensor.new_empty(0), self.signals.new_empty(0)
+
+    def signal_ptr(self, signal: Signal) -> int:
+        """Address of the signal's word."""
+        assert 0 <= signal.word < self.signals.numel()
+        return self.signals.data_ptr() + 8 * signal.word
 
     def room(self, stage: Stage) -> Room:
         return Room.of(self.tensor).part(stage.offset, stage.nbytes)

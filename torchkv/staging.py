@@ -11,10 +11,29 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "Stage", "StagingRing"]
+__all__ = ["ALIGNMENT", "SIGNALS", "Signal", "Stage", "StagingRing", "signal_offset"]
 
 ALIGNMENT = 256  # bytes; of stages, and of what lies in them: whole cache lines, and the widest words of a GPU
+
+SIGNALS = 256  # signal words behind a ring: so many stages may be written early at once
+
+
+class Signal(NamedTuple):
+    """How a stream of a writer's GPU tells one of the receiver's that a stage is written: ``value`` in word ``word``.
+
+    The words, int64, lie behind the ring and only rise. Values are even: one more than that says that the receiver
+    waits no longer.
+    """
+
+    word: int
+    value: int
+
+
+def signal_offset(ring_nbytes: int, word: int) -> int:
+    """Where signal word ``word`` of a ring of ``ring_nbytes`` bytes lies, in bytes from the ring's start."""
+    return -(-ring_nbytes // 8) * 8 + 8 * word
 
 
 @dataclass(frozen=True, eq=False, slots=True)

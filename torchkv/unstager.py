@@ -70,13 +70,11 @@ class Unstager:
         while self._queue and len(self._active) < MAX_ACTIVE:
             begun = True
             job = self._queue.popleft()
-            with self._lock:
-                wanted = self._receiver.wants(job)
-            if wanted:
+            if job.stopped:  # what a failed request left in a stage is never unpacked
+                self._end(job, None, now)
+            else:
                 assert self._packer is not None
                 self._active.append((job, self._packer.scatter(job)))
-            else:  # what a failed request left in a stage is never unpacked
-                self._end(job, None, now)
         return begun
 
     def _end(self, job: Scatter, error: KVError | None, now: float) -> None:

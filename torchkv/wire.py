@@ -184,12 +184,18 @@ class StageAsk(Message, frozen=True, tag="stage_ask"):
 
 
 class StageGrant(Message, frozen=True, tag="stage_grant"):
-    """Receiver -> writer: bytes [offset, offset + nbytes) of my ring are yours until you say ``Staged``."""
+    """Receiver -> writer: bytes [offset, offset + nbytes) of my ring are yours until you say ``Staged``.
+
+    With a ``value`` that is not 0 you may say so early: signal word ``word`` of my ring then rises to ``value`` when
+    your GPU has written the stage.
+    """
 
     generation: Count
     serial: Count
     offset: Count
     nbytes: Count
+    word: Count = 0
+    value: Count = 0
 
 
 class StageDenied(Message, frozen=True, tag="stage_denied"):
@@ -204,7 +210,8 @@ class Staged(Message, frozen=True, tag="staged"):
     """Writer -> receiver: the stage holds pages [start, start + num_pages) of these layers, visible in your ring.
 
     Pages are mine, counted after the prefix. ``checked``: their checksums lie in the stage too. With 0 pages the
-    stage is given back unused. ``state``: it is the state of these layers, as if that were one page.
+    stage is given back unused. ``state``: it is the state of these layers, as if that were one page. ``early``: it
+    will hold them, and is mine until then, when the signal of its grant rises.
     """
 
     generation: Count
@@ -214,6 +221,7 @@ class Staged(Message, frozen=True, tag="staged"):
     num_pages: Count
     checked: bool
     state: bool = False
+    early: bool = False
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):

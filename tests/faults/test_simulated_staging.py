@@ -12,7 +12,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
 
 from scenario import Scenario  # noqa: E402 - only now on the path
-from staging_rings import LaggingPacker  # noqa: E402
+from staging_rings import LaggingPacker, raise_signal  # noqa: E402
 
 from torchkv.errors import KVError  # noqa: E402
 from torchkv.protocol.actions import Scatter  # noqa: E402
@@ -73,7 +73,7 @@ def _remembers_ended(patch: Patch) -> None:
     real = Receiver.scattered
     patch.setattr(Receiver, "_end", keep)
     patch.setattr(Receiver, "scattered", scattered)
-    patch.setattr(Receiver, "wants", lambda self, job: True)
+    patch.setattr(Scatter, "stopped", property(lambda job: False, lambda job, value: None))
 
 
 def _unpacks_for_the_failed(patch: Patch) -> None:
@@ -114,7 +114,7 @@ def _does_not_wait_for_scatters_at_success(patch: Patch) -> None:
     real = Receiver._complete_if_covered
 
     def complete_if_covered(self: Receiver, receive: Receive, now: float) -> None:
-        scattering, receive.scattering = receive.scattering, 0
+        scattering, receive.scattering = receive.scattering, set()
         real(self, receive, now)
         receive.scattering = scattering
 
@@ -180,11 +180,36 @@ def _tells_before_it_has_gathered(patch: Patch) -> None:
     """What a missing flush is to a put."""
     real = LaggingPacker.gather
 
-    def gather(self: LaggingPacker, *args: Any, checksum: bool) -> Iterator[int]:
+    def gather(self: LaggingPacker, *args: Any, checksum: bool, signal: Any = None) -> Iterator[int]:
         next(real(self, *args, checksum=checksum))  # begins, and goes on by itself
+        if signal is not None:
+            raise_signal(*signal)
         yield 1
 
     patch.setattr(LaggingPacker, "gather", gather)
+
+
+def _does_not_wait_for_signals(patch: Patch) -> None:
+    """A stage that was called written early is unpacked at once."""
+    real = LaggingPacker.scatter
+
+    def scatter(self: LaggingPacker, job: Scatter) -> Iterator[int]:
+        job.signal, job.written = None, True
+        return real(self, job)
+
+    patch.setattr(LaggingPacker, "scatter", scatter)
+    patch.setattr(LaggingPacker, "slowness", SLOW)
+
+
+def _reuses_what_was_promised(patch: Patch) -> None:
+    """A stage whose signal nobody waits for any more is given to the next one, though its gather is under way."""
+    real = StageKeeper.release
+
+    def release(self: StageKeeper, *owner: Any, written: bool = True) -> None:
+        real(self, *owner)
+
+    patch.setattr(StageKeeper, "release", release)
+    patch.setattr(LaggingPacker, "slowness", SLOW)
 
 
 PAGES, RING, BYTES = "): free, but written to", "staging ring", "wrong bytes"  # the first of pages and of slots
@@ -225,6 +250,8 @@ def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, fir
         (_tells_before_it_has_gathered, BYTES, ONLY, True),
         (_reuses_its_own_stage_too_early, BYTES, ONLY, False),
         (_forgets_its_gathers, RING, ONLY, True),
+        (_does_not_wait_for_signals, BYTES, ONLY, True),
+        (_reuses_what_was_promised, RING, ONLY, True),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "mapped" if value is True else "",
 )

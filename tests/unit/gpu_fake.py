@@ -38,6 +38,12 @@ class Gpu:
         self.flags.append(SimpleNamespace(done=False))
         return self.flags[-1]
 
+    def raise_signal(self, stream: Any, address: int, value: int) -> None:
+        self.log.append(f"raise {address:#x} to {value}")
+
+    def await_signal(self, stream: Any, address: int, value: int) -> None:
+        self.log.append(f"await {address:#x} at {value}")
+
     def retire(self, flag: Any) -> None:
         assert flag.done
 

@@ -385,6 +385,26 @@ def test_stages_are_the_reference(case: Case, tile: str, blocks: int, monkeypatc
     assert kernels.first_error(errors) in (bad or {None})
 
 
+@pytest.mark.parametrize("stands_at", [0, 40, 43, 1 << 40])
+def test_a_guarded_stage_is_unpacked_only_if_its_signal_says_so(stands_at: int) -> None:
+    case = plain()
+    pools, signal = case.pools(), torch.tensor([stands_at])
+    src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
+    stage = aligned(case.num_jobs * len(src) * case.shape.pair_nbytes + CANARY)
+    gather_reference(pools.sources, src, stage, case.shape, start=0, limit_tokens=case.limit)
+    more = {"start": 0, "limit_tokens": case.limit, "first_job": 0, "num_jobs": case.num_jobs, "blocks": 2}
+    for value in (42, stands_at):
+        errors = kernels.error_slot()
+        guard = (signal.data_ptr(), value)
+        room = Room.of(stage)
+        kernels.scatter(pools.addresses, room, dst, case.shape, num_src_pages=6, **more, errors=errors, guard=guard)
+        assert kernels.skipped(errors) == (value != stands_at)
+        assert kernels.first_error(errors) is None
+        if value == stands_at:
+            scatter_reference(stage, pools.want, dst, case.shape, num_src_pages=6, start=0, limit_tokens=case.limit)
+        pools.check()
+
+
 def plain(*, num_pages: int = 6, run: int = 48, alignment: int = 16) -> Case:
     """Whole pages, shuffled, one row each."""
     side = Side(page_stride=run + 16, base=0, token_stride=run, per_page=1, num_pages=num_pages)

@@ -82,7 +82,8 @@ class Wire:
 class Gather:
     """One that has begun: it writes, and is over, when the test says so. One that fails has written all."""
 
-    def __init__(self) -> None:
+    def __init__(self, signal: tuple[int, int] | None) -> None:
+        self.signal = signal
         self.over = False
         self.error: KVError | None = None
 
@@ -97,8 +98,10 @@ class SlowPacker(HostPacker):
         super().__init__(local, receiving)
         self.gathers: list[Gather] = []
 
-    def gather(self, *args: Any, **settings: Any) -> Iterator[int]:
-        gather = Gather()
+    signals = True
+
+    def gather(self, *args: Any, signal: tuple[int, int] | None = None, **settings: Any) -> Iterator[int]:
+        gather = Gather(signal)
         self.gathers.append(gather)
         while not gather.over:
             yield 0
@@ -202,8 +205,8 @@ class Case:
         assert {to for to, _ in outbox} <= {1}
         return [message for _, message in outbox]
 
-    def give(self, ask: StageAsk, offset: int) -> None:
-        self.client.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes), 1 << 16)
+    def give(self, ask: StageAsk, offset: int, *signal: int) -> None:
+        self.client.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes, *signal), 1 << 16, 8)
 
     def deny(self, ask: StageAsk) -> None:
         self.client.on_denied(1, StageDenied(GENERATION, ask.serial, "full of others"), 1 << 16)

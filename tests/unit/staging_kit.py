@@ -12,7 +12,7 @@ from torchkv.errors import RingExhausted
 from torchkv.protocol.session import Session
 from torchkv.protocol.stageclient import StageClient
 from torchkv.protocol.stagekeeper import StageKeeper
-from torchkv.staging import Stage, StagingRing
+from torchkv.staging import Signal, Stage, StagingRing
 from torchkv.wire import (
     MAX_ASKS,
     Abort,
@@ -33,6 +33,7 @@ ALIGNMENT = 4
 TIMEOUT = 1000.0
 RECEIVER = 0
 IN_FLIGHT = 3  # stages of one request
+SIGNALS = 3
 QUIET_ROUNDS = 40  # several retransmissions, one after the other
 Key = tuple[int, int, int]  # writer, generation, serial
 
@@ -44,6 +45,7 @@ class Put:
     key: Key
     offset: int
     cells: list[int]
+    signal: Signal | None = None  # raised when both halves have landed
     landed: bool = False
 
 
@@ -55,6 +57,7 @@ class Sending:
     todo: deque[tuple[int, int]]
     direct: bool  # at its end it also writes directly
     open: dict[int, list[Put]] = field(default_factory=dict)
+    early: dict[int, list[Put]] = field(default_factory=dict)  # called written before they have landed
     wrote_direct: bool = False
     outcome: str = ""
 
@@ -84,7 +87,7 @@ class Writer:
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, StageGrant):
-            self.client.on_grant(RECEIVER, message, self.exchange.ring.capacity)
+            self.client.on_grant(RECEIVER, message, self.exchange.ring.capacity, SIGNALS)
         elif isinstance(message, StageDenied):
             self.client.on_denied(RECEIVER, message, self.exchange.ring.capacity)
         elif isinstance(message, Withdrawn):
@@ -111,7 +114,7 @@ class Writer:
             self._move(sending)
         if not sending.outcome:
             return
-        if any(not put.landed for puts in sending.open.values() for put in puts):
+        if any(not put.landed for puts in (*sending.open.values(), *sending.early.values()) for put in puts):
             return
         self._speak()
         last = Seal(sending.generation, 1, b"") if sending.outcome == "done" else Quiesced(sending.generation)
@@ -132,17 +135,24 @@ class Writer:
                 return
             if span is not None and not puts:
                 key = (self.rank, generation, serial)
-                puts += self.exchange.post(key, span.offset, span.nbytes)
+                puts += self.exchange.post(key, span.offset, span.nbytes, span.signal)
+                if span.signal is not None and self.exchange.random.random() < 0.7:
+                    self._call_written(generation, serial, puts, early=True)
+                    sending.early[serial] = sending.open.pop(serial)
             elif puts and all(put.landed for put in puts):
-                self.exchange.flushed[self.rank, generation, serial] = [cell for put in puts for cell in put.cells]
-                self.client.staged(RECEIVER, generation, serial, layers=(0,), start=serial, num_pages=1, checked=False)
+                self._call_written(generation, serial, puts, early=False)
                 del sending.open[serial]
-        if sending.todo or sending.open:
+        if sending.todo or sending.open or any(not put.landed for puts in sending.early.values() for put in puts):
             return
         if sending.direct:
             sending.wrote_direct = self.client.go_direct(RECEIVER, generation)
         if sending.wrote_direct or not sending.direct:
             sending.outcome = "done"
+
+    def _call_written(self, generation: int, serial: int, puts: list[Put], *, early: bool) -> None:
+        self.exchange.flushed[self.rank, generation, serial] = [cell for put in puts for cell in put.cells]
+        piece = {"layers": (0,), "start": serial, "num_pages": 1, "checked": False}
+        self.client.staged(RECEIVER, generation, serial, **piece, early=early)
 
 
 @dataclass(eq=False)
@@ -160,7 +170,9 @@ class Exchange:
         self.random = random.Random(seed)
         self.now = 0.0
         self.ring = StagingRing(capacity, alignment=ALIGNMENT)
-        self.keeper = StageKeeper(self.ring, timeout=TIMEOUT)
+        self.keeper = StageKeeper(self.ring, timeout=TIMEOUT, signals=SIGNALS)
+        self.words = [0] * SIGNALS
+        self.lost: set[Key] = set()  # of which a half never lands
         self.writers = {rank: Writer(self, rank) for rank in range(1, writers + 1)}
         self.sessions = {rank: Session(RECEIVER, 1, rank + 1) for rank in self.writers}
         self.inbox: deque[tuple[int, Message]] = deque()
@@ -168,7 +180,7 @@ class Exchange:
         self.puts: list[Put] = []
         self.memory = [-1] * self.ring.capacity
         self.flushed: dict[Key, list[int]] = {}
-        self.scatters: list[tuple[Key, Stage]] = []
+        self.scatters: list[tuple[Key, Stage, Signal | None]] = []
         self.scattered: list[Key] = []
         self.receivings: dict[int, Receiving] = {}
         self.all: list[tuple[int, Sending, int]] = []  # (writer, its sending, how many stages)
@@ -190,26 +202,40 @@ class Exchange:
             self.all.append((rank, sending, len(pieces)))
         return self.generation
 
-    def post(self, key: Key, offset: int, nbytes: int) -> list[Put]:
+    def post(self, key: Key, offset: int, nbytes: int, signal: Signal | None) -> list[Put]:
         cells = [self.random.getrandbits(62) for _ in range(nbytes)]
         half = nbytes // 2
-        puts = [Put(key, offset, cells[:half]), Put(key, offset + half, cells[half:])]
+        puts = [Put(key, offset, cells[:half], signal), Put(key, offset + half, cells[half:], signal)]
         self.puts += puts
         return puts
 
     def land(self, put: Put) -> None:
         src, generation, serial = put.key
         held = self.keeper._lines[generation][src].held[serial]
-        assert held.state.value in ("granted", "quarantined"), f"{put.key} writes into what is being read"
+        assert held.state.value != "filled", f"{put.key} writes into what is being read"
         assert held.stage in self.ring.stages
         assert held.stage.offset <= put.offset
         assert put.offset + len(put.cells) <= held.stage.offset + held.nbytes
         self.memory[put.offset : put.offset + len(put.cells)] = put.cells
         put.landed = True
         self.puts.remove(put)
+        if put.signal is not None:
+            assert held.signal == put.signal, "it would meet another stage"
+            if put.key not in self.lost and all(other.key != put.key for other in self.puts):
+                self.words[put.signal.word] = put.signal.value
 
     def finish_scatter(self, index: int) -> None:
-        key, stage = self.scatters.pop(index)
+        """Or look whether it can go on: if its signal has not come, it waits, unless its request has failed."""
+        key, stage, signal = self.scatters[index]
+        if signal is not None and self.words[signal.word] != signal.value:
+            receiving = self.receivings.get(key[1])
+            if receiving is None or receiving.failed:
+                del self.scatters[index]
+                self.words[signal.word] = signal.value + 1
+                self.keeper.release(*key, self.now, written=False)
+                self._speak()
+            return
+        del self.scatters[index]
         cells = self.flushed[key]
         assert self.memory[stage.offset : stage.offset + len(cells)] == cells, f"{key} was overwritten"
         self.scattered.append(key)
@@ -236,6 +262,7 @@ class Exchange:
                 self.land(put)
             else:
                 self.puts.remove(put)
+                self.lost.add(put.key)
         for generation, receiving in list(self.receivings.items()):
             if rank in receiving.writers:
                 self.cancel(generation)
@@ -271,11 +298,15 @@ class Exchange:
         if isinstance(message, StageAsk) and known:
             self.keeper.ask(src, message, self.now)
         elif isinstance(message, Staged):
-            stage = self.keeper.fill(src, generation, message.serial)
+            key = (src, generation, message.serial)
+            if message.early:
+                stage, signal = self.keeper.promise(*key) or (None, None)
+            else:
+                stage, signal = self.keeper.fill(*key), None
             if stage is not None:
                 assert receiving is not None, "scattered after its writer was quiescent"
                 assert not receiving.failed, "scattered for a failed request, whose pages may be in use again"
-                self.scatters.append(((src, generation, message.serial), stage))
+                self.scatters.append((key, stage, signal))
         elif isinstance(message, Withdraw) and known:
             self.keeper.withdraw(src, message)
         elif isinstance(message, Abort) and known:

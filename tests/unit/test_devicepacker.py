@@ -11,13 +11,13 @@ import pytest
 import torch
 from gpu_fake import Gpu
 
-from torchkv import devicepacker
+from torchkv import devicepacker, pagecopy
 from torchkv.devicepacker import ASK_EVERY, DevicePacker
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, TransportUnavailable
 from torchkv.hostpack import Mismatch
 from torchkv.pieces import Piece
 from torchkv.stagememory import StageMemory
-from torchkv.staging import StagingRing
+from torchkv.staging import Signal, StagingRing
 
 PLAN: Any = SimpleNamespace()
 LAYOUT: Any = SimpleNamespace(payload=4096)
@@ -36,8 +36,11 @@ class FakePages:
         self.mismatch: Mismatch | None = None
         self.refuses = False
 
-    def _enqueue(self, name: str, *args: Any, errors: torch.Tensor, **_: Any) -> None:
+    def _enqueue(self, name: str, *args: Any, errors: torch.Tensor, guard: Any = (0, 0), **_: Any) -> None:
         layout, piece, ids, stage = args
+        self.errors = errors
+        if name == "scatter":
+            self.guard = guard
         assert (layout, piece) == (LAYOUT, PIECE)
         if self.refuses:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -72,8 +75,9 @@ class Bench:
         LOG.clear()
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
-        self.gpu.open_stream = self.stream  # type: ignore[attr-defined]
-        self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0)
+        self.gpu.open_stream = self.gpu.waiting_stream = self.stream  # type: ignore[attr-defined]
+        self.words = torch.zeros(4, dtype=torch.int64)
+        self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
         local: Any = SimpleNamespace(num_pages=16)
         device: Any = self.gpu
         self.packer = DevicePacker(local, memory, device=device)
@@ -84,12 +88,12 @@ class Bench:
     def pages(self, *, sending: bool) -> Any:
         return self.packer._packer(PLAN, sending=sending)
 
-    def gather(self, *, checksum: bool = False) -> Any:
+    def gather(self, *, checksum: bool = False, signal: tuple[int, int] | None = None) -> Any:
         assert self.stage is not None
         room = self.memory.room(self.stage)
-        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum)
+        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum, signal=signal)
 
-    def scatter(self, *, checked: bool = False) -> Any:
+    def job(self, *, checked: bool = False, signal: int | None = None) -> Any:
         job: Any = SimpleNamespace(
             request="r",
             src=0,
@@ -102,8 +106,14 @@ class Bench:
             pages=PAGES,
             num_tokens=64,
             checked=checked,
+            signal=None if signal is None else Signal(3, signal),
+            written=signal is None,
+            stopped=False,
         )
-        return self.packer.scatter(job)
+        return job
+
+    def scatter(self, **settings: Any) -> Any:
+        return self.packer.scatter(self.job(**settings))
 
 
 @pytest.fixture
@@ -134,6 +144,56 @@ def test_a_scatter_has_all_ids_of_the_grant(bench: Bench) -> None:
     bench.gpu.run()
     assert list(steps) == [1]
     assert bench.gpu.released == ["upload", "errors"]
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_signal_is_raised_behind_everything_that_is_packed(bench: Bench, checksum: bool) -> None:
+    steps = bench.gather(checksum=checksum, signal=(0x1000, 42))
+    assert next(steps) == 0
+    assert len(LOG) == 1 + checksum
+    assert bench.gpu.log == ["upload src", "raise 0x1000 to 42", "signal soon"]
+    bench.gpu.run()
+    assert list(steps) == [1]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench: Bench, checked: bool) -> None:
+    word = bench.words.data_ptr() + 3 * 8
+    job = bench.job(signal=42, checked=checked)
+    steps = bench.packer.scatter(job)
+    assert next(steps) == 0
+    assert bench.pages(sending=False).guard == (word, 42)
+    assert bench.gpu.log == ["upload rx", f"await {word:#x} at 42", "signal soon"]
+    assert not job.written
+    bench.gpu.run()
+    assert list(steps) == [1]
+    assert job.written
+    assert bench.gpu.released == ["upload", "errors"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come(bench: Bench, late: bool) -> None:
+    word = bench.words.data_ptr() + 3 * 8
+    job = bench.job(signal=42, checked=True)
+    bench.pages(sending=False).mismatch = Mismatch(0, "k", 1)  # of a stage that nobody has written
+    steps = bench.packer.scatter(job)
+    assert [next(steps), next(steps)] == [0, 0]
+    job.stopped = True
+    assert [next(steps), next(steps)] == [0, 0]
+    stop = f"raise {word:#x} to 43"
+    assert bench.gpu.log.count(stop) == 1
+    if not late:
+        bench.pages(sending=False).errors[0] = pagecopy.SKIPPED
+    bench.gpu.run()
+    assert next(steps) == 0, "the word is in nobody's way before that write has ended too"
+    assert bench.gpu.log[-2:] == [stop, "signal soon"]
+    bench.gpu.run()
+    if late:
+        with pytest.raises(ChecksumMismatch):
+            next(steps)
+    else:
+        assert list(steps) == [1]
+    assert job.written is late
 
 
 def test_a_bad_page_id_on_the_gpu_is_named_by_its_place_in_the_call(bench: Bench) -> None:

@@ -11,6 +11,7 @@ from torchkv.protocol.actions import Scatter
 from torchkv.protocol.receive import Receive
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.stageclient import Span
+from torchkv.staging import Signal
 from torchkv.wire import (
     Abort,
     Quiesced,
@@ -66,9 +67,10 @@ def staged(
     start: int = 0,
     num_pages: int = 2,
     now: float = 1.0,
+    early: bool = False,
 ) -> list[Scatter]:
     """The jobs that come of it."""
-    machine.on_staged(src, Staged(1, serial, layers, start, num_pages, False), now)
+    machine.on_staged(src, Staged(1, serial, layers, start, num_pages, False, early=early), now)
     jobs = [action for action in machine.actions if isinstance(action, Scatter)]
     machine.actions = [action for action in machine.actions if not isinstance(action, Scatter)]
     return jobs
@@ -165,7 +167,7 @@ def test_a_running_scatter_keeps_the_pages() -> None:
     ask(machine)
     (job,) = staged(machine)
     fail(machine, receive)
-    assert not machine.wants(job)
+    assert job.stopped
     assert not is_free(machine, receive)
     assert not receive.error.pages_safe
     assert Acts(machine).settled.keys() == {"rx"}
@@ -383,3 +385,58 @@ def test_a_grant_names_the_pages_it_was_posted_for() -> None:
     (job,) = staged(machine, start=1, num_pages=1)
     assert pack_pages(job.pages) == pack_pages(pages(4, 7)) == pack_pages(receive.pages)
     assert (job.piece.start, job.piece.num_pages, job.layout.payload) == (1, 1, job.plan.nbytes(job.plan.src_page_size))
+
+
+# ---------------------------------------------------------------------- stages that are called written early
+
+
+def test_a_stage_called_written_early_is_one_job_that_waits_for_its_signal() -> None:
+    machine = receiver(signals=1)
+    receive = post(machine, 4, 7)
+    ask(machine)
+    (job,) = staged(machine, early=True)
+    assert job.signal == Signal(0, 2)
+    assert not job.written
+    assert staged(machine, early=True) == staged(machine) == []
+    machine.on_seal(0, Seal(1, 2, b""), 2.0)
+    assert not is_free(machine, receive)
+    job.written = True
+    machine.scattered(job, None, 3.0)
+    assert is_free(machine, receive)
+    assert in_use(machine) == (0, 0)
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_pages_wait_for_a_job_that_waits_and_its_stage_for_the_writer(came: bool) -> None:
+    machine = receiver(signals=1)
+    receive = post(machine, 4, 7)
+    ask(machine)
+    (job,) = staged(machine, early=True)
+    fail(machine, receive)
+    assert job.stopped, "so that nobody waits for a signal that need not come"
+    assert not is_free(machine, receive)
+    job.written = came
+    machine.scattered(job, None, 3.0)
+    assert is_free(machine, receive)
+    assert in_use(machine) == ((0, 0) if came else (16384, 16384))
+    machine.on_quiesced(0, Quiesced(1), 5.0)
+    assert in_use(machine) == (0, 0)
+
+
+def test_what_is_wrong_with_a_stage_fails_the_request_before_it_is_written_and_keeps_the_stage() -> None:
+    machine = receiver(signals=1)
+    receive = post(machine, 4, 7)
+    ask(machine)
+    assert staged(machine, early=True, layers=[5]) == []
+    assert isinstance(receive.error, ProtocolError)
+    assert in_use(machine) == (16384, 16384)
+    machine.on_quiesced(0, Quiesced(1), 5.0)
+    assert in_use(machine) == (0, 0)
+
+
+def test_without_a_signal_nothing_is_called_written_early() -> None:
+    machine = receiver()
+    post(machine, 4, 7)
+    ask(machine)
+    assert staged(machine, early=True) == []
+    assert len(staged(machine)) == 1

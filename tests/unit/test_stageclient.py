@@ -11,6 +11,7 @@ from staging_kit import ALIGNMENT, TIMEOUT, Exchange
 
 from torchkv.errors import ProtocolError, RingExhausted
 from torchkv.protocol.stageclient import Span, StageClient
+from torchkv.staging import Signal
 from torchkv.wire import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 
 DST, GENERATION, RING = 3, 7, 4096
@@ -130,6 +131,25 @@ def test_a_grant_that_does_not_answer_the_ask_is_refused(offset: int, nbytes: in
     assert client.granted(DST, GENERATION, serial) is None
     grant(client, serial, RING - 512, 512)
     assert client.granted(DST, GENERATION, serial) == Span(RING - 512, 512)
+
+
+def test_a_stage_is_called_written_early_only_with_a_signal_of_the_receiver() -> None:
+    client = StageClient()
+    plain, signalled = ask(client), ask(client)
+    grant(client, plain)
+    with pytest.raises(ProtocolError, match="2 signal words"):
+        client.on_grant(DST, StageGrant(GENERATION, signalled, 512, 512, 2, 6), RING, 2)
+    assert client.granted(DST, GENERATION, signalled) is None
+    client.on_grant(DST, StageGrant(GENERATION, signalled, 512, 512, 1, 6), RING, 2)
+    assert client.granted(DST, GENERATION, signalled) == Span(512, 512, Signal(1, 6))
+    with pytest.raises(ProtocolError, match="granted at"):
+        client.on_grant(DST, StageGrant(GENERATION, signalled, 512, 512, 1, 8), RING, 2)
+    taken(client)
+    early = {"layers": (0,), "start": 0, "num_pages": 2, "checked": False, "early": True}
+    client.staged(DST, GENERATION, signalled, **early)
+    assert taken(client) == [Staged(GENERATION, signalled, [0], 0, 2, False, early=True)]
+    with pytest.raises(AssertionError, match="no signal"):
+        client.staged(DST, GENERATION, plain, **early)
 
 
 def test_a_second_grant_may_only_repeat_the_first() -> None:

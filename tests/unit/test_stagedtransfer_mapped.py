@@ -12,6 +12,7 @@ from oracle import Pool, differences, gqa, reference
 from pack_kit import Pages
 from stagedtransfer_kit import DST, LAYER, LEAST, RING, SRC, Case, SlowPacker, offsets, pages_sent, run_to_end
 
+from torchkv.devicepages import DevicePages
 from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.packer import HostPacker
 from torchkv.pieces import Piece, piece_layout
@@ -123,6 +124,46 @@ def test_the_source_is_released_when_the_last_gather_is_over() -> None:
     case.step()
     assert case.source.released == 1
     assert case.transfer.finished
+
+
+# ---------------------------------------------------------------------- called written early
+
+
+def test_with_a_signal_a_piece_is_called_written_as_soon_as_its_gather_is_enqueued() -> None:
+    case, packer = slow()
+    case.step()
+    (ask,) = case.said()
+    case.give(ask, 4096, 5, 42)
+    case.step()
+    (gather,) = packer.gathers
+    assert gather.signal == (case.wire.ring.ctypes.data + RING + 5 * 8, 42)
+    (staged,) = case.said()
+    assert staged.early
+    assert np.array_equal(case.wire.ring, case.before), "nothing of it has been written yet"
+    assert case.source.released == 0
+    assert not case.transfer.finished
+    gather.end()
+    case.step()
+    assert case.said() == [], "said once"
+    assert case.transfer.finished
+    assert case.reported == 2 * LAYER
+    assert case.source.released == 1
+    assert np.array_equal(case.wire.ring, case.expected([(staged, 4096)]))
+
+
+@pytest.mark.parametrize("how", ["no signal", "ids on the GPU", "a packer without signals"])
+def test_else_it_is_called_written_when_it_is(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page ids on the GPU are checked there, and bytes of a page that does not exist are never written."""
+    case, packer = slow()
+    if how == "ids on the GPU":
+        case.transfer._pages = object.__new__(DevicePages)
+    monkeypatch.setattr(SlowPacker, "signals", how != "a packer without signals")
+    case.step()
+    (ask,) = case.said()
+    case.give(ask, 4096, *([] if how == "no signal" else [5, 42]))
+    case.step()
+    assert packer.gathers[0].signal is None
+    assert case.said() == []
 
 
 # ---------------------------------------------------------------------- what the rings must hold

@@ -9,7 +9,7 @@ import pytest
 from torchkv.errors import ProtocolError
 from torchkv.protocol.session import Session
 from torchkv.protocol.stagekeeper import MAX_STAGES, StageKeeper
-from torchkv.staging import Stage, StagingRing
+from torchkv.staging import Signal, Stage, StagingRing
 from torchkv.wire import MAX_ASKS, MAX_TEXT, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
 
 TIMEOUT = 10.0
@@ -19,9 +19,9 @@ A, B, C = 1, 2, 3
 class Kit:
     """A keeper of a ring of ``capacity`` bytes, alignment 1, and what it said since the last look."""
 
-    def __init__(self, capacity: int = 100, alignment: int = 1) -> None:
+    def __init__(self, capacity: int = 100, alignment: int = 1, signals: int = 0) -> None:
         self.ring = StagingRing(capacity, alignment=alignment)
-        self.keeper = StageKeeper(self.ring, timeout=TIMEOUT)
+        self.keeper = StageKeeper(self.ring, timeout=TIMEOUT, signals=signals)
         self.serials: dict[tuple[int, int], int] = {}
 
     def ask(
@@ -492,3 +492,68 @@ def test_an_ask_sent_before_the_receiver_listens_is_served_once_it_does() -> Non
             assert isinstance(message, StageAsk)
             kit.keeper.ask(A, message, now)
     assert kit.granted() == [(A, 10)]
+
+
+# -- stages that are called written early ------------------------------------------------------------------------------
+
+
+def signals(kit: Kit) -> list[Signal]:
+    return [Signal(message.word, message.value) for _, message in kit.said() if isinstance(message, StageGrant)]
+
+
+def test_each_stage_has_a_signal_of_its_own_as_long_as_there_are_words() -> None:
+    kit = Kit(signals=2)
+    for src in (A, B, C):
+        kit.ask(src, 10)
+    first, second, none = signals(kit)
+    assert {first.word, second.word} == {0, 1}
+    assert 0 < first.value < second.value
+    assert none == Signal(0, 0)
+    assert kit.keeper.promise(C, 1, 0) is None, "it has no signal to come"
+    kit.end(C)
+    assert kit.keeper.promise(A, 1, 0) == (kit.ring.stages[0], first)
+    assert kit.keeper.promise(A, 1, 0) is None, "said twice"
+    assert kit.keeper.fill(A, 1, 0) is None
+    kit.keeper.release(A, 1, 0, 1.0)
+    kit.ask(A, 10)
+    (again,) = signals(kit)
+    assert again.word == first.word
+    assert again.value > second.value, "an old signal must not be taken for the new one"
+    assert all(signal.value % 2 == 0 for signal in (first, second, again))
+
+
+def test_a_promised_stage_that_is_not_waited_for_stays_until_its_writer_is_quiescent() -> None:
+    kit = Kit(signals=1)
+    kit.ask(A, 60)
+    kit.said()
+    assert kit.keeper.promise(A, 1, 0) is not None
+    kit.keeper.revoke(1)
+    assert kit.ring.quarantined == 0, "its reader has not given it up yet"
+    kit.keeper.release(A, 1, 0, 1.0, written=False)
+    assert kit.ring.quarantined == 60
+    kit.ask(B, 30, generation=2)
+    assert signals(kit) == [Signal(0, 0)], "the word may still rise"
+    kit.keeper.quiescent(A, 1, 2.0)
+    assert kit.ring.quarantined == 0
+    kit.ask(C, 30, generation=3)
+    assert [signal.word for signal in signals(kit)] == [0]
+
+
+def test_a_promised_stage_outlives_the_quiescence_of_its_writer_until_it_is_released() -> None:
+    kit = Kit(signals=1)
+    kit.ask(A, 60)
+    kit.keeper.promise(A, 1, 0)
+    kit.keeper.quiescent(A, 1, 1.0)
+    assert kit.ring.in_use == 60, "it is being read"
+    kit.keeper.release(A, 1, 0, 2.0, written=False)
+    kit.assert_empty()
+
+
+def test_a_promised_stage_whose_signal_came_is_free_though_its_request_has_failed() -> None:
+    kit = Kit(signals=1)
+    kit.ask(A, 60)
+    kit.keeper.promise(A, 1, 0)
+    kit.keeper.revoke(1)
+    kit.keeper.release(A, 1, 0, 1.0, written=True)
+    assert kit.ring.stages == ()
+    assert list(kit.keeper._words) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -15,12 +16,19 @@ from torchkv.transfer import STEP_BYTES
 from torchkv.unstager import MAX_ACTIVE, Unstager
 
 
+@dataclass(eq=False)
+class Job:
+    """As much of a `Scatter` as matters here."""
+
+    name: str
+    stopped: bool = False
+
+
 class World:
     """The receiver and the packer that an `Unstager` works for."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.unwanted: set[str] = set()
         self.begun: list[str] = []
         self.over: list[str] = []
         self.reports: list[tuple[str, KVError | None]] = []
@@ -35,28 +43,26 @@ class World:
         assert not self.lock.locked()
         self.told.append(len(self.reports))
 
-    def wants(self, job: str) -> bool:
+    def scattered(self, job: Job, error: KVError | None, now: float) -> None:
         assert self.lock.locked()
-        return job not in self.unwanted
+        self.reports.append((job.name, error))
 
-    def scattered(self, job: str, error: KVError | None, now: float) -> None:
-        assert self.lock.locked()
-        self.reports.append((job, error))
+    def scatter(self, job: Job) -> Iterator[int]:
+        self.begun.append(job.name)
+        yield from self.steps[job.name]
+        self.over.append(job.name)
 
-    def scatter(self, job: str) -> Iterator[int]:
-        self.begun.append(job)
-        yield from self.steps[job]
-        self.over.append(job)
-
-    def start(self, job: str, *steps: int | KVError) -> None:
+    def start(self, name: str, *steps: int | KVError) -> Job:
         def run() -> Iterator[int]:
             for step in steps:
                 if isinstance(step, KVError):
                     raise step
                 yield step
 
-        self.steps[job] = run()
+        self.steps[name] = run()
+        job = Job(name)
         self.unstager.start(cast(Scatter, job))
+        return job
 
     def run(self) -> None:
         for _ in range(100):
@@ -80,22 +86,21 @@ def test_every_job_is_reported_once_and_only_when_nothing_of_it_writes_any_more(
 
 def test_what_a_failed_request_left_is_never_unpacked_but_reported() -> None:
     world = World()
-    world.unwanted = {"b", "d"}
-    for job in "abcd":
-        world.start(job, 1)
+    for name in "abcd":
+        world.start(name, 1).stopped = name in "bd"
     world.run()
     assert world.begun == ["a", "c"]
-    assert sorted(world.reports) == [(job, None) for job in "abcd"]
+    assert sorted(world.reports) == [(name, None) for name in "abcd"]
 
 
 def test_a_request_that_fails_while_its_job_waits_is_not_begun() -> None:
     world = World()
     for number in range(MAX_ACTIVE):
         world.start(f"busy {number}", *[0] * 5)
-    world.start("late", 1)
+    late = world.start("late", 1)
     world.unstager.advance(1.0)
     assert len(world.begun) == MAX_ACTIVE
-    world.unwanted = {"late"}
+    late.stopped = True
     world.run()
     assert "late" not in world.begun
     assert ("late", None) in world.reports
@@ -103,10 +108,10 @@ def test_a_request_that_fails_while_its_job_waits_is_not_begun() -> None:
 
 def test_a_job_under_way_is_run_to_its_end_whatever_became_of_its_request() -> None:
     world = World()
-    world.start("a", 0, 1, 0, 1)
+    job = world.start("a", 0, 1, 0, 1)
     world.unstager.advance(1.0)
     assert world.begun == ["a"]
-    world.unwanted = {"a"}
+    job.stopped = True
     assert world.reports == []
     world.run()
     assert world.over == ["a"]

@@ -13,7 +13,7 @@ import numpy as np
 from torchkv.errors import KVError
 from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
-from torchkv.staging import Stage
+from torchkv.staging import Signal, Stage
 from torchkv.transport import Int64Array
 from torchkv.wire import Message
 
@@ -97,7 +97,9 @@ class Scatter:
     """Unpack a stage that rank ``src`` has written into this rank's pages; report with ``scattered`` exactly once.
 
     layout: of ``piece``, by ``plan``. pages: the grant's page ids. num_tokens: the grant's. checked: compare the
-    checksums that lie in the stage too. state: it is state, and the pages are the slot.
+    checksums that lie in the stage too. state: it is state, and the pages are the slot. signal: the stage is being
+    written, and this comes behind that; `written` says whether it was seen to. stopped: the receive has failed, so
+    wait no longer.
     """
 
     request: str
@@ -112,6 +114,9 @@ class Scatter:
     num_tokens: int
     checked: bool
     state: bool
+    signal: Signal | None = None
+    written: bool = True
+    stopped: bool = False
 
 
 @dataclass(slots=True)

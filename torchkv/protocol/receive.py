@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torchkv.errors import KVError
 from torchkv.plan import PairPlan
-from torchkv.protocol.actions import Ticket
+from torchkv.protocol.actions import Scatter, Ticket
 from torchkv.protocol.coverage import LayerCoverage
 from torchkv.transport import Int64Array
 
@@ -69,7 +69,7 @@ class Receive:
     heard: float | None = None  # when a writer last showed progress
     told_alive: float = 0.0
     state_slot: int | None = None
-    scattering: int = 0  # stages that are being unpacked into its pages
+    scattering: set[Scatter] = field(default_factory=set)  # stages that are being unpacked into its pages
     complete_at: float | None = None
     error: KVError | None = None
     ended: bool = False

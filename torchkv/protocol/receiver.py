@@ -27,6 +27,7 @@ from torchkv.protocol.leases import Leases
 from torchkv.protocol.receive import Receive, Writer
 from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
+from torchkv.staging import Signal, Stage
 from torchkv.transport import Int64Array
 from torchkv.wire import (
     MAX_TEXT,
@@ -265,14 +266,15 @@ class Receiver:
             self._keeper.withdraw(src, message)
 
     def on_staged(self, src: int, message: Staged, now: float) -> None:
-        """A stage is written: has it unpacked, or takes it back."""
+        """A stage is written, or about to be: has it unpacked, or takes it back."""
+        owner = src, message.generation, message.serial
         found = self._writer(src, message.generation)
-        if found is None or (stage := self._keeper.fill(src, message.generation, message.serial)) is None:
+        if found is None or (taken := self._take_stage(owner, early=message.early)) is None:
             return
-        receive, writer = found
+        (receive, writer), (stage, signal) = found, taken
         receive.heard = now
         if message.num_pages == 0:
-            self._keeper.release(src, message.generation, message.serial, now)
+            self._keeper.release(*owner, now, written=signal is None)
             return
         piece = Piece(tuple(message.layers), message.start, message.num_pages)
         plan, pages, num_tokens = writer.plan, receive.pages, receive.num_tokens
@@ -284,36 +286,39 @@ class Receiver:
             if layout.nbytes > stage.nbytes:
                 raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
         except ProtocolError as error:
-            self._keeper.release(src, message.generation, message.serial, now)
+            self._keeper.release(*owner, now, written=signal is None)
             self._fail(receive, ProtocolError(f"request {receive.request!r}: rank {src} wrote {error}"))
             return
-        receive.scattering += 1
-        self.actions.append(
-            Scatter(
-                request=receive.request,
-                src=src,
-                generation=receive.generation,
-                serial=message.serial,
-                stage=stage,
-                piece=piece,
-                layout=layout,
-                plan=plan,
-                pages=pages,
-                num_tokens=num_tokens,
-                checked=message.checked,
-                state=message.state,
-            )
+        job = Scatter(
+            request=receive.request,
+            src=src,
+            generation=receive.generation,
+            serial=message.serial,
+            stage=stage,
+            piece=piece,
+            layout=layout,
+            plan=plan,
+            pages=pages,
+            num_tokens=num_tokens,
+            checked=message.checked,
+            state=message.state,
+            signal=signal,
+            written=signal is None,
         )
+        receive.scattering.add(job)
+        self.actions.append(job)
 
-    def wants(self, job: Scatter) -> bool:
-        """Whether ``job`` should still be done: its receive has not failed meanwhile."""
-        return self._receives[job.generation].error is None
+    def _take_stage(self, owner: tuple[int, int, int], *, early: bool) -> tuple[Stage, Signal | None] | None:
+        if early:
+            return self._keeper.promise(*owner)
+        stage = self._keeper.fill(*owner)
+        return None if stage is None else (stage, None)
 
     def scattered(self, job: Scatter, error: KVError | None, now: float) -> None:
         """Nothing of ``job`` writes any more: its bytes are in the pages, or it failed, or it was not wanted."""
         receive = self._receives[job.generation]
-        receive.scattering -= 1
-        self._keeper.release(job.src, job.generation, job.serial, now)
+        receive.scattering.discard(job)
+        self._keeper.release(job.src, job.generation, job.serial, now, written=job.written)
         if receive.error is not None:
             self._end_if_quiescent(receive)
             return
@@ -374,6 +379,8 @@ class Receiver:
         assert receive.error is None
         error._pages_safe = lambda: receive.ended
         receive.error = error
+        for job in receive.scattering:
+            job.stopped = True
         del self._live[receive.request]
         for rank, writer in receive.writers.items():
             writer.confined = self._keeper.promised(rank, receive.generation)
@@ -404,7 +411,7 @@ class Receiver:
         for rank, writer in receive.writers.items():
             if what := writer.missing(None, receive.num_tokens):
                 return f"{what} from rank {rank}"
-        return f"{receive.scattering} stages to be unpacked"
+        return f"{len(receive.scattering)} stages to be unpacked"
 
     def _deadline(self, receive: Receive) -> tuple[float, str]:
         if receive.complete_at is not None:

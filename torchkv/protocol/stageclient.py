@@ -8,16 +8,21 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError, RingExhausted
+from torchkv.staging import Signal
 from torchkv.wire import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 
 __all__ = ["Span", "StageClient"]
 
 
 class Span(NamedTuple):
-    """Bytes [offset, offset + nbytes) of the receiver's ring."""
+    """Bytes [offset, offset + nbytes) of the receiver's ring. signal: with which they may be called written early."""
 
     offset: int
     nbytes: int
+    signal: Signal | None = None
+
+    def __str__(self) -> str:
+        return f"{self[:2]} (offset, bytes)"
 
 
 class _Promise(Enum):
@@ -91,12 +96,17 @@ class StageClient:
         num_pages: int,
         checked: bool,
         state: bool = False,
+        early: bool = False,
     ) -> None:
-        """The granted stage is written and flushed, or with ``num_pages`` 0 given back; it is no longer ours."""
+        """The granted stage is written and flushed, or with ``num_pages`` 0 given back; it is no longer ours.
+
+        early: it is being written, and its signal comes behind that.
+        """
         line = self._lines[dst, generation]
         ask = line.asks.pop(serial)
         assert ask.span is not None, f"stage {serial} of rank {dst} generation {generation} is not granted"
-        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, checked, state)))
+        assert not early or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
+        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, checked, state, early)))
         line.unwritten -= 1
         self._send_asks(dst, generation, line)
 
@@ -119,20 +129,26 @@ class StageClient:
 
     # ---------------------------------------------------------------- what the receiver says
 
-    def on_grant(self, src: int, message: StageGrant, ring_nbytes: int) -> None:
-        """Raises ``ProtocolError`` for a span that was not asked for or lies outside the ring of ``ring_nbytes``."""
+    def on_grant(self, src: int, message: StageGrant, ring_nbytes: int, signals: int = 0) -> None:
+        """Raises ``ProtocolError`` for a span that was not asked for or lies outside the ring of ``ring_nbytes``.
+
+        signals: words behind that ring.
+        """
         ask = self._sent_ask(src, message.generation, message.serial)
         if ask is None:
             return
-        span = Span(message.offset, message.nbytes)
-        where = f"rank {src}, generation {message.generation}: stage {message.serial} granted at {tuple(span)}"
+        signal = Signal(message.word, message.value) if message.value else None
+        span = Span(message.offset, message.nbytes, signal)
+        where = f"rank {src}, generation {message.generation}: stage {message.serial} granted at {span}"
         if ask.denied is not None or ask.span not in (None, span):
-            before = "denied" if ask.span is None else f"granted at {tuple(ask.span)}"
-            raise ProtocolError(f"{where} (offset, bytes), but {before} before")
+            before = "denied" if ask.span is None else f"granted at {ask.span} with {ask.span.signal}"
+            raise ProtocolError(f"{where} with {signal}, but {before} before")
         if span.offset + span.nbytes > ring_nbytes:
-            raise ProtocolError(f"{where} (offset, bytes), outside the ring of {ring_nbytes} bytes")
+            raise ProtocolError(f"{where}, outside the ring of {ring_nbytes} bytes")
         if not ask.least <= span.nbytes <= ask.nbytes:
-            raise ProtocolError(f"{where} (offset, bytes), but {ask.least} to {ask.nbytes} bytes were asked for")
+            raise ProtocolError(f"{where}, but {ask.least} to {ask.nbytes} bytes were asked for")
+        if signal is not None and signal.word >= signals:
+            raise ProtocolError(f"{where} with {signal}, but its ring has {signals} signal words")
         ask.span = span
 
     def on_denied(self, src: int, message: StageDenied, ring_nbytes: int) -> None:
@@ -143,7 +159,7 @@ class StageClient:
         if ask.span is not None:
             raise ProtocolError(
                 f"rank {src}, generation {message.generation}: stage {message.serial} of its ring of {ring_nbytes} "
-                f"bytes denied, but granted at {tuple(ask.span)} (offset, bytes) before"
+                f"bytes denied, but granted at {ask.span} before"
             )
         ask.denied = message.text
         line = self._lines[src, message.generation]

@@ -4,6 +4,10 @@
                |                                         |
             deadline: denied                          revoked: QUARANTINED --its writer is quiescent--> free
 
+A stage may be called written early, while the writer's GPU is about to write it: then it is PROMISED, not FILLED, and
+read only once its signal has risen. If that was not waited for to the end, it is quarantined too, until its writer is
+quiescent. The signal word is the stage's for as long as the stage is taken, so a late signal meets nobody else.
+
 A line is what one writer has asked for under one generation. Lines are served one stage a turn. The line whose turn it
 is waits for its space, and the others wait with it: they would take that space away for ever. It is passed over only
 while no stage of others that ends could help it.
@@ -17,7 +21,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
-from torchkv.staging import Stage, StagingRing
+from torchkv.staging import Signal, Stage, StagingRing
 from torchkv.wire import MAX_ASKS, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
 
 __all__ = ["MAX_STAGES", "Owner", "StageKeeper"]
@@ -40,15 +44,17 @@ class Owner(NamedTuple):
 class _State(Enum):
     GRANTED = "granted"
     FILLED = "filled"
+    PROMISED = "promised"
     QUARANTINED = "quarantined"
 
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A stage that the ring gave out, and how many of its bytes were granted."""
+    """A stage that the ring gave out, how many of its bytes were granted, and the signal for it, if it has one."""
 
     stage: Stage
     nbytes: int
+    signal: Signal | None
     state: _State = _State.GRANTED
 
 
@@ -83,11 +89,13 @@ class _Line:
 class StageKeeper:
     """The ring of this rank and its credits. Not thread-safe: the caller serialises, and drains ``outbox``.
 
-    timeout: seconds that an ask may wait since its line last got a stage.
+    timeout: seconds that an ask may wait since its line last got a stage. signals: words behind the ring, all 0.
     """
 
-    def __init__(self, ring: StagingRing, *, timeout: float) -> None:
+    def __init__(self, ring: StagingRing, *, timeout: float, signals: int = 0) -> None:
         self.ring = ring
+        self._words = deque(range(signals))  # those of no stage
+        self._value = 0  # of the latest signal
         self.outbox: list[tuple[int, Message]] = []
         self._timeout = timeout
         self._lines: dict[int, dict[int, _Line]] = {}  # by generation, then by writer; none of them empty
@@ -127,12 +135,22 @@ class StageKeeper:
 
         From now on the caller reads it, until `release`.
         """
-        line = self._line(src, generation)
-        held = None if line is None else line.held.get(serial)
-        if held is None or held.state is not _State.GRANTED:
+        held = self._granted(src, generation, serial)
+        if held is None:
             return None
         held.state = _State.FILLED
         return held.stage
+
+    def promise(self, src: int, generation: int, serial: int) -> tuple[Stage, Signal] | None:
+        """The same for one that its writer calls written early: the caller reads it once the signal has risen.
+
+        None too for a stage that has no signal.
+        """
+        held = self._granted(src, generation, serial)
+        if held is None or held.signal is None:
+            return None
+        held.state = _State.PROMISED
+        return held.stage, held.signal
 
     def withdraw(self, src: int, message: Withdraw) -> None:
         """The writer is about to write directly. For a live generation: its pages are safe at quiescence only."""
@@ -143,16 +161,22 @@ class StageKeeper:
 
     # ---------------------------------------------------------------- what the receiver says
 
-    def release(self, src: int, generation: int, serial: int, now: float) -> None:
-        """The stage has been read, or was given back unused. Repeated, and for a quarantined one, it does nothing."""
+    def release(self, src: int, generation: int, serial: int, now: float, *, written: bool = True) -> None:
+        """The stage has been read, or was given back unused. Repeated, and for a quarantined one, it does nothing.
+
+        written: False if its writer has promised to write it, and may still do so.
+        """
         self._now = now
         line = self._line(src, generation)
         held = None if line is None else line.held.get(serial)
         if line is None or held is None or held.state is _State.QUARANTINED:
             return
-        del line.held[serial]
-        self.ring.release(held.stage)
-        self._drop_if_over(line)
+        if not written and not line.quiescent:
+            held.state = _State.QUARANTINED
+            self.ring.quarantine(held.stage)
+        else:
+            self._free(line, serial)
+            self._drop_if_over(line)
         self._serve()
 
     def revoke(self, generation: int) -> None:
@@ -175,9 +199,8 @@ class StageKeeper:
         line.quiescent = True
         self._stop_waiting(line)
         for serial, held in list(line.held.items()):
-            if held.state is not _State.FILLED:
-                del line.held[serial]
-                self.ring.release(held.stage)
+            if held.state in (_State.GRANTED, _State.QUARANTINED):
+                self._free(line, serial)
         self._drop_if_over(line)
         self._serve()
 
@@ -216,6 +239,17 @@ class StageKeeper:
     def _line(self, src: int, generation: int) -> _Line | None:
         return self._lines.get(generation, {}).get(src)
 
+    def _granted(self, src: int, generation: int, serial: int) -> _Held | None:
+        line = self._line(src, generation)
+        held = None if line is None else line.held.get(serial)
+        return held if held is not None and held.state is _State.GRANTED else None
+
+    def _free(self, line: _Line, serial: int) -> None:
+        held = line.held.pop(serial)
+        self.ring.release(held.stage)
+        if held.signal is not None:
+            self._words.append(held.signal.word)
+
     def _drop_if_over(self, line: _Line) -> None:
         if not line.quiescent or line.held:
             return
@@ -244,16 +278,22 @@ class StageKeeper:
             if stage is None:
                 return
             line.waiting.popleft()
-            line.held[wait.serial] = _Held(stage, nbytes)
+            line.held[wait.serial] = _Held(stage, nbytes, self._next_signal())
             line.served = self._now
             del self._turn[line]
             if line.waiting:
                 self._turn[line] = None
             self._tell_grant(line, wait.serial)
 
+    def _next_signal(self) -> Signal | None:
+        if not self._words:
+            return None
+        self._value += 2
+        return Signal(self._words.popleft(), self._value)
+
     def _tell_grant(self, line: _Line, serial: int) -> None:
         held = line.held[serial]
-        grant = StageGrant(line.owner.generation, serial, held.stage.offset, held.nbytes)
+        grant = StageGrant(line.owner.generation, serial, held.stage.offset, held.nbytes, *(held.signal or ()))
         self.outbox.append((line.owner.src, grant))
 
     def _repeat_grant(self, line: _Line, serial: int) -> None:
