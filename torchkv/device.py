@@ -108,6 +108,10 @@ class Device:
             self.soon.add(flag)
         return flag
 
+    def expect(self, flag: Flag) -> None:
+        """What the flag waits for can run now."""
+        self.soon.add(flag)
+
     def retire(self, flag: Flag) -> None:
         self.in_flight.discard(flag)
         self.soon.discard(flag)

@@ -297,8 +297,8 @@ class Engine:
             log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, src, error)
 
     def _handle(self, src: int, message: Message, now: float) -> None:
-        if isinstance(message, Grant | StageAsk | Staged | StageGrant):
-            self.eager_until = now + EAGER  # until its caller goes on, or the peer has done its part of a piece
+        if isinstance(message, Grant | Alive | StageAsk | Staged | StageGrant):
+            self.eager_until = now + EAGER  # until its caller goes on, or the peer has done what it announced
         match message:
             case Grant():
                 self.sender.on_grant(src, message, now)

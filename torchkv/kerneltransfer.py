@@ -6,7 +6,7 @@ Where the pages of a verb are few long spans, the copy engines do it instead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class _Launch(NamedTuple):
 class KernelTransfer(Transfer):
     """See `Transfer`. ``waits``: events that the stream waits for; none if the pages may be read at once.
 
+    opened: called once these have all happened, so that whoever waits for the end of the copy can be awake by then.
     What has been enqueued cannot be called back: a failed transfer is drained when its kernels and copies are done,
     and those wait for the caller's event.
     """
@@ -67,6 +68,7 @@ class KernelTransfer(Transfer):
         *,
         pages: Int64Array | DevicePages,
         waits: Sequence[StreamEvent],
+        opened: Callable[[], None],
         stream: torch.cuda.Stream,
         jobs: JobTable,
         device: Device,
@@ -77,6 +79,8 @@ class KernelTransfer(Transfer):
         super().__init__(op, grant, local=local, route=route, report=report)
         self._pages = pages
         self._waits = list(waits)
+        self._opened = opened
+        self._gate: Flag | None = None  # rises when the stream has waited for all of them
         self._stream = stream
         self._jobs = jobs
         self._device = device
@@ -113,9 +117,27 @@ class KernelTransfer(Transfer):
 
     def _begin(self) -> None:
         """Lets the stream wait for the gates."""
+        if not self._waits:
+            return
         with torch.cuda.stream(self._stream):
             for event in self._waits:
                 wait_on_stream(event, self._stream)
+        self._gate = self._device.signal(self._stream)
+
+    def _gate_opens(self) -> bool:
+        """Whether the gate was seen to open just now."""
+        if self._gate is None or not self._gate.done:
+            return False
+        self._forget_gate()
+        for launch in self._in_flight:
+            self._device.expect(launch.flag)
+        self._opened()
+        return True
+
+    def _forget_gate(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            self._device.retire(gate)
 
     @cached_property
     def _ids(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +156,7 @@ class KernelTransfer(Transfer):
 
     def _release(self) -> None:
         """The kernels have ended, or never began: what they shared with others is free."""
+        self._forget_gate()
         self._device.release(self._stream, self.op.request)
         self._device.retire_errors(self._errors)
         for upload in self._uploads:
@@ -229,7 +252,7 @@ class KernelTransfer(Transfer):
         while len(self._in_flight) > allowed:
             layers, moved, flag = self._in_flight[0]
             if not flag.done:
-                yield 0
+                yield int(self._gate_opens())
                 continue
             self._in_flight.popleft()
             self._device.retire(flag)
@@ -255,6 +278,7 @@ class KernelTransfer(Transfer):
 
     def _drain(self) -> Iterator[int]:
         """After a failure: the kernels that are enqueued run to their end."""
+        self._forget_gate()
         if self._begun:
             # Also those of a step that failed half-way, and copies of page ids into memory that others get next.
             try:

@@ -307,6 +307,7 @@ class Mover:
             grant,
             pages=pages,
             waits=waits,
+            opened=lambda: self._on_gate_opened(op),
             stream=stream,
             jobs=jobs,
             device=self.device,
@@ -314,6 +315,10 @@ class Mover:
             route=route,
             report=self._report_of(op),
         )
+
+    def _on_gate_opened(self, op: SendOp) -> None:
+        with self._lock:
+            self._sender.announce(op)
 
     def _report_of(self, op: SendOp) -> Report:
         def report(layers: tuple[int, ...], nbytes: int, path: str) -> None:

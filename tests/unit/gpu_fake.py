@@ -24,6 +24,7 @@ class Gpu:
         self.log: list[str] = []
         self.flags: list[Any] = []
         self.released: list[str] = []
+        self.retired: list[Any] = []
         self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
         self.broken = False
 
@@ -44,8 +45,12 @@ class Gpu:
     def await_signal(self, stream: Any, address: int, value: int) -> None:
         self.log.append(f"await {address:#x} at {value}")
 
+    def expect(self, flag: Any) -> None:
+        assert flag in self.flags
+        self.log.append("expect")
+
     def retire(self, flag: Any) -> None:
-        assert flag.done
+        self.retired.append(flag)
 
     def release(self, stream: Any, request: str) -> None:
         self.released.append("stream")

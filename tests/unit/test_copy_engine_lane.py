@@ -119,6 +119,7 @@ class World:
             device=gpu,  # type: ignore[arg-type]
             local=source.local,
             route=self.route,
+            opened=lambda: gpu.log.append("opened"),
             report=lambda layers, nbytes, path: gpu.log.append(f"report {len(layers)} {nbytes} {path}"),
         )
 

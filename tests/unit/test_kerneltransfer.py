@@ -43,6 +43,7 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits
         grant,
         pages=np.array([2, 3]),
         waits=[Event(gpu.log)] if waits else [],  # type: ignore[list-item]
+        opened=lambda: gpu.log.append("opened"),
         stream=SimpleNamespace(query=lambda: True),  # type: ignore[arg-type]
         jobs=SimpleNamespace(groups=[job] * groups),  # type: ignore[arg-type]
         device=gpu,  # type: ignore[arg-type]
@@ -61,7 +62,7 @@ def advance(made: KernelTransfer, times: int = 20) -> None:
 def test_it_waits_copies_and_reports_in_order(gpu: Gpu) -> None:
     made = transfer(gpu)
     advance(made)
-    assert gpu.log == ["wait", "upload dst", "upload src", "kernel", "signal"]
+    assert gpu.log == ["wait", "signal", "upload dst", "upload src", "kernel", "signal"]
     assert not made.finished
     assert gpu.released == []
     gpu.run()
@@ -77,6 +78,37 @@ def test_the_end_of_copies_that_wait_for_nothing_is_expected_soon(gpu: Gpu, wait
     made = transfer(gpu, waits=waits)
     advance(made)
     assert gpu.log[-1] == signal
+
+
+def test_once_its_gate_has_opened_everybody_expects_its_end(gpu: Gpu) -> None:
+    made = transfer(gpu)
+    advance(made)
+    gate, end = gpu.flags
+    gate.done = True
+    assert made.advance() == 1
+    assert gpu.log[-2:] == ["expect", "opened"]
+    advance(made)
+    assert gpu.log.count("opened") == 1
+    assert not made.finished
+    end.done = True
+    advance(made)
+    assert made.finished
+    assert gpu.retired == [gate, end]
+
+
+@pytest.mark.parametrize("halt", [False, True])
+def test_a_gate_that_was_not_seen_to_open_is_forgotten_in_the_end(gpu: Gpu, halt: bool) -> None:
+    made = transfer(gpu)
+    advance(made)
+    if halt:
+        made.halt()
+        advance(made, 1)
+        assert gpu.retired == gpu.flags[:1], "a flag that nobody asks for any more would keep the thread awake"
+    gpu.run()
+    advance(made)
+    assert made.finished
+    assert "opened" not in gpu.log
+    assert {id(flag) for flag in gpu.retired} == {id(flag) for flag in gpu.flags}
 
 
 def test_a_launch_that_fails_half_way_is_over_when_its_first_half_is(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

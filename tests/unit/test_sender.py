@@ -107,6 +107,23 @@ def test_finish_with_nothing_sent_is_legal_for_an_empty_grant_only() -> None:
     assert machine._lives == {}
 
 
+def test_only_the_last_transfer_of_a_finished_request_is_announced() -> None:
+    """A message for each layer would cost more than it is worth."""
+    machine = sender()
+    machine.on_grant(1, grant(5, 6), 0.0)
+    first, second = (verb(machine, 2, layers=(layer,)) for layer in (0, 1))
+    machine.announce(second)
+    finish(machine)
+    machine.announce(second)
+    assert Acts(machine).tells(Alive) == []
+    moved(machine, first)
+    machine.announce(second)
+    assert Acts(machine).tells(Alive) == [(1, Alive(1, False))]
+    machine.cancel("r", "cancel", 1.0)
+    machine.announce(second)
+    assert Acts(machine).tells(Alive) == []
+
+
 @pytest.mark.parametrize(("ids", "fine"), [((), True), ((5,), False)])
 def test_finish_with_nothing_sent_before_the_grant_is_judged_by_the_grant(ids: tuple[int, ...], fine: bool) -> None:
     machine = sender()

@@ -51,6 +51,11 @@ class Life:
         """Whether this rank writes nothing more and reads its source pages no more."""
         return not self.running
 
+    @property
+    def about_to_seal(self) -> bool:
+        """Whether nothing but the end of a single op is missing for the seal."""
+        return self.finish is not None and self.error is None and not self.queue and len(self.running) == 1
+
     def check_open(self) -> None:
         """Raises the error of a tombstone, or ``ProtocolError`` if the life is finished."""
         if self.error is not None:

@@ -189,6 +189,12 @@ class Sender:
             lo, hi = op.start * page_size, (op.start + op.num_pages) * page_size
             self._tell(op.dst, Attest(life.grant.generation, list(layers), lo, hi, nbytes, path, op.state))
 
+    def announce(self, op: SendOp) -> None:
+        """The last bytes of a finished request are under way: a receiver that knows is awake when the seal comes."""
+        life = self._lives[(op.request, op.dst)]
+        if life.about_to_seal and life.grant is not None:
+            self._tell(op.dst, Alive(life.grant.generation, False))
+
     def op_finished(self, op: SendOp, error: KVError | None, *, flushed: bool, now: float) -> None:
         """This rank will write nothing more for ``op``: all is attested, or it failed.
 
