@@ -15,7 +15,7 @@ __all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets", "warm_up"]
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagePairs:
     """Pairs of page parts, as int64 arrays of one length; tokens are positions inside a page.
 
@@ -173,4 +173,5 @@ def warm_up() -> None:
     none = np.zeros(0, dtype=np.int64)
     _list_pairs(np.zeros((4, 0), dtype=np.int64), 0, 1, 1, 0, 0, 1, 1, 1)
     _locate(none, none, none, none, 0, 0, 0)
+    _locate(none, np.frombuffer(b"", dtype=np.int64), none, none, 0, 0, 0)  # read-only, as the pages of grants are
     _expand(none, none, 0, 0, 0, 0, 0, 0, 0, np.zeros((3, 0), dtype=np.int64))
