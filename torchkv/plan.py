@@ -43,9 +43,10 @@ class PairPlan:
     """Everything that one writer owes one reader.
 
     layers: global ids of the layers in which pages are owed, ascending. src_page_size, dst_page_size: in tokens.
-    state: the same for one slot of state, seen as a page of one token; None in that plan itself. slabs_of: by layer;
-    layers with the same slabs share one tuple. groups: the slabs, those together that are neighbours and owe the same
-    pairs, always: of equal layers, stripe, window and bytes of a pair.
+    state: the same for one slot of state, seen as a page of one token; None in that plan itself. page_for_page: every
+    transfer is of whole pages on both sides. slabs_of: by layer; layers with the same slabs share one tuple.
+    stripes_of: the same, without slabs that owe the same tokens as another. groups: the slabs, those together that are
+    neighbours and owe the same pairs, always: of equal layers, stripe, window and bytes of a pair.
     """
 
     slabs: tuple[Slab, ...]
@@ -53,17 +54,24 @@ class PairPlan:
     src_page_size: int
     dst_page_size: int
     state: PairPlan | None = None
+    page_for_page: bool = field(init=False, repr=False, compare=False)
     slabs_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
+    stripes_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
     groups: tuple[tuple[Slab, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         held = [frozenset(slab.layers) for slab in self.slabs]
         shared: dict[tuple[int, ...], tuple[Slab, ...]] = {}  # by their numbers
-        slabs_of = {}
+        stripes: dict[int, tuple[Slab, ...]] = {}  # by the address of such a tuple
+        slabs_of, stripes_of = {}, {}
         for layer in self.layers:
             numbers = tuple(number for number, layers in enumerate(held) if layer in layers)
-            slabs_of[layer] = shared.setdefault(numbers, tuple(self.slabs[number] for number in numbers))
+            slabs = shared.setdefault(numbers, tuple(self.slabs[number] for number in numbers))
+            unlike = {(slab.holders, slab.index, slab.unit, slab.window): slab for slab in slabs}
+            slabs_of[layer], stripes_of[layer] = slabs, stripes.setdefault(id(slabs), tuple(unlike.values()))
+        object.__setattr__(self, "page_for_page", all(slab.is_page for slab in self.slabs))
         object.__setattr__(self, "slabs_of", slabs_of)
+        object.__setattr__(self, "stripes_of", stripes_of)
         object.__setattr__(self, "groups", tuple(tuple(group) for _, group in groupby(self.slabs, _likeness)))
 
     @property
@@ -75,11 +83,6 @@ class PairPlan:
     def parts(self) -> tuple[PairPlan, ...]:
         """The plan of the pages and that of state, as far as anything is owed."""
         return tuple(plan for plan in (self, self.state) if plan is not None and plan.slabs)
-
-    @property
-    def page_for_page(self) -> bool:
-        """True if every transfer is of whole pages on both sides."""
-        return all(slab.is_page for slab in self.slabs)
 
     def nbytes(self, num_tokens: int, layers: Iterable[int] | None = None) -> int:
         """Bytes owed, in ``layers`` or in all, for a grant of ``num_tokens`` tokens. State is not counted."""
@@ -110,7 +113,7 @@ class PairPlan:
         """
         known: dict[int, list[tuple[int, int]]] = {}  # most layers owe the same
         for layer in self.layers if layers is None else layers:
-            slabs = self.slabs_of.get(layer)
+            slabs = self.stripes_of.get(layer)
             if slabs is None:
                 continue
             if id(slabs) not in known:
@@ -118,7 +121,9 @@ class PairPlan:
             yield layer, known[id(slabs)]
 
     @staticmethod
-    def _intervals(slabs: Iterable[Slab], granted_tokens: int, limit_tokens: int | None) -> list[tuple[int, int]]:
+    def _intervals(slabs: Sequence[Slab], granted_tokens: int, limit_tokens: int | None) -> list[tuple[int, int]]:
+        if len(slabs) == 1:
+            return slabs[0].owed(granted_tokens, limit_tokens)
         intervals = sorted(interval for slab in slabs for interval in slab.owed(granted_tokens, limit_tokens))
         merged: list[tuple[int, int]] = []
         for lo, hi in intervals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = ["Rows", "Slab", "Window", "first_owed", "owed_pairs"]
@@ -60,7 +60,8 @@ class Slab:
     and writes unit u of ``unit`` tokens iff ``u % holders == index``. tokens: per page pair, the smaller page size.
     src_base, dst_base: byte offset, inside a page, of the first head of token 0. src_token_stride,
     dst_token_stride: bytes from one token to the next. rows: the runs of a pair. is_page: a pair is exactly one
-    whole page on both sides. window: of layers that have a sliding window; what lies before it is not owed.
+    whole page on both sides. window: of layers that have a sliding window; what lies before it is not owed. place: all
+    that decides which pairs are owed, and where they begin in their pages.
     """
 
     component: str
@@ -77,6 +78,12 @@ class Slab:
     rows: Rows
     is_page: bool
     window: Window | None = None
+    place: tuple[object, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stripe = (self.holders, self.index, self.unit, self.tokens, self.window)
+        strides = (self.src_base, self.dst_base, self.src_token_stride, self.dst_token_stride)
+        object.__setattr__(self, "place", stripe + strides)
 
     @property
     def pair_nbytes(self) -> int:
@@ -103,7 +110,7 @@ class Slab:
         limit_tokens: none beyond these; where a window begins is a matter of the grant alone.
         """
         limit = granted_tokens if limit_tokens is None else limit_tokens
-        first = first_owed(granted_tokens, self.window)
+        first = 0 if self.window is None else first_owed(granted_tokens, self.window)
         if self.holders == 1:
             return [(first, limit)] if first < limit else []
         unit = first // self.unit
@@ -150,10 +157,12 @@ def owed_pairs(
     with ``unit % holders == index``; its pairs are numbered without gaps. Costs the same for any number of pages.
     """
     first = max(start * per_page, first_owed(limit_tokens, window) // tokens)
-    end = min((start + num_src_pages) * per_page, limit_tokens // tokens)
+    end = max(first, min((start + num_src_pages) * per_page, limit_tokens // tokens))
+    if holders == 1:
+        return range(first, end)
 
     def before(pair: int) -> int:
         full, rest = divmod(pair, per_unit * holders)
         return full * per_unit + min(max(rest - index * per_unit, 0), per_unit)
 
-    return range(before(first), before(max(first, end)))
+    return range(before(first), before(end))

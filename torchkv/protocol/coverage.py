@@ -19,6 +19,8 @@ class Coverage:
 
     def plus(self, lo: int, hi: int) -> Coverage:
         """With [lo, hi); the same object if that is covered already."""
+        if not self._los and lo < hi:
+            return Coverage((lo,), (hi,))
         if self.gap(lo, hi) is None:
             return self
         first = bisect_left(self._his, lo)

@@ -14,7 +14,7 @@ from torchkv.protocol.coverage import LayerCoverage
 __all__ = ["Finish", "Life", "check_grant", "check_prefix", "check_prefixes", "check_range", "check_slot", "extent"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finish:
     """The caller's ``finish``, kept until the seal can go out."""
 
@@ -127,7 +127,7 @@ def check_range(grant: BoundGrant, start: int, num_pages: int) -> None:
 def check_slot(grant: BoundGrant, num_slots: int) -> None:
     """Raises ``ProtocolError`` for a grant without the slot that state needs, or with one that its rank lacks."""
     slot, state = grant.state_slot, grant.plan.state
-    owes = state is not None and not state.empty
+    owes = state is not None and state.slabs
     if (slot is None and owes) or (slot is not None and slot >= num_slots):
         raise ProtocolError(f"grant of rank {grant.dst} names state slot {slot}, it has {num_slots} slots")
 

@@ -32,7 +32,7 @@ class Writer:
             assert self.plan.state is not None
             self.states.update(layer for layer in layers if layer in self.plan.state.slabs_of)
             return
-        self.attested.add((layer for layer in layers if layer in self.plan.slabs_of), lo, hi)
+        self.attested.add([layer for layer in layers if layer in self.plan.slabs_of], lo, hi)
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
         """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
@@ -43,9 +43,10 @@ class Writer:
         assert self.plan.state is not None
         state = self.plan.state
         wanted = state.layers if layers is None else [layer for layer in layers if layer in state.slabs_of]
-        unseen = (layer for layer in wanted if layer not in self.states)
-        first = next(unseen, None)
-        return None if first is None else f"layer {first}'s state"
+        for layer in wanted:
+            if layer not in self.states:
+                return f"layer {layer}'s state"
+        return None
 
     @property
     def harmless(self) -> bool:
@@ -77,7 +78,10 @@ class Receive:
 
     @property
     def aux(self) -> bytes:
-        return next((writer.aux for writer in self.writers.values() if writer.aux), b"")
+        for writer in self.writers.values():
+            if writer.aux:
+                return writer.aux
+        return b""
 
     def pending_writers(self) -> tuple[int, ...]:
         """Writers whose writes may still land."""

@@ -89,20 +89,22 @@ class Receiver:
         page_size = self._roster.layout(self._roster.rank).page_size
         self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._roster.rank}")
         names = self._roster.contributing(src, self._roster.rank)
+        writers: dict[int, Writer] = {}
         for rank in names:
-            writer_page_size = self._roster.layout(rank).page_size
-            if prefix_tokens % writer_page_size:
+            plan = self._roster.plan(rank, names, self._roster.rank)
+            if prefix_tokens % plan.src_page_size:
                 raise ProtocolError(
                     f"recv_pages({request!r}): prefix_tokens={prefix_tokens} is not a multiple of the page size "
-                    f"{writer_page_size} of writer rank {rank}; round it down to one"
+                    f"{plan.src_page_size} of writer rank {rank}; round it down to one"
                 )
+            writers[rank] = Writer(plan)
         receive = Receive(
             request=request,
             generation=self._next_generation,
             pages=pages,
             prefix_tokens=prefix_tokens,
             num_tokens=len(pages) * page_size,
-            writers={rank: Writer(self._roster.plan(rank, names, self._roster.rank)) for rank in names},
+            writers=writers,
             ticket=ticket,
             born=now,
             total=total,
@@ -112,7 +114,8 @@ class Receiver:
         self._receives[receive.generation] = self._live[request] = receive
         self.leases.take(receive)
         grant = Grant(request, receive.generation, prefix_tokens, pack_pages(pages), list(names), state_slot)
-        self.actions.extend(Tell(rank, grant) for rank in names)
+        for rank in names:
+            self.actions.append(Tell(rank, grant))
         if len(self._roster.siblings) > 1:
             post = Post(request, receive.generation, prefix_tokens, receive.num_tokens, page_size)
             self.actions.append(Tell(self._roster.siblings[0], post))
@@ -170,8 +173,7 @@ class Receiver:
         if problem := self._bad_seal(receive, src, message, plan):
             self._fail(receive, ProtocolError(problem))
             return
-        auxes = {w.aux for w in receive.writers.values() if w.aux}
-        if len(auxes) > 1:
+        if message.aux and len({w.aux for w in receive.writers.values() if w.aux}) > 1:
             error = f"request {receive.request!r}: two writers sent unlike aux bytes; let one of them send it"
             self._fail(receive, ProtocolError(error))
             return
@@ -356,12 +358,16 @@ class Receiver:
         )
 
     def _complete_if_covered(self, receive: Receive, now: float) -> None:
-        if receive.complete_at is not None or any(writer.sealed is None for writer in receive.writers.values()):
+        if receive.complete_at is not None:
             return
+        for writer in receive.writers.values():
+            if writer.sealed is None:
+                return
         if receive.scattering:  # also of bytes that came twice: they must not land on pages that have been given back
             return
-        if any(writer.missing(None, receive.num_tokens) for writer in receive.writers.values()):
-            return
+        for writer in receive.writers.values():
+            if writer.missing(None, receive.num_tokens):
+                return
         receive.complete_at = now
         if len(self._roster.siblings) > 1:
             outcome = Outcome(receive.request, receive.generation, "", "")
@@ -371,7 +377,8 @@ class Receiver:
 
     def _succeed(self, receive: Receive) -> None:
         verdict = Verdict(receive.generation)
-        self.actions.extend(Tell(rank, verdict) for rank in receive.writers)
+        for rank in receive.writers:
+            self.actions.append(Tell(rank, verdict))
         self._end(receive)
         self.actions.append(Settle(receive.ticket, aux=receive.aux))
 
@@ -403,7 +410,8 @@ class Receiver:
         del self._receives[receive.generation]
         if self._live.get(receive.request) is receive:
             del self._live[receive.request]
-        self.actions.extend(Settle(ticket) for ticket in receive.cancels)
+        for ticket in receive.cancels:
+            self.actions.append(Settle(ticket))
         receive.cancels = []
 
     def _missing(self, receive: Receive) -> str:

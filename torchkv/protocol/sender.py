@@ -130,7 +130,7 @@ class Sender:
         life = self._lives.get((request, dst))
         if life is not None:
             life.check_open()
-        grant = self._grant_of(request, dst)
+        grant = self._unbound.get((request, dst)) if life is None else life.grant
         problem = self._pages_missing(request, dst, life, grant)
         if problem is None and state_slot is None:
             problem = self._state_missing(request, dst, grant)
@@ -351,9 +351,9 @@ class Sender:
         life.heard = now
         self._by_generation[(life.dst, grant.generation)] = life
         waiting, life.queue = life.queue, deque()
-        self._queued_pages -= sum(op.num_pages for op in waiting)
         problem: KVError | None = None
         for op in waiting:
+            self._queued_pages -= op.num_pages
             try:
                 check_grant(op, grant)
             except (PageOutOfRange, ProtocolError) as error:
@@ -378,6 +378,8 @@ class Sender:
         """The same for state."""
         state = (self._likely_plan(dst) if grant is None else grant.plan).state
         assert state is not None
+        if not state.layers:
+            return None
         left = self.state_left(request, dst)
         first = next((layer for layer in state.layers if layer in left), None)
         return None if first is None else f"layer {first}'s state was not sent; give state_slot, or send_state it first"
@@ -385,6 +387,7 @@ class Sender:
     def _pages_missing(self, request: str, dst: int, life: Life | None, grant: BoundGrant | None) -> str | None:
         """What is still owed if the request were sealed now, in words; None if nothing, as far as is known."""
         num_pages = 0 if life is None else life.num_pages
+        fits = True
         if grant is None:
             if num_pages == 0:
                 return None  # legal if the grant turns out to have no pages
@@ -401,13 +404,14 @@ class Sender:
                 if first is None:
                     return None
                 return f"nothing was sent, but layer {first[0]} page {first[1]} is owed; send it first"
-            if seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
+            fits = seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
+            if fits:
                 limit = min(limit, num_pages * plan.src_page_size)
         given = LayerCoverage() if life is None else life.given()
         gap = given.first_gap(plan.owed(granted, limit), unit=plan.src_page_size)
         if gap is not None:
             return f"layer {gap[0]} page {gap[1]} (counted after the prefix) was not sent{extent(life, grant)}"
-        if grant is not None and not seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size):
+        if not fits:
             return f"every rank gives all pages after the prefix, also those another one writes{extent(life, grant)}"
         return None
 
@@ -468,7 +472,7 @@ class Sender:
 
     def _is_refused(self, key: tuple[str, int], now: float) -> bool:
         """Whether this grant was meant for a life that was cancelled before it came. Uses up one refusal."""
-        waiting = self._refusals.get(key, deque())
+        waiting = self._refusals.get(key)
         while waiting:
             until = waiting.popleft()
             if not waiting:
