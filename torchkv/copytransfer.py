@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
@@ -22,7 +22,12 @@ FEW_ROWS = 64
 
 
 class CopyTransfer(Transfer):
-    """See `Transfer`. Every step ends before it returns, so there is never anything to drain."""
+    """See `Transfer`. Every step ends before it returns, so there is never anything to drain.
+
+    A step is a layer, or a part of one: so many bytes that nobody waits for its end for long.
+    """
+
+    posts = False
 
     def __init__(
         self,
@@ -37,32 +42,38 @@ class CopyTransfer(Transfer):
         super().__init__(op, grant, local=local, route=route, report=report)
         self._offsets = PairOffsets(op, grant, pages, local, route)
 
-    def _run(self) -> Iterator[int]:
-        spans = 0
+    def _run(self) -> Generator[int, None, int]:
+        step = spans = 0
         lane = "local" if self.route.channel is None else "view"
         for layers in self._groups():
             total = 0
-            for slab in self._plan.slabs:
-                for layer in layers:
-                    if layer not in slab.layers:
-                        continue
+            for layer in layers:
+                if step:
+                    yield step
+                    step = 0
+                for slab in self._plan.slabs_of[layer]:
                     for nbytes, rows in self._copy(slab, layer):
                         total += nbytes
                         spans += rows
-                        yield nbytes
+                        step += nbytes
+                        if step >= STEP_BYTES:
+                            yield step
+                            step = 0
             self.route.count(lane, nbytes=total)
             self._report(layers, total, "direct")
         self.route.count(lane, transfers=1, spans=spans)
+        return step
 
     def _drain(self) -> Iterator[int]:
         yield from ()
 
     def _copy(self, slab: Slab, layer: int) -> Iterator[tuple[int, int]]:
-        """Copies one component of one layer; yields (bytes, rows) a step."""
+        """Copies one component of one layer; yields (bytes, rows), of at most `STEP_BYTES`."""
         src_ptr = self._local.ptr(slab.component, layer)
         dst_ptr = self.route.ptr(slab.component, layer)
         src_off, dst_off = self._offsets.pairs(slab, layer)
-        if slab.rows.per_pair == 1 and slab.rows.run < SHORT_RUN and len(src_off) > FEW_ROWS:
+        rows, per_pair = slab.rows, slab.rows.per_pair
+        if per_pair == 1 and rows.run < SHORT_RUN and len(src_off) > FEW_ROWS:
             src_off, dst_off, length = self._offsets.spans(slab, layer)
             ends = np.cumsum(length)
             first = 0
@@ -73,8 +84,9 @@ class CopyTransfer(Transfer):
                 yield int(ends[last - 1]) - done, last - first
                 first = last
             return
-        step = max(1, STEP_BYTES // slab.pair_nbytes)
+        pair_nbytes = per_pair * rows.run
+        step = max(1, STEP_BYTES // pair_nbytes)
         for first in range(0, len(src_off), step):
             last = min(first + step, len(src_off))
-            hostcopy.copy_pairs(src_ptr, dst_ptr, src_off, dst_off, first, last, slab.rows)
-            yield (last - first) * slab.pair_nbytes, (last - first) * slab.rows.per_pair
+            hostcopy.copy_pairs(src_ptr, dst_ptr, src_off, dst_off, first, last, rows)
+            yield (last - first) * pair_nbytes, (last - first) * per_pair

@@ -35,6 +35,7 @@ __all__ = ["Int64Array", "Rows", "copy_pairs", "copy_spans", "prefetch", "warm_u
 Int64Array = npt.NDArray[np.int64]
 Rows = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
 
+_DTYPE = np.dtype(np.int64)
 _LINE = 64  # bytes of a cache line
 _TURN = 4 * _LINE  # of two runs copied in turn, so much of one before the other
 _STREAM_MIN = 128  # bytes; shorter runs go through ordinary stores
@@ -231,10 +232,10 @@ def copy_pairs(
     When it returns, the bytes are visible to every thread and process that learns of it. Runs must not overlap.
     Raises ``ProtocolError`` for offsets of the wrong kind and for counts out of range.
     """
-    if min(rows[0], rows[3], rows[6]) < 0:
+    if rows[0] < 0 or rows[3] < 0 or rows[6] < 0:
         raise ProtocolError(f"rows {rows}: n0, n1 and run must not be negative")
-    _check(first, last, src_off, dst_off)
-    _pairs(src_ptr, dst_ptr, _frozen(src_off), _frozen(dst_off), first, last, *rows)
+    src_off, dst_off = _checked(first, last, src_off, dst_off)
+    _pairs(src_ptr, dst_ptr, src_off, dst_off, first, last, *rows)
 
 
 def copy_spans(
@@ -244,10 +245,10 @@ def copy_spans(
 
     All three are int64 ``[n]``, in bytes; see `copy_pairs` for visibility, overlap and errors.
     """
-    _check(first, last, src_off, dst_off, length)
+    src_off, dst_off, length = _checked(first, last, src_off, dst_off, length)
     if (length[first:last] < 0).any():
         raise ProtocolError(f"a span among {first}..{last} has a negative length: {int(length[first:last].min())}")
-    _spans(src_ptr, dst_ptr, _frozen(src_off), _frozen(dst_off), _frozen(length), first, last)
+    _spans(src_ptr, dst_ptr, src_off, dst_off, length, first, last)
 
 
 def warm_up() -> None:
@@ -257,18 +258,14 @@ def warm_up() -> None:
     copy_spans(0, 0, none, none, none, 0, 0)
 
 
-def _check(first: int, last: int, *arrays: Int64Array) -> None:
+def _checked(first: int, last: int, *arrays: Int64Array) -> list[Int64Array]:
+    """Offsets as the kernels expect them."""
     for array in arrays:
-        if array.dtype != np.int64 or array.ndim != 1 or not array.flags.c_contiguous:
+        if array.dtype != _DTYPE or array.ndim != 1 or not array.flags.c_contiguous:
             raise ProtocolError(
                 f"offsets must be contiguous one-dimensional int64, not {array.dtype} of shape {array.shape}"
             )
     if not 0 <= first <= last <= min(map(len, arrays)):
         raise ProtocolError(f"entries {first}..{last} of offset arrays of lengths {[len(a) for a in arrays]}")
-
-
-def _frozen(array: Int64Array) -> Int64Array:
-    # numba would compile the kernel anew for each mixture of read-only and writable arrays.
-    view = array.view()
-    view.flags.writeable = False
-    return view
+    # numba would compile the kernel anew for each mixture of read-only and writable arrays; most are writable.
+    return [array if array.flags.writeable else array.copy() for array in arrays]

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from torchkv.protocol.stageclient import StageClient
 from torchkv.puttransfer import PutTransfer
 from torchkv.route import LocalPages, Route
 from torchkv.stagedtransfer import StagedTransfer
-from torchkv.transfer import STEP_BYTES, Report, Transfer
+from torchkv.transfer import STEP_BYTES, Transfer
 from torchkv.transport import Int64Array
 
 if TYPE_CHECKING:
@@ -108,11 +109,17 @@ class Mover:
         self._active: deque[Transfer] = deque()
         self._moved_at: dict[Transfer, float] = {}
         self._by_op: dict[SendOp, Transfer] = {}
+        self._posting = 0  # how many of these post to the transport
 
     @property
     def moving(self) -> bool:
         """Whether transfers are under way, or waiting for their gates."""
-        return self.pending > 0
+        return bool(self._gated or self._by_op)
+
+    @property
+    def posting(self) -> bool:
+        """Whether transfers are under way that wait for the transport's progress."""
+        return self._posting > 0
 
     @property
     def pending(self) -> int:
@@ -178,6 +185,7 @@ class Mover:
                     continue
                 else:
                     self._by_op[op] = transfer
+                    self._posting += transfer.posts
                     self._queue.append(transfer)
                     self._admissible = True
                     continue
@@ -205,11 +213,12 @@ class Mover:
             return None
         if self.device is not None and path == "direct" and route.channel is not None:
             return self._kernel_transfer(op, grant, payload, route, payload.pages)
-        if not all(gate.query() for gate in payload.gates):
-            return None
+        for gate in payload.gates:
+            if not gate.query():
+                return None
         if path == "staged":
             return self._staged_transfer(op, grant, payload, route)
-        pages = self._host_pages(op, payload)
+        pages = self._on_host(op, payload.pages) if isinstance(payload.pages, DevicePages) else payload.pages
         if pages is None:
             return None
         if route.channel is None and np.intersect1d(pages, grant.pages).size:
@@ -219,11 +228,11 @@ class Mover:
             )
         if path != "direct":
             return PutTransfer(
-                op, grant, pages=pages, path=path, local=self._local, route=route, report=self._report_of(op)
+                op, grant, pages=pages, path=path, local=self._local, route=route, report=partial(self._attest, op)
             )
         if self.device is not None:
             return self._kernel_transfer(op, grant, payload, route, pages)
-        return CopyTransfer(op, grant, pages=pages, local=self._local, route=route, report=self._report_of(op))
+        return CopyTransfer(op, grant, pages=pages, local=self._local, route=route, report=partial(self._attest, op))
 
     def _path(self, gated: _Gated, route: Route) -> str | None:
         """The path that is forced, or costs least; None while nobody knows yet what the route costs."""
@@ -231,8 +240,10 @@ class Mover:
         op, grant = gated.op, gated.grant
         payload: SendPayload = op.payload
         path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
+        if payload.path is not None or path == "direct":
+            return path
         ring = self._ring(route) if gated.may_stage else 0
-        if payload.path is not None or path == "direct" or not ring:
+        if not ring:
             return path
         if not route.calibrated():
             return None
@@ -267,19 +278,17 @@ class Mover:
             checksum=self._checksum,
             local=self._local,
             route=route,
-            report=self._report_of(op),
+            report=partial(self._attest, op),
             speak=self._speak,
         )
 
-    def _host_pages(self, op: SendOp, payload: SendPayload) -> Int64Array | None:
+    def _on_host(self, op: SendOp, pages: DevicePages) -> Int64Array | None:
         """This rank's page ids; None while they are on their way from the GPU."""
-        if not isinstance(payload.pages, DevicePages):
-            return payload.pages
         assert self.device is not None
         assert self._local is not None
         num_pages = self._local.num_pages
         stream = self.device.open_stream
-        return payload.pages.on_host(stream, num_pages=num_pages, what=f"request {op.request!r} to rank {op.dst}")
+        return pages.on_host(stream, num_pages=num_pages, what=f"request {op.request!r} to rank {op.dst}")
 
     def _kernel_transfer(
         self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route, pages: Int64Array | DevicePages
@@ -313,19 +322,16 @@ class Mover:
             device=self.device,
             local=self._local,
             route=route,
-            report=self._report_of(op),
+            report=partial(self._attest, op),
         )
 
     def _on_gate_opened(self, op: SendOp) -> None:
         with self._lock:
             self._sender.announce(op)
 
-    def _report_of(self, op: SendOp) -> Report:
-        def report(layers: tuple[int, ...], nbytes: int, path: str) -> None:
-            with self._lock:
-                self._sender.attest(op, layers, nbytes=nbytes, path=path if nbytes else "none")
-
-        return report
+    def _attest(self, op: SendOp, layers: tuple[int, ...], nbytes: int, path: str) -> None:
+        with self._lock:
+            self._sender.attest(op, layers, nbytes=nbytes, path=path if nbytes else "none")
 
     def advance(self, now: float) -> bool:
         """A bounded step of active transfers, in turn. True if anything moved."""
@@ -365,7 +371,8 @@ class Mover:
                 continue
             self._moved_at[transfer] = now
             self._active.append(transfer)
-        self._queue.extendleft(reversed(behind))
+        if behind:
+            self._queue.extendleft(reversed(behind))
 
     def _advance(self, transfer: Transfer, budget: int) -> int:
         """Some steps of one transfer: about ``budget`` bytes, in not too many pieces. Returns the bytes moved."""
@@ -373,12 +380,13 @@ class Mover:
         for _ in range(MAX_STEPS):
             nbytes = transfer.advance()
             total += nbytes
-            if not nbytes or total >= budget:
+            if not nbytes or total >= budget or transfer.finished:
                 break
         return total
 
     def _finish(self, transfer: Transfer, now: float) -> None:
         del self._by_op[transfer.op]
+        self._posting -= transfer.posts
         del self._moved_at[transfer]
         self._admissible = True
         if not transfer.flushed:

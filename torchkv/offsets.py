@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torchkv.plan import Rows, Slab, Window, expand, page_pairs, pair_offsets
+from torchkv.plan import Rows, Slab, expand, page_pairs, pair_offsets
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.route import LocalPages, Route
 from torchkv.transport import Int64Array
@@ -12,20 +10,9 @@ from torchkv.transport import Int64Array
 __all__ = ["PairOffsets"]
 
 
-class _Key(NamedTuple):
-    """All that offsets depend on, besides the pages: keys and values mostly have it in common."""
-
-    holders: int
-    place: int
-    unit: int
-    tokens: int
-    window: Window | None
-    src_base: int
-    dst_base: int
-    src_token_stride: int
-    dst_token_stride: int
-    src_page_stride: int
-    dst_page_stride: int
+# All that offsets depend on, besides the pages: `Slab.place`, and both sides' page strides. Keys and values mostly have
+# it in common.
+_Key = tuple[tuple[object, ...], int, int]
 
 
 class PairOffsets:
@@ -43,7 +30,8 @@ class PairOffsets:
     def pairs(self, slab: Slab, layer: int) -> tuple[Int64Array, Int64Array]:
         """Source and destination offset of each page pair."""
         key = self._key(slab, layer)
-        if key not in self._pairs:
+        known = self._pairs.get(key)
+        if known is None:
             plan = self._grant.plan
             pairs = page_pairs(
                 slab,
@@ -53,9 +41,8 @@ class PairOffsets:
                 src_page_size=plan.src_page_size,
                 dst_page_size=plan.dst_page_size,
             )
-            strides = (key.src_page_stride, key.dst_page_stride)
-            self._pairs[key] = pair_offsets(slab, pairs, self._pages, self._grant.pages, *strides)
-        return self._pairs[key]
+            known = self._pairs[key] = pair_offsets(slab, pairs, self._pages, self._grant.pages, *key[1:])
+        return known
 
     def spans(self, slab: Slab, layer: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The same as merged descriptors: source offset, destination offset, length."""
@@ -65,16 +52,5 @@ class PairOffsets:
         return self._spans[key]
 
     def _key(self, slab: Slab, layer: int) -> _Key:
-        return _Key(
-            slab.holders,
-            slab.index,
-            slab.unit,
-            slab.tokens,
-            slab.window,
-            slab.src_base,
-            slab.dst_base,
-            slab.src_token_stride,
-            slab.dst_token_stride,
-            self._local.placements[slab.component, layer].page_stride,
-            self._route.placements[slab.component, layer].page_stride,
-        )
+        ours, theirs = self._local.placements[slab.component, layer], self._route.placements[slab.component, layer]
+        return slab.place, ours.page_stride, theirs.page_stride

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from torchkv.errors import KVError, TransferCancelled
-from torchkv.plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.route import LocalPages, Route
 
@@ -35,6 +34,7 @@ class Transfer(ABC):
     """
 
     group_bytes = 16 << 20
+    posts = True  # whether it needs the transport's progress
 
     def __init__(self, op: SendOp, grant: BoundGrant, *, local: LocalPages, route: Route, report: Report) -> None:
         self.op = op
@@ -43,6 +43,7 @@ class Transfer(ABC):
         self.error: KVError | None = None
         self.flushed = True
         self._grant = grant
+        self._plan = grant.plan
         self._local = local
         self._report = report
         self._steps = self._run()
@@ -51,9 +52,9 @@ class Transfer(ABC):
         """Does one bounded step. Returns the bytes it moved; 0 while it waits for something else."""
         try:
             moved = next(self._steps)
-        except StopIteration:
+        except StopIteration as end:
             self.finished = True
-            return 0
+            moved = end.value or 0
         except KVError as error:
             self.fail(self._named(error))
             return 0
@@ -92,22 +93,19 @@ class Transfer(ABC):
 
     @abstractmethod
     def _run(self) -> Iterator[int]:
-        """The steps; each yields the bytes it moved. May raise a `KVError`, which ends the transfer."""
+        """The steps; each yields the bytes it moved, and the last may return them. May raise a `KVError`, which ends
+        the transfer.
+        """
 
     @abstractmethod
     def _drain(self) -> Iterator[int]:
         """The steps after a failure, until nothing started can land; sets ``flushed`` false if nobody can tell."""
 
-    @property
-    def _plan(self) -> PairPlan:
-        return self._grant.plan
-
     def _groups(self) -> Iterator[tuple[int, ...]]:
         """The op's layers that are owed, ascending, in groups of about ``group_bytes``."""
         if not self.op.num_pages:
             return
-        wanted = set(self.op.layers)
-        layers = [layer for layer in self._plan.layers if layer in wanted]
+        layers = [layer for layer in self.op.layers if layer in self._plan.slabs_of]
         if len(layers) < 2:
             if layers:
                 yield tuple(layers)

@@ -35,7 +35,8 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits
     """One of two pages; ``groups``: kernels a launch. The plan's layers are ``owed``. waits: for an event."""
     shape = SimpleNamespace(pairs=lambda **what: range(2), pair_nbytes=64, rows=SimpleNamespace(per_pair=1))
     job = SimpleNamespace(geometry=shape, table=None, ranges=lambda layers: [(0, len(layers))])
-    plan = SimpleNamespace(layers=owed, src_page_size=16, nbytes=lambda tokens, layers: 128 * len(layers))
+    slabs_of = dict.fromkeys(owed, ())
+    plan = SimpleNamespace(slabs_of=slabs_of, src_page_size=16, nbytes=lambda tokens, layers: 128 * len(layers))
     grant: Any = SimpleNamespace(dst=1, generation=1, num_tokens=32, pages=np.array([4, 5]), plan=plan)
     route: Any = SimpleNamespace(channel=object(), count=lambda *args, **what: None)
     return KernelTransfer(
