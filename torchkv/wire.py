@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import struct
 import sys
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -266,7 +266,7 @@ _LITTLE = sys.byteorder == "little"
 _MAC_BYTES = 16
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """One datagram. ``seq`` 0 carries no message: it only acknowledges everything up to ``ack``."""
 
     source: int

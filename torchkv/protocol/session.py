@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from torchkv.wire import Frame, Message
 
@@ -57,7 +58,8 @@ class Session:
         """Messages that ``frame`` makes deliverable, in the order in which they were sent."""
         if frame.incarnation != self._peer_incarnation or frame.target != self._incarnation:
             return []
-        self._acknowledged(frame.ack)
+        if self._unacked:
+            self._acknowledged(frame.ack)
         if frame.message is None:
             return []
         self._ack_due = True
@@ -78,7 +80,7 @@ class Session:
             self._retry_after = min(self._retry_after * 2, LAST_RETRY)
             self._retry_at = now + self._retry_after
         elif self._unsent:
-            new = [self._unacked[i] for i in range(len(self._unacked) - self._unsent, len(self._unacked))]
+            new = islice(self._unacked, len(self._unacked) - self._unsent, None)
             frames = [self._frame(seq, message) for seq, message in new]
             self._retry_at = min(self._retry_at, now + self._retry_after)
         elif self._ack_due:
@@ -94,7 +96,7 @@ class Session:
         return frames
 
     def _acknowledged(self, ack: int) -> None:
-        if not self._unacked or ack < self._unacked[0][0] or ack >= self._next_seq:
+        if ack < self._unacked[0][0] or ack >= self._next_seq:
             return
         while self._unacked and self._unacked[0][0] <= ack:
             self._unacked.popleft()
