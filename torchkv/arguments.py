@@ -182,13 +182,12 @@ def as_event(event: object | None, *, what: str) -> Event | None:
 
 
 def as_aux(aux: bytes, *, what: str) -> bytes:
-    if not isinstance(aux, bytes | bytearray | memoryview):
+    if not isinstance(aux, (bytes, bytearray, memoryview)):
         raise ProtocolError(f"{what}: aux is a {type(aux).__name__}; give bytes")
-    if len(bytes(aux)) > MAX_AUX:
-        raise ProtocolError(
-            f"{what}: aux of {len(bytes(aux))} bytes, the limit is {MAX_AUX}; send the rest another way"
-        )
-    return bytes(aux)
+    data = bytes(aux)
+    if len(data) > MAX_AUX:
+        raise ProtocolError(f"{what}: aux of {len(data)} bytes, the limit is {MAX_AUX}; send the rest another way")
+    return data
 
 
 def _span(layers: tuple[int, ...]) -> str:

@@ -67,28 +67,33 @@ class KVEndpoint:
         work._expect(1)
         try:
             array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
-            prefix = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
+            if type(prefix_tokens) is not int or prefix_tokens:
+                prefix_tokens = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
             total = None if timeout is None else seconds(timeout, f"{what}: timeout")
             slot = self._checked_slot(what, state_slot, layout)
-            if slot is None and layout.stateful:
+            stateful = layout.stateful
+            if slot is None and stateful:
                 raise ProtocolError(f"{what}: this layout has state; give state_slot, the slot that it goes to")
             ranks = engine.roster.resolve(src, what, "src")
             if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
                 raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
+            now = self._now()
             with engine.lock:
-                self._check_open(engine, what)
-                self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
+                if engine.closed:
+                    self._check_open(engine, what)
+                if engine.lost:
+                    self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
                 receive = engine.receiver.post(
                     request,
                     array,
                     ranks,
-                    prefix_tokens=prefix,
-                    state_slot=slot if layout.stateful else None,
+                    prefix_tokens=prefix_tokens,
+                    state_slot=slot if stateful else None,
                     total=total,
                     ticket=work,
-                    now=self._now(),
+                    now=now,
                 )
-                frames = engine.hurry(self._now())
+                frames = engine.hurry(now)
         except KVError as error:
             with engine.lock:
                 engine.receiver.refuse(request, error)
@@ -201,14 +206,18 @@ class KVEndpoint:
         payload = None if slot is None else self._slot_payload(engine, slot, owed, None, what)
         work = KVWork(what, flags=engine.flags)
         with engine.lock:
-            self._check_open(engine, what)
+            if engine.closed:
+                self._check_open(engine, what)
             for rank in owed:
                 engine.sender.check_finish(request, rank, state_slot=slot)
-            self._check_alive(engine, owed, what)
-            left = {} if payload is None else {rank: engine.sender.state_left(request, rank) for rank in owed}
-            work._expect(len(owed) + sum(1 for layers in left.values() if layers))
+            if engine.lost:
+                self._check_alive(engine, owed, what)
+            left: dict[int, tuple[int, ...]] = {}
+            if payload is not None:
+                left = {rank: held for rank in owed if (held := engine.sender.state_left(request, rank))}
+            work._expect(len(owed) + len(left))
             for rank in owed:
-                if payload is not None and left[rank]:
+                if payload is not None and rank in left:
                     self._submit_state(engine, request, rank, left[rank], work, payload)
                 engine.sender.finish(request, rank, aux=data, ticket=work, now=self._now())
         self._wake()
@@ -223,7 +232,7 @@ class KVEndpoint:
         if not ranks:
             raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
         deadline = time.monotonic() + min(self._options.grant_timeout, threading.TIMEOUT_MAX)
-        with engine.changed:
+        with engine.lock:
             self._check_open(engine, what)
             for rank in ranks:
                 engine.sender.begin(request, rank, self._now())
@@ -233,7 +242,8 @@ class KVEndpoint:
                 self._check_open(engine, what)
                 known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
                 if None not in known:
-                    engine.sender.check_prefixes(request, ranks)
+                    if len(ranks) > 1:
+                        engine.sender.check_prefixes(request, ranks)
                     return int(known[0] or 0)
                 if not engine.changed.wait(deadline - time.monotonic()):
                     raise TransferTimeout(
@@ -340,7 +350,7 @@ class KVEndpoint:
         return self._engine
 
     def _registered(self, verb: str) -> tuple[Engine, KVLayout]:
-        engine, cache = self._joined(verb), self._cache
+        engine, cache = self._engine or self._joined(verb), self._cache
         if cache is None:
             raise ProtocolError(f"{verb}: this rank registered no cache; pass one to register()")
         return engine, cache.layout

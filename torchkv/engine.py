@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torchkv.control import Control, PeerEvent, PeerState
 from torchkv.env import Options
-from torchkv.errors import KVError, ProtocolError
+from torchkv.errors import KVError
 from torchkv.layerwait import HeldLayers
 from torchkv.mover import Mover
 from torchkv.packer import Staging
@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 TICK = 0.05
 EAGER = 0.001  # seconds that an answer may take which peers and callers usually give at once
 GATE_POLL = 0.0002  # how often a gate is looked at that only the host can watch
+_SOON = (Grant, Alive, StageAsk, Staged, StageGrant)  # its caller goes on, or the peer has done what it announced
 
 
 class Engine:
@@ -128,7 +129,7 @@ class Engine:
         self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # still to be told
         self.eager_until = 0.0  # an answer is expected any moment: a request has just begun, or is about to end
         self.held_layers = HeldLayers()
-        self._news = False  # something has changed for those who wait for ``changed``
+        self._news = False  # something may have changed for those who wait for ``changed``: news came, a call failed
         self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
         self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
         self._dying: set[int] = set()  # dead peers whose last writes may still land
@@ -145,15 +146,16 @@ class Engine:
         """
         self._now = now
         busy = self._hear(now, heard) if heard else False
-        busy |= self._look_at_peers(now)
+        if (events := self._control.events(now)) or self._dying:
+            busy |= self._look_at_peers(events, now)
         busy |= self._settle(now)
-        moving = self.moving
-        if moved or moving or now >= self._next_tick or self._transport.arm() is None:
+        if moved or self._mover.posting or now >= self._next_tick:
             busy |= self._transport.progress()
-        if moving:
+        if self.moving:
             busy |= self._mover.open_gates(now)
             busy |= self._mover.advance(now)
-            busy |= self._unstager.advance(now)
+            if self._unstager.advance(now):
+                busy = self._news = True
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
@@ -169,9 +171,11 @@ class Engine:
         with self.lock:
             performed = self._perform(now)
             frames = self._talk.frames(now)
-        self._talk.send(frames)
+        if frames:
+            self._talk.send(frames)
         # Last, and the peers before the callers here: whoever is woken wants the GIL, which this thread holds.
-        self._announce()
+        if self._settled or self._news:
+            self._announce()
         return performed or bool(frames)
 
     def _speak_of_stages(self) -> None:
@@ -187,16 +191,15 @@ class Engine:
 
         Under the lock. Leaves to the driver what only that can do: another action than to tell, or making a route.
         """
-        tells = [action for action in self.receiver.actions if isinstance(action, Tell)]
-        known = self.routes.keys() - self._unwatched
-        if len(tells) < len(self.receiver.actions) or any(
-            isinstance(tell.message, Grant) and tell.rank not in known for tell in tells
-        ):
-            return []
+        tells: list[Tell] = []
+        for action in self.receiver.actions:
+            if not isinstance(action, Tell) or (isinstance(action.message, Grant) and not self._watched(action.rank)):
+                return []
+            tells.append(action)
         self.receiver.actions = []
         for tell in tells:
             self._tell(tell.rank, tell.message, now)
-        return self._talk.frames(now, {tell.rank for tell in tells} - {self.roster.rank})
+        return self._talk.frames(now, {tell.rank for tell in tells if tell.rank != self.roster.rank})
 
     def say(self, frames: Frames) -> None:
         """Any thread."""
@@ -282,23 +285,22 @@ class Engine:
 
     def _hear(self, now: float, readable: int) -> bool:
         frames = self._talk.hear(readable)
-        for frame in frames:
-            with self.lock:
+        if not frames:
+            return False
+        with self.lock:
+            for frame in frames:
                 for message in self._talk.accept(frame):
                     self._news = True
-                    self._dispatch(frame.source, message, now)
-        return bool(frames)
-
-    def _dispatch(self, src: int, message: Message, now: float) -> None:
-        try:
-            self._handle(src, message, now)
-        except (ProtocolError, KVError) as error:
-            self._talk.dropped += 1
-            log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, src, error)
+                    try:
+                        self._handle(frame.source, message, now)
+                    except KVError as error:
+                        self._talk.dropped += 1
+                        log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, frame.source, error)
+        return True
 
     def _handle(self, src: int, message: Message, now: float) -> None:
-        if isinstance(message, Grant | Alive | StageAsk | Staged | StageGrant):
-            self.eager_until = now + EAGER  # until its caller goes on, or the peer has done what it announced
+        if isinstance(message, _SOON):
+            self.eager_until = now + EAGER
         match message:
             case Grant():
                 self.sender.on_grant(src, message, now)
@@ -339,10 +341,7 @@ class Engine:
             case Withdrawn():
                 self._client.on_withdrawn(src, message.generation)
 
-    def _look_at_peers(self, now: float) -> bool:
-        events = self._control.events(now)
-        if not events and not self._dying:
-            return False
+    def _look_at_peers(self, events: Sequence[PeerEvent], now: float) -> bool:
         for event in events:
             self._on_peer(event, now)
         for rank in list(self._dying):
@@ -354,12 +353,16 @@ class Engine:
                     self.routes[rank].close()
                 with self.lock:
                     self.receiver.peer_dead(rank, now)
+                self._news = True
         return bool(events)
 
     def _drained(self, rank: int) -> bool:
         """Whether nothing that the dead ``rank`` wrote can land here any more."""
         routes = self._broken.get(rank, []) + ([self.routes[rank]] if rank in self.routes else [])
         return rank not in self._unwatched and all(r.channel is None or r.channel.drained for r in routes)
+
+    def _watched(self, rank: int) -> bool:
+        return rank in self.routes and rank not in self._unwatched
 
     def _watch(self, rank: int) -> None:
         """Before ``rank`` may write here: the route on which its last writes could be seen to land, if it dies."""
@@ -400,10 +403,11 @@ class Engine:
         """Carries out what the state machines asked for. Under the lock."""
         performed = False
         while (actions := self._take_actions()) or self._to_self:
-            performed = self._news = True
+            performed = True
             for action in actions:
                 self._act(action, now)
             while self._to_self:
+                self._news = True
                 self._handle(self.roster.rank, self._to_self.popleft(), now)
         return performed
 
@@ -424,8 +428,9 @@ class Engine:
 
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []
-        # First: a stage must be known to be written before a seal says that this was everything.
-        taken += [Tell(rank, message) for rank, message in self._take_credits()]
+        if self._client.outbox or self.keeper.outbox:
+            # First: a stage must be known to be written before a seal says that this was everything.
+            taken += [Tell(rank, message) for rank, message in self._take_credits()]
         for machine in (self.sender, self.receiver, self._leader):
             if machine.actions:
                 taken += machine.actions
@@ -439,16 +444,17 @@ class Engine:
 
     def _act(self, action: Action, now: float) -> None:
         match action:
-            case Tell(rank, message):
-                self._tell(rank, message, now)
-            case Settle(ticket, error, aux):
-                self._settled.append((ticket, error, aux))
-            case Account(ticket, nbytes, path):
-                ticket._account(nbytes, path)
-            case Start(op, grant):
-                self._mover.start(op, grant)
-            case Halt(op):
-                self._mover.halt(op)
+            case Tell():
+                self._tell(action.rank, action.message, now)
+            case Settle():
+                self._news |= action.error is not None
+                self._settled.append((action.ticket, action.error, action.aux))
+            case Account():
+                action.ticket._account(action.nbytes, action.path)
+            case Start():
+                self._mover.start(action.op, action.grant)
+            case Halt():
+                self._mover.halt(action.op)
             case Scatter():
                 self._unstager.start(action)
 
@@ -456,9 +462,9 @@ class Engine:
         if rank == self.roster.rank:
             self._to_self.append(message)
         elif rank not in self._talk.silent:
-            if isinstance(message, Grant):
+            if isinstance(message, Grant) and not self._watched(rank):
                 self._watch(rank)
-            if isinstance(message, Grant | Seal):
+            if isinstance(message, (Grant, Seal)):
                 self.eager_until = now + EAGER
             elif isinstance(message, Verdict):
                 self.eager_until = now

@@ -230,7 +230,7 @@ class KVLayout:
     @property
     def stateful(self) -> bool:
         """Whether any held layer has state, so that a request needs a slot."""
-        return any(self.state_layers(state.name) for state in self.states)
+        return bool(self.states) and any(self.state_layers(state.name) for state in self.states)
 
     def _held(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         if layers is None:

@@ -73,19 +73,19 @@ class Talk:
         return self._sessions[frame.source].receive(frame)
 
     def frames(self, now: float, ranks: Iterable[int] | None = None) -> Frames:
-        """What is to be sent now, to all or to these ``ranks``."""
+        """What is to be sent now, to all (also what callers could not send) or to these ``ranks``."""
         frames: Frames = []
+        while ranks is None and self._late:
+            frames.append(self._late.popleft())
         for rank in list(self._talking if ranks is None else ranks):
             session = self._sessions[rank]
             if these := session.poll(now):
                 frames.append((rank, these))
-            if session.idle:
+            elif session.idle:
                 self._talking.discard(rank)
         return frames
 
     def send(self, frames: Frames) -> None:
-        while self._late:
-            frames.append(self._late.popleft())
         for rank, these in frames:
             self._control.send(rank, [encode_frame(frame, self._key) for frame in these])
 
@@ -98,5 +98,7 @@ class Talk:
     @property
     def next_poll(self) -> float:
         """When there will be something to send, if nothing happens before."""
-        # A copy, which one step of the interpreter makes: callers add to the set.
-        return min((self._sessions[rank].next_poll for rank in list(self._talking)), default=float("inf"))
+        earliest = float("inf")
+        for rank in list(self._talking):  # a copy, which one step of the interpreter makes: callers add to the set
+            earliest = min(earliest, self._sessions[rank].next_poll)
+        return earliest
