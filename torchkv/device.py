@@ -45,7 +45,7 @@ class Device:
         self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)
-        self._errors = list(torch.zeros((MAX_ACTIVE, 1), dtype=torch.int64, pin_memory=True))
+        self._errors = list(torch.zeros((MAX_ACTIVE, 2), dtype=torch.int64, pin_memory=True))
 
     def activate(self) -> None:
         """Makes the GPU current on the calling thread."""
@@ -118,7 +118,7 @@ class Device:
         flag.release()
 
     def error_slot(self) -> torch.Tensor:
-        """Where kernels of one transfer say which page id was bad: int64 ``[1]``, 0, in pinned memory."""
+        """Where kernels of one transfer say which page id was bad: see `torchkv.kernels.error_slot`."""
         slot = self._errors.pop() if self._errors else kernels.error_slot()
         slot.zero_()
         return slot

@@ -15,6 +15,7 @@ import torch
 from torchkv import kernels, pagecopy, pagesum
 from torchkv.errors import ProtocolError
 from torchkv.hostpack import Mismatch
+from torchkv.kernels import Stream
 from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks
 from torchkv.plan import PairPlan
 from torchkv.route import LocalPages
@@ -92,10 +93,13 @@ class PagePacker:
             table[job, 1 - side] = number
         return table.to(pages.device)
 
-    def prepare(self, *, checksum: bool) -> None:
-        """Compiles, and loads onto the current device, what the other methods launch. Slow the first time."""
+    def prepare(self, *, checksum: bool, stream: bool = False) -> None:
+        """Compiles, and loads onto the current device, what the other methods launch. Slow the first time.
+
+        checksum, stream: what checksums and streams need, too.
+        """
         for shape in set(self._geometries):
-            kernels.prepare(shape, pagecopy.GATHER if self._sending else pagecopy.SCATTER)
+            kernels.prepare(shape, pagecopy.GATHER if self._sending else pagecopy.SCATTER, stream=stream)
             if checksum:
                 prepare_sums(shape, self._mode)
 
@@ -111,6 +115,7 @@ class PagePacker:
         limit_tokens: int,
         errors: torch.Tensor,
         blocks: int,
+        stream: Stream | None = None,
     ) -> None:
         """Packs ``piece`` into ``stage``.
 
@@ -118,14 +123,19 @@ class PagePacker:
         in device memory; they are checked there. stage: at least ``layout.nbytes`` bytes that the device reaches,
         aligned to 16. errors: see `torchkv.kernels.error_slot`. blocks: thread blocks of a launch at most. Raises
         ``ProtocolError`` for tensors of the wrong kind, and for a stage that is too small.
+
+        stream: see `torchkv.kernels.gather`. The stage then needs ``stream.nbytes`` bytes, however large the piece is,
+        and of ``layout`` only the order counts. While `torchkv.kernels.unfinished`, it is to be called again.
         """
         assert self._sending
         self._check(piece, ids, limit_tokens)
+        if stream is not None:
+            kernels.check_stream(stream)
         for run in self._runs(layout):
             kernels.gather(
                 self._table,
                 ids,
-                _part(stage, run),
+                stage if stream else _part(stage, run),
                 run.geometry,
                 first_job=run.first_job,
                 num_jobs=run.num_jobs,
@@ -133,6 +143,8 @@ class PagePacker:
                 limit_tokens=limit_tokens,
                 errors=errors,
                 blocks=blocks,
+                stream=stream,
+                first_chunk=_first_chunk(layout, run, stream) if stream else 0,
             )
 
     def write_sums(
@@ -168,6 +180,7 @@ class PagePacker:
         errors: torch.Tensor,
         blocks: int,
         guard: tuple[int, int] = (0, 0),
+        stream: Stream | None = None,
     ) -> None:
         """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`.
 
@@ -175,10 +188,12 @@ class PagePacker:
         """
         assert not self._sending
         self._check(piece, ids, limit_tokens)
+        if stream is not None:
+            kernels.check_stream(stream)
         for run in self._runs(layout):
             kernels.scatter(
                 self._table,
-                _part(stage, run),
+                stage if stream else _part(stage, run),
                 ids,
                 run.geometry,
                 num_src_pages=piece.num_pages,
@@ -189,6 +204,8 @@ class PagePacker:
                 errors=errors,
                 blocks=blocks,
                 guard=guard,
+                stream=stream,
+                first_chunk=_first_chunk(layout, run, stream) if stream else 0,
             )
 
     def verify_sums(
@@ -303,6 +320,16 @@ def _part(stage: Room, run: _Run) -> Room:
     """Where a run's pairs are packed."""
     nbytes = run.segment.layer_nbytes
     return stage.part(run.segment.offset + run.position * nbytes, run.num_jobs * nbytes)
+
+
+def _first_chunk(layout: PieceLayout, run: _Run, stream: Stream) -> int:
+    """Chunks of a stream of all of ``layout`` before the run's first job."""
+    before = 0
+    for segment in layout.segments:
+        if segment is run.segment:
+            break
+        before += len(segment.layers) * stream.chunks(segment.layer_nbytes)
+    return before + run.position * stream.chunks(run.segment.layer_nbytes)
 
 
 def _one_sided(plan: PairPlan, slab: Slab, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:

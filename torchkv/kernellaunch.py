@@ -12,7 +12,7 @@ import triton
 from torchkv import pagecopy
 from torchkv.slabgeometry import Geometry, Side
 
-__all__ = ["Addresses", "divisor", "launch", "prepare", "shape"]
+__all__ = ["MAX_CHANNELS", "SLOTS", "Addresses", "Stream", "divisor", "launch", "launch_stream", "prepare", "shape"]
 
 
 class Tile(NamedTuple):
@@ -31,6 +31,11 @@ class Tile(NamedTuple):
 TILE = Tile(2048, 8, 256)
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
+
+# Of a stream.
+MAX_CHANNELS = 256
+SLOTS = 4  # chunks of a channel that are under way at once
+CHUNK_UNIT = 32 << 10  # chunks are a multiple of this, so that every tile divides them: the two sides' words may differ
 
 # A compiled kernel can be called without Triton's dispatcher, which takes longer to look at the type of each argument
 # than a layer takes to copy. Which arguments it then expects is no documented interface and has changed before, so
@@ -51,6 +56,49 @@ class Addresses(NamedTuple):
     errors: int
     guard: int = 0
     expected: int = 0
+
+
+class Stream(NamedTuple):
+    """What a gather on one GPU and a scatter on another, launched each with its own ``state``, have in common.
+
+    The stage has ``SLOTS * channels`` slots of ``chunk`` bytes. Chunks are numbered through all jobs, and a job's last
+    one may be partly filled. Block b of either kernel is channel b and does chunks b, b + channels, b + 2 * channels,
+    and so on; its k-th lies in slot ``k % SLOTS * channels + b``.
+
+    words: address of int64 ``[2, MAX_CHANNELS]`` in the receiver's device memory, which both GPUs reach: of each
+    channel how far it is packed, and how far unpacked, as ``base`` plus a number of chunks. base: above all that any of
+    them has held before; they only rise. channels: up to ``MAX_CHANNELS``. chunk: a multiple of ``CHUNK_UNIT``.
+    state: address of int64 ``[MAX_CHANNELS]`` in this GPU's own memory: of each channel the chunks that are done. Zeros
+    before the first launch; a launch goes on where the last one has stopped. patience: so many times a block looks in
+    vain for what it needs to go on; then it stops.
+    """
+
+    words: int
+    base: int
+    channels: int
+    chunk: int
+    state: int
+    patience: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stage that it takes."""
+        return SLOTS * self.channels * self.chunk
+
+    def chunks(self, job_nbytes: int) -> int:
+        """Chunks of a job of so many bytes."""
+        return -(-job_nbytes // self.chunk)
+
+    def integers(self, mode: int, unit: int, job_nbytes: int, first_chunk: int) -> tuple[int, ...]:
+        """Runtime arguments of the kernel, from ``wait_at`` on. unit: bytes of a word."""
+        packed, unpacked = self.words, self.words + 8 * MAX_CHANNELS
+        tiles = self.chunk // (TILE.words * unit)
+        wait_at, publish_at = (unpacked, packed) if mode == pagecopy.GATHER else (packed, unpacked)
+        counts = self.patience, first_chunk, tiles, self.chunks(job_nbytes)
+        return wait_at, publish_at, self.state, self.base, *counts
+
+
+NO_STREAM = (0,) * 8  # in place of `Stream.integers`
 
 
 class Shape(NamedTuple):
@@ -140,6 +188,7 @@ def launch(
             addresses.errors,
             addresses.guard,
             addresses.expected,
+            *NO_STREAM,
             num_jobs,
             first,
             start,
@@ -150,17 +199,57 @@ def launch(
         _enqueue(grid, integers, _constants(mode, what), TILE.warps)
 
 
-def prepare(geometry: Geometry, *modes: int) -> None:
+def launch_stream(
+    mode: int,
+    geometry: Geometry,
+    addresses: Addresses,
+    stream: Stream,
+    *,
+    first_chunk: int,
+    num_jobs: int,
+    ranks: range,
+    start: int,
+) -> None:
+    """Enqueues one side of ``stream``, a ``GATHER`` or a ``SCATTER``, as `launch` does with a packed stage.
+
+    first_chunk: chunks of the stream before the first job's. A job is at most `MAX_WORDS` words.
+    """
+    if not ranks or not num_jobs:
+        return
+    what = shape(geometry)
+    words = len(ranks) * what.words_per_pair
+    assert words <= MAX_WORDS, f"a stream of jobs of {words} words"
+    integers = (
+        addresses.jobs,
+        addresses.src_ids,
+        addresses.dst_ids,
+        addresses.stage,
+        0,
+        addresses.errors,
+        0,
+        0,
+        *stream.integers(mode, what.unit, len(ranks) * what.pair_nbytes, first_chunk),
+        num_jobs,
+        ranks.start,
+        start,
+        words,
+        *what.integers,
+    )
+    _enqueue(stream.channels, integers, _constants(mode, what, SLOTS), TILE.warps)
+
+
+def prepare(geometry: Geometry, *modes: int, stream: bool = False) -> None:
     """Compiles, and loads onto the current device, the variants that copies of ``geometry`` need.
 
-    modes: as for `launch`; direct copies if none are named. Enqueues nothing. Slow the first time on a machine; after
-    that Triton finds the variants on disk.
+    modes: as for `launch`; direct copies if none are named. stream: those of `launch_stream`, too. Enqueues nothing.
+    Slow the first time on a machine; after that Triton finds the variants on disk.
     """
     if not isinstance(pagecopy.copy, triton.JITFunction):  # the interpreter
         return
     device = torch.cuda.current_device()
     for mode in modes or (pagecopy.DIRECT,):
-        _compiled(device, _constants(mode, shape(geometry)), TILE.warps)
+        for slots in (0, SLOTS) if stream else (0,):
+            _compiled(device, _constants(mode, shape(geometry), slots), TILE.warps)
 
 
 def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
@@ -169,11 +258,12 @@ def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
         yield first, min(most, ranks.stop - first)
 
 
-def _constants(mode: int, what: Shape) -> tuple[int, ...]:
+def _constants(mode: int, what: Shape, slots: int = 0) -> tuple[int, ...]:
     tile = TILE
     per_row = what.words_per_row
     touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
-    return mode, what.unit, what.rows, int(what.parts), tile.words, tile.table if touched <= tile.table else 0
+    table = tile.table if touched <= tile.table else 0
+    return mode, what.unit, what.rows, int(what.parts), tile.words, table, slots
 
 
 def _enqueue(blocks: int, integers: tuple[int, ...], constants: tuple[int, ...], warps: int) -> None:

@@ -10,12 +10,14 @@ Page ids come from device memory and are checked there. A pair with a bad id is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from torchkv import pagecopy
+from torchkv import kernellaunch, pagecopy
 from torchkv.copyreference import BadPage
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import Addresses, launch, prepare, shape
+from torchkv.kernellaunch import Addresses, Stream, launch, launch_stream, prepare, shape
 from torchkv.slabgeometry import Geometry, Side, geometry
 from torchkv.stagememory import Room
 
@@ -23,6 +25,8 @@ __all__ = [
     "BadPage",
     "Geometry",
     "Side",
+    "Stream",
+    "check_stream",
     "copy_pages",
     "error_slot",
     "first_error",
@@ -31,14 +35,15 @@ __all__ = [
     "prepare",
     "scatter",
     "skipped",
+    "unfinished",
 ]
 
 MAX_IDS = (1 << 29) - 2  # page ids of a call: what fits in an error code
 
 
 def error_slot() -> torch.Tensor:
-    """A fresh ``errors`` argument: int64 ``[1]``, 0, in pinned host memory where there is a GPU."""
-    return torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    """A fresh ``errors`` argument: int64 ``[2]``, zeros, in pinned host memory where there is a GPU."""
+    return torch.zeros(2, dtype=torch.int64, pin_memory=torch.cuda.is_available())
 
 
 def first_error(errors: torch.Tensor) -> BadPage | None:
@@ -57,6 +62,14 @@ def first_error(errors: torch.Tensor) -> BadPage | None:
 def skipped(errors: torch.Tensor) -> bool:
     """Whether a `scatter` given ``errors`` found its stage not written. Read it after the kernels are done."""
     return int(errors[0]) == pagecopy.SKIPPED
+
+
+def unfinished(errors: torch.Tensor) -> bool:
+    """Whether a stream's kernel given ``errors`` has chunks left. Read it after the kernels are done.
+
+    It is the second word, which hides no bad page in the first, and stays: zero ``errors[1]`` before the next launch.
+    """
+    return int(errors[1]) == pagecopy.UNFINISHED
 
 
 def copy_pages(
@@ -103,18 +116,31 @@ def gather(
     limit_tokens: int,
     errors: torch.Tensor,
     blocks: int,
+    stream: Stream | None = None,
+    first_chunk: int = 0,
 ) -> None:
     """Packs what `copy_pages` would copy into ``stage``: job after job, pair after pair, row after row.
 
     stage: at least ``num_jobs * pairs * pair_nbytes`` bytes that the current device reaches, aligned to
     ``geometry.unit``. The rest, and errors, as for `copy_pages`; the second column of ``jobs`` is not read.
+
+    stream: packs into the slots of a stream instead, while a `scatter` unpacks them; then ``stage`` needs
+    ``stream.nbytes`` bytes, the same memory on both sides, ``errors`` two words, and ``blocks`` does not count.
+    `unfinished` says whether to launch it again. first_chunk: chunks of the jobs that are packed before, by launches
+    before this one, with the same ``state``.
     """
     _check_ids("src_pages", src_pages)
     ranks = geometry.pairs(num_src_pages=src_pages.numel(), start=start, limit_tokens=limit_tokens)
-    _check_stage(geometry, stage, num_jobs * len(ranks))
+    if stream is not None:
+        _check_stream(stream, errors, first_chunk)
+    _check_stage(geometry, stage, num_jobs * len(ranks), stream)
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
     where = Addresses(jobs=first, src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=errors.data_ptr())
-    launch(pagecopy.GATHER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
+    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start}
+    if stream is None:
+        launch(pagecopy.GATHER, geometry, where, **given, blocks=blocks)
+        return
+    launch_stream(pagecopy.GATHER, geometry, where, stream, **given, first_chunk=first_chunk)
 
 
 def scatter(
@@ -131,20 +157,29 @@ def scatter(
     errors: torch.Tensor,
     blocks: int,
     guard: tuple[int, int] = (0, 0),
+    stream: Stream | None = None,
+    first_chunk: int = 0,
 ) -> None:
     """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
 
     guard: (address, value) of an int64 word in device memory; unless it holds that value, nothing is unpacked, and
-    `skipped` says so. (0, 0): the stage is written. The rest, and errors, as for `copy_pages`; the first column of
-    ``jobs`` is not read.
+    `skipped` says so. (0, 0): the stage is written. stream, first_chunk: as for `gather`; a stream has no guard. The
+    rest, and errors, as for `copy_pages`; the first column of ``jobs`` is not read.
     """
     _check_ids("dst_pages", dst_pages)
     _check_grant(geometry, dst_pages, limit_tokens)
     ranks = geometry.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens)
-    _check_stage(geometry, stage, num_jobs * len(ranks))
+    if stream is not None:
+        _check_stream(stream, errors, first_chunk)
+    _check_stage(geometry, stage, num_jobs * len(ranks), stream)
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
     where = Addresses(first, 0, dst_pages.data_ptr(), stage.ptr, errors.data_ptr(), *guard)
-    launch(pagecopy.SCATTER, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
+    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start}
+    if stream is None:
+        launch(pagecopy.SCATTER, geometry, where, **given, blocks=blocks)
+        return
+    assert guard == (0, 0), "a stream with a guard"
+    launch_stream(pagecopy.SCATTER, geometry, where, stream, **given, first_chunk=first_chunk)
 
 
 def _check_ids(name: str, ids: torch.Tensor) -> None:
@@ -160,12 +195,32 @@ def _check_grant(geometry: Geometry, dst_pages: torch.Tensor, limit_tokens: int)
         raise ProtocolError(f"a grant of {limit_tokens} tokens has dst_pages for {room} tokens only")
 
 
-def _check_stage(geometry: Geometry, stage: Room, pairs: int) -> None:
-    need = pairs * shape(geometry).pair_nbytes
+def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Stream | None) -> None:
+    need = pairs * shape(geometry).pair_nbytes if stream is None else stream.nbytes
     if stage.nbytes < need:
-        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {pairs} page pairs, which take {need}")
+        what = f"{pairs} page pairs" if stream is None else f"a stream of {stream.channels} channels"
+        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {what}, which take {need}")
     if stage.ptr % (unit := shape(geometry).unit):
         raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
+
+
+def check_stream(stream: Stream) -> None:
+    """Raises ``ProtocolError`` for numbers that no stream has. Addresses and ``base`` are trusted."""
+    most, unit = kernellaunch.MAX_CHANNELS, kernellaunch.CHUNK_UNIT
+    if not 1 <= stream.channels <= most:
+        raise ProtocolError(f"a stream of {stream.channels} channels; at least 1 and at most {most}")
+    if not unit <= stream.chunk < 1 << 31 or stream.chunk % unit:
+        raise ProtocolError(f"chunks of {stream.chunk} bytes; a multiple of {unit} below 2 GiB")
+    if stream.patience < 1:
+        raise ProtocolError(f"patience must be at least 1, not {stream.patience}")
+
+
+def _check_stream(stream: Stream, errors: torch.Tensor, first_chunk: int) -> None:
+    check_stream(stream)
+    if first_chunk < 0:
+        raise ProtocolError(f"first_chunk must be at least 0, not {first_chunk}")
+    if errors.numel() != 2:
+        raise ProtocolError(f"errors of a stream must hold two int64, not {errors.numel()}")
 
 
 def _check_launch(
@@ -178,6 +233,6 @@ def _check_launch(
         raise ProtocolError(f"jobs {first_job}..{first_job + num_jobs} of a table of {jobs.shape[0]}")
     if blocks < 1 or start < 0:
         raise ProtocolError(f"blocks must be at least 1 and start at least 0, not {blocks} and {start}")
-    if errors.dtype is not torch.int64 or errors.numel() != 1:
-        raise ProtocolError(f"errors must hold one int64, not {errors.dtype} of shape {tuple(errors.shape)}")
+    if errors.dtype is not torch.int64 or errors.numel() not in (1, 2):
+        raise ProtocolError(f"errors must hold one int64 or two, not {errors.dtype} of shape {tuple(errors.shape)}")
     return jobs.data_ptr() + 16 * first_job

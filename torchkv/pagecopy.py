@@ -8,6 +8,11 @@ What this takes is a few divisions by numbers that are fixed for the launch: eac
 (`div`). Still it comes to a hundred instructions a word, which is much for a few blocks that are to fill the link.
 With ``TABLE`` they are done once a row, and each word looks its row up in shared memory: half the instructions, for
 two barriers a tile and more.
+
+With ``SLOTS`` the stage is no packed copy but a stream: block b of a GATHER and block b of a SCATTER, which run at the
+same time on two GPUs, are channel b. What the one packs, chunk by chunk, goes round in a few slots of the channel's
+own, out of which the other unpacks it. Each tells the other how far it is in a word of the receiver's memory. Neither
+waits for long: a block that waits in vain ends, and a later launch goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -15,14 +20,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "SKIPPED", "copy", "div", "locate", "report"]
+__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "SKIPPED", "UNFINISHED", "copy", "div", "locate", "report"]
 
 # Which sides are packed.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
 SKIPPED = -1  # in the error slot: nothing was unpacked, because the stage was not written
+UNFINISHED = -2  # in the error slot's second word: a block of a stream has waited in vain, and has chunks left
 
-NUM_INTEGERS = 43  # runtime parameters of the kernel; the rest are constants
+NUM_INTEGERS = 51  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
@@ -56,6 +62,31 @@ def report(errors, bad, index, page, side: tl.constexpr):
     tl.store(errors.to(tl.pointer_type(tl.int64)) + tl.zeros_like(index), code, mask=bad)
 
 
+@triton.jit
+def turns(chunks, channel, channels):
+    """How many of the first ``chunks`` chunks are the channel's."""
+    return tl.maximum(chunks - channel + channels - 1, 0) // channels
+
+
+@triton.jit
+def wait(where, value, word, patience):
+    """Whether the word at ``where`` has reached ``value``. word: what is known of it; it is read if that is less."""
+    pointer = where.to(tl.int64).to(tl.pointer_type(tl.int64))
+    polls = 0
+    while (word < value) & (polls < patience):
+        # Not a load: one thread polls for the block, and what the other GPU wrote before is then seen by all of it.
+        word = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+        polls += 1
+    return word >= value
+
+
+@triton.jit
+def publish(where, value):
+    """Tells the other GPU, when the whole block has come here; what it read and wrote before is then done."""
+    tl.debug_barrier()
+    tl.atomic_xchg(where.to(tl.int64).to(tl.pointer_type(tl.int64)), value, sem="release", scope="sys")
+
+
 # None of the integers is specialised on: one compiled variant serves every layout and request.
 @triton.jit(do_not_specialize=range(NUM_INTEGERS))
 def copy(
@@ -67,6 +98,14 @@ def copy(
     errors: tl.int64,
     guard: tl.int64,
     expected: tl.int64,
+    wait_at: tl.int64,
+    publish_at: tl.int64,
+    state: tl.int64,
+    base: tl.int64,
+    patience: tl.int32,
+    first_chunk: tl.int32,
+    chunk_tiles: tl.int32,
+    job_chunks: tl.int32,
     num_jobs: tl.int32,
     first_rank: tl.int32,
     start: tl.int32,
@@ -108,12 +147,17 @@ def copy(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     TABLE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """One block takes every ``num_programs``-th tile of ``TILE`` words. See `torchkv.kernellaunch` for the arguments.
 
     ROWS: how many of a pair's two row counts exceed 1. PARTS: whether pairs are striped or smaller than a page.
     TABLE: rows that a tile can touch, at most; 0 locates each word by itself. guard: address of a word (0: none); only
     if it holds ``expected``, there is anything to unpack.
+
+    SLOTS: of each channel of a stream; 0: the stage is packed. Then a block takes every ``num_programs``-th chunk of
+    ``chunk_tiles`` tiles, or fewer at a job's end; a job has ``job_chunks``, and ``first_chunk`` come before the first
+    job. wait_at, publish_at, state: addresses of block 0's words, see `torchkv.kernellaunch.Stream`; others follow.
     """
     dtype: tl.constexpr = tl.int64 if UNIT >= 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
     ELEMENTS: tl.constexpr = 2 if UNIT == 16 else 1
@@ -121,7 +165,21 @@ def copy(
     element = tl.arange(0, ELEMENTS)[None, :]
     tile = tl.program_id(0)
     end = num_jobs * tiles
-    if MODE == 2:  # SCATTER
+    limit = words
+    if SLOTS > 0:
+        # Tiles are numbered through the block's own chunks, of all runs.
+        channel = tl.program_id(0)
+        channels = tl.num_programs(0)
+        wait_at += channel * 8
+        publish_at += channel * 8
+        progress = (state + channel * 8).to(tl.int64).to(tl.pointer_type(tl.int64))
+        done = tl.load(progress).to(tl.int32)
+        first_turn = turns(first_chunk, channel, channels)
+        last_turn = turns(first_chunk + num_jobs * job_chunks, channel, channels)
+        tile = tl.maximum(done, first_turn) * chunk_tiles
+        # What an earlier launch has left of the chunks before these comes first, in a launch of its own.
+        end = tl.where(done < first_turn, 0, last_turn) * chunk_tiles
+    elif MODE == 2:  # SCATTER
         guarded = guard != 0
         where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
         signal = tl.load(where, mask=guarded, other=0)
@@ -129,17 +187,35 @@ def copy(
             tl.store(errors.to(tl.pointer_type(tl.int64)), -1)  # SKIPPED
             end = 0
     while tile < end:
-        job = tile // tiles
-        first_word = (tile - job * tiles) * TILE
+        if SLOTS > 0:
+            turn = tile // chunk_tiles
+            chunk = channel + turn * channels - first_chunk
+            job = chunk // job_chunks
+            chunk_word = (chunk - job * job_chunks) * chunk_tiles * TILE
+            first_word = chunk_word + (tile - turn * chunk_tiles) * TILE
+            slot = (turn % SLOTS) * channels + channel
+            origin = stage + (slot.to(tl.int64) * (chunk_tiles * TILE) - chunk_word) * UNIT
+            if first_word == chunk_word:
+                # A gather waits until the slot's last chunk was unpacked; at first, words may hold what others left.
+                lag = SLOTS if MODE == 1 else 0
+                value = base + (turn + 1 - lag)
+                known = tl.where(turn < lag, value, value - 1)
+                if not wait(wait_at, value, known, patience):
+                    limit = 0  # nothing of this tile is there
+                    end = 0
+        else:
+            job = tile // tiles
+            first_word = (tile - job * tiles) * TILE
+            origin = stage + job * stage_stride
         word = first_word + tl.arange(0, TILE)
-        inside_job = word < words
+        inside_job = word < limit
         bases = jobs.to(tl.pointer_type(tl.int64)) + job * 2
 
         # From here to the tables' end: of each word, or with TABLE of the first word of each row.
         if TABLE > 0:
             first_row = div(first_word, row_magic, row_shift)
             head = first_row + tl.arange(0, TABLE)
-            live = head < words // words_per_row
+            live = head < limit // words_per_row
             head = tl.where(live, head, 0) * words_per_row
         else:
             head = word
@@ -163,7 +239,7 @@ def copy(
             pair = first_pair + rank + div(rank, unit_magic, unit_shift) * jump
 
         first = live & (inside == 0) & (job == 0)  # all jobs have the same ids: one reports them
-        packed = stage + job * stage_stride + head.to(tl.int64) * UNIT
+        packed = origin + head.to(tl.int64) * UNIT
         source = packed
         target = packed
         ok = live
@@ -219,4 +295,17 @@ def copy(
         targets = tl.max_contiguous(tl.multiple_of(targets, [UNIT, UNIT]), [1, ELEMENTS])
         value = tl.load(sources, mask=ok[:, None])
         tl.store(targets, value, mask=ok[:, None])
-        tile += tl.num_programs(0)
+        if SLOTS > 0:
+            tile += 1
+            if (tile == (turn + 1) * chunk_tiles) | (first_word + TILE >= words):
+                tile = (turn + 1) * chunk_tiles
+                if limit > 0:
+                    done = turn + 1
+                    publish(publish_at, base + done)
+        else:
+            tile += tl.num_programs(0)
+    if SLOTS > 0:
+        tl.store(progress, done.to(tl.int64))
+        if done < last_turn:
+            # A word of its own, or it could hide a bad page, which is told once.
+            tl.store(errors.to(tl.pointer_type(tl.int64)) + 1, -2)  # UNFINISHED

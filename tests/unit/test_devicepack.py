@@ -117,7 +117,7 @@ def test_prepare_compiles_what_is_launched(checksum: bool, monkeypatch: pytest.M
     seen: list[tuple[str, Geometry, int]] = []
 
     def note(kind: str) -> Any:
-        return lambda shape, mode: seen.append((kind, shape, mode))
+        return lambda shape, mode, **stream: seen.append((kind, shape, mode))
 
     monkeypatch.setattr(kernels, "prepare", note("copy"))
     monkeypatch.setattr(devicepack, "prepare_sums", note("sum"))

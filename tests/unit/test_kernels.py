@@ -19,6 +19,7 @@ from torchkv import kernellaunch, kernels, pagecopy
 from torchkv.kernellaunch import TILE, Tile, divisor
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
+from torchkv.stagememory import Room
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -70,7 +71,7 @@ def test_a_table_holds_all_rows_that_a_tile_touches(per_row: int, first: int) ->
     what = kernellaunch.shape(shape(rows=Rows(1, 0, 0, 1, 0, 0, 16 * per_row)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernellaunch, "TILE", tile)
-        table = kernellaunch._constants(pagecopy.DIRECT, what)[-1]
+        table = kernellaunch._constants(pagecopy.DIRECT, what)[5]
     word = first * tile.words
     touched = (word + tile.words - 1) // per_row - word // per_row + 1
     assert table in (0, 64)
@@ -122,7 +123,7 @@ def test_prepare_compiles_all_that_a_transfer_needs(
     for num_pages in (1, 60, 100_000):
         send(geometry, num_pages)
     assert {entry[0] for entry in log} == {"start"}, "something was compiled when the data were there already"
-    assert all(len(entry[2]) == pagecopy.NUM_INTEGERS + 6 for entry in log)
+    assert all(len(entry[2]) == pagecopy.NUM_INTEGERS + 7 for entry in log)
     # A version of Triton that is not known gets the options of an ordinary launch.
     assert all(bool(entry[3]) is not known for entry in log)
 
@@ -143,6 +144,68 @@ def test_layouts_share_variants(log: list[tuple[Any, ...]]) -> None:
     for geometry in (shape(), shape(src=side), shape(rows=Rows(1, 0, 0, 1, 0, 0, 1152), dst=side)):
         send(geometry)
     assert sum(entry[0] == "compile" for entry in log) == 1
+
+
+# Launching streams
+
+
+STREAM = kernels.Stream(words=1 << 20, base=7 << 32, channels=5, chunk=1 << 16, state=1 << 30, patience=9)
+
+
+def send_stream(stream: kernels.Stream = STREAM, num_pages: int = 17) -> None:
+    """Both sides; 4 KiB a page, so 17 pages take two chunks of 64 KiB."""
+    ids, errors = torch.zeros(num_pages, dtype=torch.int64), kernels.error_slot()
+    where = {"first_job": 1, "num_jobs": 2, "start": 0, "limit_tokens": 16 * num_pages, "errors": errors, "blocks": 1}
+    jobs, room = torch.zeros((3, 2), dtype=torch.int64), Room(1 << 40, stream.nbytes)
+    kernels.gather(jobs, ids, room, shape(), **where, stream=stream, first_chunk=2)
+    kernels.scatter(jobs, room, ids, shape(), num_src_pages=num_pages, **where, stream=stream, first_chunk=2)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_prepare_compiles_streams_if_asked(
+    log: list[tuple[Any, ...]], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", known)
+    kernels.prepare(shape(), pagecopy.GATHER, pagecopy.SCATTER, stream=True)
+    compiled = [entry[1] for entry in log if entry[0] == "compile"]
+    assert [(constants[0], constants[-1]) for constants in compiled] == [
+        (mode, slots) for mode in (pagecopy.GATHER, pagecopy.SCATTER) for slots in (0, kernellaunch.SLOTS)
+    ]
+    log.clear()
+    send_stream()
+    assert [entry[0] for entry in log] == ["start", "start"], "something was compiled when the data were there already"
+    assert all(len(entry[2]) == pagecopy.NUM_INTEGERS + 7 for entry in log)
+
+
+def test_each_side_of_a_stream_waits_for_what_the_other_tells(log: list[tuple[Any, ...]]) -> None:
+    send_stream()
+    starts = [entry for entry in log if entry[0] == "start"]
+    assert [entry[1] for entry in starts] == [(5, 1, 1)] * 2, "as many blocks as channels, whatever there is to do"
+    at = 8  # of wait_at among the arguments
+    words, credit = STREAM.words, STREAM.words + 8 * kernellaunch.MAX_CHANNELS
+    counts = (STREAM.state, STREAM.base, STREAM.patience, 2, (1 << 16) // (16 * TILE.words), 2)
+    assert starts[0][2][at : at + 8] == (credit, words, *counts)
+    assert starts[1][2][at : at + 8] == (words, credit, *counts)
+
+
+def test_a_stream_of_nothing_is_no_launch(log: list[tuple[Any, ...]]) -> None:
+    send_stream(num_pages=0)
+    assert not log
+
+
+def test_every_tile_divides_a_chunk() -> None:
+    assert kernellaunch.CHUNK_UNIT % (16 * TILE.words) == 0
+
+
+def test_unfinished_hides_no_bad_page() -> None:
+    errors = kernels.error_slot()
+    assert not kernels.unfinished(errors)
+    errors[1] = pagecopy.UNFINISHED
+    assert kernels.unfinished(errors)
+    assert kernels.first_error(errors) is None
+    errors[0] = 1 << 33 | 7
+    assert kernels.unfinished(errors)
+    assert kernels.first_error(errors) == ("source", 0, 7)
 
 
 # Error codes
