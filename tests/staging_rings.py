@@ -12,7 +12,7 @@ from torchkv_loopback import World
 
 from torchkv.engine import Engine
 from torchkv.errors import KVError
-from torchkv.packer import Packer, Staging
+from torchkv.packer import Early, Packer, Staging
 from torchkv.protocol.actions import Scatter
 from torchkv.staging import Stage
 
@@ -34,8 +34,8 @@ class LaggingPacker(Packer):
         self._world = world
         self._node = node
 
-    def gather(self, *args: Any, checksum: bool, signal: tuple[int, int] | None = None) -> Iterator[int]:
-        return self._late(self._packer.gather(*args, checksum=checksum), signal)
+    def gather(self, *args: Any, checksum: bool, early: Early | None = None, **_: Any) -> Iterator[int]:
+        return self._late(self._packer.gather(*args, checksum=checksum), early)
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         if job.signal is not None:
@@ -53,7 +53,7 @@ class LaggingPacker(Packer):
     def prepare(self, *args: Any, **settings: Any) -> None:
         self._packer.prepare(*args, **settings)
 
-    def _late(self, steps: Iterator[int], signal: tuple[int, int] | None = None) -> Iterator[int]:
+    def _late(self, steps: Iterator[int], early: Early | None = None) -> Iterator[int]:
         over: list[KVError | None] = []
 
         def work() -> None:
@@ -61,8 +61,8 @@ class LaggingPacker(Packer):
             try:
                 while self._world.alive(self._node) and next(steps, None) is not None:
                     pass
-                if signal is not None and self._world.alive(self._node):
-                    raise_signal(*signal)
+                if early is not None and self._world.alive(self._node):
+                    raise_signal(early)
             except KVError as raised:
                 error = raised
             self._world.schedule(self._world.delay(), lambda: over.append(error))
@@ -79,8 +79,8 @@ def _word(address: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(address)
 
 
-def raise_signal(address: int, value: int) -> None:
-    _word(address).value = value
+def raise_signal(early: Early) -> None:
+    _word(early.address).value = early.value
 
 
 def lagging(staging: Staging, world: World, node: int) -> Staging:

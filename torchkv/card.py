@@ -51,7 +51,8 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     num_pages: Count = 0
     num_slots: Count = 0
     staging: Offset = 0  # bytes of its staging ring, which is the last region but one
-    signals: Count = 0  # signal words right behind that ring
+    signals: Count = 0  # right behind that ring
+    channels: Count = 0  # of a stream through that ring
     device: Name = ""  # type of the memory that the pages lie in
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
     regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
@@ -82,7 +83,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         staging = signal_offset(self.staging, self.signals) if self.signals else self.staging
         if staging and (len(self.regions) < 2 or staging > self.regions[-2].nbytes):
             raise ProtocolError(
-                f"rank {self.rank}: its card's staging ring of {self.staging} bytes and {self.signals} signal words is "
+                f"rank {self.rank}: its card's staging ring of {self.staging} bytes and {self.signals} signals is "
                 "no region of it"
             )
         layout = KVLayout.decode(self.layout) if self.layout else None

@@ -40,8 +40,11 @@ class Device:
         # kernel may as well begin while the last blocks of the one before end.
         whole = blocks >= torch.cuda.get_device_properties(device).multi_processor_count
         count = 2 if whole else 1
-        self._open = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(count)])
-        self._waiting = itertools.cycle([torch.cuda.Stream(device, priority=-1) for _ in range(count)])
+        opened, waiting = ([torch.cuda.Stream(device, priority=-1) for _ in range(count)] for _ in range(2))
+        self._open, self._waiting = itertools.cycle(opened), itertools.cycle(waiting)
+        # For gathers and scatters of streamed pieces: two at once would share the link, and end at the same time, when
+        # no third is there yet.
+        self.outgoing, self.incoming = opened[0], waiting[0]
         self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)

@@ -15,7 +15,7 @@ import torch
 from torchkv import kernels, pagecopy, pagesum
 from torchkv.errors import ProtocolError
 from torchkv.hostpack import Mismatch
-from torchkv.kernels import Stream
+from torchkv.kernels import Flow
 from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks
 from torchkv.plan import PairPlan
 from torchkv.route import LocalPages
@@ -115,7 +115,7 @@ class PagePacker:
         limit_tokens: int,
         errors: torch.Tensor,
         blocks: int,
-        stream: Stream | None = None,
+        stream: Flow | None = None,
     ) -> None:
         """Packs ``piece`` into ``stage``.
 
@@ -180,7 +180,7 @@ class PagePacker:
         errors: torch.Tensor,
         blocks: int,
         guard: tuple[int, int] = (0, 0),
-        stream: Stream | None = None,
+        stream: Flow | None = None,
     ) -> None:
         """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`.
 
@@ -322,7 +322,7 @@ def _part(stage: Room, run: _Run) -> Room:
     return stage.part(run.segment.offset + run.position * nbytes, run.num_jobs * nbytes)
 
 
-def _first_chunk(layout: PieceLayout, run: _Run, stream: Stream) -> int:
+def _first_chunk(layout: PieceLayout, run: _Run, stream: Flow) -> int:
     """Chunks of a stream of all of ``layout`` before the run's first job."""
     before = 0
     for segment in layout.segments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +14,14 @@ from torchkv.device import Device
 from torchkv.devicepack import PagePacker, mismatch_slots
 from torchkv.devicepages import DevicePages
 from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
-from torchkv.packer import Packer, mismatch
+from torchkv.kernels import Flow
+from torchkv.packer import Early, Packer, mismatch
 from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
 from torchkv.route import LocalPages
 from torchkv.stagememory import Room, StageMemory
+from torchkv.staging import MAX_CHANNELS
 from torchkv.transport import Int64Array
 
 __all__ = ["DevicePacker"]
@@ -28,6 +30,9 @@ __all__ = ["DevicePacker"]
 # the driver's lock is what launches need. A thread with nothing else to do looks every 5 ms.
 ASK_EVERY = 64
 
+PATIENCE = 4096  # looks of a stream's kernel at its peer's words, of some microseconds: then others may use the GPU
+STATES = 16  # of streams at once
+
 
 class DevicePacker(Packer):
     """See `Packer`."""
@@ -35,12 +40,18 @@ class DevicePacker(Packer):
     elsewhere = True
     signals = True
 
+    @property
+    def channels(self) -> int:  # type: ignore[override]
+        return min(self._device.blocks, MAX_CHANNELS)
+
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
         super().__init__(local, receiving)
         self._device = device
         self._packers: dict[tuple[int, bool], PagePacker] = {}
         self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
         self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
+        # Of streams; the same. From the start, because to allocate while a stream waits for the host may wait for that.
+        self._states = [self._state() for _ in range(STATES)]
 
     def gather(
         self,
@@ -52,9 +63,11 @@ class DevicePacker(Packer):
         room: Room,
         *,
         checksum: bool,
-        signal: tuple[int, int] | None = None,
+        early: Early | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[int]:
-        device, stream = self._device, self._device.open_stream
+        device = self._device
+        stream = device.open_stream if early is None or early.stream is None else device.outgoing
         upload = None
         if isinstance(pages, DevicePages):
             ids = pages.ids
@@ -66,13 +79,17 @@ class DevicePacker(Packer):
         packer = self._packer(grant.plan, sending=True)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
-        with _launching(stream):
-            packer.gather(layout, piece, ids, room, **common)
+        state = None if early is None or early.stream is None else self._take_state()
+        flow = None if early is None else _flow(early, state)
+
+        def launch() -> None:
+            packer.gather(layout, piece, ids, room, stream=flow, **common)
             if checksum:
                 packer.write_sums(layout, piece, ids, room, **common)
-            if signal is not None:
-                device.raise_signal(stream, *signal)
-        yield from self._wait(stream)
+            if early is not None and flow is None:
+                device.raise_signal(stream, early.address, early.value)
+
+        yield from self._run(stream, launch, state, errors, lambda: self._wait(stream), stopped)
         if upload is not None:
             device.uploads.release(upload)
         bad = kernels.first_error(errors)
@@ -87,23 +104,35 @@ class DevicePacker(Packer):
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
         device = self._device
-        signal = None if job.signal is None else (self._receiving.signal_ptr(job.signal), job.signal.value)
-        stream = device.open_stream if signal is None else device.waiting_stream
+        early: Early | None = None
+        if job.signal is not None:
+            early = Early(self._receiving.signal_ptr(job.signal), job.signal.value, job.stream)
+        stream = device.incoming
+        if job.stream is None:
+            stream = device.open_stream if early is None else device.waiting_stream
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         room = self._receiving.room(job.stage)
         packer = self._packer(job.plan, sending=False)
         errors = device.error_slot()
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
-        with _launching(stream):
-            if signal is not None:
-                device.await_signal(stream, *signal)
-            packer.scatter(job.layout, job.piece, upload.ids, room, guard=signal or (0, 0), **common)
+        state = None if job.stream is None else self._take_state()
+        flow = None if early is None else _flow(early, state)
+        guard = (0, 0) if early is None or flow is not None else (early.address, early.value)
+
+        def launch() -> None:
+            if guard[0]:
+                device.await_signal(stream, *guard)
+            packer.scatter(job.layout, job.piece, upload.ids, room, guard=guard, stream=flow, **common)
             if slots is not None:
                 packer.verify_sums(job.layout, job.piece, upload.ids, room, mismatches=slots, **common)
-        yield from self._wait(stream) if signal is None else self._wait_signalled(stream, job, *signal)
+
+        def wait() -> Iterator[int]:
+            return self._wait_guarded(stream, job, *guard) if guard[0] else self._wait(stream)
+
+        yield from self._run(stream, launch, state, errors, wait, lambda: job.stopped)
         device.uploads.release(upload)
-        job.written = not kernels.skipped(errors)
+        job.written = not kernels.skipped(errors) and not kernels.unfinished(errors)
         bad = kernels.first_error(errors)
         assert bad is None, f"{bad}, but the ids were checked when they were posted"
         device.retire_errors(errors)
@@ -114,8 +143,38 @@ class DevicePacker(Packer):
                 raise mismatch(job, wrong)
         yield 1
 
+    def _take_state(self) -> torch.Tensor:
+        """Of a stream's kernels, until `_run` has ended."""
+        return self._states.pop() if self._states else self._state()
+
+    def _state(self) -> torch.Tensor:
+        return torch.zeros(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
+
+    def _run(
+        self,
+        stream: torch.cuda.Stream,
+        launch: Callable[[], None],
+        state: torch.Tensor | None,
+        errors: torch.Tensor,
+        wait: Callable[[], Iterator[int]],
+        stopped: Callable[[], bool],
+    ) -> Iterator[int]:
+        """Enqueues ``launch``, and waits for its end; again and again, if it is a stream that waited in vain."""
+        with _launching(stream):
+            if state is not None:
+                state.zero_()
+            launch()
+        yield from wait()
+        while kernels.unfinished(errors) and not stopped():
+            errors[1] = 0
+            with _launching(stream):
+                launch()
+            yield from wait()
+        if state is not None:
+            self._states.append(state)
+
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        self._packer(plan, sending=sending).prepare(checksum=checksum)
+        self._packer(plan, sending=sending).prepare(checksum=checksum, stream=not checksum)
 
     def _packer(self, plan: PairPlan, *, sending: bool) -> PagePacker:
         key = (id(plan), sending)
@@ -129,7 +188,7 @@ class DevicePacker(Packer):
         slots.zero_()
         return slots
 
-    def _wait_signalled(self, stream: torch.cuda.Stream, job: Scatter, address: int, value: int) -> Iterator[int]:
+    def _wait_guarded(self, stream: torch.cuda.Stream, job: Scatter, address: int, value: int) -> Iterator[int]:
         """The same; lets the stream go on, to leave the stage alone, if the job is stopped before its signal rises."""
         other: torch.cuda.Stream | None = None
         for _ in self._wait(stream):
@@ -153,6 +212,14 @@ class DevicePacker(Packer):
                 except RuntimeError as error:
                     raise TransportUnavailable(f"the GPU failed: {error}") from error
         self._device.retire(flag)
+
+
+def _flow(early: Early, state: torch.Tensor | None) -> Flow | None:
+    """How kernels stream, each side's with a ``state`` of its own; None if they do not."""
+    if early.stream is None or state is None:
+        return None
+    chunk, channels = early.stream
+    return Flow(early.address, early.value, channels, chunk, state.data_ptr(), PATIENCE)
 
 
 @contextmanager

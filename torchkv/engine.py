@@ -91,7 +91,7 @@ class Engine:
         self.keeper = StageKeeper(
             StagingRing(0 if ring is None else ring.nbytes),
             timeout=options.timeout,
-            signals=ring.signals.numel() if staging is not None and ring is not None and staging.packer.signals else 0,
+            signals=len(ring.signals) if staging is not None and ring is not None and staging.packer.signals else 0,
         )
         self._client = StageClient()
         self.sender = Sender(roster, **timeouts, stages=self._client)

@@ -11,8 +11,9 @@ import triton
 
 from torchkv import pagecopy
 from torchkv.slabgeometry import Geometry, Side
+from torchkv.staging import MAX_CHANNELS, SLOTS
 
-__all__ = ["MAX_CHANNELS", "SLOTS", "Addresses", "Stream", "divisor", "launch", "launch_stream", "prepare", "shape"]
+__all__ = ["Addresses", "Flow", "divisor", "launch", "launch_stream", "prepare", "shape"]
 
 
 class Tile(NamedTuple):
@@ -31,11 +32,6 @@ class Tile(NamedTuple):
 TILE = Tile(2048, 8, 256)
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
-
-# Of a stream.
-MAX_CHANNELS = 256
-SLOTS = 4  # chunks of a channel that are under way at once
-CHUNK_UNIT = 32 << 10  # chunks are a multiple of this, so that every tile divides them: the two sides' words may differ
 
 # A compiled kernel can be called without Triton's dispatcher, which takes longer to look at the type of each argument
 # than a layer takes to copy. Which arguments it then expects is no documented interface and has changed before, so
@@ -58,7 +54,7 @@ class Addresses(NamedTuple):
     expected: int = 0
 
 
-class Stream(NamedTuple):
+class Flow(NamedTuple):
     """What a gather on one GPU and a scatter on another, launched each with its own ``state``, have in common.
 
     The stage has ``SLOTS * channels`` slots of ``chunk`` bytes. Chunks are numbered through all jobs, and a job's last
@@ -67,7 +63,7 @@ class Stream(NamedTuple):
 
     words: address of int64 ``[2, MAX_CHANNELS]`` in the receiver's device memory, which both GPUs reach: of each
     channel how far it is packed, and how far unpacked, as ``base`` plus a number of chunks. base: above all that any of
-    them has held before; they only rise. channels: up to ``MAX_CHANNELS``. chunk: a multiple of ``CHUNK_UNIT``.
+    them has held before; they only rise. channels, chunk: see `torchkv.staging.Stream`.
     state: address of int64 ``[MAX_CHANNELS]`` in this GPU's own memory: of each channel the chunks that are done. Zeros
     before the first launch; a launch goes on where the last one has stopped. patience: so many times a block looks in
     vain for what it needs to go on; then it stops.
@@ -98,7 +94,7 @@ class Stream(NamedTuple):
         return wait_at, publish_at, self.state, self.base, *counts
 
 
-NO_STREAM = (0,) * 8  # in place of `Stream.integers`
+NO_STREAM = (0,) * 8  # in place of `Flow.integers`
 
 
 class Shape(NamedTuple):
@@ -203,7 +199,7 @@ def launch_stream(
     mode: int,
     geometry: Geometry,
     addresses: Addresses,
-    stream: Stream,
+    stream: Flow,
     *,
     first_chunk: int,
     num_jobs: int,

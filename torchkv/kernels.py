@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from torchkv import kernellaunch, pagecopy
+from torchkv import pagecopy
 from torchkv.copyreference import BadPage
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import Addresses, Stream, launch, launch_stream, prepare, shape
+from torchkv.kernellaunch import Addresses, Flow, launch, launch_stream, prepare, shape
 from torchkv.slabgeometry import Geometry, Side, geometry
 from torchkv.stagememory import Room
+from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS
 
 __all__ = [
     "BadPage",
     "Geometry",
     "Side",
-    "Stream",
+    "Flow",
     "check_stream",
     "copy_pages",
     "error_slot",
@@ -116,7 +117,7 @@ def gather(
     limit_tokens: int,
     errors: torch.Tensor,
     blocks: int,
-    stream: Stream | None = None,
+    stream: Flow | None = None,
     first_chunk: int = 0,
 ) -> None:
     """Packs what `copy_pages` would copy into ``stage``: job after job, pair after pair, row after row.
@@ -157,7 +158,7 @@ def scatter(
     errors: torch.Tensor,
     blocks: int,
     guard: tuple[int, int] = (0, 0),
-    stream: Stream | None = None,
+    stream: Flow | None = None,
     first_chunk: int = 0,
 ) -> None:
     """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
@@ -195,7 +196,7 @@ def _check_grant(geometry: Geometry, dst_pages: torch.Tensor, limit_tokens: int)
         raise ProtocolError(f"a grant of {limit_tokens} tokens has dst_pages for {room} tokens only")
 
 
-def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Stream | None) -> None:
+def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Flow | None) -> None:
     need = pairs * shape(geometry).pair_nbytes if stream is None else stream.nbytes
     if stage.nbytes < need:
         what = f"{pairs} page pairs" if stream is None else f"a stream of {stream.channels} channels"
@@ -204,18 +205,17 @@ def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Stream | N
         raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
 
 
-def check_stream(stream: Stream) -> None:
+def check_stream(stream: Flow) -> None:
     """Raises ``ProtocolError`` for numbers that no stream has. Addresses and ``base`` are trusted."""
-    most, unit = kernellaunch.MAX_CHANNELS, kernellaunch.CHUNK_UNIT
-    if not 1 <= stream.channels <= most:
-        raise ProtocolError(f"a stream of {stream.channels} channels; at least 1 and at most {most}")
-    if not unit <= stream.chunk < 1 << 31 or stream.chunk % unit:
-        raise ProtocolError(f"chunks of {stream.chunk} bytes; a multiple of {unit} below 2 GiB")
+    if not 1 <= stream.channels <= MAX_CHANNELS:
+        raise ProtocolError(f"a stream of {stream.channels} channels; at least 1 and at most {MAX_CHANNELS}")
+    if not CHUNK_UNIT <= stream.chunk < 1 << 31 or stream.chunk % CHUNK_UNIT:
+        raise ProtocolError(f"chunks of {stream.chunk} bytes; a multiple of {CHUNK_UNIT} below 2 GiB")
     if stream.patience < 1:
         raise ProtocolError(f"patience must be at least 1, not {stream.patience}")
 
 
-def _check_stream(stream: Stream, errors: torch.Tensor, first_chunk: int) -> None:
+def _check_stream(stream: Flow, errors: torch.Tensor, first_chunk: int) -> None:
     check_stream(stream)
     if first_chunk < 0:
         raise ProtocolError(f"first_chunk must be at least 0, not {first_chunk}")

@@ -60,6 +60,7 @@ class KernelTransfer(Transfer):
 
     # A launch takes some microseconds to fill the link and to drain, which this makes a percent of the whole.
     group_bytes = 512 << 20
+    posts = False  # to nothing but the GPU
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchkv import hostpack
 from torchkv.devicepages import DevicePages
@@ -14,9 +15,21 @@ from torchkv.plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
 from torchkv.route import LocalPages
 from torchkv.stagememory import Room, SendStages, StageMemory
+from torchkv.staging import Stream
 from torchkv.transport import Int64Array
 
-__all__ = ["HostPacker", "Packer", "Staging", "mismatch"]
+__all__ = ["Early", "HostPacker", "Packer", "Staging", "mismatch"]
+
+
+class Early(NamedTuple):
+    """How the receiver's GPU learns how far a stage is written. address, value: of its signal, see `Signal`.
+
+    stream: how the piece passes through the stage, if it does.
+    """
+
+    address: int
+    value: int
+    stream: Stream | None = None
 
 
 class Packer(ABC):
@@ -27,11 +40,12 @@ class Packer(ABC):
 
     elsewhere: whether something else does the work, so that the thread spends its time on what to tell it next. Then
     peers should hear of each piece at once, not at the end of the thread's round. signals: whether that can also raise
-    signals, and wait for them.
+    signals, and wait for them. channels: how many of a stream it can serve, 0 if none.
     """
 
     elsewhere = False
     signals = False
+    channels = 0
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's ring, if it has one."""
@@ -49,13 +63,14 @@ class Packer(ABC):
         room: Room,
         *,
         checksum: bool,
-        signal: tuple[int, int] | None = None,
+        early: Early | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[int]:
         """Packs ``piece`` of ``op`` into ``room``. pages: page ids of the whole op.
 
-        checksum: with checksums, for which ``layout`` has room. signal: (address, value) of a word to raise behind
-        that; once the iterator has yielded, this will happen without it. Raises ``PageOutOfRange``,
-        ``TransportUnavailable``.
+        checksum: with checksums, for which ``layout`` has room. early: the receiver may be told of the piece once the
+        iterator has yielded; unless it is streamed, the rest then happens without it. A stream ends early if it is
+        ``stopped``. Raises ``PageOutOfRange``, ``TransportUnavailable``.
         """
 
     @abstractmethod
@@ -99,10 +114,11 @@ class HostPacker(Packer):
         room: Room,
         *,
         checksum: bool,
-        signal: tuple[int, int] | None = None,
+        early: Early | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[int]:
         assert not isinstance(pages, DevicePages)
-        assert signal is None
+        assert early is None
         first = piece.start - op.start
         side = self._side(True, piece, grant.plan, pages[first : first + piece.num_pages], grant.num_tokens)
         yield from hostpack.copy(layout, side, room.ptr)

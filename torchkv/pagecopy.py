@@ -157,7 +157,7 @@ def copy(
 
     SLOTS: of each channel of a stream; 0: the stage is packed. Then a block takes every ``num_programs``-th chunk of
     ``chunk_tiles`` tiles, or fewer at a job's end; a job has ``job_chunks``, and ``first_chunk`` come before the first
-    job. wait_at, publish_at, state: addresses of block 0's words, see `torchkv.kernellaunch.Stream`; others follow.
+    job. wait_at, publish_at, state: addresses of block 0's words, see `torchkv.kernellaunch.Flow`; others follow.
     """
     dtype: tl.constexpr = tl.int64 if UNIT >= 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
     ELEMENTS: tl.constexpr = 2 if UNIT == 16 else 1

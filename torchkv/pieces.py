@@ -216,6 +216,8 @@ class Cutter:
         # By position: the most that one page of that layer or of a later one takes.
         self._least = [*accumulate([0, *reversed(one_page)], max)][::-1]
         self._nbytes = self._left()
+        # What a layer takes of one slab, at most.
+        self.layer_nbytes = max((pairs * slabs[0].pair_nbytes for slabs, _, pairs in self._groups), default=0)
 
     @property
     def done(self) -> bool:

@@ -29,7 +29,7 @@ from torchkv.protocol import leases
 from torchkv.roster import Roster
 from torchkv.route import LocalPages, Route, StageTarget
 from torchkv.stagememory import SendStages, StageMemory
-from torchkv.staging import SIGNALS, signal_offset
+from torchkv.staging import MAX_CHANNELS, SIGNALS, signal_offset
 from torchkv.transport import Channel, Region, RemoteView, Transport, load_transport
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class Registration:
             num_slots=self.cache.num_slots,
             device=device.type,
             staging=0 if ring is None else ring.nbytes,
-            signals=0 if ring is None else ring.signals.numel(),
+            signals=0 if ring is None else len(ring.signals),
+            channels=0 if ring is None else self._staging.packer.channels,
             regions=[region_card(region) for region in self._regions],
             placements=placement_cards(self.cache),
         )
@@ -259,7 +260,7 @@ class Registration:
         assert self.cache is not None
         first, end = signal_offset(nbytes, 0), signal_offset(nbytes, signals)
         tensor = self.transport.allocate(end, self.cache.device)
-        words = tensor[first:end].view(torch.int64).zero_()
+        words = tensor[first:end].view(torch.int64).view(signals, 2 * MAX_CHANNELS).zero_()
         if words.is_cuda:
             torch.cuda.synchronize(words.device)  # before any peer may raise one
         region = self.transport.register(tensor)
@@ -324,7 +325,7 @@ class Registration:
             placements=card.placement_map(),
             channel=channel,
             views=views,
-            staging=StageTarget(len(card.regions) - 2, card.staging) if card.staging else None,
+            staging=StageTarget(len(card.regions) - 2, card.staging, card.channels) if card.staging else None,
             no_view=no_view,
         )
 

@@ -26,7 +26,7 @@ class Member:
     num_pages: int
     num_slots: int
     staging: int = 0  # bytes of its staging ring
-    signals: int = 0  # signal words behind it
+    signals: int = 0  # behind it
 
 
 class Roster:

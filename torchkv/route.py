@@ -34,10 +34,11 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class StageTarget:
-    """A peer's staging ring: which of its regions, and its bytes; behind them lie its signal words."""
+    """A peer's staging ring: which of its regions, its bytes, behind which its signals lie, channels of a stream."""
 
     region: int
     nbytes: int
+    channels: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,9 @@ is gathered and the one before is scattered on the other side. Where the receive
 gathered straight into their stage, which leaves out the put. If a GPU does that, the receiver hears of a piece as soon
 as its gather is enqueued, and its own GPU waits for the signal behind that: so neither waits for the other's host.
 Gathers wait for nothing of the other side, so however many ranks send to each other, some GPU can always go on.
+
+Large verbs are hardly cut at all, but streamed through their stage: the receiver's GPU unpacks what is there already,
+and the sender's writes where it has done so. Each waits for the other for a while only, and is then begun again.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from collections.abc import Callable, Generator, Iterator
 from torchkv import cost
 from torchkv.devicepages import DevicePages
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransportUnavailable
-from torchkv.packer import Packer
+from torchkv.packer import Early, Packer
 from torchkv.pieces import ALIGNMENT, Cutter, Piece, PieceLayout, piece_layout
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.stageclient import Span, StageClient
 from torchkv.route import LocalPages, Route, StageTarget
 from torchkv.stagememory import Room, SendStages
-from torchkv.staging import Stage, signal_offset
+from torchkv.staging import CHUNK_UNIT, SLOTS, Stage, Stream, signal_offset
 from torchkv.transfer import Report, Transfer
 from torchkv.transport import Batch, Completion, Int64Array
 
@@ -35,6 +38,11 @@ IN_FLIGHT = 4  # pieces: one being gathered, put and scattered each, and one tha
 # is put; large enough that what a piece costs in messages and steps is little beside it.
 LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
 LARGEST_PIECE = {"cpu": cost.LARGEST_PIECE, "cuda": 128 << 20}
+# Of verbs that are streamed. Pieces: so that a receiver can begin with the first layers. At once: one begins while the
+# one before ends. Shorter ones are not worth it.
+LARGEST_STREAMED, STREAMS, LEAST_STREAMED = 512 << 20, 2, 8 << 20
+LARGEST_CHUNK = 1 << 20
+
 # Shares of a ring: of the sender's one piece is gathered while another is put, the receiver's holds one more.
 SEND_SHARE, RECV_SHARE = 2, 3
 
@@ -75,18 +83,30 @@ class StagedTransfer(Transfer):
         self._cutter = Cutter(
             grant.plan, op.layers, op.start, op.num_pages, limit_tokens=grant.num_tokens, checksum=checksum
         )
-        self._piece_nbytes = self._piece_size(local.device.type)
+        self._channels = self._num_channels()
+        self._stage_nbytes = self._stage_size(local.device.type)
+        self._piece_nbytes = LARGEST_STREAMED if self._channels else self._stage_nbytes
         self._asked = 0  # bytes that were asked for and not cut yet
         self._flights: list[Iterator[int]] = []
         self._waiting = 0  # flights that wait for their stage
         self._gathering = 0
         self._boarded = False
 
-    def _piece_size(self, device: str) -> int:
+    def _num_channels(self) -> int:
+        """Of a stream, 0 if pieces of the size of a stage do better, or are all there is."""
+        if self._view is None or self._checksum or isinstance(self._pages, DevicePages):
+            return 0
+        if self._cutter.nbytes < LEAST_STREAMED or self._cutter.layer_nbytes < CHUNK_UNIT:
+            return 0
+        return min(self._packer.channels, self._target.channels)
+
+    def _stage_size(self, device: str) -> int:
         """So that several fit into either ring, and a verb makes `IN_FLIGHT` at least, unless that is not worth it."""
         rings = self._target.nbytes // RECV_SHARE
         if self._view is None:
             rings = min(rings, self._stages.ring.capacity // SEND_SHARE)
+        if self._channels:
+            return max(1, min(rings, Stream(LARGEST_CHUNK, self._channels).nbytes))
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
         return max(1, min(wanted, LARGEST_PIECE[device], rings))
 
@@ -137,14 +157,15 @@ class StagedTransfer(Transfer):
     def _ask(self) -> bool:
         """Asks for the stages that pieces still to be cut will need, a few at a time. Whether it did."""
         left = self._cutter.nbytes - self._asked
-        if left <= 0 or len(self._flights) >= IN_FLIGHT:
+        if left <= 0 or len(self._flights) >= (STREAMS if self._channels else IN_FLIGHT):
             return False
         least = self._cutter.least
-        nbytes = max(min(self._piece_nbytes, left), least)
+        piece = max(min(self._piece_nbytes, left), least)
+        stage = max(min(self._stage_nbytes, piece), least)
         with self._lock:
-            serial = self._client.ask(self.op.dst, self._grant.generation, nbytes=nbytes, least=least)
-        self._asked += nbytes
-        self._flights.append(self._fly(serial, nbytes))
+            serial = self._client.ask(self.op.dst, self._grant.generation, nbytes=stage, least=least)
+        self._asked += piece
+        self._flights.append(self._fly(serial, piece))
         return True
 
     def _advance_flights(self) -> int:
@@ -170,24 +191,37 @@ class StagedTransfer(Transfer):
         span = yield from self._granted(serial)
         if span is None:
             return
-        signal = self._signal(span)
+        early = self._early(span)
         if self._view is None:
             packed = yield from self._pack_and_put(span, nbytes)
         else:
-            packed = yield from self._pack_there(serial, span, nbytes, signal)
+            packed = yield from self._pack_there(serial, span, nbytes, early)
         if packed is None and self.error is None:
             self._give_back(serial)
-        elif packed is not None and self.error is None and signal is None:
+        elif packed is not None and self.error is None and early is None:
             self._say(serial, *packed)
 
-    def _signal(self, span: Span) -> tuple[int, int] | None:
-        """Address and value with which the stage may be called written early; None if it may not."""
+    def _early(self, span: Span) -> Early | None:
+        """How the stage may be called written early; None if it may not."""
         # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
         if span.signal is None or self._view is None or isinstance(self._pages, DevicePages):
             return None
         if not self._packer.signals:
             return None
-        return self._view.ptr + signal_offset(self._target.nbytes, span.signal.word), span.signal.value
+        address = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
+        return Early(address, span.signal.value, self._stream(span.nbytes))
+
+    def _stream(self, room: int) -> Stream | None:
+        """How pieces pass through a stage of ``room`` bytes; None if they have to fit into it."""
+        if not self._channels:
+            return None
+        most = min(room // (SLOTS * self._channels), LARGEST_CHUNK) // CHUNK_UNIT
+        if not most:
+            return None
+        # A layer's chunks should be alike: where large and small ones alternate, some channels have all the large ones.
+        units = -(-self._cutter.layer_nbytes // CHUNK_UNIT)
+        chunk = -(-units // -(-units // most)) * CHUNK_UNIT
+        return Stream(chunk, self._channels)
 
     def _pack_and_put(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
         """Through memory of its own. None if nothing is left to send, or once there is an error."""
@@ -205,7 +239,7 @@ class StagedTransfer(Transfer):
         return packed
 
     def _pack_there(
-        self, serial: int, span: Span, asked: int, signal: tuple[int, int] | None
+        self, serial: int, span: Span, asked: int, early: Early | None
     ) -> Generator[int, None, _Packed | None]:
         """The same, straight into the stage."""
         assert self._view is not None
@@ -213,15 +247,16 @@ class StagedTransfer(Transfer):
             raise ProtocolError(f"rank {self.op.dst} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
         try:
             room = Room(self._view.ptr + span.offset, span.nbytes)
-            return (yield from self._pack(room, span.nbytes, asked, serial, signal))
+            nbytes = span.nbytes if early is None or early.stream is None else max(asked, self._cutter.least)
+            return (yield from self._pack(room, nbytes, asked, serial, early))
         except TransportUnavailable:
             self.flushed = False  # of the GPU: nobody can tell any more what lands
             raise
 
     def _pack(
-        self, room: Room, nbytes: int, asked: int, serial: int = 0, signal: tuple[int, int] | None = None
+        self, room: Room, nbytes: int, asked: int, serial: int = 0, early: Early | None = None
     ) -> Generator[int, None, _Packed | None]:
-        """Cuts what fits into ``nbytes``, and gathers it. With a signal, the stage is called written at once."""
+        """Cuts what fits into ``nbytes``, and gathers it. If it can be early, the stage is called written at once."""
         if self._cutter.done:
             return None
         self._asked -= asked
@@ -229,11 +264,19 @@ class StagedTransfer(Transfer):
         layout = piece_layout(self._plan, piece, limit_tokens=self._grant.num_tokens, checksum=self._checksum)
         self._gathering += 1
         steps = self._packer.gather(
-            self.op, self._grant, self._pages, piece, layout, room, checksum=self._checksum, signal=signal
+            self.op,
+            self._grant,
+            self._pages,
+            piece,
+            layout,
+            room,
+            checksum=self._checksum,
+            early=early,
+            stopped=lambda: self.error is not None,
         )
-        if signal is not None:
+        if early is not None:
             nbytes = next(steps)
-            self._say(serial, piece, layout, early=True)
+            self._say(serial, piece, layout, early)
             yield nbytes
         yield from steps
         self._gathering -= 1
@@ -299,7 +342,7 @@ class StagedTransfer(Transfer):
         if failure is not None and self.error is None:
             raise failure
 
-    def _say(self, serial: int, piece: Piece, layout: PieceLayout, *, early: bool = False) -> None:
+    def _say(self, serial: int, piece: Piece, layout: PieceLayout, early: Early | None = None) -> None:
         with self._lock:
             self._client.staged(
                 self.op.dst,
@@ -308,7 +351,8 @@ class StagedTransfer(Transfer):
                 **piece._asdict(),
                 checked=self._checksum,
                 state=self.op.state,
-                early=early,
+                early=early is not None,
+                stream=None if early is None else early.stream,
             )
         if self._packer.elsewhere:
             self._speak()

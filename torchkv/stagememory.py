@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.staging import Signal, Stage, StagingRing
+from torchkv.staging import MAX_CHANNELS, Signal, Stage, StagingRing
 
 __all__ = ["Room", "SendStages", "StageMemory"]
 
@@ -38,20 +38,22 @@ MAX_BOARDED = 2  # transfers to one receiver at once: while one ends, the next b
 
 @dataclass(slots=True)
 class StageMemory:
-    """Registered memory, uint8 ``[nbytes]``. region: its index in the transport. signals: int64, at `signal_offset`."""
+    """Registered memory, uint8 ``[nbytes]``. region: its index in the transport.
+
+    signals: int64 ``[n, 2 * MAX_CHANNELS]``, at `signal_offset`.
+    """
 
     tensor: torch.Tensor
     region: int
-    signals: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    signals: torch.Tensor = field(default_factory=lambda: torch.empty((0, 2 * MAX_CHANNELS), dtype=torch.int64))
 
     def release(self) -> None:
         """Lets go of the memory, after the last transfer: works and groups may be kept for longer than that."""
         self.tensor, self.signals = self.tensor.new_empty(0), self.signals.new_empty(0)
 
     def signal_ptr(self, signal: Signal) -> int:
-        """Address of the signal's word."""
-        assert 0 <= signal.word < self.signals.numel()
-        return self.signals.data_ptr() + 8 * signal.word
+        """Address of the signal's first word."""
+        return self.signals[signal.word].data_ptr()
 
     def room(self, stage: Stage) -> Room:
         return Room.of(self.tensor).part(stage.offset, stage.nbytes)

@@ -13,27 +13,60 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "SIGNALS", "Signal", "Stage", "StagingRing", "signal_offset"]
+__all__ = [
+    "ALIGNMENT",
+    "CHUNK_UNIT",
+    "MAX_CHANNELS",
+    "SIGNALS",
+    "SIGNAL_STEP",
+    "SLOTS",
+    "Signal",
+    "Stage",
+    "StagingRing",
+    "Stream",
+    "signal_offset",
+]
 
 ALIGNMENT = 256  # bytes; of stages, and of what lies in them: whole cache lines, and the widest words of a GPU
 
-SIGNALS = 256  # signal words behind a ring: so many stages may be written early at once
+SIGNALS = 64  # signals behind a ring: so many stages may be written early at once
+SIGNAL_STEP = 1 << 20  # between the values of two signals
+MAX_CHANNELS = 256  # of a stream
+SLOTS = 4  # chunks of a channel that may be in the stage at once
+CHUNK_UNIT = 32 << 10  # bytes; of a chunk: a whole number of any kernel's tiles
 
 
 class Signal(NamedTuple):
-    """How a stream of a writer's GPU tells one of the receiver's that a stage is written: ``value`` in word ``word``.
+    """How a writer's GPU tells the receiver's how far a stage is written: by int64 words behind the ring.
 
-    The words, int64, lie behind the ring and only rise. Values are even: one more than that says that the receiver
-    waits no longer.
+    A signal is ``2 * MAX_CHANNELS`` words, which only rise, and ``value`` is larger than anything they have held. The
+    first becomes ``value`` when the stage is written, and one more when the receiver waits no longer. In a stream,
+    word c becomes ``value`` and the number of chunks that channel c has written, and word ``MAX_CHANNELS + c`` that of
+    those that were read.
     """
 
     word: int
     value: int
 
 
+class Stream(NamedTuple):
+    """How a piece of any size passes through a stage: in chunks of ``chunk`` bytes, which ``channels`` channels share.
+
+    The stage has `SLOTS` chunks for each channel.
+    """
+
+    chunk: int
+    channels: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stage that it takes."""
+        return self.chunk * self.channels * SLOTS
+
+
 def signal_offset(ring_nbytes: int, word: int) -> int:
-    """Where signal word ``word`` of a ring of ``ring_nbytes`` bytes lies, in bytes from the ring's start."""
-    return -(-ring_nbytes // 8) * 8 + 8 * word
+    """Where signal ``word`` of a ring of ``ring_nbytes`` bytes lies, in bytes from the ring's start."""
+    return -(-ring_nbytes // 8) * 8 + 8 * 2 * MAX_CHANNELS * word
 
 
 @dataclass(frozen=True, eq=False, slots=True)

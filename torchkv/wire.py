@@ -211,7 +211,8 @@ class Staged(Message, frozen=True, tag="staged"):
 
     Pages are mine, counted after the prefix. ``checked``: their checksums lie in the stage too. With 0 pages the
     stage is given back unused. ``state``: it is the state of these layers, as if that were one page. ``early``: it
-    will hold them, and is mine until then, when the signal of its grant rises.
+    will hold them, and is mine until then, when the signal of its grant rises. ``chunk``, if not 0: they pass through
+    it, ``chunk`` bytes at a time in each of ``channels`` channels, and the words of that signal say how far each is.
     """
 
     generation: Count
@@ -222,6 +223,8 @@ class Staged(Message, frozen=True, tag="staged"):
     checked: bool
     state: bool = False
     early: bool = False
+    chunk: Count = 0
+    channels: Count = 0
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):

@@ -15,6 +15,7 @@ from scenario import Scenario  # noqa: E402 - only now on the path
 from staging_rings import LaggingPacker, raise_signal  # noqa: E402
 
 from torchkv.errors import KVError  # noqa: E402
+from torchkv.packer import Early  # noqa: E402
 from torchkv.protocol.actions import Scatter  # noqa: E402
 from torchkv.protocol.receive import Receive  # noqa: E402
 from torchkv.protocol.receiver import Receiver  # noqa: E402
@@ -180,10 +181,10 @@ def _tells_before_it_has_gathered(patch: Patch) -> None:
     """What a missing flush is to a put."""
     real = LaggingPacker.gather
 
-    def gather(self: LaggingPacker, *args: Any, checksum: bool, signal: Any = None) -> Iterator[int]:
+    def gather(self: LaggingPacker, *args: Any, checksum: bool, early: Early | None = None, **_: Any) -> Iterator[int]:
         next(real(self, *args, checksum=checksum))  # begins, and goes on by itself
-        if signal is not None:
-            raise_signal(*signal)
+        if early is not None:
+            raise_signal(early)
         yield 1
 
     patch.setattr(LaggingPacker, "gather", gather)

@@ -15,6 +15,7 @@ from small import NUM_PAGES, Never, meet, page_bytes
 
 from torchkv import KVCache, KVProcessGroup, KVWork, TransferCancelled, TransferTimeout
 
+WAYS = [*PATHS, pytest.param({"path": "staged"}, id="staged")]
 SOURCE, TARGET = [9, 2, 11, 4], [1, 14, 3, 8]
 # A pool that takes a while to send with one thread block: 256 MiB.
 BIG = {"num_layers": 16, "num_kv_heads": 8, "head_dim": 128}
@@ -124,7 +125,7 @@ def cancel_moving(canceller: int, options: dict[str, Any]) -> None:
         check_both_ways(kv)
 
 
-@pytest.mark.parametrize("options", PATHS)
+@pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("canceller", [WRITER, READER], ids=["writer", "reader"])
 def test_cancel_while_moving(canceller: int, options: dict[str, Any], gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(cancel_moving, canceller, options)

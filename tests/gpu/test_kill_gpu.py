@@ -145,12 +145,15 @@ def new_ranks() -> Iterator[Callable[[dict[str, str]], Ranks]]:
 
 
 PUT = {"TORCHKV_PATH": "slices"}
+STAGED = {"TORCHKV_PATH": "staged"}
 # UCX keeps mapped what it has put into, until this process ends (see `torchkv_ucx.environment`): what a receiver that
 # was killed leaves comes back here only without that cache. Nothing of a writer's is ever put into.
 CASES = [
     pytest.param(write, receive, {}, True, id="a-writer-direct"),
     pytest.param(write, receive, PUT, True, id="a-writer-put"),
+    pytest.param(write, receive, STAGED, True, id="a-writer-staged"),
     pytest.param(read, send, {}, True, id="a-receiver-direct"),
+    pytest.param(read, send, STAGED, True, id="a-receiver-staged"),
     pytest.param(read, send, PUT, False, id="a-receiver-put"),
     pytest.param(read, send, {**PUT, "UCX_CUDA_IPC_CACHE": "n"}, True, id="a-receiver-put-without-cache"),
 ]

@@ -19,6 +19,7 @@ class Gpu:
     """As much of `torchkv.device.Device` as a transfer uses. ``log``: what was enqueued, in order."""
 
     blocks = 1
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -56,7 +57,7 @@ class Gpu:
         self.released.append("stream")
 
     def error_slot(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64)
 
     def retire_errors(self, slot: torch.Tensor) -> None:
         self.released.append("errors")

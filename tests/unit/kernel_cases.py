@@ -19,7 +19,7 @@ from state_oracle import compare as compare_state
 from torchkv import kernellaunch, kernels
 from torchkv.copyreference import BadPage, copy_pages_reference, gather_reference, scatter_reference
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import Stream, Tile
+from torchkv.kernellaunch import Flow, Tile
 from torchkv.layout import KVLayout, State
 from torchkv.plan import PairPlan
 from torchkv.slab import Rows, Window
@@ -424,7 +424,7 @@ class Ring:
         self._words = self.words.clone()
         self.states = [torch.zeros(kernellaunch.MAX_CHANNELS, dtype=torch.int64) for _ in range(2)]
         self.sides = [
-            Stream(self.words.data_ptr(), BASE, channels, chunk, state.data_ptr(), patience) for state in self.states
+            Flow(self.words.data_ptr(), BASE, channels, chunk, state.data_ptr(), patience) for state in self.states
         ]
         self.channels, self.chunk = channels, chunk
 
@@ -468,7 +468,7 @@ class Ring:
 @pytest.fixture(params=STREAM_TILES)
 def _stream_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernellaunch, "TILE", STREAM_TILES[request.param])
-    monkeypatch.setattr(kernellaunch, "CHUNK_UNIT", CHUNK_UNIT)
+    monkeypatch.setattr(kernels, "CHUNK_UNIT", CHUNK_UNIT)
 
 
 def streaming(case: Case, pools: Pools, ring: Ring, cut: int = 0) -> list[Callable[[torch.Tensor], None]]:
@@ -635,7 +635,7 @@ def test_a_bad_page_in_a_stream_is_named_however_often_it_stops(side: str, page:
 
 def test_wrong_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = plain()
-    pools, unit = case.pools(), kernellaunch.CHUNK_UNIT
+    pools, unit = case.pools(), kernels.CHUNK_UNIT
     ring = Ring(2, unit)
     launches = streaming(case, pools, ring)
     good, most = ring.sides[0], kernellaunch.MAX_CHANNELS
@@ -662,7 +662,7 @@ def test_wrong_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(torch.zeros(1, dtype=torch.int64))
     assert torch.equal(ring.slots, before)
     pools.check()
-    monkeypatch.setattr(kernellaunch, "MAX_CHANNELS", 1)
+    monkeypatch.setattr(kernels, "MAX_CHANNELS", 1)
     with pytest.raises(ProtocolError, match="2 channels"):
         launches[0](kernels.error_slot())
 

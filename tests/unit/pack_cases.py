@@ -81,7 +81,7 @@ def test_a_short_piece_after_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernellaunch, "TILE", Tile(32, 1, 0))
-    monkeypatch.setattr(kernellaunch, "CHUNK_UNIT", 512)
+    monkeypatch.setattr(kernels, "CHUNK_UNIT", 512)
 
 
 def stream(transfer: Transfer, piece: Piece, layout: PieceLayout, ring: Ring) -> None:

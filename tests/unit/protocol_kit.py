@@ -71,8 +71,8 @@ def sender(view: Roster | None = None) -> Sender:
     return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, stages=StageClient())
 
 
-def receiver(view: Roster | None = None, *, signals: int = 0) -> Receiver:
-    keeper = StageKeeper(StagingRing(RING), timeout=TIMEOUT, signals=signals)
+def receiver(view: Roster | None = None, *, signals: int = 0, ring: int = RING) -> Receiver:
+    keeper = StageKeeper(StagingRing(ring), timeout=TIMEOUT, signals=signals)
     return Receiver(view or pair(1), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, keeper=keeper)
 
 

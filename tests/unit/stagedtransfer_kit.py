@@ -15,7 +15,7 @@ from protocol_kit import pages as page_ids
 from protocol_kit import pair
 
 from torchkv.errors import KVError
-from torchkv.packer import HostPacker, Packer
+from torchkv.packer import Early, HostPacker, Packer
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.stageclient import StageClient
 from torchkv.route import LocalPages, Route, StageTarget
@@ -82,8 +82,9 @@ class Wire:
 class Gather:
     """One that has begun: it writes, and is over, when the test says so. One that fails has written all."""
 
-    def __init__(self, signal: tuple[int, int] | None) -> None:
-        self.signal = signal
+    def __init__(self, early: Early | None, stopped: Callable[[], bool]) -> None:
+        self.early = early
+        self.stopped = stopped
         self.over = False
         self.error: KVError | None = None
 
@@ -100,8 +101,8 @@ class SlowPacker(HostPacker):
 
     signals = True
 
-    def gather(self, *args: Any, signal: tuple[int, int] | None = None, **settings: Any) -> Iterator[int]:
-        gather = Gather(signal)
+    def gather(self, *args: Any, early: Early | None = None, stopped: Any, **settings: Any) -> Iterator[int]:
+        gather = Gather(early, stopped)
         self.gathers.append(gather)
         while not gather.over:
             yield 0
@@ -137,6 +138,7 @@ class Case:
         mapped: bool = False,
         checksum: bool = False,
         packer: Callable[[LocalPages, None], Packer] = HostPacker,
+        channels: int = 0,
     ) -> None:
         plan = pair(0).plan(0, (0,), 1)
         self.pool = Pool.random(gqa(), 8, np.random.default_rng())
@@ -156,7 +158,7 @@ class Case:
             placements={},
             channel=cast(Channel, self.wire),
             views=views,
-            staging=StageTarget(RING_REGION, ring),
+            staging=StageTarget(RING_REGION, ring, channels),
         )
         self.grant = BoundGrant(
             dst=1, generation=GENERATION, request="r", prefix_tokens=0, pages=page_ids(*DST), plan=plan

@@ -12,12 +12,14 @@ import torch
 from gpu_fake import Gpu
 
 from torchkv import devicepacker, pagecopy
-from torchkv.devicepacker import ASK_EVERY, DevicePacker
+from torchkv.devicepacker import ASK_EVERY, PATIENCE, STATES, DevicePacker
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, TransportUnavailable
 from torchkv.hostpack import Mismatch
+from torchkv.kernels import Flow
+from torchkv.packer import Early
 from torchkv.pieces import Piece
 from torchkv.stagememory import StageMemory
-from torchkv.staging import Signal, StagingRing
+from torchkv.staging import MAX_CHANNELS, Signal, StagingRing, Stream
 
 PLAN: Any = SimpleNamespace()
 LAYOUT: Any = SimpleNamespace(payload=4096)
@@ -36,9 +38,11 @@ class FakePages:
         self.mismatch: Mismatch | None = None
         self.refuses = False
 
-    def _enqueue(self, name: str, *args: Any, errors: torch.Tensor, guard: Any = (0, 0), **_: Any) -> None:
+    def _enqueue(
+        self, name: str, *args: Any, errors: torch.Tensor, guard: Any = (0, 0), stream: Any = None, **_: Any
+    ) -> None:
         layout, piece, ids, stage = args
-        self.errors = errors
+        self.errors, self.flow = errors, stream
         if name == "scatter":
             self.guard = guard
         assert (layout, piece) == (LAYOUT, PIECE)
@@ -76,7 +80,8 @@ class Bench:
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
         self.gpu.open_stream = self.gpu.waiting_stream = self.stream  # type: ignore[attr-defined]
-        self.words = torch.zeros(4, dtype=torch.int64)
+        self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]
+        self.words = torch.zeros((4, 2 * MAX_CHANNELS), dtype=torch.int64)
         self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
         local: Any = SimpleNamespace(num_pages=16)
         device: Any = self.gpu
@@ -88,10 +93,10 @@ class Bench:
     def pages(self, *, sending: bool) -> Any:
         return self.packer._packer(PLAN, sending=sending)
 
-    def gather(self, *, checksum: bool = False, signal: tuple[int, int] | None = None) -> Any:
+    def gather(self, *, checksum: bool = False, **how: Any) -> Any:
         assert self.stage is not None
         room = self.memory.room(self.stage)
-        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum, signal=signal)
+        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum, **how)
 
     def job(self, *, checked: bool = False, signal: int | None = None) -> Any:
         job: Any = SimpleNamespace(
@@ -107,6 +112,7 @@ class Bench:
             num_tokens=64,
             checked=checked,
             signal=None if signal is None else Signal(3, signal),
+            stream=None,
             written=signal is None,
             stopped=False,
         )
@@ -148,7 +154,7 @@ def test_a_scatter_has_all_ids_of_the_grant(bench: Bench) -> None:
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_a_signal_is_raised_behind_everything_that_is_packed(bench: Bench, checksum: bool) -> None:
-    steps = bench.gather(checksum=checksum, signal=(0x1000, 42))
+    steps = bench.gather(checksum=checksum, early=Early(0x1000, 42))
     assert next(steps) == 0
     assert len(LOG) == 1 + checksum
     assert bench.gpu.log == ["upload src", "raise 0x1000 to 42", "signal soon"]
@@ -156,9 +162,55 @@ def test_a_signal_is_raised_behind_everything_that_is_packed(bench: Bench, check
     assert list(steps) == [1]
 
 
+STREAM = Stream(1 << 20, 3)
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_stream_is_begun_again_as_long_as_it_waited_in_vain(bench: Bench, sending: bool) -> None:
+    job = bench.job(signal=42)
+    job.stream = STREAM
+    steps = bench.gather(early=Early(0x1000, 42, STREAM)) if sending else bench.packer.scatter(job)
+    pages = bench.pages(sending=sending)
+    bench.packer._states[-1].fill_(7)  # of a stream before it
+    state = bench.packer._states[-1]
+    for _ in range(3):
+        assert next(steps) == 0
+        address = 0x1000 if sending else bench.words[3].data_ptr()
+        assert pages.flow == Flow(address, 42, 3, 1 << 20, state.data_ptr(), PATIENCE)
+        assert pages.errors[1] == 0
+        pages.errors[1] = pagecopy.UNFINISHED
+        bench.gpu.run()
+    assert next(steps) == 0
+    assert not state.any(), "zeroed before the first launch"
+    state[0] = 5
+    bench.gpu.run()
+    assert list(steps) == [1]
+    assert state[0] == 5, "and not again"
+    assert [name for name, *_ in LOG] == ["gather" if sending else "scatter"] * 4
+    assert not any("raise" in entry or "await" in entry for entry in bench.gpu.log)
+    assert job.written is not sending
+    assert len(bench.packer._states) == STATES
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_stream_that_is_stopped_is_not_begun_again(bench: Bench, sending: bool) -> None:
+    job = bench.job(signal=42)
+    job.stream = STREAM
+    stop = lambda: job.stopped  # noqa: E731
+    steps = bench.gather(early=Early(0x1000, 42, STREAM), stopped=stop) if sending else bench.packer.scatter(job)
+    assert next(steps) == 0
+    bench.pages(sending=sending).errors[1] = pagecopy.UNFINISHED
+    job.stopped = True
+    assert next(steps) == 0, "what is enqueued still runs"
+    bench.gpu.run()
+    assert list(steps) == [1]
+    assert len(LOG) == 1
+    assert not job.written
+
+
 @pytest.mark.parametrize("checked", [False, True])
 def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench: Bench, checked: bool) -> None:
-    word = bench.words.data_ptr() + 3 * 8
+    word = bench.words[3].data_ptr()
     job = bench.job(signal=42, checked=checked)
     steps = bench.packer.scatter(job)
     assert next(steps) == 0
@@ -173,7 +225,7 @@ def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come(bench: Bench, late: bool) -> None:
-    word = bench.words.data_ptr() + 3 * 8
+    word = bench.words[3].data_ptr()
     job = bench.job(signal=42, checked=True)
     bench.pages(sending=False).mismatch = Mismatch(0, "k", 1)  # of a stage that nobody has written
     steps = bench.packer.scatter(job)

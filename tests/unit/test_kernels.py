@@ -149,10 +149,10 @@ def test_layouts_share_variants(log: list[tuple[Any, ...]]) -> None:
 # Launching streams
 
 
-STREAM = kernels.Stream(words=1 << 20, base=7 << 32, channels=5, chunk=1 << 16, state=1 << 30, patience=9)
+STREAM = kernels.Flow(words=1 << 20, base=7 << 32, channels=5, chunk=1 << 16, state=1 << 30, patience=9)
 
 
-def send_stream(stream: kernels.Stream = STREAM, num_pages: int = 17) -> None:
+def send_stream(stream: kernels.Flow = STREAM, num_pages: int = 17) -> None:
     """Both sides; 4 KiB a page, so 17 pages take two chunks of 64 KiB."""
     ids, errors = torch.zeros(num_pages, dtype=torch.int64), kernels.error_slot()
     where = {"first_job": 1, "num_jobs": 2, "start": 0, "limit_tokens": 16 * num_pages, "errors": errors, "blocks": 1}
@@ -194,7 +194,7 @@ def test_a_stream_of_nothing_is_no_launch(log: list[tuple[Any, ...]]) -> None:
 
 
 def test_every_tile_divides_a_chunk() -> None:
-    assert kernellaunch.CHUNK_UNIT % (16 * TILE.words) == 0
+    assert kernels.CHUNK_UNIT % (16 * TILE.words) == 0
 
 
 def test_unfinished_hides_no_bad_page() -> None:

@@ -7,11 +7,12 @@ from oracle import gqa
 from protocol_kit import RING, TIMEOUT, Acts, pages, post, receiver, roster
 
 from torchkv.errors import ChecksumMismatch, ProtocolError, RingExhausted, TransferCancelled, TransferTimeout
+from torchkv.protocol import receiver as receiver_module
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.receive import Receive
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.stageclient import Span
-from torchkv.staging import Signal
+from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS, SIGNAL_STEP, SLOTS, Signal, Stream
 from torchkv.wire import (
     Abort,
     Quiesced,
@@ -395,7 +396,7 @@ def test_a_stage_called_written_early_is_one_job_that_waits_for_its_signal() -> 
     receive = post(machine, 4, 7)
     ask(machine)
     (job,) = staged(machine, early=True)
-    assert job.signal == Signal(0, 2)
+    assert job.signal == Signal(0, SIGNAL_STEP)
     assert not job.written
     assert staged(machine, early=True) == staged(machine) == []
     machine.on_seal(0, Seal(1, 2, b""), 2.0)
@@ -440,3 +441,50 @@ def test_without_a_signal_nothing_is_called_written_early() -> None:
     ask(machine)
     assert staged(machine, early=True) == []
     assert len(staged(machine)) == 1
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def streamed(
+    machine: Receiver, chunk: int, channels: int, *, early: bool = True, checked: bool = False
+) -> Scatter | None:
+    message = Staged(1, 0, LAYERS, 0, 2, checked, early=early, chunk=chunk, channels=channels)
+    machine.on_staged(0, message, 1.0)
+    jobs = [action for action in machine.actions if isinstance(action, Scatter)]
+    return jobs[0] if jobs else None
+
+
+def test_a_piece_that_is_streamed_need_not_fit_into_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "CHUNK_UNIT", 16)
+    machine = receiver(signals=1)
+    post(machine, 4, 7)
+    ask(machine, nbytes=128)
+    job = streamed(machine, 16, 2)
+    assert job is not None
+    assert job.layout.nbytes > job.stage.nbytes
+    assert job.stream == Stream(16, 2)
+    assert not job.written
+
+
+@pytest.mark.parametrize(
+    ("chunk", "channels", "how", "words"),
+    [
+        (CHUNK_UNIT - 16, 1, {}, "through a stage of"),
+        (CHUNK_UNIT, 0, {}, "through a stage of"),
+        (CHUNK_UNIT, MAX_CHANNELS + 1, {}, "through a stage of"),
+        (CHUNK_UNIT, 3, {}, "through a stage of"),
+        (1 << 60, 1, {}, "through a stage of"),
+        (CHUNK_UNIT, 2, {"early": False}, "without its signal"),
+        (CHUNK_UNIT, 2, {"checked": True}, "with checksums"),
+    ],
+)
+def test_a_stream_that_does_not_fit_its_stage_fails_the_request(
+    chunk: int, channels: int, how: dict[str, bool], words: str
+) -> None:
+    machine = receiver(signals=1, ring=1 << 20)
+    receive = post(machine, 4, 7)
+    ask(machine, nbytes=2 * SLOTS * CHUNK_UNIT)
+    assert streamed(machine, chunk, channels, **how) is None
+    assert isinstance(receive.error, ProtocolError)
+    assert words in str(receive.error)

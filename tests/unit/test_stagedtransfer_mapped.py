@@ -12,15 +12,17 @@ from oracle import Pool, differences, gqa, reference
 from pack_kit import Pages
 from stagedtransfer_kit import DST, LAYER, LEAST, RING, SRC, Case, SlowPacker, offsets, pages_sent, run_to_end
 
+from torchkv import stagedtransfer
 from torchkv.devicepages import DevicePages
 from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.packer import HostPacker
 from torchkv.pieces import Piece, piece_layout
 from torchkv.protocol.actions import Scatter
 from torchkv.route import Counter
+from torchkv.stagedtransfer import STREAMS
 from torchkv.stagememory import StageMemory
-from torchkv.staging import Stage
-from torchkv.wire import Staged
+from torchkv.staging import SLOTS, Stage, Stream, signal_offset
+from torchkv.wire import StageAsk, Staged
 
 
 class Mapped(Case):
@@ -136,7 +138,7 @@ def test_with_a_signal_a_piece_is_called_written_as_soon_as_its_gather_is_enqueu
     case.give(ask, 4096, 5, 42)
     case.step()
     (gather,) = packer.gathers
-    assert gather.signal == (case.wire.ring.ctypes.data + RING + 5 * 8, 42)
+    assert gather.early == (case.wire.ring.ctypes.data + signal_offset(RING, 5), 42, None)
     (staged,) = case.said()
     assert staged.early
     assert np.array_equal(case.wire.ring, case.before), "nothing of it has been written yet"
@@ -162,8 +164,96 @@ def test_else_it_is_called_written_when_it_is(how: str, monkeypatch: pytest.Monk
     (ask,) = case.said()
     case.give(ask, 4096, *([] if how == "no signal" else [5, 42]))
     case.step()
-    assert packer.gathers[0].signal is None
+    assert packer.gathers[0].early is None
     assert case.said() == []
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def streaming(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Mapped, SlowPacker]:
+    """Of one layer a piece, as both sides have two channels."""
+    monkeypatch.setattr(SlowPacker, "channels", 2)
+    for name, value in (("LEAST_STREAMED", LAYER), ("LARGEST_STREAMED", LAYER), ("CHUNK_UNIT", 16)):
+        monkeypatch.setattr(stagedtransfer, name, value)
+    case = Mapped(packer=SlowPacker, channels=3, **settings)
+    assert isinstance(case.packer, SlowPacker)
+    return case, case.packer
+
+
+def test_a_large_verb_asks_for_a_small_stage_and_is_streamed_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stagedtransfer, "LARGEST_CHUNK", 32)
+    case, packer = streaming(monkeypatch)
+    case.step()
+    asks = case.said()
+    assert [ask.nbytes for ask in asks] == [2 * SLOTS * 32] * STREAMS
+    assert LAYER > 2 * SLOTS * 32
+    for ask, at in zip(asks, (0, 4096), strict=True):
+        case.give(ask, at, ask.serial, 42 + ask.serial)
+    case.step()
+    staged = case.said()
+    assert [gather.early.stream for gather in packer.gathers] == [Stream(32, 2)] * 2
+    assert [(message.early, message.chunk, message.channels) for message in staged] == [(True, 32, 2)] * 2
+    assert pages_sent([(message, 0) for message in staged]) == [(layer, page) for layer in (0, 1) for page in range(4)]
+    for gather in packer.gathers:
+        gather.over = True
+    assert not case.transfer.finished
+
+
+@pytest.mark.parametrize(("unit", "stream"), [(16, Stream(64, 2)), (48, Stream(48, 2)), (80, None)])
+def test_chunks_are_as_large_as_the_stage_allows(
+    unit: int, stream: Stream | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If not one fits for every channel, the piece has to fit into the stage."""
+    case, packer = streaming(monkeypatch)
+    monkeypatch.setattr(stagedtransfer, "CHUNK_UNIT", unit)
+    case.step()
+    ask, *_ = case.said()
+    case.give(ask, 0, 0, 42)
+    case.step()
+    assert packer.gathers[0].early.stream == stream
+    assert case.said()[0].early
+
+
+@pytest.mark.parametrize("why", ["no channels there", "checksums", "short"])
+def test_else_verbs_are_cut_into_what_fits(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, _ = streaming(monkeypatch, checksum=why == "checksums")
+    if why == "no channels there":
+        monkeypatch.setattr(SlowPacker, "channels", 0)
+        case = Mapped(packer=SlowPacker, channels=3)
+    elif why == "short":
+        monkeypatch.setattr(stagedtransfer, "LEAST_STREAMED", 2 * LAYER + 1)
+        case = Mapped(packer=SlowPacker, channels=3)
+    case.step()
+    assert sum(ask.nbytes for ask in case.said()) >= 2 * LAYER
+
+
+def test_a_stream_that_gets_no_signal_is_cut_to_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stagedtransfer, "LARGEST_CHUNK", 32)
+    case, packer = streaming(monkeypatch)
+    while not case.transfer.finished:
+        case.step()
+        for ask in case.said():
+            if isinstance(ask, StageAsk):
+                case.give(ask, 1024 * (ask.serial % 8))
+        for gather in packer.gathers:
+            gather.end()
+    assert case.transfer.error is None
+    assert case.reported == 2 * LAYER
+    assert all(gather.early is None for gather in packer.gathers)
+    assert len(packer.gathers) > 2
+
+
+def test_a_stream_that_has_failed_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, packer = streaming(monkeypatch)
+    case.step()
+    ask, *_ = case.said()
+    case.give(ask, 0, 0, 42)
+    case.step()
+    (gather,) = packer.gathers
+    assert not gather.stopped()
+    case.transfer.halt()
+    assert gather.stopped()
 
 
 # ---------------------------------------------------------------------- what the rings must hold

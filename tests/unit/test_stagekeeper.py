@@ -9,7 +9,7 @@ import pytest
 from torchkv.errors import ProtocolError
 from torchkv.protocol.session import Session
 from torchkv.protocol.stagekeeper import MAX_STAGES, StageKeeper
-from torchkv.staging import Signal, Stage, StagingRing
+from torchkv.staging import SIGNAL_STEP, Signal, Stage, StagingRing
 from torchkv.wire import MAX_ASKS, MAX_TEXT, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
 
 TIMEOUT = 10.0
@@ -519,7 +519,7 @@ def test_each_stage_has_a_signal_of_its_own_as_long_as_there_are_words() -> None
     (again,) = signals(kit)
     assert again.word == first.word
     assert again.value > second.value, "an old signal must not be taken for the new one"
-    assert all(signal.value % 2 == 0 for signal in (first, second, again))
+    assert all(signal.value % SIGNAL_STEP == 0 for signal in (first, second, again))
 
 
 def test_a_promised_stage_that_is_not_waited_for_stays_until_its_writer_is_quiescent() -> None:

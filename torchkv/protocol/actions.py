@@ -13,7 +13,7 @@ import numpy as np
 from torchkv.errors import KVError
 from torchkv.pieces import Piece, PieceLayout
 from torchkv.plan import PairPlan
-from torchkv.staging import Signal, Stage
+from torchkv.staging import Signal, Stage, Stream
 from torchkv.transport import Int64Array
 from torchkv.wire import Message
 
@@ -98,8 +98,8 @@ class Scatter:
 
     layout: of ``piece``, by ``plan``. pages: the grant's page ids. num_tokens: the grant's. checked: compare the
     checksums that lie in the stage too. state: it is state, and the pages are the slot. signal: the stage is being
-    written, and this comes behind that; `written` says whether it was seen to. stopped: the receive has failed, so
-    wait no longer.
+    written, and this comes behind that; `written` says whether it was seen to. stream: the piece passes through the
+    stage like that. stopped: the receive has failed, so wait no longer.
     """
 
     request: str
@@ -115,6 +115,7 @@ class Scatter:
     checked: bool
     state: bool
     signal: Signal | None = None
+    stream: Stream | None = None
     written: bool = True
     stopped: bool = False
 

@@ -20,14 +20,14 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
-from torchkv.pieces import Piece, check_piece
+from torchkv.pieces import Piece, PieceLayout, check_piece
 from torchkv.plan import PairPlan, seal_matches
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Ticket
 from torchkv.protocol.leases import Leases
 from torchkv.protocol.receive import Receive, Writer
 from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
-from torchkv.staging import Signal, Stage
+from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS, SIGNAL_STEP, Signal, Stage, Stream
 from torchkv.transport import Int64Array
 from torchkv.wire import (
     MAX_TEXT,
@@ -285,8 +285,7 @@ class Receiver:
             plan, pages, num_tokens = plan.state, np.array([receive.state_slot or 0], dtype=np.int64), 1
         try:
             layout = check_piece(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
-            if layout.nbytes > stage.nbytes:
-                raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
+            stream = _stream_of(message, stage, layout)
         except ProtocolError as error:
             self._keeper.release(*owner, now, written=signal is None)
             self._fail(receive, ProtocolError(f"request {receive.request!r}: rank {src} wrote {error}"))
@@ -305,6 +304,7 @@ class Receiver:
             checked=message.checked,
             state=message.state,
             signal=signal,
+            stream=stream,
             written=signal is None,
         )
         receive.scattering.add(job)
@@ -430,3 +430,19 @@ class Receiver:
             text = f"no byte and no seal within {self._grant_timeout:g} s (Options.grant_timeout)"
             return receive.born + self._grant_timeout, text
         return receive.heard + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"
+
+
+def _stream_of(message: Staged, stage: Stage, layout: PieceLayout) -> Stream | None:
+    """How the piece passes through its stage, if it does. Raises ``ProtocolError`` if it cannot, or does not fit."""
+    if not message.chunk:
+        if layout.nbytes > stage.nbytes:
+            raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
+        return None
+    stream = Stream(message.chunk, message.channels)
+    if not message.early or message.checked:
+        raise ProtocolError(f"{stream} through a stage without its signal, or with checksums")
+    if stream.chunk % CHUNK_UNIT or not 1 <= stream.channels <= MAX_CHANNELS or stream.nbytes > stage.nbytes:
+        raise ProtocolError(f"{stream} through a stage of {stage.nbytes} bytes")
+    if sum(len(each.layers) * -(-each.layer_nbytes // stream.chunk) for each in layout.segments) >= SIGNAL_STEP:
+        raise ProtocolError(f"{stream} for {layout.nbytes} bytes, more than a signal can count")
+    return stream

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError, RingExhausted
-from torchkv.staging import Signal
+from torchkv.staging import Signal, Stream
 from torchkv.wire import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 
 __all__ = ["Span", "StageClient"]
@@ -97,16 +97,18 @@ class StageClient:
         checked: bool,
         state: bool = False,
         early: bool = False,
+        stream: Stream | None = None,
     ) -> None:
         """The granted stage is written and flushed, or with ``num_pages`` 0 given back; it is no longer ours.
 
-        early: it is being written, and its signal comes behind that.
+        early: it is being written, and its signal comes behind that. stream: the piece passes through it like that.
         """
         line = self._lines[dst, generation]
         ask = line.asks.pop(serial)
         assert ask.span is not None, f"stage {serial} of rank {dst} generation {generation} is not granted"
         assert not early or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
-        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, checked, state, early)))
+        how = (checked, state, early, *(stream or ()))
+        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, *how)))
         line.unwritten -= 1
         self._send_asks(dst, generation, line)
 

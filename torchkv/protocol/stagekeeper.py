@@ -21,7 +21,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
-from torchkv.staging import Signal, Stage, StagingRing
+from torchkv.staging import SIGNAL_STEP, Signal, Stage, StagingRing
 from torchkv.wire import MAX_ASKS, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
 
 __all__ = ["MAX_STAGES", "Owner", "StageKeeper"]
@@ -288,7 +288,7 @@ class StageKeeper:
     def _next_signal(self) -> Signal | None:
         if not self._words:
             return None
-        self._value += 2
+        self._value += SIGNAL_STEP
         return Signal(self._words.popleft(), self._value)
 
     def _tell_grant(self, line: _Line, serial: int) -> None:
