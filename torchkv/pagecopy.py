@@ -176,9 +176,15 @@ def copy(
         done = tl.load(progress).to(tl.int32)
         first_turn = turns(first_chunk, channel, channels)
         last_turn = turns(first_chunk + num_jobs * job_chunks, channel, channels)
-        tile = tl.maximum(done, first_turn) * chunk_tiles
+        turn = tl.maximum(done, first_turn)
+        tile = turn * chunk_tiles
         # What an earlier launch has left of the chunks before these comes first, in a launch of its own.
         end = tl.where(done < first_turn, 0, last_turn) * chunk_tiles
+        # Of the chunk that is being done, computed once: a few divisions before each tile would cost a tenth.
+        step = 0
+        job = 0
+        chunk_word = 0
+        origin = stage.to(tl.int64)
     elif MODE == 2:  # SCATTER
         guarded = guard != 0
         where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
@@ -188,14 +194,12 @@ def copy(
             end = 0
     while tile < end:
         if SLOTS > 0:
-            turn = tile // chunk_tiles
-            chunk = channel + turn * channels - first_chunk
-            job = chunk // job_chunks
-            chunk_word = (chunk - job * job_chunks) * chunk_tiles * TILE
-            first_word = chunk_word + (tile - turn * chunk_tiles) * TILE
-            slot = (turn % SLOTS) * channels + channel
-            origin = stage + (slot.to(tl.int64) * (chunk_tiles * TILE) - chunk_word) * UNIT
-            if first_word == chunk_word:
+            if step == 0:
+                chunk = channel + turn * channels - first_chunk
+                job = chunk // job_chunks
+                chunk_word = (chunk - job * job_chunks) * chunk_tiles * TILE
+                slot = (turn % SLOTS) * channels + channel
+                origin = stage + (slot.to(tl.int64) * (chunk_tiles * TILE) - chunk_word) * UNIT
                 # A gather waits until the slot's last chunk was unpacked; at first, words may hold what others left.
                 lag = SLOTS if MODE == 1 else 0
                 value = base + (turn + 1 - lag)
@@ -203,6 +207,7 @@ def copy(
                 if not wait(wait_at, value, known, patience):
                     limit = 0  # nothing of this tile is there
                     end = 0
+            first_word = chunk_word + step * TILE
         else:
             job = tile // tiles
             first_word = (tile - job * tiles) * TILE
@@ -297,10 +302,13 @@ def copy(
         tl.store(targets, value, mask=ok[:, None])
         if SLOTS > 0:
             tile += 1
-            if (tile == (turn + 1) * chunk_tiles) | (first_word + TILE >= words):
-                tile = (turn + 1) * chunk_tiles
+            step += 1
+            if (step == chunk_tiles) | (first_word + TILE >= words):
+                step = 0
+                turn += 1
+                tile = turn * chunk_tiles
                 if limit > 0:
-                    done = turn + 1
+                    done = turn
                     publish(publish_at, base + done)
         else:
             tile += tl.num_programs(0)

@@ -13,7 +13,7 @@ from harness import Ranks
 from rank_parts import gpu_group, needs_gpus
 from small import meet, small_layout
 
-from torchkv import KVCache, devicepack, devicepacker
+from torchkv import KVCache, devicepack, devicepacker, stagedtransfer
 
 TOKENS = 4096
 # Of rank 0 and of rank 1: 64 MiB of 2,048 bytes a token and layer, differently arranged.
@@ -26,7 +26,8 @@ pytestmark = needs_gpus(2)
 @contextmanager
 def patience(polls: int) -> Iterator[list[int]]:
     """Kernels of this rank give up after so many looks. Yields how many streams were begun, again and again counted."""
-    real, usual, begun = devicepack.PagePacker.gather, devicepacker.PATIENCE, [0]
+    real, begun = devicepack.PagePacker.gather, [0]
+    usual = devicepacker.PATIENCE, stagedtransfer.LARGEST_CHUNK
 
     def gather(*args: Any, stream: Any = None, **settings: Any) -> None:
         begun[0] += stream is not None
@@ -34,11 +35,13 @@ def patience(polls: int) -> Iterator[list[int]]:
 
     devicepack.PagePacker.gather = gather  # type: ignore[method-assign, assignment]
     devicepacker.PATIENCE = polls
+    if polls < usual[0]:  # and they have to wait: not all of a verb fits into the slots
+        stagedtransfer.LARGEST_CHUNK = 64 << 10
     try:
         yield begun
     finally:
         devicepack.PagePacker.gather = real  # type: ignore[method-assign]
-        devicepacker.PATIENCE = usual
+        devicepacker.PATIENCE, stagedtransfer.LARGEST_CHUNK = usual
 
 
 def poison(cache: KVCache, pages: list[int], value: int) -> None:
