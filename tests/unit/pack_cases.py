@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_cases import BF16, CANARY, FAMILIES, Case, Ring, aligned, cases, mla
+from kernel_cases import BF16, CANARY, FAMILIES, Case, aligned, cases, mla
 from oracle import differences, gqa
-from pack_kit import Transfer, place, stage_for, transfers
+from pack_kit import place, stage_for, transfers
 
 from torchkv import devicepack, kernellaunch, kernels, pagesum, sumlaunch
 from torchkv.checksum import checksum_reference
@@ -22,7 +22,7 @@ from torchkv.devicepack import mismatch_slots
 from torchkv.errors import ProtocolError
 from torchkv.kernellaunch import Tile
 from torchkv.layout import KVLayout
-from torchkv.pieces import Piece, PieceLayout, piece_layout
+from torchkv.pieces import Piece, piece_layout
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
 from torchkv.stagememory import Room
@@ -73,86 +73,6 @@ def test_a_short_piece_after_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None
     transfer.empty(short, short_layout, stage)
     assert transfer.first_mismatch(short) is None
     assert 0 < differences(transfer.target.now(), before) < differences(before, expected)
-
-
-# Streams
-
-
-@pytest.fixture
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILE", Tile(32, 1, 0))
-    monkeypatch.setattr(kernels, "CHUNK_UNIT", 512)
-
-
-def stream(transfer: Transfer, piece: Piece, layout: PieceLayout, ring: Ring) -> None:
-    """All of the piece, and that no more than that and no less is told of."""
-    common = {"limit_tokens": transfer.limit, "blocks": 1}
-    src, dst = transfer.ids(piece), torch.tensor(transfer.dst_pages)
-
-    def gather(errors: torch.Tensor) -> None:
-        transfer.sender.gather(layout, piece, src, ring.room, **common, errors=errors, stream=ring.sides[0])
-
-    def scatter(errors: torch.Tensor) -> None:
-        transfer.receiver.scatter(layout, piece, dst, ring.room, **common, errors=errors, stream=ring.sides[1])
-
-    assert ring.run([gather, scatter]) == set()
-    chunks = sum(len(part.layers) * -(-part.layer_nbytes // ring.chunk) for part in layout.segments)
-    assert ring.raised(0) == ring.raised(1) == [len(range(b, chunks, ring.channels)) for b in range(ring.channels)]
-
-
-@pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_byte_of_every_family_in_a_stream(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two sides' words may differ: each has its own geometry."""
-    writers, reader, gap = FAMILIES[family]
-    made, expected = transfers(writers, reader, gap, monkeypatch)
-    for transfer in made:
-        for piece, layout in transfer.pieces(2 if family in CUT else 1):
-            stream(transfer, piece, layout, Ring(1, 512))
-    assert differences(made[0].target.now(), expected) == 0
-
-
-@pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize("channels", [1, 3])
-def test_several_runs_and_groups_in_a_stream(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values are groups of their own, and jobs of a group aligned unlike: other runs here than there."""
-    monkeypatch.setattr(devicepack, "geometry", lambda *given, **more: uneven(kernels.geometry(*given, **more)))
-    layout = gqa(**TALL, v_head_dim=16)
-    (transfer,), expected = transfers({0: layout}, layout, 16, monkeypatch, num_tokens=24)
-    piece, places = transfer.everything()
-    runs = [
-        [(run.first_job, run.num_jobs) for run in packer._runs(places)]
-        for packer in (transfer.sender, transfer.receiver)
-    ]
-    assert {segment.group for segment in places.segments} == {1}
-    assert min(map(len, runs)) > 2
-    ring = Ring(channels, 512)
-    stream(transfer, piece, places, ring)
-    assert max(ring.raised(0)) > (2 if channels == 1 else 1) * kernellaunch.SLOTS
-    assert differences(transfer.target.now(), expected) == 0
-
-
-@pytest.mark.usefixtures("_small_chunks")
-def test_some_layers_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    (transfer,), _ = transfers({0: gqa(**TALL)}, gqa(**TALL), 16, monkeypatch)
-    piece = Piece((0, 2), 0, len(transfer.src_pages))
-    layout = piece_layout(transfer.plan, piece, limit_tokens=transfer.limit, checksum=False)
-    before = transfer.target.now().copy()
-    stream(transfer, piece, layout, Ring(2, 512))
-    after = transfer.target.now()
-    for component in ("k", "v"):
-        assert np.array_equal(after.tensors[component, 1], before.tensors[component, 1])
-        for layer in (0, 2):
-            sent = transfer.source.tensors[component, layer][transfer.src_pages, : -oracle.GAP]
-            assert np.array_equal(after.tensors[component, layer][transfer.dst_pages, : -oracle.GAP], sent)
-
-
-def test_a_stream_of_no_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    (transfer,), _ = transfers({0: gqa(**BF16)}, gqa(**BF16), 16, monkeypatch)
-    ring = Ring(1, 1 << 15)
-    ring.sides = [side._replace(chunk=0) for side in ring.sides]
-    with pytest.raises(ProtocolError, match="chunks of 0 bytes"):
-        stream(transfer, *transfer.everything(), ring)
 
 
 # Mismatches
