@@ -70,14 +70,14 @@ def turns(chunks, channel, channels):
 
 @triton.jit
 def wait(where, value, word, patience):
-    """Whether the word at ``where`` has reached ``value``. word: what is known of it; it is read if that is less."""
+    """The word at ``where``, perhaps once it has reached ``value``. word: what is known of it; read if that is less."""
     pointer = where.to(tl.int64).to(tl.pointer_type(tl.int64))
     polls = 0
     while (word < value) & (polls < patience):
         # Not a load: one thread polls for the block, and what the other GPU wrote before is then seen by all of it.
         word = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
         polls += 1
-    return word >= value
+    return word
 
 
 @triton.jit
@@ -185,6 +185,8 @@ def copy(
         job = 0
         chunk_word = 0
         origin = stage.to(tl.int64)
+        seen = base.to(tl.int64) - 1  # of the words that it waits for; they may hold what others left
+        unpublished = 0
     elif MODE == 2:  # SCATTER
         guarded = guard != 0
         where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
@@ -200,11 +202,11 @@ def copy(
                 chunk_word = (chunk - job * job_chunks) * chunk_tiles * TILE
                 slot = (turn % SLOTS) * channels + channel
                 origin = stage + (slot.to(tl.int64) * (chunk_tiles * TILE) - chunk_word) * UNIT
-                # A gather waits until the slot's last chunk was unpacked; at first, words may hold what others left.
+                # A gather waits until the slot's last chunk was unpacked, and at first for nothing.
                 lag = SLOTS if MODE == 1 else 0
                 value = base + (turn + 1 - lag)
-                known = tl.where(turn < lag, value, value - 1)
-                if not wait(wait_at, value, known, patience):
+                seen = wait(wait_at, tl.where(turn < lag, seen, value), seen, patience)
+                if (turn >= lag) & (seen < value):
                     limit = 0  # nothing of this tile is there
                     end = 0
             first_word = chunk_word + step * TILE
@@ -298,8 +300,13 @@ def copy(
         targets = target.to(tl.pointer_type(dtype))[:, None] + element
         sources = tl.max_contiguous(tl.multiple_of(sources, [UNIT, UNIT]), [1, ELEMENTS])
         targets = tl.max_contiguous(tl.multiple_of(targets, [UNIT, UNIT]), [1, ELEMENTS])
-        value = tl.load(sources, mask=ok[:, None])
-        tl.store(targets, value, mask=ok[:, None])
+        copied = tl.load(sources, mask=ok[:, None])
+        if SLOTS > 0:  # noqa: SIM102 - this is decided when it is compiled
+            # Meanwhile: to publish is to wait until all that was stored is there, which takes a gather microseconds.
+            if unpublished > 0:
+                publish(publish_at, base + done)
+                unpublished = 0
+        tl.store(targets, copied, mask=ok[:, None])
         if SLOTS > 0:
             tile += 1
             step += 1
@@ -309,10 +316,15 @@ def copy(
                 tile = turn * chunk_tiles
                 if limit > 0:
                     done = turn
-                    publish(publish_at, base + done)
+                    if MODE == 1:  # GATHER
+                        unpublished = 1
+                    else:
+                        publish(publish_at, base + done)
         else:
             tile += tl.num_programs(0)
     if SLOTS > 0:
+        if unpublished > 0:
+            publish(publish_at, base + done)
         tl.store(progress, done.to(tl.int64))
         if done < last_turn:
             # A word of its own, or it could hide a bad page, which is told once.
