@@ -54,14 +54,15 @@ class Timing:
     """What one pass costs, in seconds.
 
     layer: to compute one layer. transfer: to move one layer's bytes. overhead: of each transfer, beside its bytes.
-    launch: by which each transfer prolongs the computation: its verb, and what moving bytes takes of the processor.
-    slowdown: how many times as long the bytes of a transfer take beside computation.
+    launch: of each verb, on the calling thread. drag: by which moving one layer's bytes prolongs the computation that
+    goes on beside it. slowdown: how many times as long the bytes of a transfer take beside computation.
     """
 
     layer: float
     transfer: float
     overhead: float = ASSUMED_OVERHEAD
     launch: float = ASSUMED_LAUNCH
+    drag: float = 0.0
     slowdown: float = 1.0
 
 
@@ -70,16 +71,14 @@ class Measured:
     """How one pass went. Zeros, and an empty list, stand for what could not be measured.
 
     layer: seconds to compute one layer at ``tokens`` tokens. transfers: (number of transfers, bytes, seconds) of spans
-    of time in which the link was busy. launch: seconds of one verb on the calling thread. layers, verbs: how many of
-    them ``layer`` is the average of, and how many verbs were called meanwhile. slowdown: of transfers beside
-    computation, against ``transfers``.
+    of time in which the link was busy. launch: seconds of one verb on the calling thread. verbs: how many were called
+    before the last of these layers was computed. slowdown: of transfers beside computation, against ``transfers``.
     """
 
     tokens: int
     layer: float = 0.0
     transfers: tuple[tuple[int, int, float], ...] = ()
     launch: float = 0.0
-    layers: int = 0
     verbs: int = 0
     slowdown: float = 1.0
 
@@ -92,12 +91,13 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     """
     groups = -(-num_layers // size)
     last = num_layers - (groups - 1) * size
-    compute = size * timing.layer + timing.launch
+    first = size * timing.layer + timing.launch
+    compute = first + size * timing.drag  # of a later group, beside the transfer of the one before
     transfer = timing.overhead + size * timing.transfer * timing.slowdown
-    computed = num_layers * timing.layer + groups * timing.launch
+    computed = num_layers * timing.layer + groups * timing.launch + (groups - 1) * size * timing.drag
     sent = 0.0  # when all groups but the last one are there
     if groups > 1:
-        sent = (groups - 1) * max(compute, transfer) + min(compute, transfer)
+        sent = first + (groups - 2) * max(compute, transfer) + transfer
     return max(computed, sent) + timing.overhead + last * timing.transfer
 
 
@@ -112,11 +112,10 @@ def best_group_size(num_layers: int, timing: Timing) -> int:
 
 
 class _Beside(NamedTuple):
-    """A pass with verbs beside its layers. layers: for each verb. weight: falls as passes without verbs go by."""
+    """A pass with verbs beside its layers. weight: falls as passes without verbs go by."""
 
     tokens: int
     layer: float
-    layers: float
     weight: float = 1.0
 
 
@@ -173,7 +172,7 @@ class Estimator:
         if measured.launch:
             self._call = _blend(self._call, measured.launch)
         if measured.verbs:
-            self._beside.append(_Beside(measured.tokens, measured.layer, measured.layers / measured.verbs))
+            self._beside.append(_Beside(measured.tokens, measured.layer))
         else:
             faded = [one._replace(weight=LONG_MEMORY * one.weight) for one in self._beside]
             self._beside = deque(faded, maxlen=REMEMBERED)
@@ -181,16 +180,16 @@ class Estimator:
         if not measured.verbs or not recent.passes or measured.layer < recent.layer(measured.tokens):
             recent.passes.append((measured.tokens, measured.layer))
 
-    def _launch(self) -> float:
-        """Seconds by which a verb prolongs the computation.
+    def _drag(self, tokens: int) -> float:
+        """Seconds by which moving a layer's bytes prolongs the computation; in proportion to them, as measured.
 
         Against what layers take without verbs by now: where everything has become slower, verbs are not to blame.
         """
         extra = [0.0] * (REMEMBERED - len(self._beside))
         for one in self._beside:
             alone = self._layers[one.tokens.bit_length()].layer(one.tokens)
-            extra.append(one.weight * (one.layer - alone) * one.layers)
-        return max(self._call, min(extra))
+            extra.append(one.weight * (one.layer - alone) * tokens / one.tokens)
+        return max(0.0, min(extra))
 
     def timing(self, *, tokens: int, layer_nbytes: int) -> Timing | None:
         """What a pass of ``tokens`` tokens would cost; None as long as nothing is known of layers or of the link."""
@@ -203,7 +202,8 @@ class Estimator:
             layer=near.layer(tokens),
             transfer=byte * layer_nbytes,
             overhead=overhead,
-            launch=self._launch(),
+            launch=self._call,
+            drag=self._drag(tokens),
             slowdown=self._slowdown,
         )
 

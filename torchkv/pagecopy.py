@@ -186,7 +186,6 @@ def copy(
         chunk_word = 0
         origin = stage.to(tl.int64)
         seen = base.to(tl.int64) - 1  # of the words that it waits for; they may hold what others left
-        unpublished = 0
     elif MODE == 2:  # SCATTER
         guarded = guard != 0
         where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
@@ -301,11 +300,6 @@ def copy(
         sources = tl.max_contiguous(tl.multiple_of(sources, [UNIT, UNIT]), [1, ELEMENTS])
         targets = tl.max_contiguous(tl.multiple_of(targets, [UNIT, UNIT]), [1, ELEMENTS])
         copied = tl.load(sources, mask=ok[:, None])
-        if SLOTS > 0:  # noqa: SIM102 - this is decided when it is compiled
-            # Meanwhile: to publish is to wait until all that was stored is there, which takes a gather microseconds.
-            if unpublished > 0:
-                publish(publish_at, base + done)
-                unpublished = 0
         tl.store(targets, copied, mask=ok[:, None])
         if SLOTS > 0:
             tile += 1
@@ -316,15 +310,10 @@ def copy(
                 tile = turn * chunk_tiles
                 if limit > 0:
                     done = turn
-                    if MODE == 1:  # GATHER
-                        unpublished = 1
-                    else:
-                        publish(publish_at, base + done)
+                    publish(publish_at, base + done)
         else:
             tile += tl.num_programs(0)
     if SLOTS > 0:
-        if unpublished > 0:
-            publish(publish_at, base + done)
         tl.store(progress, done.to(tl.int64))
         if done < last_turn:
             # A word of its own, or it could hide a bad page, which is told once.

@@ -93,7 +93,6 @@ class PassClock:
         return Measured(
             tokens=self._tokens,
             layer=self._layer_seconds(),
-            layers=self._num_layers - 1,
             verbs=self._verbs,
             launch=sum(launches) / len(launches) if launches else 0.0,
             transfers=self._transfers() if self._gpu is None else self._link(),

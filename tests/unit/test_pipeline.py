@@ -191,7 +191,7 @@ def test_a_policy_that_sends_once_still_learns_from_the_first_and_the_last_layer
     (measure,) = policy.measures
     measured = measure()
     assert measured is not None
-    assert (measured.layers, measured.verbs) == (4, 0)
+    assert measured.verbs == 0
     assert measured.layer > 0
     assert hooks(model) == 0
 
@@ -348,7 +348,7 @@ def test_a_policy_is_asked_about_the_pass_and_told_how_it_went(kv: Group) -> Non
     assert measured.tokens == 48
     assert measured.layer > 0
     assert measured.launch > 0
-    assert (measured.layers, measured.verbs) == (4, 2)  # between the first and the last; the last verb comes later
+    assert measured.verbs == 2  # the last one comes later
     assert sum(count for count, _, _ in measured.transfers) == 3
     assert sum(nbytes for _, nbytes, _ in measured.transfers) == 5 * layer_nbytes
     with torchkv.pipeline(model, kv, "r", [1], 1, policy=policy, tokens=1000):
