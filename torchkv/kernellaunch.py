@@ -30,6 +30,7 @@ class Tile(NamedTuple):
 # The best of some thirty that were measured between two H200 (docs/measurements), for one layer as for eighty: 16 of
 # these blocks fill nine tenths of the link, and 32 KiB are few enough for all blocks to end together.
 TILE = Tile(2048, 8, 256)
+STREAM_WARPS = 16  # a block of a stream now and then waits for all its stores: more warps, sooner busy again
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
 
@@ -231,7 +232,7 @@ def launch_stream(
         words,
         *what.integers,
     )
-    _enqueue(stream.channels, integers, _constants(mode, what, SLOTS), TILE.warps)
+    _enqueue(stream.channels, integers, _constants(mode, what, SLOTS), STREAM_WARPS)
 
 
 def prepare(geometry: Geometry, *modes: int, stream: bool = False) -> None:
@@ -244,8 +245,9 @@ def prepare(geometry: Geometry, *modes: int, stream: bool = False) -> None:
         return
     device = torch.cuda.current_device()
     for mode in modes or (pagecopy.DIRECT,):
-        for slots in (0, SLOTS) if stream else (0,):
-            _compiled(device, _constants(mode, shape(geometry), slots), TILE.warps)
+        _compiled(device, _constants(mode, shape(geometry)), TILE.warps)
+        if stream:
+            _compiled(device, _constants(mode, shape(geometry), SLOTS), STREAM_WARPS)
 
 
 def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:

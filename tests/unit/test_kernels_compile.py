@@ -13,16 +13,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from torchkv import kernellaunch, pagecopy, pagesum
+from torchkv.kernellaunch import STREAM_WARPS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def compiled(kernel: Any, constants: tuple[int, ...]) -> Any:
+def compiled(kernel: Any, constants: tuple[int, ...], warps: int = 8) -> Any:
     first = len(kernel.arg_names) - len(constants)
     types = {p.name: "i64" if "64" in str(p.annotation) else "i32" for p in kernel.params[:first]}
     signature = {**types, **dict.fromkeys(kernel.arg_names[first:], "constexpr")}
     source = ASTSource(kernel, signature, {(first + i,): value for i, value in enumerate(constants)})
-    return compile(source, target=HOPPER, options={"num_warps": 8}).asm
+    return compile(source, target=HOPPER, options={"num_warps": warps}).asm
 
 
 def binary(kernel: Any, constants: tuple[int, ...]) -> bytes:
@@ -44,7 +45,7 @@ def test_copies_of_narrow_words(unit: int) -> None:
 @pytest.mark.parametrize("table", [0, 256])
 @pytest.mark.parametrize("mode", [pagecopy.GATHER, pagecopy.SCATTER])
 def test_streams(mode: int, table: int, unit: int) -> None:
-    asm = compiled(pagecopy.copy, (mode, unit, 2, 1, 2048, table, kernellaunch.SLOTS))
+    asm = compiled(pagecopy.copy, (mode, unit, 2, 1, 2048, table, kernellaunch.SLOTS), STREAM_WARPS)
     assert asm["cubin"]
     lines = [line.split("//")[0].strip() for line in asm["ptx"].splitlines()]
 
@@ -59,7 +60,7 @@ def test_streams(mode: int, table: int, unit: int) -> None:
     assert any(stores[-1] < barrier < told for barrier in barriers)
     assert any(polls < barrier < stores[0] for barrier in barriers)
     # Only the words in the other's reach need more than an ordinary access: the copy itself is plain and wide.
-    assert len(stores) == 2048 * (16 if unit == 16 else 1) // (256 * unit)
+    assert len(stores) == 2048 * (16 if unit == 16 else 1) // (32 * STREAM_WARPS * unit)
     assert not places(r"ld\.global\.nc|ld\.volatile")
 
 

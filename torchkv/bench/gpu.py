@@ -71,7 +71,13 @@ CASES = (
         matmul=True,
     ),
     GpuCase(name="pages of 64, UCX put", page_size=64, gates={16: None}, path="runs", layers=8),
-    GpuCase(name="slices, staged", page_size=16, heads_read=2, gates={16: 0.75, 132: None}, path="staged"),
+    GpuCase(
+        name="slices, staged",
+        page_size=16,
+        heads_read=2,
+        gates={132: 0.75, 64: None, 32: None, 16: 0.75},
+        path="staged",
+    ),
     GpuCase(name="pages of 64, NVSHMEM", page_size=64, gates={132: 0.90, 16: 0.80}, transport="nvshmem"),
     GpuCase(name="slices, NVSHMEM", page_size=16, heads_read=2, gates={132: 0.90, 16: 0.80}, transport="nvshmem"),
     GpuCase(
