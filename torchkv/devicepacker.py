@@ -40,10 +40,6 @@ class DevicePacker(Packer):
     elsewhere = True
     signals = True
 
-    @property
-    def channels(self) -> int:  # type: ignore[override]
-        return min(self._device.blocks, MAX_CHANNELS)
-
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
         super().__init__(local, receiving)
         self._device = device
@@ -52,6 +48,10 @@ class DevicePacker(Packer):
         self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
         # Of streams; the same. From the start, because to allocate while a stream waits for the host may wait for that.
         self._states = [self._state() for _ in range(STATES)]
+
+    @property
+    def channels(self) -> int:
+        return min(self._device.blocks, MAX_CHANNELS)
 
     def gather(
         self,

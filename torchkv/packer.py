@@ -45,7 +45,10 @@ class Packer(ABC):
 
     elsewhere = False
     signals = False
-    channels = 0
+
+    @property
+    def channels(self) -> int:
+        return 0
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's ring, if it has one."""

@@ -114,7 +114,8 @@ class Registration:
             self._regions.append(self.transport.register(storage))
         ring: StageMemory | None = None
         if self.options.staging_recv:
-            ring, region = self._stage_memory(self.options.staging_recv, signals=SIGNALS)
+            signals = SIGNALS if self.transport.capabilities.signals else 0
+            ring, region = self._stage_memory(self.options.staging_recv, signals=signals)
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
@@ -131,7 +132,7 @@ class Registration:
             device=device.type,
             staging=0 if ring is None else ring.nbytes,
             signals=0 if ring is None else len(ring.signals),
-            channels=0 if ring is None else self._staging.packer.channels,
+            channels=self._staging.packer.channels if ring is not None and len(ring.signals) else 0,
             regions=[region_card(region) for region in self._regions],
             placements=placement_cards(self.cache),
         )

@@ -76,6 +76,7 @@ class Capabilities:
     dynamic_members: peers may come and go during the transport's life.
     collective_memory: it has a heap that all members of a group allocate from together, see ``allocate_shared``.
     revoke: what proves quiescence, see `Revoke`.
+    signals: streams and kernels of this rank's GPU may also write, and read, words in a peer's mapped memory.
     """
 
     devices: frozenset[str]
@@ -83,6 +84,7 @@ class Capabilities:
     dynamic_members: bool
     revoke: frozenset[Revoke]
     collective_memory: bool = False
+    signals: bool = False
 
 
 @dataclass(frozen=True, slots=True)

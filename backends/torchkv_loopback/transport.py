@@ -33,6 +33,7 @@ class LoopbackTransport(Transport):
         stream_ordered=False,
         dynamic_members=True,
         revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
+        signals=True,
     )
 
     @staticmethod

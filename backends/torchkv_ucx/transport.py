@@ -53,6 +53,7 @@ class _Capabilities:
             stream_ordered=False,
             dynamic_members=True,
             revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
+            signals=True,
         )
 
 

@@ -6,12 +6,22 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchkv.errors import KVError, PageOutOfRange, ProtocolError
+from torchkv.errors import KVError, PageOutOfRange, ProtocolError, TransferTimeout
 from torchkv.plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp, Ticket
 from torchkv.protocol.coverage import LayerCoverage
 
-__all__ = ["Finish", "Life", "check_grant", "check_prefix", "check_prefixes", "check_range", "check_slot", "extent"]
+__all__ = [
+    "Finish",
+    "Life",
+    "check_grant",
+    "check_prefix",
+    "check_prefixes",
+    "check_range",
+    "check_slot",
+    "extent",
+    "late",
+]
 
 
 @dataclass(slots=True)
@@ -130,6 +140,14 @@ def check_slot(grant: BoundGrant, num_slots: int) -> None:
     owes = state is not None and state.slabs
     if (slot is None and owes) or (slot is not None and slot >= num_slots):
         raise ProtocolError(f"grant of rank {grant.dst} names state slot {slot}, it has {num_slots} slots")
+
+
+def late(life: Life, what: str, limit: float, option: str) -> TransferTimeout:
+    """What the receiver of ``life`` has not done in time."""
+    return TransferTimeout(
+        f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
+        f"cancel({life.request!r}) and retry, or raise the limit"
+    )
 
 
 def extent(life: Life | None, grant: BoundGrant | None) -> str:

@@ -20,7 +20,6 @@ from torchkv.errors import (
     PeerLost,
     ProtocolError,
     TransferCancelled,
-    TransferTimeout,
     error_kind,
     make_error,
 )
@@ -36,6 +35,7 @@ from torchkv.protocol.life import (
     check_range,
     check_slot,
     extent,
+    late,
 )
 from torchkv.protocol.stageclient import StageClient
 from torchkv.roster import Roster
@@ -492,16 +492,10 @@ class Sender:
         if life.grant is None and life.gone is not None and now >= life.born + self._timeout:
             return life.gone
         if life.grant is None and now >= life.born + self._grant_timeout:
-            return self._late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout")
+            return late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout")
         if life.sealed_at is not None and now >= life.heard + self._timeout:
-            return self._late(life, "has not reported its verdict", self._timeout, "timeout")
+            return late(life, "has not reported its verdict", self._timeout, "timeout")
         return None
-
-    def _late(self, life: Life, what: str, limit: float, option: str) -> TransferTimeout:
-        return TransferTimeout(
-            f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
-            f"cancel({life.request!r}) and retry, or raise the limit"
-        )
 
 
 def _make_room(remembered: dict[tuple[str, int], Any]) -> None:
