@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 
 import torch
 
 from torchkv import cudadriver, gate, kernels
+from torchkv.errors import TransportUnavailable
 from torchkv.events import RecordedEvent, event_pool
 from torchkv.flags import Flag, Flags, wait_flags
 from torchkv.uploads import Uploads
@@ -45,6 +47,7 @@ class Device:
         # For gathers and scatters of streamed pieces: two at once would share the link, and end at the same time, when
         # no third is there yet.
         self.outgoing, self.incoming = opened[0], waiting[0]
+        self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
         self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)
@@ -81,6 +84,11 @@ class Device:
         """Lets ``stream`` wait until the word of this rank at ``address`` has reached ``value``."""
         code = self._library.cuStreamWaitValue64_v2(stream.cuda_stream, address, value, self._until_reached)
         cudadriver.check_code(code, "waiting for a signal")
+        self._awaited[address] = value
+
+    def forget_signal(self, address: int) -> None:
+        """No stream waits for it any more."""
+        self._awaited.pop(address, None)
 
     def claim(self, request: str) -> torch.cuda.Stream | None:
         """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""
@@ -131,5 +139,10 @@ class Device:
         self._errors.append(slot)
 
     def close(self) -> None:
-        """Releases every stream that still waits for this rank. After the last transfer."""
+        """Releases every stream that still waits for this rank, or for a peer. After the last transfer."""
+        with suppress(TransportUnavailable, RuntimeError):  # of a GPU that has failed nobody waits for anything
+            for address, value in self._awaited.items():  # of peers that hang: what waits leaves the stage alone
+                self.raise_signal(self.outgoing, address, value + 1)
+            if self._awaited:
+                self.outgoing.synchronize()  # the memory may soon be another's
         self.flags.close()

@@ -13,7 +13,8 @@ from torchkv import kernels
 from torchkv.device import Device
 from torchkv.devicepack import PagePacker, mismatch_slots
 from torchkv.devicepages import DevicePages
-from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
+from torchkv.errors import KVError, PageOutOfRange, ProtocolError, TransportUnavailable
+from torchkv.flags import Flag
 from torchkv.kernels import Flow
 from torchkv.packer import Early, Packer, mismatch
 from torchkv.pieces import Piece, PieceLayout
@@ -46,8 +47,12 @@ class DevicePacker(Packer):
         self._packers: dict[tuple[int, bool], PagePacker] = {}
         self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
         self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
+        self._ready: set[tuple[int, bool]] = set()  # plans whose kernels are loaded
+        self._awaiting = 0  # jobs whose stream waits for a peer
         # Of streams; the same. From the start, because to allocate while a stream waits for the host may wait for that.
         self._states = [self._state() for _ in range(STATES)]
+        if device.device.type == "cuda":
+            torch.cuda.synchronize(device.device)  # nothing else uses that memory any more
 
     @property
     def channels(self) -> int:
@@ -76,10 +81,12 @@ class DevicePacker(Packer):
             ids = upload.ids
         first = piece.start - op.start
         ids = ids[first : first + piece.num_pages]
+        if early is None:
+            yield from self._load(grant.plan, sending=True, checksum=checksum)
         packer = self._packer(grant.plan, sending=True)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
-        state = None if early is None or early.stream is None else self._take_state()
+        state = None if early is None or early.stream is None else self._take_state(stream)
         flow = None if early is None else _flow(early, state)
 
         def launch() -> None:
@@ -112,11 +119,12 @@ class DevicePacker(Packer):
             stream = device.open_stream if early is None else device.waiting_stream
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         room = self._receiving.room(job.stage)
+        yield from self._load(job.plan, sending=False, checksum=job.checked)
         packer = self._packer(job.plan, sending=False)
         errors = device.error_slot()
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
-        state = None if job.stream is None else self._take_state()
+        state = None if job.stream is None else self._take_state(stream)
         flow = None if early is None else _flow(early, state)
         guard = (0, 0) if early is None or flow is not None else (early.address, early.value)
 
@@ -130,7 +138,15 @@ class DevicePacker(Packer):
         def wait() -> Iterator[int]:
             return self._wait_guarded(stream, job, *guard) if guard[0] else self._wait(stream)
 
-        yield from self._run(stream, launch, state, errors, wait, lambda: job.stopped)
+        self._awaiting += bool(guard[0])
+        try:
+            yield from self._run(stream, launch, state, errors, wait, lambda: job.stopped)
+        except KVError:
+            if guard[0]:  # what may be enqueued must not wait for ever, nor unpack what comes late
+                device.raise_signal(device.open_stream, guard[0], guard[1] + 1)
+            raise
+        finally:
+            self._awaiting -= bool(guard[0])
         device.uploads.release(upload)
         job.written = not kernels.skipped(errors) and not kernels.unfinished(errors)
         bad = kernels.first_error(errors)
@@ -143,12 +159,15 @@ class DevicePacker(Packer):
                 raise mismatch(job, wrong)
         yield 1
 
-    def _take_state(self) -> torch.Tensor:
-        """Of a stream's kernels, until `_run` has ended."""
-        return self._states.pop() if self._states else self._state()
+    def _take_state(self, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Of a stream's kernels on ``stream``, until `_run` has ended."""
+        if self._states:
+            return self._states.pop()
+        with torch.cuda.stream(stream):
+            return self._state()
 
     def _state(self) -> torch.Tensor:
-        return torch.zeros(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
+        return torch.empty(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
 
     def _run(
         self,
@@ -175,6 +194,18 @@ class DevicePacker(Packer):
 
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
         self._packer(plan, sending=sending).prepare(checksum=checksum, stream=not checksum)
+        self._ready.add((id(plan), sending))
+
+    def ready(self, plan: PairPlan) -> bool:
+        return (id(plan), True) in self._ready
+
+    def _load(self, plan: PairPlan, *, sending: bool, checksum: bool) -> Iterator[int]:
+        """Makes ready what `prepare` has not: never while a stream waits for a peer, because loading waits for it."""
+        if (id(plan), sending) in self._ready:
+            return
+        while self._awaiting:
+            yield 0
+        self.prepare(plan, sending=sending, checksum=checksum)
 
     def _packer(self, plan: PairPlan, *, sending: bool) -> PagePacker:
         key = (id(plan), sending)
@@ -196,22 +227,35 @@ class DevicePacker(Packer):
                 other = self._device.open_stream
                 self._device.raise_signal(other, address, value + 1)
             yield 0
+        self._device.forget_signal(address)
         if other is not None:  # else it might fall into the word's next use
             yield from self._wait(other)
 
     def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
         """Until everything enqueued so far is done. Raises ``TransportUnavailable`` if the GPU has failed."""
-        flag = self._device.signal(stream, soon=True)
-        for looks in itertools.count(1):
-            if flag.done:
-                break
+        while (flag := self._signal(stream)) is None:
             yield 0
-            if looks % ASK_EVERY == 0:
-                try:
-                    stream.query()
-                except RuntimeError as error:
-                    raise TransportUnavailable(f"the GPU failed: {error}") from error
-        self._device.retire(flag)
+        try:
+            for looks in itertools.count(1):
+                if flag.done:
+                    break
+                yield 0
+                if looks % ASK_EVERY == 0:
+                    try:
+                        stream.query()
+                    except RuntimeError as error:
+                        raise TransportUnavailable(f"the GPU failed: {error}") from error
+        finally:
+            self._device.retire(flag)
+
+    def _signal(self, stream: torch.cuda.Stream) -> Flag | None:
+        """None as long as all flags are in use: what is enqueued is watched all the same."""
+        try:
+            return self._device.signal(stream, soon=True)
+        except ProtocolError as error:
+            if not error.retryable:
+                raise
+            return None
 
 
 def _flow(early: Early, state: torch.Tensor | None) -> Flow | None:

@@ -391,7 +391,8 @@ class Mover:
         self._admissible = True
         if not transfer.flushed:
             self._broke(transfer.route)
-        if isinstance(transfer.error, RingExhausted) and transfer.flushed and transfer.op.payload.path is None:
+        elsewhere = transfer.flushed and not transfer.torn and transfer.op.payload.path is None
+        if isinstance(transfer.error, RingExhausted) and elsewhere:
             # It need not have been this path: again, as a whole, on another. What is there already changes nothing.
             self._gated.append(_Gated(transfer.op, transfer.grant, may_stage=False))
             return

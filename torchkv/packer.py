@@ -50,6 +50,10 @@ class Packer(ABC):
     def channels(self) -> int:
         return 0
 
+    def ready(self, plan: PairPlan) -> bool:
+        """Whether pieces of ``plan`` are gathered without loading anything first, as they are from the second on."""
+        return True
+
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's ring, if it has one."""
         self._local = local

@@ -262,7 +262,7 @@ class Registration:
         first, end = signal_offset(nbytes, 0), signal_offset(nbytes, signals)
         tensor = self.transport.allocate(end, self.cache.device)
         words = tensor[first:end].view(torch.int64).view(signals, 2 * MAX_CHANNELS).zero_()
-        if words.is_cuda:
+        if words.is_cuda and signals:
             torch.cuda.synchronize(words.device)  # before any peer may raise one
         region = self.transport.register(tensor)
         return StageMemory(tensor[:nbytes], region.index, words), region

@@ -98,6 +98,8 @@ class StagedTransfer(Transfer):
             return 0
         if self._cutter.nbytes < LEAST_STREAMED or self._cutter.layer_nbytes < CHUNK_UNIT:
             return 0
+        if not self._packer.ready(self._plan):
+            return 0
         return min(self._packer.channels, self._target.channels)
 
     def _stage_size(self, device: str) -> int:
@@ -206,7 +208,7 @@ class StagedTransfer(Transfer):
         # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
         if span.signal is None or self._view is None or isinstance(self._pages, DevicePages):
             return None
-        if not self._packer.signals:
+        if not self._packer.signals or not self._packer.ready(self._plan):
             return None
         address = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
         return Early(address, span.signal.value, self._stream(span.nbytes))
@@ -280,6 +282,7 @@ class StagedTransfer(Transfer):
             yield nbytes
         yield from steps
         self._gathering -= 1
+        self.torn |= early is not None and early.stream is not None and self.error is not None
         self._source_read()
         return piece, layout
 

@@ -42,6 +42,7 @@ class Transfer(ABC):
         self.finished = False
         self.error: KVError | None = None
         self.flushed = True
+        self.torn = False  # the receiver waits for what will never come: only the request's failure ends that
         self._grant = grant
         self._plan = grant.plan
         self._local = local

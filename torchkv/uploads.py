@@ -69,22 +69,21 @@ class Uploads:
             self._recycle(upload)
 
     def _upload(self, ids: Int64Array, stream: torch.cuda.Stream) -> Upload:
-        pinned, memory = self._slot(len(ids))
+        pinned, memory = self._slot(len(ids), stream)
         pinned.numpy()[: len(ids)] = ids
         with torch.cuda.stream(stream):
             memory[: len(ids)].copy_(pinned[: len(ids)], non_blocking=True)
         return Upload(memory[: len(ids)], ids, pinned, memory)
 
-    def _slot(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slot(self, count: int, stream: torch.cuda.Stream) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._free and count <= SLOT_IDS:
             idle = next((place for place, upload in self._known.items() if not upload.users), None)
             if idle is not None:
                 self._forget(idle)
         if not self._free or count > SLOT_IDS:
-            return (
-                torch.empty(count, dtype=torch.int64, pin_memory=True),
-                torch.empty(count, dtype=torch.int64, device=self._device),
-            )
+            with torch.cuda.stream(stream):  # of another one's memory, kernels of that may not have ended
+                memory = torch.empty(count, dtype=torch.int64, device=self._device)
+            return torch.empty(count, dtype=torch.int64, pin_memory=True), memory
         return self._free.pop()
 
     def _forget(self, place: _Key) -> None:

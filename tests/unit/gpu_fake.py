@@ -46,6 +46,9 @@ class Gpu:
     def await_signal(self, stream: Any, address: int, value: int) -> None:
         self.log.append(f"await {address:#x} at {value}")
 
+    def forget_signal(self, address: int) -> None:
+        self.log.append("forget")
+
     def expect(self, flag: Any) -> None:
         assert flag in self.flags
         self.log.append("expect")

@@ -13,7 +13,7 @@ from gpu_fake import Gpu
 
 from torchkv import devicepacker, pagecopy
 from torchkv.devicepacker import ASK_EVERY, PATIENCE, STATES, DevicePacker
-from torchkv.errors import ChecksumMismatch, PageOutOfRange, TransportUnavailable
+from torchkv.errors import ChecksumMismatch, PageOutOfRange, ProtocolError, TransportUnavailable
 from torchkv.hostpack import Mismatch
 from torchkv.kernels import Flow
 from torchkv.packer import Early
@@ -32,7 +32,6 @@ class FakePages:
     """In place of `PagePacker`: notes what it is told to enqueue, with which ids and which part of the stage."""
 
     def __init__(self, plan: Any, local: Any, *, sending: bool) -> None:
-        assert plan is PLAN
         self.sending = sending
         self.bad_page: int | None = None
         self.mismatch: Mismatch | None = None
@@ -51,6 +50,9 @@ class FakePages:
         LOG.append((name, ids.tolist(), stage.nbytes))
         if self.bad_page is not None:
             errors[0] = ((1 + 1) << 33) | self.bad_page
+
+    def prepare(self, *, checksum: bool, stream: bool) -> None:
+        PREPARED.append((self.sending, checksum, stream))
 
     def gather(self, *args: Any, **settings: Any) -> None:
         self._enqueue("gather", *args, **settings)
@@ -72,11 +74,13 @@ class FakePages:
 
 
 LOG: list[tuple[str, list[int], int]] = []
+PREPARED: list[tuple[bool, bool, bool]] = []  # sending, with checksums, with streams
 
 
 class Bench:
     def __init__(self) -> None:
         LOG.clear()
+        PREPARED.clear()
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
         self.gpu.open_stream = self.gpu.waiting_stream = self.stream  # type: ignore[attr-defined]
@@ -238,7 +242,7 @@ def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come
         bench.pages(sending=False).errors[0] = pagecopy.SKIPPED
     bench.gpu.run()
     assert next(steps) == 0, "the word is in nobody's way before that write has ended too"
-    assert bench.gpu.log[-2:] == [stop, "signal soon"]
+    assert bench.gpu.log[-3:] == [stop, "forget", "signal soon"]
     bench.gpu.run()
     if late:
         with pytest.raises(ChecksumMismatch):
@@ -272,6 +276,61 @@ def test_a_mismatch_names_the_page_and_its_slots_are_used_again(bench: Bench, mi
                 next(steps)
     assert len(bench.packer._slots) == 1
     assert [name for name, *_ in LOG] == ["scatter", "verify sums"] * 2
+
+
+def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench: Bench) -> None:
+    """Loading waits for streams, and this thread is who stops that wait."""
+    assert not bench.packer.ready(PLAN)
+    waiting, job = bench.packer.scatter(first := bench.job(signal=42)), bench.job()
+    assert next(waiting) == 0
+    assert PREPARED == [(False, False, True)]
+    job.plan = other = SimpleNamespace()
+    steps = bench.packer.scatter(job)
+    assert [next(steps), next(steps)] == [0, 0]
+    assert len(PREPARED) == len(LOG) == 1, "nothing is loaded or begun"
+    first.stopped = True
+    bench.gpu.run()
+    assert list(waiting) == [1]
+    assert next(steps) == 0
+    assert len(PREPARED) == len(LOG) == 2
+    bench.gpu.run()
+    assert list(steps) == [1]
+    next(bench.packer.scatter(bench.job()))
+    assert len(PREPARED) == 2
+    assert other is not PLAN
+    next(bench.gather())
+    assert bench.packer.ready(PLAN)
+
+
+def test_without_a_free_flag_what_is_enqueued_is_still_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise ProtocolError("16384 stream operations are under way already", retryable=True)
+
+    real = bench.gpu.signal
+    monkeypatch.setattr(bench.gpu, "signal", full)
+    steps = bench.gather()
+    assert [next(steps), next(steps)] == [0, 0]
+    monkeypatch.setattr(bench.gpu, "signal", real)
+    assert next(steps) == 0
+    bench.gpu.run()
+    assert list(steps) == [1]
+    assert len(LOG) == 1
+
+
+def test_a_wait_for_a_signal_that_fails_lets_the_stream_go_on(bench: Bench) -> None:
+    steps = bench.packer.scatter(job := bench.job(signal=42))
+    next(steps)
+
+    def query() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    bench.stream.query = query
+    with pytest.raises(TransportUnavailable):
+        list(steps)
+    assert bench.gpu.log[-1] == f"raise {bench.words[3].data_ptr():#x} to 43"
+    assert not job.written
+    assert bench.packer._awaiting == 0
+    assert bench.gpu.retired == bench.gpu.flags
 
 
 def test_a_gpu_that_fails_ends_the_wait(bench: Bench) -> None:

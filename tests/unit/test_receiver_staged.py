@@ -477,13 +477,16 @@ def test_a_piece_that_is_streamed_need_not_fit_into_its_stage(monkeypatch: pytes
         (1 << 60, 1, {}, "through a stage of"),
         (CHUNK_UNIT, 2, {"early": False}, "without its signal"),
         (CHUNK_UNIT, 2, {"checked": True}, "with checksums"),
+        (CHUNK_UNIT, 2, {}, "layers of more"),
     ],
 )
 def test_a_stream_that_does_not_fit_its_stage_fails_the_request(
-    chunk: int, channels: int, how: dict[str, bool], words: str
+    chunk: int, channels: int, how: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = receiver(signals=1, ring=1 << 20)
     receive = post(machine, 4, 7)
+    if words == "layers of more":
+        monkeypatch.setattr(receiver_module, "MAX_STREAMED", 100)
     ask(machine, nbytes=2 * SLOTS * CHUNK_UNIT)
     assert streamed(machine, chunk, channels, **how) is None
     assert isinstance(receive.error, ProtocolError)

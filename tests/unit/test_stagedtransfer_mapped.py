@@ -252,8 +252,12 @@ def test_a_stream_that_has_failed_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
     case.step()
     (gather,) = packer.gathers
     assert not gather.stopped()
+    assert not case.transfer.torn
     case.transfer.halt()
     assert gather.stopped()
+    gather.end()
+    case.step()
+    assert case.transfer.torn, "the receiver waits for the rest, and another path would not end that"
 
 
 # ---------------------------------------------------------------------- what the rings must hold

@@ -50,6 +50,8 @@ from torchkv.wire import (
 
 __all__ = ["Receiver"]
 
+MAX_STREAMED = 1 << 30  # bytes of a layer in one piece, and of a chunk: what kernels count in 32 bits
+
 
 class Receiver:
     """All receives of this rank. Not thread-safe: the caller serialises. See `Sender` for ``actions``."""
@@ -443,6 +445,8 @@ def _stream_of(message: Staged, stage: Stage, layout: PieceLayout) -> Stream | N
         raise ProtocolError(f"{stream} through a stage without its signal, or with checksums")
     if stream.chunk % CHUNK_UNIT or not 1 <= stream.channels <= MAX_CHANNELS or stream.nbytes > stage.nbytes:
         raise ProtocolError(f"{stream} through a stage of {stage.nbytes} bytes")
+    if stream.chunk > MAX_STREAMED or any(each.layer_nbytes > MAX_STREAMED for each in layout.segments):
+        raise ProtocolError(f"{stream} for layers of more than {MAX_STREAMED} bytes")
     if sum(len(each.layers) * -(-each.layer_nbytes // stream.chunk) for each in layout.segments) >= SIGNAL_STEP:
         raise ProtocolError(f"{stream} for {layout.nbytes} bytes, more than a signal can count")
     return stream
