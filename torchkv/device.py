@@ -41,17 +41,19 @@ class Device:
         # stream, so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next
         # kernel may as well begin while the last blocks of the one before end.
         whole = blocks >= torch.cuda.get_device_properties(device).multi_processor_count
-        count = 2 if whole else 1
-        opened, waiting = ([torch.cuda.Stream(device, priority=-1) for _ in range(count)] for _ in range(2))
+        opened, waiting = self._streams(2 if whole else 1), self._streams(2 if whole else 1)
         self._open, self._waiting = itertools.cycle(opened), itertools.cycle(waiting)
         # For gathers and scatters of streamed pieces: two at once would share the link, and end at the same time, when
         # no third is there yet.
         self.outgoing, self.incoming = opened[0], waiting[0]
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
-        self._gated = [torch.cuda.Stream(device, priority=-1) for _ in range(GATED_STREAMS)]
+        self._gated = self._streams(GATED_STREAMS)
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)
         self._errors = list(torch.zeros((MAX_ACTIVE, 2), dtype=torch.int64, pin_memory=True))
+
+    def _streams(self, count: int) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream(self.device, priority=-1) for _ in range(count)]
 
     def activate(self) -> None:
         """Makes the GPU current on the calling thread."""

@@ -22,6 +22,7 @@ from torchkv.route import LocalPages
 from torchkv.slab import Rows, Slab
 from torchkv.slabgeometry import Geometry, geometry
 from torchkv.stagememory import Room
+from torchkv.staging import Stream
 from torchkv.sumlaunch import SumAddresses, launch_sums, prepare_sums
 
 __all__ = ["PagePacker", "mismatch_slots"]
@@ -124,8 +125,8 @@ class PagePacker:
         aligned to 16. errors: see `torchkv.kernels.error_slot`. blocks: thread blocks of a launch at most. Raises
         ``ProtocolError`` for tensors of the wrong kind, and for a stage that is too small.
 
-        stream: see `torchkv.kernels.gather`. The stage then needs ``stream.nbytes`` bytes, however large the piece is,
-        and of ``layout`` only the order counts. While `torchkv.kernels.unfinished`, it is to be called again.
+        stream: see `torchkv.kernels.gather`. The stage then needs ``stream.shape.nbytes`` bytes, however large the
+        piece is, and of ``layout`` only the order counts. While `torchkv.kernels.unfinished`, it is to be called again.
         """
         assert self._sending
         self._check(piece, ids, limit_tokens)
@@ -144,7 +145,7 @@ class PagePacker:
                 errors=errors,
                 blocks=blocks,
                 stream=stream,
-                first_chunk=_first_chunk(layout, run, stream) if stream else 0,
+                first_chunk=_first_chunk(layout, run, stream.shape) if stream else 0,
             )
 
     def write_sums(
@@ -205,7 +206,7 @@ class PagePacker:
                 blocks=blocks,
                 guard=guard,
                 stream=stream,
-                first_chunk=_first_chunk(layout, run, stream) if stream else 0,
+                first_chunk=_first_chunk(layout, run, stream.shape) if stream else 0,
             )
 
     def verify_sums(
@@ -322,7 +323,7 @@ def _part(stage: Room, run: _Run) -> Room:
     return stage.part(run.segment.offset + run.position * nbytes, run.num_jobs * nbytes)
 
 
-def _first_chunk(layout: PieceLayout, run: _Run, stream: Flow) -> int:
+def _first_chunk(layout: PieceLayout, run: _Run, stream: Stream) -> int:
     """Chunks of a stream of all of ``layout`` before the run's first job."""
     before = 0
     for segment in layout.segments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,10 +44,9 @@ class DevicePacker(Packer):
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
         super().__init__(local, receiving)
         self._device = device
-        self._packers: dict[tuple[int, bool], PagePacker] = {}
+        self._packers: dict[tuple[int, bool], PagePacker] = {}  # by plan and side; their kernels are loaded
         self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
         self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
-        self._ready: set[tuple[int, bool]] = set()  # plans whose kernels are loaded
         self._awaiting = 0  # jobs whose stream waits for a peer
         # Of streams; the same. From the start, because to allocate while a stream waits for the host may wait for that.
         self._states = [self._state() for _ in range(STATES)]
@@ -81,9 +80,8 @@ class DevicePacker(Packer):
             ids = upload.ids
         first = piece.start - op.start
         ids = ids[first : first + piece.num_pages]
-        if early is None:
-            yield from self._load(grant.plan, sending=True, checksum=checksum)
-        packer = self._packer(grant.plan, sending=True)
+        assert early is None or self.ready(grant.plan), "the first step of an early piece enqueues it"
+        packer = yield from self._loaded(grant.plan, sending=True, checksum=checksum)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
         state = None if early is None or early.stream is None else self._take_state(stream)
@@ -119,8 +117,7 @@ class DevicePacker(Packer):
             stream = device.open_stream if early is None else device.waiting_stream
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         room = self._receiving.room(job.stage)
-        yield from self._load(job.plan, sending=False, checksum=job.checked)
-        packer = self._packer(job.plan, sending=False)
+        packer = yield from self._loaded(job.plan, sending=False, checksum=job.checked)
         errors = device.error_slot()
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
@@ -193,25 +190,23 @@ class DevicePacker(Packer):
             self._states.append(state)
 
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        self._packer(plan, sending=sending).prepare(checksum=checksum, stream=not checksum)
-        self._ready.add((id(plan), sending))
+        key = (id(plan), sending)
+        packer = self._packers.get(key) or PagePacker(plan, self._local, sending=sending)
+        packer.prepare(checksum=checksum, stream=not checksum)
+        if key not in self._packers:
+            self._packers[key] = packer
+            self._plans.append(plan)
 
     def ready(self, plan: PairPlan) -> bool:
-        return (id(plan), True) in self._ready
+        return (id(plan), True) in self._packers
 
-    def _load(self, plan: PairPlan, *, sending: bool, checksum: bool) -> Iterator[int]:
-        """Makes ready what `prepare` has not: never while a stream waits for a peer, because loading waits for it."""
-        if (id(plan), sending) in self._ready:
-            return
-        while self._awaiting:
-            yield 0
-        self.prepare(plan, sending=sending, checksum=checksum)
-
-    def _packer(self, plan: PairPlan, *, sending: bool) -> PagePacker:
+    def _loaded(self, plan: PairPlan, *, sending: bool, checksum: bool) -> Generator[int, None, PagePacker]:
+        """The plan's, made ready if it is not: never while a stream waits for a peer, because loading waits for it."""
         key = (id(plan), sending)
         if key not in self._packers:
-            self._packers[key] = PagePacker(plan, self._local, sending=sending)
-            self._plans.append(plan)
+            while self._awaiting:
+                yield 0
+            self.prepare(plan, sending=sending, checksum=checksum)
         return self._packers[key]
 
     def _mismatch_slots(self) -> torch.Tensor:
@@ -262,8 +257,7 @@ def _flow(early: Early, state: torch.Tensor | None) -> Flow | None:
     """How kernels stream, each side's with a ``state`` of its own; None if they do not."""
     if early.stream is None or state is None:
         return None
-    chunk, channels = early.stream
-    return Flow(early.address, early.value, channels, chunk, state.data_ptr(), PATIENCE)
+    return Flow(early.address, early.value, early.stream, state.data_ptr(), PATIENCE)
 
 
 @contextmanager

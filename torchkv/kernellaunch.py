@@ -11,7 +11,7 @@ import triton
 
 from torchkv import pagecopy
 from torchkv.slabgeometry import Geometry, Side
-from torchkv.staging import MAX_CHANNELS, SLOTS
+from torchkv.staging import MAX_CHANNELS, SLOTS, Stream
 
 __all__ = ["Addresses", "Flow", "divisor", "launch", "launch_stream", "prepare", "shape"]
 
@@ -58,13 +58,13 @@ class Addresses(NamedTuple):
 class Flow(NamedTuple):
     """What a gather on one GPU and a scatter on another, launched each with its own ``state``, have in common.
 
-    The stage has ``SLOTS * channels`` slots of ``chunk`` bytes. Chunks are numbered through all jobs, and a job's last
-    one may be partly filled. Block b of either kernel is channel b and does chunks b, b + channels, b + 2 * channels,
-    and so on; its k-th lies in slot ``k % SLOTS * channels + b``.
+    shape: the stage has ``SLOTS * channels`` slots of ``chunk`` bytes. Chunks are numbered through all jobs, and a
+    job's last one may be partly filled. Block b of either kernel is channel b and does chunks b, b + channels,
+    b + 2 * channels, and so on; its k-th lies in slot ``k % SLOTS * channels + b``.
 
     words: address of int64 ``[2, MAX_CHANNELS]`` in the receiver's device memory, which both GPUs reach: of each
     channel how far it is packed, and how far unpacked, as ``base`` plus a number of chunks. base: above all that any of
-    them has held before; they only rise. channels, chunk: see `torchkv.staging.Stream`.
+    them has held before; they only rise.
     state: address of int64 ``[MAX_CHANNELS]`` in this GPU's own memory: of each channel the chunks that are done. Zeros
     before the first launch; a launch goes on where the last one has stopped. patience: so many times a block looks in
     vain for what it needs to go on; then it stops.
@@ -72,26 +72,16 @@ class Flow(NamedTuple):
 
     words: int
     base: int
-    channels: int
-    chunk: int
+    shape: Stream
     state: int
     patience: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stage that it takes."""
-        return SLOTS * self.channels * self.chunk
-
-    def chunks(self, job_nbytes: int) -> int:
-        """Chunks of a job of so many bytes."""
-        return -(-job_nbytes // self.chunk)
 
     def integers(self, mode: int, unit: int, job_nbytes: int, first_chunk: int) -> tuple[int, ...]:
         """Runtime arguments of the kernel, from ``wait_at`` on. unit: bytes of a word."""
         packed, unpacked = self.words, self.words + 8 * MAX_CHANNELS
-        tiles = self.chunk // (TILE.words * unit)
+        tiles = self.shape.chunk // (TILE.words * unit)
         wait_at, publish_at = (unpacked, packed) if mode == pagecopy.GATHER else (packed, unpacked)
-        counts = self.patience, first_chunk, tiles, self.chunks(job_nbytes)
+        counts = self.patience, first_chunk, tiles, self.shape.chunks(job_nbytes)
         return wait_at, publish_at, self.state, self.base, *counts
 
 
@@ -176,22 +166,9 @@ def launch(
     what = shape(geometry)
     for first, count in _pieces(ranks, MAX_WORDS // what.words_per_pair):
         words = count * what.words_per_pair
-        integers = (
-            addresses.jobs,
-            addresses.src_ids,
-            addresses.dst_ids,
-            addresses.stage + (first - ranks.start) * what.pair_nbytes,
-            len(ranks) * what.pair_nbytes,
-            addresses.errors,
-            addresses.guard,
-            addresses.expected,
-            *NO_STREAM,
-            num_jobs,
-            first,
-            start,
-            words,
-            *what.integers,
-        )
+        stage = addresses.stage + (first - ranks.start) * what.pair_nbytes
+        counts = num_jobs, first, start, words
+        integers = _integers(addresses, stage, len(ranks) * what.pair_nbytes, NO_STREAM, counts, what)
         grid = min(blocks, num_jobs * -(-words // TILE.words))
         _enqueue(grid, integers, _constants(mode, what), TILE.warps)
 
@@ -216,23 +193,17 @@ def launch_stream(
     what = shape(geometry)
     words = len(ranks) * what.words_per_pair
     assert words <= MAX_WORDS, f"a stream of jobs of {words} words"
-    integers = (
-        addresses.jobs,
-        addresses.src_ids,
-        addresses.dst_ids,
-        addresses.stage,
-        0,
-        addresses.errors,
-        0,
-        0,
-        *stream.integers(mode, what.unit, len(ranks) * what.pair_nbytes, first_chunk),
-        num_jobs,
-        ranks.start,
-        start,
-        words,
-        *what.integers,
-    )
-    _enqueue(stream.channels, integers, _constants(mode, what, SLOTS), STREAM_WARPS)
+    flow = stream.integers(mode, what.unit, len(ranks) * what.pair_nbytes, first_chunk)
+    integers = _integers(addresses, addresses.stage, 0, flow, (num_jobs, ranks.start, start, words), what)
+    _enqueue(stream.shape.channels, integers, _constants(mode, what, SLOTS), STREAM_WARPS)
+
+
+def _integers(
+    addresses: Addresses, stage: int, stage_stride: int, flow: tuple[int, ...], counts: tuple[int, ...], what: Shape
+) -> tuple[int, ...]:
+    """The kernel's runtime arguments. flow: `Flow.integers` or `NO_STREAM`. counts: from ``num_jobs`` to ``words``."""
+    jobs, src_ids, dst_ids, _, *rest = addresses
+    return jobs, src_ids, dst_ids, stage, stage_stride, *rest, *flow, *counts, *what.integers
 
 
 def prepare(geometry: Geometry, *modes: int, stream: bool = False) -> None:

@@ -126,7 +126,7 @@ def gather(
     ``geometry.unit``. The rest, and errors, as for `copy_pages`; the second column of ``jobs`` is not read.
 
     stream: packs into the slots of a stream instead, while a `scatter` unpacks them; then ``stage`` needs
-    ``stream.nbytes`` bytes, the same memory on both sides, ``errors`` two words, and ``blocks`` does not count.
+    ``stream.shape.nbytes`` bytes, the same memory on both sides, ``errors`` two words, and ``blocks`` does not count.
     `unfinished` says whether to launch it again. first_chunk: chunks of the jobs that are packed before, by launches
     before this one, with the same ``state``.
     """
@@ -137,11 +137,8 @@ def gather(
     _check_stage(geometry, stage, num_jobs * len(ranks), stream)
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
     where = Addresses(jobs=first, src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=errors.data_ptr())
-    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start}
-    if stream is None:
-        launch(pagecopy.GATHER, geometry, where, **given, blocks=blocks)
-        return
-    launch_stream(pagecopy.GATHER, geometry, where, stream, **given, first_chunk=first_chunk)
+    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start, "blocks": blocks}
+    _launch(pagecopy.GATHER, geometry, where, stream, first_chunk, **given)
 
 
 def scatter(
@@ -175,12 +172,25 @@ def scatter(
     _check_stage(geometry, stage, num_jobs * len(ranks), stream)
     first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
     where = Addresses(first, 0, dst_pages.data_ptr(), stage.ptr, errors.data_ptr(), *guard)
-    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start}
+    assert stream is None or guard == (0, 0), "a stream with a guard"
+    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start, "blocks": blocks}
+    _launch(pagecopy.SCATTER, geometry, where, stream, first_chunk, **given)
+
+
+def _launch(
+    mode: int,
+    geometry: Geometry,
+    where: Addresses,
+    stream: Flow | None,
+    first_chunk: int,
+    *,
+    blocks: int,
+    **given: Any,
+) -> None:
     if stream is None:
-        launch(pagecopy.SCATTER, geometry, where, **given, blocks=blocks)
-        return
-    assert guard == (0, 0), "a stream with a guard"
-    launch_stream(pagecopy.SCATTER, geometry, where, stream, **given, first_chunk=first_chunk)
+        launch(mode, geometry, where, **given, blocks=blocks)
+    else:
+        launch_stream(mode, geometry, where, stream, **given, first_chunk=first_chunk)
 
 
 def _check_ids(name: str, ids: torch.Tensor) -> None:
@@ -197,9 +207,9 @@ def _check_grant(geometry: Geometry, dst_pages: torch.Tensor, limit_tokens: int)
 
 
 def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Flow | None) -> None:
-    need = pairs * shape(geometry).pair_nbytes if stream is None else stream.nbytes
+    need = pairs * shape(geometry).pair_nbytes if stream is None else stream.shape.nbytes
     if stage.nbytes < need:
-        what = f"{pairs} page pairs" if stream is None else f"a stream of {stream.channels} channels"
+        what = f"{pairs} page pairs" if stream is None else f"a stream of {stream.shape.channels} channels"
         raise ProtocolError(f"a stage of {stage.nbytes} bytes for {what}, which take {need}")
     if stage.ptr % (unit := shape(geometry).unit):
         raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
@@ -207,10 +217,11 @@ def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Flow | Non
 
 def check_stream(stream: Flow) -> None:
     """Raises ``ProtocolError`` for numbers that no stream has. Addresses and ``base`` are trusted."""
-    if not 1 <= stream.channels <= MAX_CHANNELS:
-        raise ProtocolError(f"a stream of {stream.channels} channels; at least 1 and at most {MAX_CHANNELS}")
-    if not CHUNK_UNIT <= stream.chunk < 1 << 31 or stream.chunk % CHUNK_UNIT:
-        raise ProtocolError(f"chunks of {stream.chunk} bytes; a multiple of {CHUNK_UNIT} below 2 GiB")
+    chunk, channels = stream.shape
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise ProtocolError(f"a stream of {channels} channels; at least 1 and at most {MAX_CHANNELS}")
+    if not CHUNK_UNIT <= chunk < 1 << 31 or chunk % CHUNK_UNIT:
+        raise ProtocolError(f"chunks of {chunk} bytes; a multiple of {CHUNK_UNIT} below 2 GiB")
     if stream.patience < 1:
         raise ProtocolError(f"patience must be at least 1, not {stream.patience}")
 

@@ -92,13 +92,19 @@ class StagedTransfer(Transfer):
         self._gathering = 0
         self._boarded = False
 
+    @property
+    def _signals(self) -> bool:
+        """Whether this side can say that a stage is written by a signal, before it is."""
+        # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
+        if self._view is None or isinstance(self._pages, DevicePages):
+            return False
+        return self._packer.signals and self._packer.ready(self._plan)
+
     def _num_channels(self) -> int:
         """Of a stream, 0 if pieces of the size of a stage do better, or are all there is."""
-        if self._view is None or self._checksum or isinstance(self._pages, DevicePages):
+        if not self._signals or self._checksum:
             return 0
         if self._cutter.nbytes < LEAST_STREAMED or self._cutter.layer_nbytes < CHUNK_UNIT:
-            return 0
-        if not self._packer.ready(self._plan):
             return 0
         return min(self._packer.channels, self._target.channels)
 
@@ -205,11 +211,9 @@ class StagedTransfer(Transfer):
 
     def _early(self, span: Span) -> Early | None:
         """How the stage may be called written early; None if it may not."""
-        # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
-        if span.signal is None or self._view is None or isinstance(self._pages, DevicePages):
+        if span.signal is None or not self._signals:
             return None
-        if not self._packer.signals or not self._packer.ready(self._plan):
-            return None
+        assert self._view is not None
         address = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
         return Early(address, span.signal.value, self._stream(span.nbytes))
 

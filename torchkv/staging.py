@@ -63,6 +63,10 @@ class Stream(NamedTuple):
         """Bytes of the stage that it takes."""
         return self.chunk * self.channels * SLOTS
 
+    def chunks(self, job_nbytes: int) -> int:
+        """Chunks of so many bytes of one slab and layer, the last one perhaps partly filled."""
+        return -(-job_nbytes // self.chunk)
+
 
 def signal_offset(ring_nbytes: int, word: int) -> int:
     """Where signal ``word`` of a ring of ``ring_nbytes`` bytes lies, in bytes from the ring's start."""

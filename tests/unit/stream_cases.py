@@ -20,12 +20,13 @@ from oracle import differences, gqa
 from pack_cases import CUT, TALL, uneven
 from pack_kit import Transfer, transfers
 
-from torchkv import devicepack, kernellaunch, kernels
+from torchkv import devicepack, kernellaunch, kernels, staging
 from torchkv.copyreference import BadPage, copy_pages_reference, gather_reference, scatter_reference
 from torchkv.errors import ProtocolError
 from torchkv.kernellaunch import Flow, Tile
 from torchkv.pieces import Piece, PieceLayout, piece_layout
 from torchkv.stagememory import Room
+from torchkv.staging import Stream
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_streamcopies.py, which starts this in the interpreter"
 
@@ -46,7 +47,8 @@ class Ring:
         self._words = self.words.clone()
         self.states = [torch.zeros(kernellaunch.MAX_CHANNELS, dtype=torch.int64) for _ in range(2)]
         self.sides = [
-            Flow(self.words.data_ptr(), BASE, channels, chunk, state.data_ptr(), patience) for state in self.states
+            Flow(self.words.data_ptr(), BASE, Stream(chunk, channels), state.data_ptr(), patience)
+            for state in self.states
         ]
         self.channels, self.chunk = channels, chunk
 
@@ -103,7 +105,7 @@ def streaming(
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit, "blocks": 1}
     pairs = len(case.shape.pairs(num_src_pages=len(src), start=case.start, limit_tokens=case.limit))
-    per_job = ring.sides[0].chunks(pairs * case.shape.pair_nbytes)
+    per_job = ring.sides[0].shape.chunks(pairs * case.shape.pair_nbytes)
     runs = [(0, case.num_jobs)] if not cut else [(0, cut), (cut, case.num_jobs - cut)]
     jobs = pools.addresses
 
@@ -143,7 +145,8 @@ def test_streams_are_the_reference(
     order: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernellaunch, "SLOTS", slots)
+    for module in (kernellaunch, staging):
+        monkeypatch.setattr(module, "SLOTS", slots)
     monkeypatch.setattr(kernels, "CHUNK_UNIT", CHUNK_UNIT // 2)
     monkeypatch.setattr(kernellaunch, "TILE", kernellaunch.TILE._replace(words=16))
     pools = case.pools()
@@ -313,7 +316,8 @@ def test_wrong_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"patience": 0}, "patience"),
     ]
     for change, words in wrong:
-        ring.sides = [good._replace(**change)] * 2
+        shape = good.shape._replace(**{key: value for key, value in change.items() if key != "patience"})
+        ring.sides = [good._replace(shape=shape, patience=change.get("patience", good.patience))] * 2
         for launch in launches:
             with pytest.raises(ProtocolError, match=words):
                 launch(kernels.error_slot())
@@ -403,6 +407,6 @@ def test_some_layers_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_of_no_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (transfer,), _ = transfers({0: gqa(**BF16)}, gqa(**BF16), 16, monkeypatch)
     ring = Ring(1, 1 << 15)
-    ring.sides = [side._replace(chunk=0) for side in ring.sides]
+    ring.sides = [side._replace(shape=side.shape._replace(chunk=0)) for side in ring.sides]
     with pytest.raises(ProtocolError, match="chunks of 0 bytes"):
         stream(transfer, *transfer.everything(), ring)

@@ -95,11 +95,15 @@ class Bench:
         self.grant: Any = SimpleNamespace(generation=4, plan=PLAN, num_tokens=64)
 
     def pages(self, *, sending: bool) -> Any:
-        return self.packer._packer(PLAN, sending=sending)
+        if (id(PLAN), sending) not in self.packer._packers:
+            self.packer.prepare(PLAN, sending=sending, checksum=False)
+        return self.packer._packers[id(PLAN), sending]
 
     def gather(self, *, checksum: bool = False, **how: Any) -> Any:
         assert self.stage is not None
         room = self.memory.room(self.stage)
+        if "early" in how:
+            self.pages(sending=True)
         return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum, **how)
 
     def job(self, *, checked: bool = False, signal: int | None = None) -> Any:
@@ -180,7 +184,7 @@ def test_a_stream_is_begun_again_as_long_as_it_waited_in_vain(bench: Bench, send
     for _ in range(3):
         assert next(steps) == 0
         address = 0x1000 if sending else bench.words[3].data_ptr()
-        assert pages.flow == Flow(address, 42, 3, 1 << 20, state.data_ptr(), PATIENCE)
+        assert pages.flow == Flow(address, 42, STREAM, state.data_ptr(), PATIENCE)
         assert pages.errors[1] == 0
         pages.errors[1] = pagecopy.UNFINISHED
         bench.gpu.run()

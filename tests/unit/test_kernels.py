@@ -20,6 +20,7 @@ from torchkv.kernellaunch import TILE, Tile, divisor
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
 from torchkv.stagememory import Room
+from torchkv.staging import Stream
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -149,14 +150,14 @@ def test_layouts_share_variants(log: list[tuple[Any, ...]]) -> None:
 # Launching streams
 
 
-STREAM = kernels.Flow(words=1 << 20, base=7 << 32, channels=5, chunk=1 << 16, state=1 << 30, patience=9)
+STREAM = kernels.Flow(words=1 << 20, base=7 << 32, shape=Stream(1 << 16, 5), state=1 << 30, patience=9)
 
 
 def send_stream(stream: kernels.Flow = STREAM, num_pages: int = 17) -> None:
     """Both sides; 4 KiB a page, so 17 pages take two chunks of 64 KiB."""
     ids, errors = torch.zeros(num_pages, dtype=torch.int64), kernels.error_slot()
     where = {"first_job": 1, "num_jobs": 2, "start": 0, "limit_tokens": 16 * num_pages, "errors": errors, "blocks": 1}
-    jobs, room = torch.zeros((3, 2), dtype=torch.int64), Room(1 << 40, stream.nbytes)
+    jobs, room = torch.zeros((3, 2), dtype=torch.int64), Room(1 << 40, stream.shape.nbytes)
     kernels.gather(jobs, ids, room, shape(), **where, stream=stream, first_chunk=2)
     kernels.scatter(jobs, room, ids, shape(), num_src_pages=num_pages, **where, stream=stream, first_chunk=2)
 

@@ -20,7 +20,6 @@ __all__ = [
     "check_range",
     "check_slot",
     "extent",
-    "late",
 ]
 
 
@@ -65,6 +64,22 @@ class Life:
     def about_to_seal(self) -> bool:
         """Whether nothing but the end of a single op is missing for the seal."""
         return self.finish is not None and self.error is None and not self.queue and len(self.running) == 1
+
+    def overdue(self, now: float, *, timeout: float, grant_timeout: float) -> KVError | None:
+        """What it has failed with by now because it waits for its receiver, if it has. Limits in seconds."""
+        if self.grant is None and self.gone is not None and now >= self.born + timeout:
+            return self.gone
+        if self.grant is None and now >= self.born + grant_timeout:
+            return self._late("has not posted recv_pages", grant_timeout, "grant_timeout")
+        if self.sealed_at is not None and now >= self.heard + timeout:
+            return self._late("has not reported its verdict", timeout, "timeout")
+        return None
+
+    def _late(self, what: str, limit: float, option: str) -> TransferTimeout:
+        return TransferTimeout(
+            f"request {self.request!r}: rank {self.dst} {what} within {limit:g} s (Options.{option}); "
+            f"cancel({self.request!r}) and retry, or raise the limit"
+        )
 
     def check_open(self) -> None:
         """Raises the error of a tombstone, or ``ProtocolError`` if the life is finished."""
@@ -140,14 +155,6 @@ def check_slot(grant: BoundGrant, num_slots: int) -> None:
     owes = state is not None and state.slabs
     if (slot is None and owes) or (slot is not None and slot >= num_slots):
         raise ProtocolError(f"grant of rank {grant.dst} names state slot {slot}, it has {num_slots} slots")
-
-
-def late(life: Life, what: str, limit: float, option: str) -> TransferTimeout:
-    """What the receiver of ``life`` has not done in time."""
-    return TransferTimeout(
-        f"request {life.request!r}: rank {life.dst} {what} within {limit:g} s (Options.{option}); "
-        f"cancel({life.request!r}) and retry, or raise the limit"
-    )
 
 
 def extent(life: Life | None, grant: BoundGrant | None) -> str:

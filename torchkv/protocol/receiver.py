@@ -447,6 +447,6 @@ def _stream_of(message: Staged, stage: Stage, layout: PieceLayout) -> Stream | N
         raise ProtocolError(f"{stream} through a stage of {stage.nbytes} bytes")
     if stream.chunk > MAX_STREAMED or any(each.layer_nbytes > MAX_STREAMED for each in layout.segments):
         raise ProtocolError(f"{stream} for layers of more than {MAX_STREAMED} bytes")
-    if sum(len(each.layers) * -(-each.layer_nbytes // stream.chunk) for each in layout.segments) >= SIGNAL_STEP:
+    if sum(len(each.layers) * stream.chunks(each.layer_nbytes) for each in layout.segments) >= SIGNAL_STEP:
         raise ProtocolError(f"{stream} for {layout.nbytes} bytes, more than a signal can count")
     return stream

@@ -35,7 +35,6 @@ from torchkv.protocol.life import (
     check_range,
     check_slot,
     extent,
-    late,
 )
 from torchkv.protocol.stageclient import StageClient
 from torchkv.roster import Roster
@@ -130,7 +129,7 @@ class Sender:
         life = self._lives.get((request, dst))
         if life is not None:
             life.check_open()
-        grant = self._unbound.get((request, dst)) if life is None else life.grant
+        grant = self._grant_of(request, dst)
         problem = self._pages_missing(request, dst, life, grant)
         if problem is None and state_slot is None:
             problem = self._state_missing(request, dst, grant)
@@ -316,7 +315,8 @@ class Sender:
         for life in list(self._lives.values()):
             if life.error is not None:
                 continue
-            if (overdue := self._overdue(life, now)) is not None:
+            overdue = life.overdue(now, timeout=self._timeout, grant_timeout=self._grant_timeout)
+            if overdue is not None:
                 self._fail(life, overdue)
                 failed = True
             elif any(op.moved for op in life.running):
@@ -486,16 +486,6 @@ class Sender:
 
     def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
         self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
-
-    def _overdue(self, life: Life, now: float) -> KVError | None:
-        """What a life has failed with by now because it waits for its receiver, if it has."""
-        if life.grant is None and life.gone is not None and now >= life.born + self._timeout:
-            return life.gone
-        if life.grant is None and now >= life.born + self._grant_timeout:
-            return late(life, "has not posted recv_pages", self._grant_timeout, "grant_timeout")
-        if life.sealed_at is not None and now >= life.heard + self._timeout:
-            return late(life, "has not reported its verdict", self._timeout, "timeout")
-        return None
 
 
 def _make_room(remembered: dict[tuple[str, int], Any]) -> None:
