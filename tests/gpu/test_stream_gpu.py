@@ -86,7 +86,8 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...]) -> None:
             meet(kv)
         assert all(torch.equal(*pair) for pair in zip(bits(cache, source + canaries), before, strict=True))
         if me in writers:
-            assert begun[0] >= verbs, "nothing was streamed"
+            # The first verb loads the kernels: direct routes do not get those of staging when they are made.
+            assert begun[0] >= verbs - 1, "nothing was streamed"
             assert polls > 100 or begun[0] > 2 * verbs, "no kernel has lost its patience"
 
 

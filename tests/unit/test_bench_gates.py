@@ -413,6 +413,7 @@ def test_waiting_for_a_core_that_another_program_has_is_counted() -> None:
         ["--tp", "2:1:1"],
         ["--tp", "2:1", "--kv-heads", "3", "--heads", "6"],
         ["--tp", "1:2", "--ffn", "33"],
+        ["--crossed", "--device", "cpu"],
     ],
 )
 def test_options_without_meaning_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,6 +421,27 @@ def test_options_without_meaning_are_refused(wrong: list[str], capsys: pytest.Ca
         pipeline_table.run(wrong)
     assert stopped.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+def test_ranks_that_decode_lie_across_from_those_whose_heads_they_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gpus(tp: tuple[int, int], *, crossed: bool = True) -> list[int]:
+        setup = pipelined.Setup(device="cuda", model=pipelined.MODELS["cuda"], repeats=1, tp=tp, crossed=crossed)
+        return [setup.gpu(rank) for ranks in setup.instances.values() for rank in ranks]
+
+    assert gpus((2, 2)) == [0, 1, 1, 0]
+    assert gpus((2, 1)) == [0, 1, 1]
+    assert gpus((1, 2)) == [0, 1, 0]
+    assert gpus((2, 2), crossed=False) == [0, 1, 2, 3]
+    for found, accepted in ((1, False), (2, True)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda found=found: found)
+        if accepted:
+            assert pipeline_table._parse(["--device", "cuda", "--tp", "2:2", "--crossed"]).crossed
+            continue
+        with pytest.raises(SystemExit):
+            pipeline_table._parse(["--device", "cuda", "--tp", "2:2", "--crossed"])
+        assert "two GPUs are needed, and PyTorch finds 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tp", "gpus", "message"), [("1:1", 0, "2 ranks.*none"), ("2:2", 3, "4 ranks.*finds 3")])

@@ -4,7 +4,8 @@ TTFT: from the start of the prefill until the receiver has decoded the first tok
 the prefill until the receiver has all bytes in its pages. Medians of passes that take turns, in fresh processes; every
 pass has fresh tokens, and all bytes and logits are compared with those of a second computation. On a CPU: TCP on
 loopback; with --tp 1:1 the prefill alone on one core, everything else of both processes on another, and without it no
-cores of their own, so that no time is judged. Exit code 1 if a byte was wrong or a gate was missed.
+cores of their own, so that no time is judged. With --crossed, ranks that decode share the GPUs of those that prefill
+and take layers out of their pages only then. Exit code 1 if a byte was wrong or a gate was missed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         model=args.model,
         repeats=args.repeats,
         tp=args.tp,
+        crossed=args.crossed,
         cores=first_two() if args.device == "cpu" and args.tp == (1, 1) else None,
     )
 
@@ -58,7 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         out.write(line + "\n")
         out.flush()
 
-    say(f"# torchkv bench pipeline, {args.device}: {machine(args.device)}; {setup.model}")
+    where = f"{args.device}, crossed" if args.crossed else args.device
+    say(f"# torchkv bench pipeline, {where}: {machine(args.device)}; {setup.model}")
     for line in (*NOTES, HEADER):
         say(line)
     results = []
@@ -126,6 +129,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="ranks that share the prefill, and ranks that share the decoding, 1 or 2 each (default 1:1); more would "
         "add up their results in an order of their own, and bytes could not be compared",
     )
+    add(
+        "--crossed",
+        action="store_true",
+        help="on cuda, with two GPUs: ranks that decode lie on those of prefill, across from the heads that they have",
+    )
     add("--tokens", type=_counts, help=f"lengths of prompts (default {TOKENS['cpu']}; on cuda {TOKENS['cuda']})")
     add("--repeats", type=_count, default=7, help="measured passes of each way (default 7)")
     for name in SIZES:
@@ -135,15 +143,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.tokens is None:
         args.tokens = _counts(TOKENS[args.device])
-    ranks, gpus = sum(args.tp), torch.cuda.device_count() if args.device == "cuda" else 0
-    if args.device == "cuda" and gpus < ranks:
-        parser.error(f"--device cuda: each of {ranks} ranks needs a GPU of its own, and PyTorch finds {gpus or 'none'}")
+    if args.device == "cuda":
+        _check_gpus(parser, 2 if args.crossed else sum(args.tp), crossed=args.crossed)
+    elif args.crossed:
+        parser.error("--crossed needs --device cuda")
     args.model = replace(MODELS[args.device], **{name: value for name in SIZES if (value := getattr(args, name))})
     shards = max(args.tp)
     for name in ("kv_heads", "heads", "ffn"):
         if (value := getattr(args.model, name)) % shards:
             parser.error(f"--tp: {shards} ranks cannot share --{name.replace('_', '-')} {value}; it must be even")
     return args
+
+
+def _check_gpus(parser: argparse.ArgumentParser, needed: int, *, crossed: bool) -> None:
+    found = torch.cuda.device_count()
+    if found < needed:
+        whose = "--crossed: two GPUs are needed" if crossed else f"--device cuda: each of {needed} ranks needs a GPU"
+        hint = "" if crossed else "; --crossed makes do with two"
+        parser.error(f"{whose}, and PyTorch finds {found or 'none'}{hint}")
 
 
 def _defaults(name: str) -> str:

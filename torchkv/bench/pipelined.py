@@ -37,7 +37,7 @@ WAYS = ("once", "pipelined")
 # third what beside computation is slower than alone.
 WARM_UPS = 3
 # Prompts are long from so many tokens on. Passes of shorter ones are made up to so many times more often.
-LONG, MORE = 2048, 4
+LONG, MORE = 2048, 8
 ROUND_TRIPS = 20
 ALONE = 3  # times that single groups are sent with nothing else to do
 CANARIES = 8  # pages granted to nobody
@@ -58,7 +58,8 @@ class Setup:
 
     tp: ranks that prefill, and ranks that decode; each 1 or 2: sums of two are the same in any order, and bytes can be
     compared only then. repeats: measured passes of each way, where prompts are long. cores: the one that computes on a
-    CPU, and the one for everything else; None: no rank has one for itself.
+    CPU, and the one for everything else; None: no rank has one for itself. crossed: on two GPUs, the ranks that decode
+    lie on those that prefill, each on another than the rank whose heads it has; they begin when the prefill is over.
     """
 
     device: str
@@ -67,12 +68,19 @@ class Setup:
     tp: tuple[int, int] = (1, 1)
     page_size: int = 16
     cores: tuple[int, int] | None = None
+    crossed: bool = False
     seed: int = field(default_factory=lambda: secrets.randbits(48))
 
     @property
     def instances(self) -> dict[str, range]:
         """Their ranks."""
         return {"prefill": range(self.tp[0]), "decode": range(self.tp[0], sum(self.tp))}
+
+    def gpu(self, number: int) -> int:
+        """Of a rank."""
+        if not self.crossed or number < self.tp[0]:
+            return number
+        return (number - self.tp[0] + 1) % 2
 
     def prompt(self, num_tokens: int, turn: int) -> torch.Tensor:
         """Fresh tokens for each turn of each run: int64 [num_tokens]."""
@@ -151,7 +159,7 @@ class _Rank:
     def __init__(self, setup: Setup, number: int, reduce: Reduce | None = None) -> None:
         """reduce: adds up a tensor, in place, over the ranks of this one's instance."""
         self.setup, self.number = setup, number
-        self.device = torch.device("cuda", number) if setup.device == "cuda" else torch.device("cpu")
+        self.device = torch.device("cuda", setup.gpu(number)) if setup.device == "cuda" else torch.device("cpu")
         self.instance = "prefill" if number in setup.instances["prefill"] else "decode"
         ranks = setup.instances[self.instance]
         self._tp_rank, self._tp_size = ranks.index(number), len(ranks)
@@ -207,7 +215,7 @@ def _this_rank(setup: Setup) -> _Rank:
     """With what adds up tensors over its instance. Collective."""
     number = dist.get_rank()
     if setup.device == "cuda":
-        torch.cuda.set_device(number)
+        torch.cuda.set_device(setup.gpu(number))
     reduce: Reduce | None = None
     for ranks in setup.instances.values():
         if len(ranks) > 1:
@@ -319,8 +327,11 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             granted = time.monotonic()
             received = kv.recv_pages(f"{way} {turn}", pages, "prefill")
             dist.barrier()
-            memory.gather(received)
+            if not rank.setup.crossed:  # else it would take turns with the prefill on the GPU
+                memory.gather(received)
             dist.recv(first, 0)
+            if rank.setup.crossed:
+                memory.gather(received)
             logits = rank.model(first.to(rank.device), memory)
             int(logits.argmax())
             decoded = time.monotonic()
