@@ -22,6 +22,11 @@ SLACK = 1.25
 # Until there are measurements: the word to the progress thread, the copy's start, the flush and the attestation.
 ASSUMED_OVERHEAD = 100e-6
 ASSUMED_LAUNCH = 20e-6
+# Of each verb, where the calling thread enqueues layers: so long the progress thread has the GIL for it
+# (docs/measurements, 2026-11-22). Threads that compute outside of Python do not notice.
+HANDED_OVER = 0.7e-3
+# A thread that enqueues layers so nearly as slowly as the GPU computes them is what holds up the GPU.
+HOLDS_UP = 0.8
 # The weight of what was known against one new measurement.
 MEMORY = 0.8
 # So many of the last passes are remembered, without verbs beside computation and with them. All of the latter must say
@@ -54,14 +59,16 @@ class Timing:
     """What one pass costs, in seconds.
 
     layer: to compute one layer. transfer: to move one layer's bytes. overhead: of each transfer, beside its bytes.
-    launch: of each verb, on the calling thread. drag: by which moving one layer's bytes prolongs the computation that
-    goes on beside it. slowdown: how many times as long the bytes of a transfer take beside computation.
+    launch: of each verb, on the calling thread. enqueue: one layer, of a thread that lets a GPU compute; 0 if it
+    computes itself. drag: by which moving one layer's bytes prolongs the computation that goes on beside it. slowdown:
+    how many times as long the bytes of a transfer take beside computation.
     """
 
     layer: float
     transfer: float
     overhead: float = ASSUMED_OVERHEAD
     launch: float = ASSUMED_LAUNCH
+    enqueue: float = 0.0
     drag: float = 0.0
     slowdown: float = 1.0
 
@@ -70,13 +77,15 @@ class Timing:
 class Measured:
     """How one pass went. Zeros, and an empty list, stand for what could not be measured.
 
-    layer: seconds to compute one layer at ``tokens`` tokens. transfers: (number of transfers, bytes, seconds) of spans
+    layer: seconds to compute one layer at ``tokens`` tokens. enqueue: seconds a layer of the calling thread, if it lets
+    a GPU compute. transfers: (number of transfers, bytes, seconds) of spans
     of time in which the link was busy. launch: seconds of one verb on the calling thread. verbs: how many were called
     before the last of these layers was computed. slowdown: of transfers beside computation, against ``transfers``.
     """
 
     tokens: int
     layer: float = 0.0
+    enqueue: float = 0.0
     transfers: tuple[tuple[int, int, float], ...] = ()
     launch: float = 0.0
     verbs: int = 0
@@ -87,28 +96,36 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     """From the start of the first layer until all bytes are visible, with groups of ``size`` layers.
 
     Groups are computed one after the other and transferred one after the other, each once it has been computed; the
-    last one has what is left over.
+    last one has what is left over. What a verb costs the calling thread prolongs the computation if that thread does
+    it, or if it holds up the GPU that does.
     """
     groups = -(-num_layers // size)
     last = num_layers - (groups - 1) * size
-    first = size * timing.layer + timing.launch
-    compute = first + size * timing.drag  # of a later group, beside the transfer of the one before
+    inline = 0.0 if timing.enqueue else timing.launch
     transfer = timing.overhead + size * timing.transfer * timing.slowdown
-    computed = num_layers * timing.layer + groups * timing.launch + (groups - 1) * size * timing.drag
-    sent = 0.0  # when all groups but the last one are there
-    if groups > 1:
-        sent = first + (groups - 2) * max(compute, transfer) + transfer
-    return max(computed, sent) + timing.overhead + last * timing.transfer
+    over = 0.0
+    # What computes, and the thread that lets it: a group goes when both have done with it.
+    for layer, launch, drag in ((timing.layer, inline, timing.drag), (timing.enqueue, timing.launch, 0.0)):
+        first = size * layer + launch
+        compute = first + size * drag  # of a later group, beside the transfer of the one before
+        over = max(over, num_layers * layer + groups * launch + (groups - 1) * size * drag)
+        if groups > 1:
+            over = max(over, first + (groups - 2) * max(compute, transfer) + transfer)
+    return over + timing.overhead + last * timing.transfer
 
 
 def best_group_size(num_layers: int, timing: Timing) -> int:
     """The size with the least `total_seconds`, or ``num_layers`` where that saves too little against sending once."""
     once = total_seconds(num_layers, num_layers, timing)
     exposed = timing.overhead + num_layers * timing.transfer
+    enough = once - WORTHWHILE * exposed
+    # What no size can beat. Short prompts get no further, and should: they would notice the time that it takes.
+    if max(num_layers * timing.layer, num_layers * timing.enqueue + 2 * timing.launch) + timing.overhead >= enough:
+        return num_layers
     late = replace(timing, transfer=SLACK * timing.transfer, overhead=SLACK * timing.overhead)
     # The largest of those that are equally good: it takes the fewest verbs.
     best = min(range(num_layers, 0, -1), key=lambda size: total_seconds(size, num_layers, late))
-    return best if total_seconds(best, num_layers, timing) < once - WORTHWHILE * exposed else num_layers
+    return best if total_seconds(best, num_layers, timing) < enough else num_layers
 
 
 class _Beside(NamedTuple):
@@ -145,6 +162,7 @@ class Estimator:
     def __init__(self) -> None:
         self._layers: dict[int, _Recent] = {}  # by bit length of tokens
         self._call = ASSUMED_LAUNCH  # of a verb, on the calling thread
+        self._enqueued: deque[float] = deque(maxlen=REMEMBERED)  # a layer, whatever its tokens
         self._beside: deque[_Beside] = deque(maxlen=REMEMBERED)
         self._slowdown = 1.0
         self._counts = 0.0  # decayed sums over transfers, for the least squares of seconds = a * count + b * bytes
@@ -171,14 +189,22 @@ class Estimator:
         """Layer time is that of passes without verbs, unless those with verbs are faster still."""
         if measured.launch:
             self._call = _blend(self._call, measured.launch)
-        if measured.verbs:
+        if measured.enqueue:
+            self._enqueued.append(measured.enqueue)
+        # What verbs cost where the calling thread holds up the GPU is reckoned otherwise; it is not for their bytes.
+        held_up = self._enqueue() >= HOLDS_UP * measured.layer
+        if measured.verbs and not held_up:
             self._beside.append(_Beside(measured.tokens, measured.layer))
-        else:
+        elif not measured.verbs:
             faded = [one._replace(weight=LONG_MEMORY * one.weight) for one in self._beside]
             self._beside = deque(faded, maxlen=REMEMBERED)
         recent = self._layers.setdefault(measured.tokens.bit_length(), _Recent())
         if not measured.verbs or not recent.passes or measured.layer < recent.layer(measured.tokens):
             recent.passes.append((measured.tokens, measured.layer))
+
+    def _enqueue(self) -> float:
+        """Seconds a layer of the thread that lets a GPU compute: the least, since a full queue makes it wait."""
+        return min(self._enqueued, default=0.0)
 
     def _drag(self, tokens: int) -> float:
         """Seconds by which moving a layer's bytes prolongs the computation; in proportion to them, as measured.
@@ -197,12 +223,14 @@ class Estimator:
             return None
         near = min(self._layers.values(), key=lambda known: max(known.tokens / tokens, tokens / known.tokens))
         overhead, byte = self._link()
+        enqueue = self._enqueue()
         # Proportional to tokens: below what longer and shorter prompts really take, so hiding is not overestimated.
         return Timing(
             layer=near.layer(tokens),
             transfer=byte * layer_nbytes,
             overhead=overhead,
-            launch=self._call,
+            launch=self._call + (HANDED_OVER if enqueue else 0.0),
+            enqueue=enqueue,
             drag=self._drag(tokens),
             slowdown=self._slowdown,
         )

@@ -62,19 +62,21 @@ class PassClock:
         self._request = request
         self._targets = targets
         self._gpu = None if engine.device is None else engine.device.index
-        self._begun = False
         self._verbs = 0  # called before the last layer had run
-        self._first: float | torch.cuda.Event = 0.0
-        self._last: float | torch.cuda.Event | None = None
+        self._ran: list[float] = []  # when the first layer and the last one had run, or were enqueued
+        self._events: list[torch.cuda.Event] = []  # GPUs: the same there
         self._sends: list[_Send] = []
 
     def layer_ran(self, *, is_last: bool) -> None:
         """A layer has run. is_last: of those that will."""
-        if not self._begun:
-            self._begun = True
-            self._first = self._now()
-        elif is_last:
-            self._last = self._now()
+        if self._ran and not is_last:
+            return
+        self._ran.append(time.perf_counter())
+        if self._gpu is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._gpu))
+            self._events.append(event)
+        if is_last:
             self._verbs = len(self._sends)
 
     def sent(self, work: KVWork, began: float, nbytes: int) -> None:
@@ -87,33 +89,30 @@ class PassClock:
         """How the pass went; None until its last transfer is over. Failed ones count for nothing."""
         if not all(send.work.is_completed() for send in self._sends):
             return None
-        if isinstance(self._last, torch.cuda.Event) and not self._last.query():
+        if not all(event.query() for event in self._events):
             return None
+        layer, enqueue = self._seconds()
         launches = [send.returned - send.began for send in self._sends]
         return Measured(
             tokens=self._tokens,
-            layer=self._layer_seconds(),
+            layer=layer,
+            enqueue=enqueue,
             verbs=self._verbs,
             launch=sum(launches) / len(launches) if launches else 0.0,
             transfers=self._transfers() if self._gpu is None else self._link(),
             slowdown=1.0 if self._gpu is None else SLOWDOWN,
         )
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _seconds(self) -> tuple[float, float]:
+        """A layer's: to compute it, and of the calling thread, if it lets a GPU do that. Zeros if it did not end."""
+        if len(self._ran) < 2:
+            return 0.0, 0.0
+        first, last = self._ran
+        seconds = (last - first) / (self._num_layers - 1)
         if self._gpu is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._gpu))
-        return event
-
-    def _layer_seconds(self) -> float:
-        if self._last is None:
-            return 0.0
-        if isinstance(self._first, torch.cuda.Event):
-            assert isinstance(self._last, torch.cuda.Event)
-            return float(self._first.elapsed_time(self._last)) / 1e3 / (self._num_layers - 1)
-        assert isinstance(self._last, float)
-        return (self._last - self._first) / (self._num_layers - 1)
+            return seconds, 0.0
+        begun, ended = self._events
+        return float(begun.elapsed_time(ended)) / 1e3 / (self._num_layers - 1), seconds
 
     def _granted(self) -> bool:
         """Whether transfers start at once: else the wait for the receiver would pass for a slow link."""

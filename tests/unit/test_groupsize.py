@@ -15,20 +15,31 @@ from torchkv.groupsize import Adaptive, Estimator, Measured, Published, Timing, 
 
 seconds = st.floats(1e-6, 1.0)
 little = st.floats(0, 1e-2)
-timings = st.builds(Timing, layer=seconds, transfer=seconds, overhead=seconds, launch=little, drag=little)
+timings = st.builds(
+    Timing,
+    layer=seconds,
+    transfer=seconds,
+    overhead=seconds,
+    launch=little,
+    enqueue=st.just(0.0) | seconds,
+    drag=little,
+)
 
 
 def simulated(size: int, num_layers: int, timing: Timing) -> float:
     """One layer after the other, one transfer after the other."""
-    clock, link_free = 0.0, 0.0
+    clock, thread, link_free = 0.0, 0.0, 0.0
     for layer in range(num_layers):
         clock += timing.layer
+        thread += timing.enqueue
         if layer and layer % size == 0:
             clock += size * timing.drag  # of the group before
         if (layer + 1) % size == 0 or layer + 1 == num_layers:
-            clock += timing.launch
+            thread += timing.launch
+            if not timing.enqueue:  # it is the thread that computes
+                clock += timing.launch
             in_group = layer % size + 1
-            link_free = max(link_free, clock) + timing.overhead + in_group * timing.transfer
+            link_free = max(link_free, clock, thread) + timing.overhead + in_group * timing.transfer
     return link_free
 
 
@@ -74,6 +85,18 @@ def test_a_smaller_last_group_is_worth_another_verb() -> None:
 def test_short_prompts_are_sent_once() -> None:
     # Two verbs cost more than what they could hide.
     assert best_group_size(32, Timing(layer=2e-6, transfer=1e-6, overhead=100e-6, launch=20e-6)) == 32
+
+
+def test_a_thread_that_holds_up_its_gpu_sends_once_and_one_that_runs_ahead_may_send_often() -> None:
+    """Figures of prefills of 256 and 4,096 tokens on GPUs (docs/measurements/2026-11-22-gpu.md)."""
+    short = Timing(layer=0.55e-3, transfer=5e-6, launch=0.8e-3, enqueue=0.55e-3)
+    assert best_group_size(32, short) == 32
+    assert best_group_size(32, replace(short, launch=1e-5)) < 32, "it is for what a verb costs the thread"
+    long = Timing(layer=3.2e-3, transfer=24e-6, launch=0.8e-3, enqueue=0.55e-3)
+    assert best_group_size(32, long) < 32
+    assert total_seconds(8, 32, long) - total_seconds(16, 32, long) < 0, "verbs cost nothing there"
+    # However much the thread is held up, what saves more than it costs is done.
+    assert best_group_size(32, replace(short, transfer=0.1e-3)) < 32
 
 
 def test_a_model_of_one_layer_has_one_group() -> None:
@@ -156,6 +179,26 @@ def test_what_moving_bytes_costs_shows_in_how_long_layers_take_beside_it() -> No
     for _ in range(30):  # faster than ever: no verb costs less than nothing
         estimator.observe(Measured(tokens=64, layer=0.5e-3, launch=50e-6, verbs=10))
     assert drag() == 0
+
+
+def test_what_verbs_cost_a_thread_that_holds_up_its_gpu_is_not_taken_for_the_price_of_bytes() -> None:
+    link = ((1, 10**6, 1e-3),)
+    held_up = Measured(tokens=256, layer=0.6e-3, enqueue=0.55e-3, launch=1e-4, transfers=link)
+    estimator = learned(*[held_up] * 2, *[replace(held_up, layer=0.65e-3, verbs=3)] * 10)
+    timing = estimator.timing(tokens=16384, layer_nbytes=1)
+    assert timing is not None
+    assert timing.drag == 0
+    assert timing.enqueue == 0.55e-3
+    assert timing.launch > 0.7e-3
+    # A pass that filled the GPU's queue had to wait, and says nothing of what it takes to fill it.
+    ahead = Measured(tokens=16384, layer=20e-3, enqueue=20e-3, transfers=link)
+    for measured in [ahead] * 2 + [replace(ahead, layer=21e-3, verbs=3)] * 6:
+        estimator.observe(replace(held_up, tokens=128))
+        estimator.observe(measured)
+    timing = estimator.timing(tokens=16384, layer_nbytes=1)
+    assert timing is not None
+    assert timing.enqueue == 0.55e-3
+    assert timing.drag > 0.8e-3
 
 
 def test_a_machine_on_which_verbs_are_dear_sends_once() -> None:

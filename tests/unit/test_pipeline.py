@@ -347,6 +347,7 @@ def test_a_policy_is_asked_about_the_pass_and_told_how_it_went(kv: Group) -> Non
     assert measured is not None
     assert measured.tokens == 48
     assert measured.layer > 0
+    assert measured.enqueue == 0, "this thread computes"
     assert measured.launch > 0
     assert measured.verbs == 2  # the last one comes later
     assert sum(count for count, _, _ in measured.transfers) == 3

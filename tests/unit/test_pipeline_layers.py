@@ -286,6 +286,7 @@ def test_on_a_gpu_layers_are_timed_by_events_and_the_link_by_its_limit(gpu: Grou
         measured = measure()
         assert measured is not None
         assert measured.layer == pytest.approx(2.0)
+        assert 0 < measured.enqueue < 2.0, "the thread has not waited for the layers"
         ((count, nbytes, seconds),) = measured.transfers
         assert count == 1
         assert nbytes / seconds == pytest.approx(200e9, rel=0.05)
