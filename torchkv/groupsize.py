@@ -22,8 +22,8 @@ SLACK = 1.25
 # Until there are measurements: the word to the progress thread, the copy's start, the flush and the attestation.
 ASSUMED_OVERHEAD = 100e-6
 ASSUMED_LAUNCH = 20e-6
-# Of each verb, where the calling thread enqueues layers: so long the progress thread has the GIL for it
-# (docs/measurements, 2026-11-22). Threads that compute outside of Python do not notice.
+# Of each verb, besides: so long the progress thread has the GIL for it (docs/measurements, 2026-11-22), which a thread
+# that enqueues layers notices, and one that computes outside of Python does not.
 HANDED_OVER = 0.7e-3
 # A thread that enqueues layers so nearly as slowly as the GPU computes them is what holds up the GPU.
 HOLDS_UP = 0.8
@@ -35,6 +35,7 @@ REMEMBERED = 5
 # By so much does each pass without verbs bring that down, so that what was once too dear is tried again one day.
 LONG_MEMORY = 0.98
 MAX_UNREAD = 16
+LOOKS = 8  # one of so many passes is measured where sending once is clearly best
 
 
 class Policy(Protocol):
@@ -42,7 +43,7 @@ class Policy(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether `learn` wants to be called: measuring costs a little."""
+        """Whether `learn` wants to be called of the pass last asked about: measuring costs a little."""
 
     def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
         """Layers a group, at least 1; ``num_layers`` or more sends once, behind the last layer.
@@ -59,18 +60,18 @@ class Timing:
     """What one pass costs, in seconds.
 
     layer: to compute one layer. transfer: to move one layer's bytes. overhead: of each transfer, beside its bytes.
-    launch: of each verb, on the calling thread. enqueue: one layer, of a thread that lets a GPU compute; 0 if it
-    computes itself. drag: by which moving one layer's bytes prolongs the computation that goes on beside it. slowdown:
-    how many times as long the bytes of a transfer take beside computation.
+    launch: of each verb, which prolongs the computation. drag: by which moving one layer's bytes prolongs it, while it
+    goes on beside that. slowdown: how many times as long the bytes of a transfer take beside computation. enqueue: one
+    layer, of a thread that lets a GPU compute; 0 if it computes itself.
     """
 
     layer: float
     transfer: float
     overhead: float = ASSUMED_OVERHEAD
     launch: float = ASSUMED_LAUNCH
-    enqueue: float = 0.0
     drag: float = 0.0
     slowdown: float = 1.0
+    enqueue: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +97,17 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     """From the start of the first layer until all bytes are visible, with groups of ``size`` layers.
 
     Groups are computed one after the other and transferred one after the other, each once it has been computed; the
-    last one has what is left over. What a verb costs the calling thread prolongs the computation if that thread does
-    it, or if it holds up the GPU that does.
+    last one has what is left over.
     """
     groups = -(-num_layers // size)
     last = num_layers - (groups - 1) * size
-    inline = 0.0 if timing.enqueue else timing.launch
     transfer = timing.overhead + size * timing.transfer * timing.slowdown
     over = 0.0
     # What computes, and the thread that lets it: a group goes when both have done with it.
-    for layer, launch, drag in ((timing.layer, inline, timing.drag), (timing.enqueue, timing.launch, 0.0)):
+    for layer, launch, drag in (
+        (timing.layer, timing.launch, timing.drag),
+        (timing.enqueue, _on_thread(timing) if timing.enqueue else 0.0, 0.0),
+    ):
         first = size * layer + launch
         compute = first + size * drag  # of a later group, beside the transfer of the one before
         over = max(over, num_layers * layer + groups * launch + (groups - 1) * size * drag)
@@ -114,13 +116,21 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     return over + timing.overhead + last * timing.transfer
 
 
+def _on_thread(timing: Timing) -> float:
+    """Seconds of each verb, of a thread that lets a GPU compute."""
+    return timing.launch + HANDED_OVER
+
+
 def best_group_size(num_layers: int, timing: Timing) -> int:
     """The size with the least `total_seconds`, or ``num_layers`` where that saves too little against sending once."""
     once = total_seconds(num_layers, num_layers, timing)
     exposed = timing.overhead + num_layers * timing.transfer
     enough = once - WORTHWHILE * exposed
     # What no size can beat. Short prompts get no further, and should: they would notice the time that it takes.
-    if max(num_layers * timing.layer, num_layers * timing.enqueue + 2 * timing.launch) + timing.overhead >= enough:
+    least = num_layers * timing.layer + 2 * timing.launch
+    if timing.enqueue:
+        least = max(least, num_layers * timing.enqueue + 2 * _on_thread(timing))
+    if least + timing.overhead >= enough:
         return num_layers
     late = replace(timing, transfer=SLACK * timing.transfer, overhead=SLACK * timing.overhead)
     # The largest of those that are equally good: it takes the fewest verbs.
@@ -217,22 +227,26 @@ class Estimator:
             extra.append(one.weight * (one.layer - alone) * tokens / one.tokens)
         return max(0.0, min(extra))
 
+    def knows(self, tokens: int) -> bool:
+        """Whether enough passes of about this length are remembered."""
+        recent = self._layers.get(tokens.bit_length())
+        return recent is not None and len(recent.passes) == REMEMBERED
+
     def timing(self, *, tokens: int, layer_nbytes: int) -> Timing | None:
         """What a pass of ``tokens`` tokens would cost; None as long as nothing is known of layers or of the link."""
         if not self._layers or not self._counts or tokens < 1:
             return None
         near = min(self._layers.values(), key=lambda known: max(known.tokens / tokens, tokens / known.tokens))
         overhead, byte = self._link()
-        enqueue = self._enqueue()
         # Proportional to tokens: below what longer and shorter prompts really take, so hiding is not overestimated.
         return Timing(
             layer=near.layer(tokens),
             transfer=byte * layer_nbytes,
             overhead=overhead,
-            launch=self._call + (HANDED_OVER if enqueue else 0.0),
-            enqueue=enqueue,
+            launch=self._call,
             drag=self._drag(tokens),
             slowdown=self._slowdown,
+            enqueue=self._enqueue(),
         )
 
     def _link(self) -> tuple[float, float]:
@@ -268,12 +282,13 @@ class Adaptive:
     Never slower than sending once, as far as the measurements hold. Not thread-safe; `pipeline` serialises.
     """
 
-    learns = True
+    learns = True  # not of each pass that is sent once anyway: short prompts would notice that, too
 
     def __init__(self, estimator: Estimator | None = None) -> None:
         """estimator: what is known already."""
         self.estimator = Estimator() if estimator is None else estimator
         self._unread: deque[Callable[[], Measured | None]] = deque(maxlen=MAX_UNREAD)
+        self._clear = 0  # passes in a row for which nothing but sending once was in question
 
     def learn(self, measure: Callable[[], Measured | None]) -> None:
         self._unread.append(measure)
@@ -286,7 +301,11 @@ class Adaptive:
             else:
                 self.estimator.observe(measured)
         timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
-        return num_layers if timing is None else best_group_size(num_layers, timing)
+        size = num_layers if timing is None else best_group_size(num_layers, timing)
+        known = timing is not None and not timing.drag and self.estimator.knows(tokens)
+        self._clear = self._clear + 1 if known and size == num_layers else 0
+        self.learns = self._clear % LOOKS == 0
+        return size
 
 
 @dataclass(frozen=True, kw_only=True)
