@@ -98,6 +98,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             num_slots=self.num_slots,
             staging=self.staging,
             signals=self.signals,
+            channels=self.channels,
         )
 
     def placement_map(self) -> dict[tuple[str, int], Placement]:

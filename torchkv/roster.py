@@ -27,6 +27,7 @@ class Member:
     num_slots: int
     staging: int = 0  # bytes of its staging ring
     signals: int = 0  # behind it
+    channels: int = 0  # of a stream through it, at most
 
 
 class Roster:

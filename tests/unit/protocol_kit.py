@@ -23,6 +23,7 @@ from torchkv.wire import Grant, Message, pack_pages
 
 TIMEOUT, GRANT_TIMEOUT = 10.0, 100.0
 RING = 1 << 16
+CHANNELS = 32  # that each rank's GPU serves
 
 Machine = Sender | Receiver | InstanceLeader
 M = TypeVar("M", bound=Message)
@@ -30,8 +31,9 @@ M = TypeVar("M", bound=Message)
 
 def roster(rank: int, *places: tuple[str, KVLayout | None], num_pages: int = 32, num_slots: int = 0) -> Roster:
     """Ranks 0, 1, ... with these instances and layouts, as ``rank`` sees them."""
+    pool = {"num_pages": num_pages, "num_slots": num_slots, "channels": CHANNELS}
     members = [
-        Member(rank=i, incarnation=100 + i, instance=name, layout=layout, num_pages=num_pages, num_slots=num_slots)
+        Member(rank=i, incarnation=100 + i, instance=name, layout=layout, **pool)
         for i, (name, layout) in enumerate(places)
     ]
     return Roster(rank, members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from oracle import gqa
-from protocol_kit import RING, TIMEOUT, Acts, pages, post, receiver, roster
+from protocol_kit import CHANNELS, RING, TIMEOUT, Acts, pages, post, receiver, roster
 
 from torchkv.errors import ChecksumMismatch, ProtocolError, RingExhausted, TransferCancelled, TransferTimeout
 from torchkv.protocol import receiver as receiver_module
@@ -12,7 +12,7 @@ from torchkv.protocol.actions import Scatter
 from torchkv.protocol.receive import Receive
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.stageclient import Span
-from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS, SIGNAL_STEP, SLOTS, Signal, Stream
+from torchkv.staging import CHUNK_UNIT, SIGNAL_STEP, SLOTS, Signal, Stream
 from torchkv.wire import (
     Abort,
     Quiesced,
@@ -467,12 +467,25 @@ def test_a_piece_that_is_streamed_need_not_fit_into_its_stage(monkeypatch: pytes
     assert not job.written
 
 
+@pytest.mark.parametrize(("channels", "served"), [(CHANNELS, True), (CHANNELS + 1, False)])
+def test_a_peer_gets_no_more_channels_than_this_rank_has_said(
+    channels: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "CHUNK_UNIT", 16)
+    machine = receiver(signals=1)
+    receive = post(machine, 4, 7)
+    ask(machine, nbytes=16 * SLOTS * (CHANNELS + 1))
+    assert (streamed(machine, 16, channels) is not None) is served
+    assert (receive.error is None) is served
+    assert served or "at most 32 channels" in str(receive.error)
+
+
 @pytest.mark.parametrize(
     ("chunk", "channels", "how", "words"),
     [
         (CHUNK_UNIT - 16, 1, {}, "through a stage of"),
         (CHUNK_UNIT, 0, {}, "through a stage of"),
-        (CHUNK_UNIT, MAX_CHANNELS + 1, {}, "through a stage of"),
+        (CHUNK_UNIT, CHANNELS + 1, {}, "through a stage of"),
         (CHUNK_UNIT, 3, {}, "through a stage of"),
         (1 << 60, 1, {}, "through a stage of"),
         (CHUNK_UNIT, 2, {"early": False}, "without its signal"),

@@ -27,7 +27,7 @@ from torchkv.protocol.leases import Leases
 from torchkv.protocol.receive import Receive, Writer
 from torchkv.protocol.stagekeeper import StageKeeper
 from torchkv.roster import Roster
-from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS, SIGNAL_STEP, Signal, Stage, Stream
+from torchkv.staging import CHUNK_UNIT, SIGNAL_STEP, Signal, Stage, Stream
 from torchkv.transport import Int64Array
 from torchkv.wire import (
     MAX_TEXT,
@@ -287,7 +287,7 @@ class Receiver:
             plan, pages, num_tokens = plan.state, np.array([receive.state_slot or 0], dtype=np.int64), 1
         try:
             layout = check_piece(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
-            stream = _stream_of(message, stage, layout)
+            stream = _stream_of(message, stage, layout, most=self._roster.me.channels)
         except ProtocolError as error:
             self._keeper.release(*owner, now, written=signal is None)
             self._fail(receive, ProtocolError(f"request {receive.request!r}: rank {src} wrote {error}"))
@@ -434,8 +434,11 @@ class Receiver:
         return receive.heard + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"
 
 
-def _stream_of(message: Staged, stage: Stage, layout: PieceLayout) -> Stream | None:
-    """How the piece passes through its stage, if it does. Raises ``ProtocolError`` if it cannot, or does not fit."""
+def _stream_of(message: Staged, stage: Stage, layout: PieceLayout, *, most: int) -> Stream | None:
+    """How the piece passes through its stage, if it does. Raises ``ProtocolError`` if it cannot, or does not fit.
+
+    most: channels that this rank serves, each a block of its GPU's kernels.
+    """
     if not message.chunk:
         if layout.nbytes > stage.nbytes:
             raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
@@ -443,8 +446,10 @@ def _stream_of(message: Staged, stage: Stage, layout: PieceLayout) -> Stream | N
     stream = Stream(message.chunk, message.channels)
     if not message.early or message.checked:
         raise ProtocolError(f"{stream} through a stage without its signal, or with checksums")
-    if stream.chunk % CHUNK_UNIT or not 1 <= stream.channels <= MAX_CHANNELS or stream.nbytes > stage.nbytes:
-        raise ProtocolError(f"{stream} through a stage of {stage.nbytes} bytes")
+    if stream.chunk % CHUNK_UNIT or not 1 <= stream.channels <= most or stream.nbytes > stage.nbytes:
+        raise ProtocolError(
+            f"{stream} through a stage of {stage.nbytes} bytes, where at most {most} channels are served"
+        )
     if stream.chunk > MAX_STREAMED or any(each.layer_nbytes > MAX_STREAMED for each in layout.segments):
         raise ProtocolError(f"{stream} for layers of more than {MAX_STREAMED} bytes")
     if sum(len(each.layers) * stream.chunks(each.layer_nbytes) for each in layout.segments) >= SIGNAL_STEP:
