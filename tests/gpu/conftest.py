@@ -41,7 +41,7 @@ def gpu_ranks(_ranks: dict[tuple[int, bool], Ranks]) -> Callable[..., Ranks]:
         if (size, apart) not in _ranks or _ranks[size, apart].broken:
             for other in list(_ranks):
                 _ranks.pop(other).close()
-            # Streams beyond CUDA's default of 8 queues would wait for one another, held ones included.
+            # Tests hold more streams at once than CUDA says that it has queues by default; others would wait for them.
             _ranks[size, apart] = Ranks(size, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, apart=apart)
         return _ranks[size, apart]
 

@@ -67,7 +67,7 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...]) -> None:
         shuffled = np.random.default_rng().permutation(4 * count).tolist()
         source, staged, direct, canaries = (shuffled[first : first + count] for first in range(0, 4 * count, count))
         before = [part.clone() for part in bits(cache, source + canaries)]
-        verbs = 3
+        verbs = 3 if polls > 1 else 10
         for turn in range(verbs):
             names = [f"staged {turn}", f"direct {turn}"]
             receives = []
@@ -88,7 +88,7 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...]) -> None:
         if me in writers:
             # The first verb loads the kernels: direct routes do not get those of staging when they are made.
             assert begun[0] >= verbs - 1, "nothing was streamed"
-            assert polls > 100 or begun[0] > 2 * verbs, "no kernel has lost its patience"
+            assert polls > 1 or begun[0] > verbs, "no kernel has lost its patience"
 
 
 @pytest.mark.parametrize("blocks", [1, 16, 132])
