@@ -79,9 +79,9 @@ class Measured:
     """How one pass went. Zeros, and an empty list, stand for what could not be measured.
 
     layer: seconds to compute one layer at ``tokens`` tokens. enqueue: seconds a layer of the calling thread, if it lets
-    a GPU compute. transfers: (number of transfers, bytes, seconds) of spans
-    of time in which the link was busy. launch: seconds of one verb on the calling thread. verbs: how many were called
-    before the last of these layers was computed. slowdown: of transfers beside computation, against ``transfers``.
+    a GPU compute. transfers: (number of transfers, bytes, seconds) of spans of time in which the link was busy. launch:
+    seconds of one verb on the calling thread. verbs: how many were called before the last of these layers was computed.
+    slowdown: of transfers beside computation, against ``transfers``.
     """
 
     tokens: int
