@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from contextlib import suppress
 
 import torch
@@ -15,15 +16,21 @@ from torchkv.uploads import Uploads
 
 __all__ = ["Device"]
 
+log = logging.getLogger(__name__)
+
 # Transfers whose data are not ready yet wait on streams of their own, so that no transfer waits for another's gate.
 GATED_STREAMS = 4
+# Hardware queues for each stream that waits for a peer, or that a peer waits for, so that none of these hold each other
+# up: PyTorch makes its pools at once, streams of four priorities in turn, and CUDA gives each the next queue.
+QUEUES_EACH = 4
 MAX_ACTIVE = 256
 
 
 class Device:
     """Made and used by the progress thread of one rank; ``flags``, ``index`` and `record_gate` are the callers' too.
 
-    ``blocks`` bounds the thread blocks of each copy kernel (``Options.sm_budget``).
+    ``blocks`` bounds the thread blocks of each copy kernel (``Options.sm_budget``). signals: whether its streams may
+    wait for those of peers.
     """
 
     def __init__(self, device: torch.device, *, blocks: int) -> None:
@@ -47,6 +54,14 @@ class Device:
         # no third is there yet.
         self.outgoing, self.incoming = opened[0], waiting[0]
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
+        self.signals = cudadriver.num_queues() >= QUEUES_EACH * (len(opened) + len(waiting))
+        if not self.signals:
+            log.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS=%d makes streams of %s hold each other up: staged transfers are slower, "
+                "and a stream that waits for one (wait_stream) may keep it from ending; unset it, or set 32",
+                cudadriver.num_queues(),
+                device,
+            )
         self._gated = self._streams(GATED_STREAMS)
         self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)

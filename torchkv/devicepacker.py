@@ -39,11 +39,11 @@ class DevicePacker(Packer):
     """See `Packer`."""
 
     elsewhere = True
-    signals = True
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
         super().__init__(local, receiving)
         self._device = device
+        self.signals = device.signals
         self._packers: dict[tuple[int, bool], PagePacker] = {}  # by plan and side; their kernels are loaded
         self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
         self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses

@@ -114,7 +114,8 @@ class Registration:
             self._regions.append(self.transport.register(storage))
         ring: StageMemory | None = None
         if self.options.staging_recv:
-            signals = SIGNALS if self.transport.capabilities.signals else 0
+            waits = self.device is None or self.device.signals
+            signals = SIGNALS if self.transport.capabilities.signals and waits else 0
             ring, region = self._stage_memory(self.options.staging_recv, signals=signals)
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)

@@ -55,8 +55,11 @@ def bits(cache: KVCache, pages: list[int]) -> list[torch.Tensor]:
     return [tensor[pages].view(torch.uint8) for name in ("k", "v") for tensor in cache[name] if tensor is not None]
 
 
-def stream(blocks: int, polls: int, writers: tuple[int, ...]) -> None:
-    """Staged and direct, the same bytes arrive, and beside them nothing changes."""
+def stream(blocks: int, polls: int, writers: tuple[int, ...], signals: bool = True) -> None:
+    """Staged and direct, the same bytes arrive, and beside them nothing changes.
+
+    signals: whether streams may wait for those of a peer.
+    """
     with patience(polls) as begun, gpu_group(sm_budget=blocks) as kv:
         me, other = kv.rank(), 1 - kv.rank()
         count = TOKENS // LAYOUTS[me]["page_size"]
@@ -64,6 +67,7 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...]) -> None:
         for storage in cache.storages:
             storage.random_(0, 256)
         kv.register(cache)
+        assert kv._engine.device.signals is signals
         shuffled = np.random.default_rng().permutation(4 * count).tolist()
         source, staged, direct, canaries = (shuffled[first : first + count] for first in range(0, 4 * count, count))
         before = [part.clone() for part in bits(cache, source + canaries)]
@@ -85,7 +89,9 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...]) -> None:
             poison(cache, staged, turn)
             meet(kv)
         assert all(torch.equal(*pair) for pair in zip(bits(cache, source + canaries), before, strict=True))
-        if me in writers:
+        if not signals:
+            assert begun[0] == 0
+        elif me in writers:
             # The first verb loads the kernels: direct routes do not get those of staging when they are made.
             assert begun[0] >= verbs - 1, "nothing was streamed"
             assert polls > 1 or begun[0] > verbs, "no kernel has lost its patience"
@@ -100,3 +106,11 @@ def test_every_byte(blocks: int, polls: int, gpu_ranks: Callable[[int], Ranks]) 
 @pytest.mark.parametrize("polls", [devicepacker.PATIENCE, 1], ids=["patient", "impatient"])
 def test_both_ways_at_once(polls: int, gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(stream, 132, polls, (0, 1))
+
+
+def test_where_streams_hold_each_other_up_no_gpu_waits_for_another() -> None:
+    ranks = Ranks(2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    try:
+        ranks.run(stream, 16, devicepacker.PATIENCE, (0, 1), False)
+    finally:
+        ranks.close()

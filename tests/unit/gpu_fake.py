@@ -20,6 +20,7 @@ class Gpu:
 
     blocks = 1
     device = torch.device("cpu")
+    signals = True
 
     def __init__(self) -> None:
         self.log: list[str] = []

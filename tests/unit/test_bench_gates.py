@@ -454,4 +454,6 @@ def test_each_rank_needs_a_gpu_of_its_own(
     assert stopped.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus + 2)
-    assert pipeline_table._parse(["--device", "cuda", "--tp", tp]).tp == (int(tp[0]), int(tp[2]))
+    args = pipeline_table._parse(["--device", "cuda", "--tp", tp, "--layers", "5"])
+    assert args.tp == (int(tp[0]), int(tp[2]))
+    assert (args.model.hidden, args.model.layers) == (4096 if tp == "1:1" else 8192, 5)

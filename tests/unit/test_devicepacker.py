@@ -231,6 +231,14 @@ def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench
     assert bench.gpu.released == ["upload", "errors"]
 
 
+@pytest.mark.parametrize("signals", [True, False])
+def test_nothing_waits_for_a_peer_where_that_would_hold_up_other_streams(bench: Bench, signals: bool) -> None:
+    bench.gpu.signals = signals
+    local: Any = SimpleNamespace(num_pages=16)
+    device: Any = bench.gpu
+    assert DevicePacker(local, bench.memory, device=device).signals is signals
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come(bench: Bench, late: bool) -> None:
     word = bench.words[3].data_ptr()

@@ -147,7 +147,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         _check_gpus(parser, 2 if args.crossed else sum(args.tp), crossed=args.crossed)
     elif args.crossed:
         parser.error("--crossed needs --device cuda")
-    args.model = replace(MODELS[args.device], **{name: value for name in SIZES if (value := getattr(args, name))})
+    usual = MODELS["cuda, tp 2" if args.device == "cuda" and max(args.tp) > 1 else args.device]
+    args.model = replace(usual, **{name: value for name in SIZES if (value := getattr(args, name))})
     shards = max(args.tp)
     for name in ("kv_heads", "heads", "ffn"):
         if (value := getattr(args.model, name)) % shards:
@@ -164,8 +165,8 @@ def _check_gpus(parser: argparse.ArgumentParser, needed: int, *, crossed: bool) 
 
 
 def _defaults(name: str) -> str:
-    cpu, cuda = (getattr(MODELS[device], name) for device in ("cpu", "cuda"))
-    return f"{cpu}; on cuda {cuda}"
+    cpu, cuda, shared = (getattr(MODELS[device], name) for device in ("cpu", "cuda", "cuda, tp 2"))
+    return f"{cpu}; on cuda {cuda}{'' if shared == cuda else f', {shared} with --tp 2'}"
 
 
 def _tp(text: str) -> tuple[int, int]:

@@ -49,6 +49,10 @@ MODELS = {
     "cpu": ModelSize(layers=8, hidden=256, ffn=512, heads=8, kv_heads=8, head_dim=128, dtype=torch.float32),
     # As wide and as deep as models of 8e9 parameters are.
     "cuda": ModelSize(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
+    # As wide as models of 70e9: of a small one, each of two ranks would spend a short prefill with launching kernels.
+    "cuda, tp 2": ModelSize(
+        layers=32, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, dtype=torch.bfloat16
+    ),
 }
 
 
