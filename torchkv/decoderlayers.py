@@ -31,18 +31,24 @@ def decoder_layers(model: nn.Module, layout: KVLayout, layers: GivenLayers, what
                 f"{what}: layers has {len(modules)} modules, this rank holds {len(ids)} layers; "
                 "give one module for each, or a mapping of modules to global layer ids"
             )
+    if layers is not None:
+        _check_given(modules, ids, layout, what)
+    unique = set(modules)
+    if len(unique) < len(modules) or len(set(ids)) < len(ids):
+        raise ProtocolError(
+            f"{what}: one module serves several layers, or one layer has several modules, so a hook could not tell "
+            "which layer has run; name the others with layers={module: layer id}, the rest is sent at the end"
+        )
+    _refuse_compiled(model, unique, what)
+    return dict(zip(modules, ids, strict=True))
+
+
+def _check_given(modules: Sequence[nn.Module], ids: Sequence[int], layout: KVLayout, what: str) -> None:
     for module, layer in zip(modules, ids, strict=True):
         if not isinstance(module, nn.Module):
             raise ProtocolError(f"{what}: layers names a {type(module).__name__}; give torch.nn.Module objects")
         if layer not in layout.layers:
             raise ProtocolError(f"{what}: layers names layer {layer!r}, which this rank does not hold")
-    if len(set(modules)) < len(modules) or len(set(ids)) < len(ids):
-        raise ProtocolError(
-            f"{what}: one module serves several layers, or one layer has several modules, so a hook could not tell "
-            "which layer has run; name the others with layers={module: layer id}, the rest is sent at the end"
-        )
-    _refuse_compiled(model, set(modules), what)
-    return dict(zip(modules, ids, strict=True))
 
 
 def _target_layers(layout: KVLayout) -> list[int]:
@@ -82,10 +88,10 @@ def _lists(module: nn.Module, path: str, lengths: set[int]) -> Iterator[tuple[st
 def _refuse_compiled(model: nn.Module, layers: set[nn.Module], what: str) -> None:
     """Compiled code calls the hooks that were there when it was made, if any. On a compiled layer itself they work."""
     pending = [(model, "the model")]
-    seen = set(layers)
+    seen: set[nn.Module] = set()
     while pending:
         module, path = pending.pop()
-        if module in seen or getattr(module, "_orig_mod", None) in layers:
+        if module in seen or module in layers or getattr(module, "_orig_mod", None) in layers:
             continue
         seen.add(module)
         if _is_compiled(module) and not layers.isdisjoint(module.modules()):
@@ -93,7 +99,8 @@ def _refuse_compiled(model: nn.Module, layers: set[nn.Module], what: str) -> Non
                 f"{what}: {path} is compiled as a whole, so hooks on its layers would not be called. Compile the "
                 "layers one by one (layer.compile()), or send once with send_pages behind the forward"
             )
-        pending += [(child, f"{path}.{name}") for name, child in module.named_children()]
+        # Before every forward, so layers are left out here: nearly all that there is.
+        pending += [(child, f"{path}.{name}") for name, child in module.named_children() if child not in layers]
 
 
 def _is_compiled(module: nn.Module) -> bool:

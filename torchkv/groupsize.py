@@ -288,24 +288,36 @@ class Adaptive:
         """estimator: what is known already."""
         self.estimator = Estimator() if estimator is None else estimator
         self._unread: deque[Callable[[], Measured | None]] = deque(maxlen=MAX_UNREAD)
-        self._clear = 0  # passes in a row for which nothing but sending once was in question
+        self._question: tuple[int, int, int] | None = None  # the last one
+        self._answer = 0
+        self._is_clear = False  # whether nothing but sending once was in question
+        self._clear = 0  # passes in a row of which that was so
 
     def learn(self, measure: Callable[[], Measured | None]) -> None:
         self._unread.append(measure)
 
     def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
-        for _ in range(len(self._unread)):
+        question = (tokens, num_layers, layer_nbytes)
+        if self._read() or question != self._question:
+            self._question = question
+            timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
+            self._answer = num_layers if timing is None else best_group_size(num_layers, timing)
+            known = timing is not None and not timing.drag and self.estimator.knows(tokens)
+            self._is_clear = known and self._answer == num_layers
+        self._clear = self._clear + 1 if self._is_clear else 0
+        self.learns = self._clear % LOOKS == 0
+        return self._answer
+
+    def _read(self) -> bool:
+        """Takes what has been measured by now into account; whether there was anything."""
+        before = len(self._unread)
+        for _ in range(before):
             measure = self._unread.popleft()
             if (measured := measure()) is None:
                 self._unread.append(measure)
             else:
                 self.estimator.observe(measured)
-        timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
-        size = num_layers if timing is None else best_group_size(num_layers, timing)
-        known = timing is not None and not timing.drag and self.estimator.knows(tokens)
-        self._clear = self._clear + 1 if known and size == num_layers else 0
-        self.learns = self._clear % LOOKS == 0
-        return size
+        return len(self._unread) < before
 
 
 @dataclass(frozen=True, kw_only=True)

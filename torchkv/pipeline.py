@@ -39,6 +39,7 @@ __all__ = ["Pipeline", "pipeline"]
 log = logging.getLogger(__name__)
 
 Group = tuple[int, ...]  # global layer ids
+_Verb = tuple[str, Callable[[Group, Any], KVWork], Callable[[Group], int]]
 
 # What has been learned of the way to some ranks. Policies are shared by threads, and know no lock.
 _learned: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], Adaptive]] = WeakKeyDictionary()
@@ -99,7 +100,7 @@ def pipeline(
     layer_nbytes = sending.nbytes(order) // max(1, len(order))
     size, clock = len(order), None
     if group_size is not None:
-        size = _checked_size(group_size, f"{what}: group_size")
+        size = _checked_size(group_size, sending)
     elif order and sending.targets and layer_nbytes:
         size, clock = _asked(policy, sending, count, len(order), layer_nbytes, measures=bool(modules))
     groups = [tuple(order[i : i + size]) for i in range(0, len(order), max(size, 1))]
@@ -135,13 +136,11 @@ class _Sending:
         assert self.state_slot is not None
         return self.kv._send_state(self.request, group, self.state_slot, self.dst, event)
 
-    def verbs(self, group: Group) -> list[tuple[str, Callable[[Group, Any], KVWork], int]]:
-        """What sends ``group``: a name for traces, the call, its bytes."""
-        found: list[tuple[str, Callable[[Group, Any], KVWork], int]] = [
-            ("send_layer", self.send_pages, self._page_nbytes(group))
-        ]
-        if self.state_slot is not None and (nbytes := self._state_nbytes(group)):
-            found.append(("send_state", self.send_state, nbytes))
+    def verbs(self, group: Group) -> list[_Verb]:
+        """What sends ``group``: a name for traces, the call, and what tells its bytes."""
+        found: list[_Verb] = [("send_layer", self.send_pages, self._page_nbytes)]
+        if self.state_slot is not None and self._state_nbytes(group):
+            found.append(("send_state", self.send_state, self._state_nbytes))
         return found
 
     def nbytes(self, group: Sequence[int]) -> int:
@@ -186,7 +185,7 @@ class Pipeline:
         self._modules, self._gates = modules, gates
         self._plan = groups
         self._clock = clock
-        self._moves = bool(sending.nbytes(held))
+        self._held = held
         self._group_of = {layer: group for group in groups for layer in group}
         self._missing = {group: len(group) for group in groups}
         self._waiting = set(modules.values())
@@ -224,7 +223,7 @@ class Pipeline:
             self._give_up()
             return
         try:
-            if self._modules and len(self._waiting) == len(self._modules) and self._moves:
+            if self._modules and self._unheard():
                 log.warning("%s: no layer was called through its module, so all are sent at the end", self._what)
             rest = tuple(self._unsent)
             if rest:
@@ -279,7 +278,7 @@ class Pipeline:
             return
         assert self._sending is not None
         try:
-            for name, verb, nbytes in self._sending.verbs(group):
+            for name, verb, nbytes_of in self._sending.verbs(group):
                 began = time.perf_counter()
                 if profiler._is_profiler_enabled:
                     with profiler.record_function(f"torchkv::{name}[{_span(group)}]"):
@@ -288,7 +287,7 @@ class Pipeline:
                     work = verb(group, event)
                 self.works.append(work)
                 if self._clock is not None:
-                    self._clock.sent(work, began, nbytes)
+                    self._clock.sent(work, began, nbytes_of(group))
         except KVError as error:
             if self._sending.engine.device is not None and torch.cuda.is_current_stream_capturing():
                 raise  # a mistake of the program, not a failure of this request
@@ -298,6 +297,11 @@ class Pipeline:
         self.groups.append(group)
         for layer in group:
             del self._unsent[layer]
+
+    def _unheard(self) -> bool:
+        """Whether no layer has run as far as hooks can tell, though there is something to send."""
+        assert self._sending is not None
+        return len(self._waiting) == len(self._modules) and bool(self._sending.nbytes(self._held))
 
     def _give_up(self) -> None:
         self._close()
@@ -360,17 +364,20 @@ def _asked(
     clock = None
     with _policy_lock:
         if policy is None:
-            policy = _learned.setdefault(sending.kv, {}).setdefault(sending.targets, Adaptive())
+            known = _learned.setdefault(sending.kv, {})
+            if (policy := known.get(sending.targets)) is None:
+                policy = known[sending.targets] = Adaptive()
         size = policy.group_size(tokens=tokens, num_layers=num_layers, layer_nbytes=layer_nbytes)
         if policy.learns and measures:
             clock = PassClock(tokens, num_layers, sending.kv, sending.engine, sending.request, sending.targets)
             policy.learn(clock.measured)
-    return _checked_size(size, f"{sending.what}: {policy!r} says group size"), clock
+    return _checked_size(size, sending, policy), clock
 
 
-def _checked_size(size: int, what: str) -> int:
+def _checked_size(size: int, sending: _Sending, policy: Policy | None = None) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ProtocolError(f"{what} {size!r}; it must be an int of at least 1")
+        whose = "group_size" if policy is None else f"{policy!r} says group size"
+        raise ProtocolError(f"{sending.what}: {whose} {size!r}; it must be an int of at least 1")
     return size
 
 
