@@ -167,9 +167,10 @@ class _Recent:
 
 
 class Estimator:
-    """Running averages of what passes have cost. Not thread-safe."""
+    """Running averages of what passes have cost. Not thread-safe. observed: how many passes."""
 
     def __init__(self) -> None:
+        self.observed = 0
         self._layers: dict[int, _Recent] = {}  # by bit length of tokens
         self._call = ASSUMED_LAUNCH  # of a verb, on the calling thread
         self._enqueued: deque[float] = deque(maxlen=REMEMBERED)  # a layer, whatever its tokens
@@ -181,6 +182,7 @@ class Estimator:
 
     def observe(self, measured: Measured) -> None:
         """Takes one pass into account."""
+        self.observed += 1
         if measured.tokens > 0 and measured.layer > 0:
             self._observe_layers(measured)
         transfers = [one for one in measured.transfers if one[0] > 0 and one[1] > 0 and one[2] > 0]
@@ -288,7 +290,7 @@ class Adaptive:
         """estimator: what is known already."""
         self.estimator = Estimator() if estimator is None else estimator
         self._unread: deque[Callable[[], Measured | None]] = deque(maxlen=MAX_UNREAD)
-        self._question: tuple[int, int, int] | None = None  # the last one
+        self._question: tuple[int, int, int, int] | None = None  # the last one, and what was known then
         self._answer = 0
         self._is_clear = False  # whether nothing but sending once was in question
         self._clear = 0  # passes in a row of which that was so
@@ -297,8 +299,9 @@ class Adaptive:
         self._unread.append(measure)
 
     def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
-        question = (tokens, num_layers, layer_nbytes)
-        if self._read() or question != self._question:
+        self._read()
+        question = (tokens, num_layers, layer_nbytes, self.estimator.observed)
+        if question != self._question:
             self._question = question
             timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
             self._answer = num_layers if timing is None else best_group_size(num_layers, timing)
@@ -308,16 +311,14 @@ class Adaptive:
         self.learns = self._clear % LOOKS == 0
         return self._answer
 
-    def _read(self) -> bool:
-        """Takes what has been measured by now into account; whether there was anything."""
-        before = len(self._unread)
-        for _ in range(before):
+    def _read(self) -> None:
+        """Takes what has been measured by now into account."""
+        for _ in range(len(self._unread)):
             measure = self._unread.popleft()
             if (measured := measure()) is None:
                 self._unread.append(measure)
             else:
                 self.estimator.observe(measured)
-        return len(self._unread) < before
 
 
 @dataclass(frozen=True, kw_only=True)

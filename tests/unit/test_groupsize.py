@@ -292,6 +292,15 @@ def test_adaptive_sends_the_first_pass_once_and_learns_from_it() -> None:
     assert policy.group_size(**short) == 40
 
 
+def test_what_another_policy_has_measured_counts_at_once() -> None:
+    shared = Estimator()
+    one, other = Adaptive(shared), Adaptive(shared)
+    ask = {"tokens": 4096, "num_layers": 40, "layer_nbytes": 1 << 22}
+    assert one.group_size(**ask) == other.group_size(**ask) == 40
+    one.learn(lambda: Measured(tokens=4096, layer=1e-3, transfers=((1, 40 << 22, 40e-3),)))
+    assert one.group_size(**ask) == other.group_size(**ask) < 40
+
+
 def test_where_sending_once_is_clearly_best_few_passes_are_measured() -> None:
     policy = Adaptive()
     short = {"tokens": 16, "num_layers": 40, "layer_nbytes": 1 << 8}
