@@ -41,7 +41,6 @@ class NVSHMEMTransport(Transport):
         dynamic_members=False,
         revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
         collective_memory=True,
-        signals=True,
     )
 
     @staticmethod
