@@ -19,6 +19,7 @@ import torch
 from torchkv.errors import ProtocolError, TransportUnavailable
 
 __all__ = [
+    "QUEUES_EACH",
     "check",
     "check_code",
     "context",
@@ -110,6 +111,11 @@ def check_code(code: int, what: str) -> None:
     """Raises ``TransportUnavailable`` with ``what`` and the code's name unless a call of `library` succeeded."""
     if code != 0:
         check((driver().CUresult(code),), what)
+
+
+# For each stream that waits for a peer, or that a peer waits for, so that none of these hold each other up: PyTorch
+# makes its pools at once, streams of four priorities in turn, and CUDA gives each the next queue.
+QUEUES_EACH = 4
 
 
 def num_queues() -> int:

@@ -88,10 +88,10 @@ def _lists(module: nn.Module, path: str, lengths: set[int]) -> Iterator[tuple[st
 def _refuse_compiled(model: nn.Module, layers: set[nn.Module], what: str) -> None:
     """Compiled code calls the hooks that were there when it was made, if any. On a compiled layer itself they work."""
     pending = [(model, "the model")]
-    seen: set[nn.Module] = set()
+    seen = set(layers)
     while pending:
         module, path = pending.pop()
-        if module in seen or module in layers or getattr(module, "_orig_mod", None) in layers:
+        if module in seen or getattr(module, "_orig_mod", None) in layers:
             continue
         seen.add(module)
         if _is_compiled(module) and not layers.isdisjoint(module.modules()):
@@ -100,7 +100,7 @@ def _refuse_compiled(model: nn.Module, layers: set[nn.Module], what: str) -> Non
                 "layers one by one (layer.compile()), or send once with send_pages behind the forward"
             )
         # Before every forward, so layers are left out here: nearly all that there is.
-        pending += [(child, f"{path}.{name}") for name, child in module.named_children() if child not in layers]
+        pending += [(child, f"{path}.{name}") for name, child in module.named_children() if child not in seen]
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -20,9 +20,6 @@ log = logging.getLogger(__name__)
 
 # Transfers whose data are not ready yet wait on streams of their own, so that no transfer waits for another's gate.
 GATED_STREAMS = 4
-# Hardware queues for each stream that waits for a peer, or that a peer waits for, so that none of these hold each other
-# up: PyTorch makes its pools at once, streams of four priorities in turn, and CUDA gives each the next queue.
-QUEUES_EACH = 4
 MAX_ACTIVE = 256
 
 
@@ -54,7 +51,7 @@ class Device:
         # no third is there yet.
         self.outgoing, self.incoming = opened[0], waiting[0]
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
-        self.signals = cudadriver.num_queues() >= QUEUES_EACH * (len(opened) + len(waiting))
+        self.signals = cudadriver.num_queues() >= cudadriver.QUEUES_EACH * (len(opened) + len(waiting))
         if not self.signals:
             log.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS=%d makes streams of %s hold each other up: staged transfers are slower, "

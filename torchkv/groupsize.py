@@ -104,10 +104,7 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     transfer = timing.overhead + size * timing.transfer * timing.slowdown
     over = 0.0
     # What computes, and the thread that lets it: a group goes when both have done with it.
-    for layer, launch, drag in (
-        (timing.layer, timing.launch, timing.drag),
-        (timing.enqueue, _on_thread(timing) if timing.enqueue else 0.0, 0.0),
-    ):
+    for layer, launch, drag in _sides(timing):
         first = size * layer + launch
         compute = first + size * drag  # of a later group, beside the transfer of the one before
         over = max(over, num_layers * layer + groups * launch + (groups - 1) * size * drag)
@@ -116,9 +113,12 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     return over + timing.overhead + last * timing.transfer
 
 
-def _on_thread(timing: Timing) -> float:
-    """Seconds of each verb, of a thread that lets a GPU compute."""
-    return timing.launch + HANDED_OVER
+def _sides(timing: Timing) -> list[tuple[float, float, float]]:
+    """Seconds of a layer, a verb, and drag: of what computes, and of a thread that lets a GPU compute."""
+    sides = [(timing.layer, timing.launch, timing.drag)]
+    if timing.enqueue:
+        sides.append((timing.enqueue, timing.launch + HANDED_OVER, 0.0))
+    return sides
 
 
 def best_group_size(num_layers: int, timing: Timing) -> int:
@@ -127,9 +127,7 @@ def best_group_size(num_layers: int, timing: Timing) -> int:
     exposed = timing.overhead + num_layers * timing.transfer
     enough = once - WORTHWHILE * exposed
     # What no size can beat. Short prompts get no further, and should: they would notice the time that it takes.
-    least = num_layers * timing.layer + 2 * timing.launch
-    if timing.enqueue:
-        least = max(least, num_layers * timing.enqueue + 2 * _on_thread(timing))
+    least = max(num_layers * layer + 2 * launch for layer, launch, _ in _sides(timing))
     if least + timing.overhead >= enough:
         return num_layers
     late = replace(timing, transfer=SLACK * timing.transfer, overhead=SLACK * timing.overhead)

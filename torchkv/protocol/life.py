@@ -11,16 +11,7 @@ from torchkv.plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp, Ticket
 from torchkv.protocol.coverage import LayerCoverage
 
-__all__ = [
-    "Finish",
-    "Life",
-    "check_grant",
-    "check_prefix",
-    "check_prefixes",
-    "check_range",
-    "check_slot",
-    "extent",
-]
+__all__ = ["Finish", "Life", "check_grant", "check_prefix", "check_prefixes", "check_range", "check_slot", "extent"]
 
 
 @dataclass(slots=True)
