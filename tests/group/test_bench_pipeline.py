@@ -33,7 +33,7 @@ def test_two_processes_over_tcp_report_figures_that_fit_together() -> None:
     done = run("--tokens", "40", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
-    check(row, tokens=40, passes=8)
+    check(row, tokens=40, passes=16)
     assert row["path"] == "runs"
     assert row["tp"] == "1:1"
     assert row["unlike_groups"] == 0
@@ -48,7 +48,7 @@ def test_two_ranks_prefill_and_two_decode(capsys: pytest.CaptureFixture[str]) ->
     out, err = capsys.readouterr()
     assert code == 0, err
     (row,) = json.loads(out)
-    check(row, tokens=40, passes=8)
+    check(row, tokens=40, passes=16)
     assert row["tp"] == "2:2"
     printed = [line.split() for line in err.splitlines()]
     assert [line[1] for line in printed if line[:1] == ["40"]] == ["2:2"]
@@ -60,10 +60,10 @@ def test_ranks_with_unlike_heads_and_a_byte_that_one_of_them_gets_wrong() -> Non
     # The same three processes for both: to start them takes longer than all else.
     found = run_ranks([play, play, play_and_flip], setups, environment={"UCX_TLS": "tcp"}, apart=True)
     two_to_one, one_to_two = zip(*found, strict=True)
-    check(pipeline_table._row(pipelined._result(setups[0], 40, two_to_one)), tokens=40, passes=8)
+    check(pipeline_table._row(pipelined._result(setups[0], 40, two_to_one)), tokens=40, passes=16)
     flipped = len(list(setups[1].turns(40)))
     assert [rank["wrong"] for rank in one_to_two[1:]] == [0, flipped]
-    check(pipeline_table._row(pipelined._result(setups[1], 40, one_to_two)), tokens=40, passes=8, wrong=flipped)
+    check(pipeline_table._row(pipelined._result(setups[1], 40, one_to_two)), tokens=40, passes=16, wrong=flipped)
 
 
 def play(setups: Sequence[pipelined.Setup]) -> list[dict[str, Any]]:
