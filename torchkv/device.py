@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
@@ -51,6 +54,7 @@ class Device:
         # no third is there yet.
         self.outgoing, self.incoming = opened[0], waiting[0]
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
+        self._pauses: list[float] = []  # when they end
         self.signals = cudadriver.num_queues() >= cudadriver.QUEUES_EACH * (len(opened) + len(waiting))
         if not self.signals:
             log.warning(
@@ -103,6 +107,21 @@ class Device:
     def forget_signal(self, address: int) -> None:
         """No stream waits for it any more."""
         self._awaited.pop(address, None)
+
+    def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
+        """Steps of a transfer that does nothing for so long, or until it is stopped."""
+        until = time.monotonic() + seconds
+        self._pauses.append(until)
+        try:
+            while time.monotonic() < until and not stopped():
+                yield 0
+        finally:
+            self._pauses.remove(until)
+
+    @property
+    def next_wake(self) -> float:
+        """When the first pause ends, by ``time.monotonic``."""
+        return min(self._pauses, default=math.inf)
 
     def claim(self, request: str) -> torch.cuda.Stream | None:
         """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""

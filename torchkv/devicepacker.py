@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,8 @@ __all__ = ["DevicePacker"]
 ASK_EVERY = 64
 
 PATIENCE = 4096  # looks of a stream's kernel at its peer's words, of some microseconds: then others may use the GPU
+# Seconds at most between two of its kernels that wait in vain: what hangs must not hold up other transfers.
+LONGEST_PAUSE = 0.1
 STATES = 16  # of streams at once
 
 
@@ -175,17 +178,27 @@ class DevicePacker(Packer):
         wait: Callable[[], Iterator[int]],
         stopped: Callable[[], bool],
     ) -> Iterator[int]:
-        """Enqueues ``launch``, and waits for its end; again and again, if it is a stream that waited in vain."""
+        """Enqueues ``launch``, and waits for its end; again and again, if it is a stream that waited in vain.
+
+        In between it pauses: a quarter of what it has waited, and twice as long each time, until something has moved.
+        """
         with _launching(stream):
             if state is not None:
                 state.zero_()
-            launch()
-        yield from wait()
-        while kernels.unfinished(errors) and not stopped():
-            errors[1] = 0
+        pause = 0.0
+        while True:
+            began = time.monotonic()
             with _launching(stream):
                 launch()
             yield from wait()
+            if not kernels.unfinished(errors) or stopped():
+                break
+            waited = time.monotonic() - began
+            pause = 0.0 if kernels.moved(errors) else min(max(2 * pause, waited / 4), LONGEST_PAUSE)
+            yield from self._device.pause(pause, stopped)
+            if stopped():
+                break
+            errors[1] = 0
         if state is not None:
             self._states.append(state)
 

@@ -210,6 +210,8 @@ class Engine:
         wake = min(self._next_tick, self._talk.next_poll)
         if self._mover.gated:
             wake = min(wake, now + GATE_POLL)
+        if self.device is not None:
+            wake = min(wake, self.device.next_wake)
         return max(0.0, wake - now)
 
     @property

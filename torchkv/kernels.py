@@ -33,6 +33,7 @@ __all__ = [
     "first_error",
     "gather",
     "geometry",
+    "moved",
     "prepare",
     "scatter",
     "skipped",
@@ -70,7 +71,12 @@ def unfinished(errors: torch.Tensor) -> bool:
 
     It is the second word, which hides no bad page in the first, and stays: zero ``errors[1]`` before the next launch.
     """
-    return int(errors[1]) == pagecopy.UNFINISHED
+    return int(errors[1]) & 0xFFFFFFFF == pagecopy.UNFINISHED
+
+
+def moved(errors: torch.Tensor) -> bool:
+    """Whether a stream's kernels given ``errors`` have moved a chunk at least; reset in the same way."""
+    return int(errors[1]) >> 32 == pagecopy.MOVED
 
 
 def copy_pages(

@@ -20,13 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DIRECT", "GATHER", "NUM_INTEGERS", "SCATTER", "SKIPPED", "UNFINISHED", "copy", "div", "locate", "report"]
+__all__ = ["DIRECT", "GATHER", "MOVED", "SCATTER", "SKIPPED", "UNFINISHED"]  # numbers of its interface
+__all__ += ["NUM_INTEGERS", "copy", "div", "locate", "report"]
 
 # Which sides are packed.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
 SKIPPED = -1  # in the error slot: nothing was unpacked, because the stage was not written
-UNFINISHED = -2  # in the error slot's second word: a block of a stream has waited in vain, and has chunks left
+# In the halves of the error slot's second word: a stream's block has waited in vain, and has chunks left; a block has
+# moved some.
+UNFINISHED, MOVED = 1, 1
 
 NUM_INTEGERS = 51  # runtime parameters of the kernel; the rest are constants
 
@@ -173,7 +176,8 @@ def copy(
         wait_at += channel * 8
         publish_at += channel * 8
         progress = (state + channel * 8).to(tl.int64).to(tl.pointer_type(tl.int64))
-        done = tl.load(progress).to(tl.int32)
+        began = tl.load(progress).to(tl.int32)
+        done = began
         first_turn = turns(first_chunk, channel, channels)
         last_turn = turns(first_chunk + num_jobs * job_chunks, channel, channels)
         turn = tl.maximum(done, first_turn)
@@ -315,6 +319,7 @@ def copy(
             tile += tl.num_programs(0)
     if SLOTS > 0:
         tl.store(progress, done.to(tl.int64))
-        if done < last_turn:
-            # A word of its own, or it could hide a bad page, which is told once.
-            tl.store(errors.to(tl.pointer_type(tl.int64)) + 1, -2)  # UNFINISHED
+        # Words of their own, or they could hide a bad page, which is told once, or what other blocks say.
+        words = errors.to(tl.pointer_type(tl.int32)) + 2
+        tl.store(words, 1, mask=done < last_turn)  # UNFINISHED
+        tl.store(words + 1, 1, mask=done > began)  # MOVED

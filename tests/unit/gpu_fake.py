@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ class Gpu:
         self.retired: list[Any] = []
         self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
         self.broken = False
+        self.rested = True  # or pauses do not end by themselves
 
     def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
         self.log.append(f"upload {key[0]}")
@@ -59,6 +61,11 @@ class Gpu:
 
     def release(self, stream: Any, request: str) -> None:
         self.released.append("stream")
+
+    def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
+        self.log.append(f"pause {seconds:.3f}")
+        while not stopped() and not self.rested:
+            yield 0
 
     def error_slot(self) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int64)

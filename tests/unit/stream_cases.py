@@ -206,7 +206,7 @@ def test_a_gather_waits_for_credit_and_goes_on_chunk_by_chunk() -> None:
     want = ring.slots.clone()
     done = [0] * channels
     while True:
-        errors = kernels.error_slot()
+        errors, before = kernels.error_slot(), list(done)
         gather(errors)
         for channel in range(channels):
             # What an earlier run has left unfinished holds up the same block of the later run.
@@ -218,6 +218,7 @@ def test_a_gather_waits_for_credit_and_goes_on_chunk_by_chunk() -> None:
         assert ring.raised(0) == ring.states[0][:channels].tolist() == done
         assert torch.equal(ring.slots, want)
         assert kernels.unfinished(errors) == (done != shares)
+        assert kernels.moved(errors) == (done != before)
         assert kernels.first_error(errors) is None
         if done == shares:
             break
@@ -238,6 +239,7 @@ def test_a_scatter_waits_for_data_and_goes_on_chunk_by_chunk() -> None:
     errors, rng = kernels.error_slot(), np.random.default_rng()
     scatter(errors)
     assert kernels.unfinished(errors)
+    assert not kernels.moved(errors)
     assert kernels.first_error(errors) is None
     assert ring.raised(1) == [0] * channels
     assert all(map(torch.equal, pools.targets, before)), "written before anything was there"
@@ -256,6 +258,7 @@ def test_a_scatter_waits_for_data_and_goes_on_chunk_by_chunk() -> None:
         scatter(errors := kernels.error_slot())
         assert ring.raised(0) == ring.raised(1) == ring.states[1][:channels].tolist()
         assert kernels.unfinished(errors) == (ring.raised(1) != shares)
+        assert kernels.moved(errors) == (ring.raised(1) != done)
         stage = torch.cat(chunks)
         now = [target.clone() for target in before]
         masks = [torch.zeros_like(target) for target in before]

@@ -200,17 +200,47 @@ def test_a_stream_is_begun_again_as_long_as_it_waited_in_vain(bench: Bench, send
     assert len(bench.packer._states) == STATES
 
 
+def test_a_stream_that_waits_for_nothing_is_begun_again_more_and_more_rarely(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each launch waits for 40 ms in vain, but for the tenth, which moves something."""
+    now = 0.0
+    monkeypatch.setattr(devicepacker, "time", SimpleNamespace(monotonic=lambda: now))
+    job = bench.job(signal=42)
+    job.stream = STREAM
+    steps = bench.packer.scatter(job)
+    for launch in range(1, 12):
+        assert next(steps) == 0
+        now += 0.04
+        moved = pagecopy.MOVED << 32 if launch == 10 else 0
+        bench.pages(sending=False).errors[1] = moved | pagecopy.UNFINISHED
+        bench.gpu.run()
+    assert next(steps) == 0
+    bench.gpu.run()
+    assert list(steps) == [1]
+    pauses = [float(entry.split()[1]) for entry in bench.gpu.log if entry.startswith("pause")]
+    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0, 0.01]
+
+
+@pytest.mark.parametrize("when", ["while it runs", "in a pause"])
 @pytest.mark.parametrize("sending", [True, False])
-def test_a_stream_that_is_stopped_is_not_begun_again(bench: Bench, sending: bool) -> None:
+def test_a_stream_that_is_stopped_is_not_begun_again(bench: Bench, sending: bool, when: str) -> None:
     job = bench.job(signal=42)
     job.stream = STREAM
     stop = lambda: job.stopped  # noqa: E731
     steps = bench.gather(early=Early(0x1000, 42, STREAM), stopped=stop) if sending else bench.packer.scatter(job)
     assert next(steps) == 0
     bench.pages(sending=sending).errors[1] = pagecopy.UNFINISHED
-    job.stopped = True
-    assert next(steps) == 0, "what is enqueued still runs"
-    bench.gpu.run()
+    if when == "in a pause":
+        bench.gpu.rested = False
+        bench.gpu.run()
+        assert [next(steps), next(steps)] == [0, 0]
+        assert bench.gpu.log[-1].startswith("pause")
+        job.stopped = True
+    else:
+        job.stopped = True
+        assert next(steps) == 0, "what is enqueued still runs"
+        bench.gpu.run()
     assert list(steps) == [1]
     assert len(LOG) == 1
     assert not job.written

@@ -201,9 +201,11 @@ def test_every_tile_divides_a_chunk() -> None:
 def test_unfinished_hides_no_bad_page() -> None:
     errors = kernels.error_slot()
     assert not kernels.unfinished(errors)
-    errors[1] = pagecopy.UNFINISHED
-    assert kernels.unfinished(errors)
-    assert kernels.first_error(errors) is None
+    for moved in (False, True):
+        errors[1] = pagecopy.MOVED << 32 | pagecopy.UNFINISHED if moved else pagecopy.UNFINISHED
+        assert kernels.unfinished(errors)
+        assert kernels.moved(errors) is moved
+        assert kernels.first_error(errors) is None
     errors[0] = 1 << 33 | 7
     assert kernels.unfinished(errors)
     assert kernels.first_error(errors) == ("source", 0, 7)
