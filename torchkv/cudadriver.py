@@ -19,7 +19,6 @@ import torch
 from torchkv.errors import ProtocolError, TransportUnavailable
 
 __all__ = [
-    "QUEUES_EACH",
     "check",
     "check_code",
     "context",
@@ -113,18 +112,10 @@ def check_code(code: int, what: str) -> None:
         check((driver().CUresult(code),), what)
 
 
-# For each stream that waits for a peer, or that a peer waits for, so that none of these hold each other up: PyTorch
-# makes its pools at once, streams of four priorities in turn, and CUDA gives each the next queue.
-QUEUES_EACH = 4
-
-
 def num_queues() -> int:
-    """Hardware queues among which CUDA shares out streams: one that waits holds up all others of its queue.
-
-    What the environment says; without it 32, as measured (docs/measurements, 2026-11-22).
-    """
+    """Hardware queues of a GPU for the streams of this process: what the environment says, or CUDA's 8."""
     said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return int(said) if said.isdecimal() else 32
+    return int(said) if said.isdecimal() else 8
 
 
 def is_capturing(stream: int) -> bool:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -15,14 +15,13 @@ from torchkv import cudadriver, gate, kernels
 from torchkv.errors import TransportUnavailable
 from torchkv.events import RecordedEvent, event_pool
 from torchkv.flags import Flag, Flags, wait_flags
+from torchkv.streams import may_wait, side_streams
 from torchkv.uploads import Uploads
 
 __all__ = ["Device"]
 
 log = logging.getLogger(__name__)
 
-# Transfers whose data are not ready yet wait on streams of their own, so that no transfer waits for another's gate.
-GATED_STREAMS = 4
 MAX_ACTIVE = 256
 
 
@@ -44,32 +43,26 @@ class Device:
         self.flags = Flags(device)
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
         self.soon: set[Flag] = set()  # those of them that wait for copies only: their end is worth a core
-        # High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended. One
-        # stream, so that two kernels never take twice the budget; unless that is the whole GPU anyway, where the next
-        # kernel may as well begin while the last blocks of the one before end.
-        whole = blocks >= torch.cuda.get_device_properties(device).multi_processor_count
-        opened, waiting = self._streams(2 if whole else 1), self._streams(2 if whole else 1)
-        self._open, self._waiting = itertools.cycle(opened), itertools.cycle(waiting)
+        self._streams = side_streams(self.index)
         # For gathers and scatters of streamed pieces: two at once would share the link, and end at the same time, when
         # no third is there yet.
-        self.outgoing, self.incoming = opened[0], waiting[0]
+        self.outgoing, self.incoming = self._streams.outgoing, self._streams.incoming
+        # One, so that two kernels that wait for nothing never take twice the budget; unless that is the whole GPU: the
+        # next kernel may as well begin while the last blocks of the one before end.
+        self._in_turn = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
+        self._open = itertools.cycle([self.outgoing, self.incoming][: self._in_turn])
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
         self._pauses: list[float] = []  # when they end
-        self.signals = cudadriver.num_queues() >= cudadriver.QUEUES_EACH * (len(opened) + len(waiting))
+        self.signals = may_wait()[0] > 0
         if not self.signals:
             log.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS=%d makes streams of %s hold each other up: staged transfers are slower, "
-                "and a stream that waits for one (wait_stream) may keep it from ending; unset it, or set 32",
+                "and streams that wait for them (wait_stream) may keep them from ending; unset it, or set 32",
                 cudadriver.num_queues(),
                 device,
             )
-        self._gated = self._streams(GATED_STREAMS)
-        self._tenants: dict[torch.cuda.Stream, list[str]] = {stream: [] for stream in self._gated}
         self.uploads = Uploads(device)
         self._errors = list(torch.zeros((MAX_ACTIVE, 2), dtype=torch.int64, pin_memory=True))
-
-    def _streams(self, count: int) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream(self.device, priority=-1) for _ in range(count)]
 
     def activate(self) -> None:
         """Makes the GPU current on the calling thread."""
@@ -88,10 +81,18 @@ class Device:
         """For work that waits for nothing; perhaps another one each time."""
         return next(self._open)
 
-    @property
-    def waiting_stream(self) -> torch.cuda.Stream:
-        """For work that waits for a signal of a peer's GPU, and for nothing here; perhaps another each time."""
-        return next(self._waiting)
+    @contextmanager
+    def waiting_stream(self, src: int, serial: int) -> Iterator[torch.cuda.Stream]:
+        """For work that waits for a signal of rank ``src``, and for nothing here. Ranks share streams if they must.
+
+        serial: of the piece; neighbours have two streams, if they may run at the same time.
+        """
+        tenant = src, serial % self._in_turn
+        stream = self._streams.waiting.share(self, tenant)
+        try:
+            yield stream
+        finally:
+            self._streams.waiting.release(stream, self, tenant)
 
     def raise_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """Enqueues the write of a signal word, of this rank or a peer, behind everything on ``stream``, and a fence."""
@@ -125,21 +126,11 @@ class Device:
 
     def claim(self, request: str) -> torch.cuda.Stream | None:
         """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""
-        free = None
-        for stream, tenants in self._tenants.items():
-            if request in tenants:
-                tenants.append(request)
-                return stream
-            if not tenants and free is None:
-                free = stream
-        if free is not None:
-            self._tenants[free].append(request)
-        return free
+        return self._streams.gated.claim(self, request)
 
     def release(self, stream: torch.cuda.Stream, request: str) -> None:
         """Gives back what `claim` gave."""
-        if stream in self._tenants:
-            self._tenants[stream].remove(request)
+        self._streams.gated.release(stream, self, request)
 
     def signal(self, stream: torch.cuda.Stream, *, soon: bool = False) -> Flag:
         """A flag that rises when everything enqueued on ``stream`` so far is done and visible to the whole system.
@@ -179,3 +170,5 @@ class Device:
             if self._awaited:
                 self.outgoing.synchronize()  # the memory may soon be another's
         self.flags.close()
+        for pool in (self._streams.waiting, self._streams.gated):
+            pool.leave(self)

@@ -35,7 +35,7 @@ ASK_EVERY = 64
 PATIENCE = 4096  # looks of a stream's kernel at its peer's words, of some microseconds: then others may use the GPU
 # Seconds at most between two of its kernels that wait in vain: what hangs must not hold up other transfers.
 LONGEST_PAUSE = 0.1
-STATES = 16  # of streams at once
+STATES = 32  # of streams at once
 
 
 class DevicePacker(Packer):
@@ -112,12 +112,20 @@ class DevicePacker(Packer):
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
         device = self._device
-        early: Early | None = None
-        if job.signal is not None:
-            early = Early(self._receiving.signal_ptr(job.signal), job.signal.value, job.stream)
-        stream = device.incoming
-        if job.stream is None:
-            stream = device.open_stream if early is None else device.waiting_stream
+        if job.signal is None:
+            yield from self._scatter(job, device.open_stream, None)
+            return
+        early = Early(self._receiving.signal_ptr(job.signal), job.signal.value, job.stream)
+        if job.stream is not None:
+            yield from self._scatter(job, device.incoming, early)
+            return
+        with device.waiting_stream(job.src, job.serial) as stream:
+            yield from self._scatter(job, stream, early)
+
+    def _scatter(self, job: Scatter, stream: torch.cuda.Stream, early: Early | None) -> Iterator[int]:
+        """early: how it is told that the stage is written; None if it is."""
+        assert self._receiving is not None
+        device = self._device
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         room = self._receiving.room(job.stage)
         packer = yield from self._loaded(job.plan, sending=False, checksum=job.checked)

@@ -21,12 +21,13 @@ import torch
 from torchkv import devicemem
 from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
-from torchkv.cudadriver import QUEUES_EACH, num_queues
+from torchkv.cudadriver import num_queues
 from torchkv.env import PREFIX, Options, warn_about_unknown_variables
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.hostmem import allocate, open_segment, share
 from torchkv.network import job_interface
 from torchkv.processes import this_process, watch_process
+from torchkv.streams import may_wait
 from torchkv.transport import load_transport, transport_names
 
 __all__ = ["Finding", "examine", "main"]
@@ -101,8 +102,8 @@ def _settings() -> Iterator[Finding]:
         warnings.simplefilter("always")
         warn_about_unknown_variables()
     yield Finding("warn" if caught else "ok", "settings", "; ".join([shown, *(str(w.message) for w in caught)]))
-    if (queues := num_queues()) < 2 * QUEUES_EACH:
-        text = f"{queues}: streams that wait hold up others, so staged transfers between GPUs are slower; unset it"
+    if not may_wait()[0]:
+        text = f"{num_queues()}: streams that wait hold up others, so staging between GPUs is slower; unset it"
         yield Finding("warn", "CUDA_DEVICE_MAX_CONNECTIONS", text)
     if os.environ.get("TORCH_LOGS") == "":
         yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import: unset it")

@@ -14,7 +14,8 @@ from torchkv.transfer import STEP_BYTES
 
 __all__ = ["Unstager"]
 
-MAX_ACTIVE = 4  # on a GPU: so many are enqueued, one behind the other
+# On a GPU so many are enqueued, one behind the other: of one writer, which may hang, and of all.
+OF_ONE, OF_ALL = 4, 16
 
 
 class Unstager:
@@ -67,15 +68,20 @@ class Unstager:
 
     def _begin(self, now: float) -> bool:
         begun = False
-        while self._queue and len(self._active) < MAX_ACTIVE:
+        for job in list(self._queue):
+            if not job.stopped and (len(self._active) >= OF_ALL or self._num_active(job.src) >= OF_ONE):
+                continue
             begun = True
-            job = self._queue.popleft()
+            self._queue.remove(job)
             if job.stopped:  # what a failed request left in a stage is never unpacked
                 self._end(job, None, now)
             else:
                 assert self._packer is not None
                 self._active.append((job, self._packer.scatter(job)))
         return begun
+
+    def _num_active(self, src: int) -> int:
+        return sum(job.src == src for job, _ in self._active)
 
     def _end(self, job: Scatter, error: KVError | None, now: float) -> None:
         with self._lock:

@@ -1,15 +1,19 @@
-"""A GPU's streams, without one: how many there are, and whether they may wait for those of peers."""
+"""What a rank's transfers share on its GPU, without one: streams, whether these may wait for peers', and pauses."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchkv import cudadriver, device
+from torchkv.cudadriver import num_queues
 from torchkv.device import Device
+from torchkv.streams import OTHERS, SideStreams, may_wait
 
 GPU = torch.device("cuda", 1)
 
@@ -26,31 +30,72 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(multi_processor_count=132))
-    for name in ("Flags", "Uploads", "wait_flags", "event_pool"):
+    monkeypatch.setattr(device, "Flags", lambda where: SimpleNamespace(close=lambda: None))
+    for name in ("Uploads", "wait_flags", "event_pool"):
         monkeypatch.setattr(device, name, lambda where: SimpleNamespace())
+    monkeypatch.setattr(device, "side_streams", functools.cache(lambda index: SideStreams(GPU)))
     for name in ("library", "ignore_captures"):
         monkeypatch.setattr(cudadriver, name, lambda: None)
     monkeypatch.setattr(cudadriver, "make_current", lambda where: None)
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize("blocks", [16, 132])
-@pytest.mark.parametrize(("said", "enough_for"), [("1", 0), ("4", 0), ("8", 16), ("16", 132), ("32", 132), ("", 132)])
-def test_gpus_wait_for_each_other_only_with_queues_enough(
-    blocks: int, said: str, enough_for: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("said", "waiting", "gated"), [("1", 0, 0), ("7", 0, 2), ("", 1, 2), ("8", 1, 2), ("32", 2, 4)]
+)
+def test_streams_that_wait_leave_queues_to_the_others(
+    said: str, count: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every fourth stream of a pool is ours, queues in turn: those that wait share none with those that do not."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    waiting, gated = may_wait()
+    assert (waiting, gated) == count
+    assert waiting + gated <= max(0, num_queues() - OTHERS)
     with caplog.at_level(logging.WARNING):
-        made = Device(GPU, blocks=blocks)
-    assert made.signals is (blocks <= enough_for)
+        made = Device(GPU, blocks=16)
+    assert made.signals is (waiting > 0)
     assert made.signals is ("CUDA_DEVICE_MAX_CONNECTIONS" not in caplog.text)
-    opened, waiting = {made.open_stream for _ in range(4)}, {made.waiting_stream for _ in range(4)}
-    assert len(opened) == len(waiting) == (2 if blocks == 132 else 1)
-    assert made.outgoing in opened
-    assert made.incoming in waiting
-    queues = int(said or 32)
-    places = range(len(opened) + len(waiting))  # in which they were made
-    queue_of = [(4 * place + 1) % queues for place in places]
-    apart = not set(queue_of[: len(opened)]) & set(queue_of[len(opened) :])
-    assert apart is made.signals
+    claimed = [made.claim(f"{number}") for number in range(gated + 1)]
+    assert claimed[gated] is None
+    assert len(set(claimed)) == gated + 1
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("blocks", [16, 132])
+def test_all_groups_share_the_streams(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    one, other = Device(GPU, blocks=blocks), Device(GPU, blocks=blocks)
+    assert {one.open_stream for _ in range(4)} == {other.open_stream for _ in range(4)}
+    assert one.open_stream in (one.outgoing, one.incoming)
+    gated = {one.claim(f"{number}") for number in range(2)} | {other.claim(f"{number}") for number in range(2)}
+    assert len(gated) == 4
+    assert None not in gated
+    assert one.claim("2") is other.claim("2") is None
+    waiting = set()
+    for serial in range(4):
+        with one.waiting_stream(5, serial) as stream, one.waiting_stream(5, serial + 1) as next_one:
+            assert (stream is next_one) is (blocks == 16)
+            waiting |= {stream, next_one}
+    assert len({one.outgoing, one.incoming} | gated | waiting) == (8 if blocks == 132 else 7)
+    with one.waiting_stream(5, 0) as stream, other.waiting_stream(5, 0) as another:
+        assert stream is not another
+    other.close()
+    assert one.claim("2") in gated, "what the other group had is free"
+    assert one.claim("3") in gated
+    assert one.claim("4") is None
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(device.time, "monotonic", lambda: now)
+    made, stopped = Device(GPU, blocks=16), False
+    assert made.next_wake == math.inf
+    long, short = made.pause(3, lambda: stopped), made.pause(2, lambda: False)
+    assert [next(long), next(short)] == [0, 0]
+    assert made.next_wake == 102
+    now = 102.0
+    assert [list(short), next(long)] == [[], 0]
+    assert made.next_wake == 103
+    stopped = True
+    assert list(long) == []
+    assert made.next_wake == math.inf

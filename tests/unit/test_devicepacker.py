@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,9 @@ class Bench:
         PREPARED.clear()
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
-        self.gpu.open_stream = self.gpu.waiting_stream = self.stream  # type: ignore[attr-defined]
+        self.gpu.open_stream = self.stream  # type: ignore[attr-defined]
+        self.waiting: list[tuple[int, int]] = []  # ranks and pieces that have a stream to wait for them
+        self.gpu.waiting_stream = self._waiting  # type: ignore[attr-defined]
         self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]
         self.words = torch.zeros((4, 2 * MAX_CHANNELS), dtype=torch.int64)
         self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
@@ -93,6 +96,12 @@ class Bench:
         self.stage = StagingRing(RING).allocate(8192, "r")
         self.op: Any = SimpleNamespace(start=2, dst=1)
         self.grant: Any = SimpleNamespace(generation=4, plan=PLAN, num_tokens=64)
+
+    @contextlib.contextmanager
+    def _waiting(self, src: int, serial: int) -> Iterator[Any]:
+        self.waiting.append((src, serial))
+        yield self.stream
+        self.waiting.remove((src, serial))
 
     def pages(self, *, sending: bool) -> Any:
         if (id(PLAN), sending) not in self.packer._packers:
@@ -110,6 +119,7 @@ class Bench:
         job: Any = SimpleNamespace(
             request="r",
             src=0,
+            serial=7,
             generation=4,
             stage=self.stage,
             piece=PIECE,
@@ -254,11 +264,13 @@ def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench
     assert next(steps) == 0
     assert bench.pages(sending=False).guard == (word, 42)
     assert bench.gpu.log == ["upload rx", f"await {word:#x} at 42", "signal soon"]
+    assert bench.waiting == [(0, 7)]
     assert not job.written
     bench.gpu.run()
     assert list(steps) == [1]
     assert job.written
     assert bench.gpu.released == ["upload", "errors"]
+    assert not bench.waiting
 
 
 @pytest.mark.parametrize("signals", [True, False])

@@ -44,7 +44,7 @@ LAYERS = [
     {"cost"},
     {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob", "stagememory"},
     {"pagecopy", "copyreference", "kernellaunch", "kernels", "pagesum", "sumlaunch"},
-    {"wire", "cache", "roster", "work", "network", "devicepages", "uploads", "hostlane"},
+    {"wire", "cache", "roster", "work", "network", "devicepages", "uploads", "hostlane", "streams"},
     {"actions", "session", "instance", "life", "receive", "leases"},
     {"sender", "receiver", "device", "stageclient", "stagekeeper"},
     {"card", "route", "arguments", "transfer", "control", "jobs", "offsets"},

@@ -13,7 +13,7 @@ from torchkv.errors import ChecksumMismatch, KVError
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.receiver import Receiver
 from torchkv.transfer import STEP_BYTES
-from torchkv.unstager import MAX_ACTIVE, Unstager
+from torchkv.unstager import OF_ALL, OF_ONE, Unstager
 
 
 @dataclass(eq=False)
@@ -21,6 +21,7 @@ class Job:
     """As much of a `Scatter` as matters here."""
 
     name: str
+    src: int
     stopped: bool = False
 
 
@@ -52,7 +53,7 @@ class World:
         yield from self.steps[job.name]
         self.over.append(job.name)
 
-    def start(self, name: str, *steps: int | KVError) -> Job:
+    def start(self, name: str, *steps: int | KVError, src: int = 0) -> Job:
         def run() -> Iterator[int]:
             for step in steps:
                 if isinstance(step, KVError):
@@ -60,7 +61,7 @@ class World:
                 yield step
 
         self.steps[name] = run()
-        job = Job(name)
+        job = Job(name, src)
         self.unstager.start(cast(Scatter, job))
         return job
 
@@ -95,15 +96,29 @@ def test_what_a_failed_request_left_is_never_unpacked_but_reported() -> None:
 
 def test_a_request_that_fails_while_its_job_waits_is_not_begun() -> None:
     world = World()
-    for number in range(MAX_ACTIVE):
+    for number in range(OF_ONE):
         world.start(f"busy {number}", *[0] * 5)
     late = world.start("late", 1)
     world.unstager.advance(1.0)
-    assert len(world.begun) == MAX_ACTIVE
+    assert len(world.begun) == OF_ONE
     late.stopped = True
+    world.unstager.advance(1.0)
+    assert world.reports == [("late", None)], "it needs nobody's turn"
     world.run()
     assert "late" not in world.begun
-    assert ("late", None) in world.reports
+
+
+def test_a_writer_whose_stages_are_never_written_holds_up_no_other() -> None:
+    world = World()
+    hung = [world.start(f"hung {number}", *[0] * 90) for number in range(OF_ONE + 3)]
+    others = [world.start(f"of {src}, {number}", 0, 1, src=src) for number in range(3) for src in range(1, 9)]
+    for _ in range(20):
+        world.unstager.advance(1.0)
+        assert len(world.unstager._active) <= OF_ALL
+    assert world.begun[:OF_ONE] == [job.name for job in hung[:OF_ONE]]
+    assert {name for name, _ in world.reports} == {job.name for job in others}
+    firsts = [name for name in world.begun if name.startswith("of")][: OF_ALL - OF_ONE]
+    assert firsts == [job.name for job in others[: OF_ALL - OF_ONE]], "in their order"
 
 
 def test_a_job_under_way_is_run_to_its_end_whatever_became_of_its_request() -> None:
