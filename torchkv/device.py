@@ -6,16 +6,16 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
 from torchkv import cudadriver, gate, kernels
 from torchkv.errors import TransportUnavailable
-from torchkv.events import RecordedEvent, event_pool
+from torchkv.events import RecordedEvent, StreamEvent, event_pool
 from torchkv.flags import Flag, Flags, wait_flags
-from torchkv.streams import may_wait, side_streams
+from torchkv.streams import Claim, may_wait, side_streams
 from torchkv.uploads import Uploads
 
 __all__ = ["Device"]
@@ -88,11 +88,11 @@ class Device:
         serial: of the piece; neighbours have two streams, if they may run at the same time.
         """
         tenant = src, serial % self._in_turn
-        stream = self._streams.waiting.share(self, tenant)
+        claim = self._streams.waiting.share(self, tenant)
         try:
-            yield stream
+            yield claim.stream
         finally:
-            self._streams.waiting.release(stream, self, tenant)
+            self._streams.waiting.release(claim)
 
     def raise_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """Enqueues the write of a signal word, of this rank or a peer, behind everything on ``stream``, and a fence."""
@@ -124,13 +124,19 @@ class Device:
         """When the first pause ends, by ``time.monotonic``."""
         return min(self._pauses, default=math.inf)
 
-    def claim(self, request: str) -> torch.cuda.Stream | None:
-        """A stream that may wait for an event of ``request``; None if all are waiting for other requests' events."""
+    def claim(self, waits: Sequence[StreamEvent], request: str) -> Claim[torch.cuda.Stream] | None:
+        """A stream that may wait for these events of a transfer of ``request``; None if all wait for others.
+
+        What one stream of the model has been given comes in order, whichever request it is of: it takes one of these.
+        """
+        recorded = [event for event in waits if isinstance(event, RecordedEvent)]
+        if len({event.stream for event in recorded}) == 1 and len(recorded) == len(waits):
+            return self._streams.gated.claim(self, recorded[0].stream, max(event.number for event in recorded))
         return self._streams.gated.claim(self, request)
 
-    def release(self, stream: torch.cuda.Stream, request: str) -> None:
+    def release(self, claim: Claim[torch.cuda.Stream]) -> None:
         """Gives back what `claim` gave."""
-        self._streams.gated.release(stream, self, request)
+        self._streams.gated.release(claim)
 
     def signal(self, stream: torch.cuda.Stream, *, soon: bool = False) -> Flag:
         """A flag that rises when everything enqueued on ``stream`` so far is done and visible to the whole system.

@@ -9,6 +9,7 @@ under a transfer that still asks it.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TypeAlias
 
 import torch
@@ -19,19 +20,26 @@ __all__ = ["EventPool", "RecordedEvent", "StreamEvent", "event_pool", "is_captur
 
 _GROWTH = 256  # several requests' layers; a verb that finds the pool empty pays for so many at once
 
+_numbers = itertools.count()
+
 _NOT_READY = 600
 # What recording says where another device's context, or none yet, is current on the calling thread.
 _WRONG_CONTEXT = (201, 400)
 
 
 class RecordedEvent:
-    """What a stream had been given up to one moment. ``handle``: the driver's, a ``CUevent``."""
+    """What a stream had been given up to one moment.
 
-    __slots__ = ("_pool", "handle")
+    handle: the driver's, a ``CUevent``. stream: whose, as a handle. number: larger than that of all before.
+    """
 
-    def __init__(self, pool: EventPool, handle: int) -> None:
+    __slots__ = ("_pool", "handle", "number", "stream")
+
+    def __init__(self, pool: EventPool, handle: int, stream: int, number: int) -> None:
         self._pool = pool
         self.handle = handle
+        self.stream = stream
+        self.number = number
 
     def query(self) -> bool:
         """Whether all of it has run. Lets go of the GIL. Raises ``TransportUnavailable`` if the GPU has failed."""
@@ -80,9 +88,9 @@ class EventPool:
             handle = self._free.pop()
         except IndexError:
             handle = self._grow()
-        event = RecordedEvent(self, handle)
-        record = (cudadriver.library_with_gil() if keep_gil else cudadriver.library()).cuEventRecord
         stream = torch._C._cuda_getCurrentRawStream(self._index)
+        event = RecordedEvent(self, handle, stream, next(_numbers))
+        record = (cudadriver.library_with_gil() if keep_gil else cudadriver.library()).cuEventRecord
         code = record(handle, stream)
         if code in _WRONG_CONTEXT:
             # The default stream has no handle of its own: it is that of whichever device is current.

@@ -23,6 +23,7 @@ from torchkv.jobs import JobGroup, JobTable
 from torchkv.offsets import PairOffsets
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.route import LocalPages, Route
+from torchkv.streams import Claim
 from torchkv.transfer import Report, Transfer
 from torchkv.transport import Int64Array
 from torchkv.uploads import Upload
@@ -71,6 +72,7 @@ class KernelTransfer(Transfer):
         waits: Sequence[StreamEvent],
         opened: Callable[[], None],
         stream: torch.cuda.Stream,
+        claim: Claim[torch.cuda.Stream] | None,
         jobs: JobTable,
         device: Device,
         local: LocalPages,
@@ -83,9 +85,10 @@ class KernelTransfer(Transfer):
         self._opened = opened
         self._gate: Flag | None = None  # rises when the stream has waited for all of them
         self._stream = stream
+        self._claim = claim  # to the stream, if it waits
         self._jobs = jobs
         self._device = device
-        # Also when all of them have happened: transfers of one request share a stream, and its other gates.
+        # Also when all of them have happened: others share the stream, and wait on it for their own gates.
         self._max_copies = MAX_GATED_COPIES if self._waits else MAX_COPIES
         self._in_flight: deque[_Launch] = deque()
         self._lanes: set[str] = set()
@@ -158,7 +161,8 @@ class KernelTransfer(Transfer):
     def _release(self) -> None:
         """The kernels have ended, or never began: what they shared with others is free."""
         self._forget_gate()
-        self._device.release(self._stream, self.op.request)
+        if self._claim is not None:
+            self._device.release(self._claim)
         self._device.retire_errors(self._errors)
         for upload in self._uploads:
             self._device.uploads.release(upload)

@@ -308,8 +308,8 @@ class Mover:
             if not isinstance(gate, StreamEvent):
                 return None
             waits.append(gate)
-        stream = self.device.claim(op.request) if waits else self.device.open_stream
-        if stream is None:
+        claim = self.device.claim(waits, op.request) if waits else None
+        if waits and claim is None:
             return None
         return KernelTransfer(
             op,
@@ -317,7 +317,8 @@ class Mover:
             pages=pages,
             waits=waits,
             opened=lambda: self._on_gate_opened(op),
-            stream=stream,
+            stream=self.device.open_stream if claim is None else claim.stream,
+            claim=claim,
             jobs=jobs,
             device=self.device,
             local=self._local,

@@ -12,13 +12,15 @@ import functools
 import itertools
 import threading
 from collections.abc import Hashable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from torchkv.cudadriver import num_queues
 
-__all__ = ["SideStreams", "StreamPool", "may_wait", "side_streams"]
+__all__ = ["Claim", "SideStreams", "StreamPool", "may_wait", "side_streams"]
 
 S = TypeVar("S", bound=Hashable)
 
@@ -35,44 +37,49 @@ def may_wait() -> tuple[int, int]:
     return count // 3, count - count // 3
 
 
-class _Claim(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim(Generic[S]):
+    """What a tenant has of a `StreamPool`, until it gives it back. number: how many there were before."""
+
+    stream: S
     number: int
     owner: object
     tenant: Hashable
+    order: int
 
 
 class StreamPool(Generic[S]):
     """Streams on which work may wait: what one tenant waits for should hold up no other. Thread-safe.
 
-    owner: who goes at once, with all tenants of its own.
+    owner: who goes at once, with all tenants of its own. order: of what a tenant waits for, if it comes in one.
     """
 
     def __init__(self, streams: Iterable[S]) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._claims: dict[S, list[_Claim]] = {stream: [] for stream in streams}
+        self._claims: dict[S, list[Claim[S]]] = {stream: [] for stream in streams}
 
-    def claim(self, owner: object, tenant: Hashable) -> S | None:
-        """The stream that the tenant has already, or one that nobody has; None if there is none."""
+    def claim(self, owner: object, tenant: Hashable, order: int = 0) -> Claim[S] | None:
+        """A stream that the tenant has already, or one that nobody has; None if there is none.
+
+        No stream of which the tenant waits for something later in ``order``, which may come from behind this.
+        """
         with self._lock:
-            stream = self._own_or_free(owner, tenant)
-            return stream if stream is None else self._given(stream, owner, tenant)
+            stream = self._own_or_free(owner, tenant, order)
+            return None if stream is None else self._given(stream, owner, tenant, order)
 
-    def share(self, owner: object, tenant: Hashable) -> S:
+    def share(self, owner: object, tenant: Hashable) -> Claim[S]:
         """The same; if there is none, that whose first tenant has come last: no other is less likely to hang."""
         with self._lock:
-            stream = self._own_or_free(owner, tenant)
+            stream = self._own_or_free(owner, tenant, 0)
             if stream is None:
                 stream = max(self._claims, key=lambda one: self._claims[one][0].number)
-            return self._given(stream, owner, tenant)
+            return self._given(stream, owner, tenant, 0)
 
-    def release(self, stream: S, owner: object, tenant: Hashable) -> None:
-        """Gives back what `claim` or `share` gave. Other streams are none of the pool's business."""
-        with self._lock:
-            claims = self._claims.get(stream, [])
-            mine = (claim for claim in claims if claim.owner is owner and claim.tenant == tenant)
-            if (claim := next(mine, None)) is not None:
-                claims.remove(claim)
+    def release(self, claim: Claim[S]) -> None:
+        """Gives it back; nothing, if its owner has left."""
+        with self._lock, suppress(ValueError):
+            self._claims[claim.stream].remove(claim)
 
     def leave(self, owner: object) -> None:
         """Gives back all that the owner's tenants have."""
@@ -80,18 +87,20 @@ class StreamPool(Generic[S]):
             for claims in self._claims.values():
                 claims[:] = [claim for claim in claims if claim.owner is not owner]
 
-    def _own_or_free(self, owner: object, tenant: Hashable) -> S | None:
+    def _own_or_free(self, owner: object, tenant: Hashable, order: int) -> S | None:
         free = None
         for stream, claims in self._claims.items():
-            if any(claim.owner is owner and claim.tenant == tenant for claim in claims):
+            own = [claim.order for claim in claims if claim.owner is owner and claim.tenant == tenant]
+            if own and order >= max(own):
                 return stream
             if not claims and free is None:
                 free = stream
         return free
 
-    def _given(self, stream: S, owner: object, tenant: Hashable) -> S:
-        self._claims[stream].append(_Claim(next(self._numbers), owner, tenant))
-        return stream
+    def _given(self, stream: S, owner: object, tenant: Hashable, order: int) -> Claim[S]:
+        claim = Claim(stream, next(self._numbers), owner, tenant, order)
+        self._claims[stream].append(claim)
+        return claim
 
 
 class SideStreams:

@@ -166,6 +166,41 @@ def test_requests_behind_different_streams_do_not_block_each_other(
     gpu_ranks(2).run(many_gates, options)
 
 
+def gates_of_one_stream() -> None:
+    """Eight requests behind one stopped stream: the GPU waits for all of them on one of its own, in their order."""
+    numbers = list(range(8))
+    with gpu_group() as kv:
+        cache = registered_cache(kv)
+        warm_up(kv, cache, [15])
+        if kv.rank() == READER:
+            works = [kv.recv_pages(f"r{number}", [number], WRITER) for number in numbers]
+            for work in works:
+                work.wait(30)
+        else:
+            stream, device = torch.cuda.Stream(), kv._engine.device
+            for number in numbers:
+                kv.prefix_tokens(f"r{number}", READER)  # else grants would come in any order, and transfers with them
+            with held(stream) as (hold,):
+                with torch.cuda.stream(stream):
+                    sent_first = [kv.send_layer(f"r{number}", 0, [number], READER) for number in numbers]
+                    sent = [kv.send_layer(f"r{number}", 1, [number], READER) for number in reversed(numbers)]
+                done = [kv.finish(f"r{number}", READER) for number in numbers]
+                claims = device._streams.gated._claims
+                until(lambda: sum(map(len, claims.values())) == 16, "the GPU waits for all gates")
+                assert not any(work.is_completed() for work in sent_first + sent)
+                hold.open()
+                for work in done:
+                    work.wait(30)
+            assert not any(claims.values())
+        expected = exchanged(kv, page_bytes(cache, numbers))
+        if kv.rank() == READER:
+            assert torch.equal(page_bytes(cache, numbers), expected)
+
+
+def test_requests_of_one_stream_all_wait_on_the_gpu(gpu_ranks: Callable[[int], Ranks]) -> None:
+    gpu_ranks(2).run(gates_of_one_stream)
+
+
 # ---------------------------------------------------------------------- receivers
 
 

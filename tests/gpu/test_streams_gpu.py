@@ -27,7 +27,7 @@ def waiting_and_running() -> None:
     waiting, gated = may_wait()
     with ExitStack() as stack:
         held = [torch.cuda.Stream(GPU) for _ in range(OTHERS - 2)]
-        held += [stream for number in range(gated) if (stream := again.claim(f"{number}")) is not None]
+        held += [claim.stream for number in range(gated) if (claim := again.claim((), f"{number}")) is not None]
         held += [stack.enter_context(device.waiting_stream(1, serial)) for serial in range(waiting)]
         assert len(set(held)) == num_queues() - 2 == 6
         holds = [device.flags.hold(stream) for stream in held]

@@ -11,8 +11,9 @@ import torch
 
 from torchkv.errors import TransportUnavailable
 
-__all__ = ["STREAM", "Event", "FakeDriver", "Gpu"]
+__all__ = ["CLAIM", "STREAM", "Event", "FakeDriver", "Gpu"]
 
+CLAIM: Any = object()
 STREAM: Any = SimpleNamespace(cuda_stream=0x5150, query=lambda: True)
 
 
@@ -59,7 +60,8 @@ class Gpu:
     def retire(self, flag: Any) -> None:
         self.retired.append(flag)
 
-    def release(self, stream: Any, request: str) -> None:
+    def release(self, claim: Any) -> None:
+        assert claim is CLAIM
         self.released.append("stream")
 
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:

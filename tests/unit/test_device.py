@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from torchkv import cudadriver, device
 from torchkv.cudadriver import num_queues
 from torchkv.device import Device
+from torchkv.events import RecordedEvent
 from torchkv.streams import OTHERS, SideStreams, may_wait
 
 GPU = torch.device("cuda", 1)
@@ -39,10 +41,14 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudadriver, "make_current", lambda where: None)
 
 
+def claim(made: Device, *waits: Any, request: str) -> Any:
+    """The stream that `Device.claim` gives."""
+    given = made.claim(waits, request)
+    return None if given is None else given.stream
+
+
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(
-    ("said", "waiting", "gated"), [("1", 0, 0), ("7", 0, 2), ("", 1, 2), ("8", 1, 2), ("32", 2, 4)]
-)
+@pytest.mark.parametrize(("said", "count"), [("1", (0, 0)), ("7", (0, 2)), ("", (1, 2)), ("8", (1, 2)), ("32", (2, 4))])
 def test_streams_that_wait_leave_queues_to_the_others(
     said: str, count: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,7 +60,7 @@ def test_streams_that_wait_leave_queues_to_the_others(
         made = Device(GPU, blocks=16)
     assert made.signals is (waiting > 0)
     assert made.signals is ("CUDA_DEVICE_MAX_CONNECTIONS" not in caplog.text)
-    claimed = [made.claim(f"{number}") for number in range(gated + 1)]
+    claimed = [claim(made, object(), request=f"{number}") for number in range(gated + 1)]
     assert claimed[gated] is None
     assert len(set(claimed)) == gated + 1
 
@@ -66,10 +72,10 @@ def test_all_groups_share_the_streams(blocks: int, monkeypatch: pytest.MonkeyPat
     one, other = Device(GPU, blocks=blocks), Device(GPU, blocks=blocks)
     assert {one.open_stream for _ in range(4)} == {other.open_stream for _ in range(4)}
     assert one.open_stream in (one.outgoing, one.incoming)
-    gated = {one.claim(f"{number}") for number in range(2)} | {other.claim(f"{number}") for number in range(2)}
+    gated = {claim(made, object(), request=f"{number}") for made in (one, other) for number in range(2)}
     assert len(gated) == 4
     assert None not in gated
-    assert one.claim("2") is other.claim("2") is None
+    assert claim(one, object(), request="2") is claim(other, object(), request="2") is None
     waiting = set()
     for serial in range(4):
         with one.waiting_stream(5, serial) as stream, one.waiting_stream(5, serial + 1) as next_one:
@@ -79,9 +85,29 @@ def test_all_groups_share_the_streams(blocks: int, monkeypatch: pytest.MonkeyPat
     with one.waiting_stream(5, 0) as stream, other.waiting_stream(5, 0) as another:
         assert stream is not another
     other.close()
-    assert one.claim("2") in gated, "what the other group had is free"
-    assert one.claim("3") in gated
-    assert one.claim("4") is None
+    assert claim(one, object(), request="2") in gated, "what the other group had is free"
+    assert claim(one, object(), request="3") in gated
+    assert claim(one, object(), request="4") is None
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    made = Device(GPU, blocks=16)
+    pool: Any = SimpleNamespace(give_back=lambda handle: None)
+
+    def recorded(stream: int, number: int) -> RecordedEvent:
+        return RecordedEvent(pool, 1, stream, number)
+
+    first = claim(made, recorded(7, 10), request="a")
+    assert claim(made, recorded(7, 11), recorded(7, 9), request="b") is first
+    assert claim(made, recorded(7, 11), request="c") is first
+    before = claim(made, recorded(7, 10), request="d")
+    other = claim(made, recorded(8, 10), request="e")
+    of_both = claim(made, recorded(7, 12), recorded(8, 12), request="f")
+    assert len({first, before, other, of_both}) == 4
+    assert claim(made, recorded(7, 13), object(), request="f") is of_both, "as the request's"
+    assert claim(made, recorded(9, 14), request="g") is None
 
 
 @pytest.mark.usefixtures("_gpu")

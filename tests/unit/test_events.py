@@ -58,6 +58,8 @@ def test_the_event_is_recorded_on_the_cache_s_gpu_whichever_is_current(
     enqueue(fake, (1, stream))
     event = pool.record()
     assert fake.events[event.handle - 1].place == (1, stream)
+    assert event.stream == stream
+    assert pool.record().number > event.number
     assert not event.query()
     run_all(fake)
     assert event.query()

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from gpu_fake import Event, Gpu
+from gpu_fake import CLAIM, Event, Gpu
 
 from torchkv import kerneltransfer
 from torchkv.errors import TransferCancelled, TransportUnavailable
@@ -46,6 +46,7 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits
         waits=[Event(gpu.log)] if waits else [],  # type: ignore[list-item]
         opened=lambda: gpu.log.append("opened"),
         stream=SimpleNamespace(query=lambda: True),  # type: ignore[arg-type]
+        claim=CLAIM if waits else None,
         jobs=SimpleNamespace(groups=[job] * groups),  # type: ignore[arg-type]
         device=gpu,  # type: ignore[arg-type]
         local=SimpleNamespace(num_pages=8),  # type: ignore[arg-type]

@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
-from torchkv.streams import StreamPool
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from torchkv.streams import Claim, StreamPool
 
 ME, OTHER = object(), object()
 
 
 def test_what_one_tenant_waits_for_holds_up_no_other_as_long_as_there_are_streams() -> None:
     pool = StreamPool(["a", "b"])
-    assert [pool.claim(ME, "r"), pool.claim(OTHER, "r"), pool.claim(ME, "r")] == ["a", "b", "a"]
+    first, others, second = pool.claim(ME, "r"), pool.claim(OTHER, "r"), pool.claim(ME, "r")
+    assert first is not None
+    assert others is not None
+    assert second is not None
+    assert [first.stream, others.stream, second.stream] == ["a", "b", "a"]
     assert pool.claim(ME, "s") is None
-    pool.release("a", ME, "r")
+    pool.release(first)
     assert pool.claim(ME, "s") is None, "there was more for r"
-    pool.release("a", OTHER, "r")
-    pool.release("elsewhere", ME, "r")
-    assert pool.claim(ME, "s") is None, "neither was there"
-    pool.release("a", ME, "r")
-    assert pool.claim(ME, "s") == "a"
+    pool.release(second)
+    claim = pool.claim(ME, "s")
+    assert claim is not None
+    assert claim.stream == "a"
+
+
+def test_what_comes_out_of_order_waits_on_another_stream() -> None:
+    """The later one may come from behind the earlier one, as on a stream that waits for that transfer's end."""
+    pool = StreamPool(["a", "b"])
+    streams = []
+    for number in (3, 5, 5, 4, 4, 6):
+        claim = pool.claim(ME, "stream", number)
+        streams.append(claim and claim.stream)
+    assert streams == ["a", "a", "a", "b", "b", "a"]
+    assert pool.claim(ME, "stream", 2) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()), max_size=60))
+def test_no_stream_has_tenants_out_of_order_or_two_of_them(calls: list[tuple[int, int, bool]]) -> None:
+    pool = StreamPool(range(3))
+    claims: list[Claim[int]] = []
+    for tenant, order, ends in calls:
+        if ends and claims:
+            pool.release(claims.pop(order % len(claims)))
+        elif (claim := pool.claim(ME, tenant, order)) is not None:
+            claims.append(claim)
+        for stream in range(3):
+            here = [claim for claim in claims if claim.stream == stream]
+            assert [claim.order for claim in here] == sorted(claim.order for claim in here)
+            assert len({claim.tenant for claim in here}) <= 1
 
 
 def test_a_tenant_that_hangs_keeps_its_stream_to_itself_as_long_as_it_can() -> None:
     pool = StreamPool(["a", "b"])
-    assert [pool.share(ME, "hangs"), pool.share(ME, "hangs")] == ["a", "a"]
+    hung = [pool.share(ME, "hangs") for _ in range(2)]
     for turn in range(5):  # however much others have to do at once
-        for number in range(turn):
-            assert pool.share(ME, number) == "b"
-        assert pool.share(ME, "hangs") == "a"
-        for number in range(turn):
-            pool.release("b", ME, number)
-    assert pool.share(ME, "hangs, too") == "b"
-    assert pool.share(ME, "third") == "b", "that has waited less long"
+        claims = [pool.share(ME, number) for number in range(turn)]
+        hung.append(pool.share(ME, "hangs"))
+        assert Counter(claim.stream for claim in claims) == ({"b": turn} if turn else {})
+        for claim in claims:
+            pool.release(claim)
+    assert {claim.stream for claim in hung} == {"a"}
+    assert pool.share(ME, "hangs, too").stream == "b"
+    assert pool.share(ME, "third").stream == "b", "that has waited less long"
 
 
 def test_an_owner_that_leaves_takes_all_its_tenants_with_it() -> None:
     pool = StreamPool(["a", "b", "c"])
-    assert [pool.claim(ME, "r"), pool.claim(OTHER, "r"), pool.claim(ME, "s")] == ["a", "b", "c"]
+    mine = [pool.claim(ME, tenant) for tenant in ("r", "s")]
+    assert pool.claim(OTHER, "r") is not None
     pool.leave(ME)
-    assert [pool.claim(OTHER, one) for one in ("r", "s", "t", "u")] == ["b", "a", "c", None]
+    left = [pool.claim(OTHER, tenant) for tenant in ("r", "s", "t", "u")]
+    assert [claim and claim.stream for claim in left] == ["c", "a", "b", None]
+    for claim in mine:
+        assert claim is not None
+        pool.release(claim)
+    assert pool.claim(OTHER, "u") is None, "what the first has given back late was no longer its own"
