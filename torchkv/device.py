@@ -15,7 +15,7 @@ from torchkv import cudadriver, gate, kernels
 from torchkv.errors import TransportUnavailable
 from torchkv.events import RecordedEvent, StreamEvent, event_pool
 from torchkv.flags import Flag, Flags, wait_flags
-from torchkv.streams import Claim, may_wait, side_streams
+from torchkv.streams import Claim, SideStreams, may_wait
 from torchkv.uploads import Uploads
 
 __all__ = ["Device"]
@@ -43,7 +43,7 @@ class Device:
         self.flags = Flags(device)
         self.in_flight: set[Flag] = set()  # what the progress thread has to look at
         self.soon: set[Flag] = set()  # those of them that wait for copies only: their end is worth a core
-        self._streams = side_streams(self.index)
+        self._streams = SideStreams(device)
         # For gathers and scatters of streamed pieces: two at once would share the link, and end at the same time, when
         # no third is there yet.
         self.outgoing, self.incoming = self._streams.outgoing, self._streams.incoming
@@ -88,7 +88,7 @@ class Device:
         serial: of the piece; neighbours have two streams, if they may run at the same time.
         """
         tenant = src, serial % self._in_turn
-        claim = self._streams.waiting.share(self, tenant)
+        claim = self._streams.waiting.share(tenant)
         try:
             yield claim.stream
         finally:
@@ -131,8 +131,8 @@ class Device:
         """
         recorded = [event for event in waits if isinstance(event, RecordedEvent)]
         if len({event.stream for event in recorded}) == 1 and len(recorded) == len(waits):
-            return self._streams.gated.claim(self, recorded[0].stream, max(event.number for event in recorded))
-        return self._streams.gated.claim(self, request)
+            return self._streams.gated.claim(recorded[0].stream, max(event.number for event in recorded))
+        return self._streams.gated.claim(request)
 
     def release(self, claim: Claim[torch.cuda.Stream]) -> None:
         """Gives back what `claim` gave."""
@@ -176,5 +176,3 @@ class Device:
             if self._awaited:
                 self.outgoing.synchronize()  # the memory may soon be another's
         self.flags.close()
-        for pool in (self._streams.waiting, self._streams.gated):
-            pool.leave(self)

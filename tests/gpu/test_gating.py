@@ -140,7 +140,7 @@ def many_gates(options: dict[str, Any]) -> None:
         if kv.rank() == READER:
             works = [kv.recv_pages(f"r{number}", [number], WRITER) for number in range(len(order))]
             for number in order:
-                works[number].wait(30)
+                works[number].wait(50)  # the writer's error says more
         else:
             streams = [torch.cuda.Stream() for _ in order]
             done: list[KVWork] = []

@@ -19,7 +19,7 @@ pytestmark = needs_gpus(1)
 
 def waiting_and_running() -> None:
     """All that may wait do so, and some streams of a model; those that never wait go on."""
-    device, again = Device(GPU, blocks=132), Device(GPU, blocks=16)
+    device = Device(GPU, blocks=132)
     assert device.signals
     ones = torch.ones(1 << 20, device=GPU)
     ones += 1  # loads the kernel: not while a stream is held
@@ -27,7 +27,7 @@ def waiting_and_running() -> None:
     waiting, gated = may_wait()
     with ExitStack() as stack:
         held = [torch.cuda.Stream(GPU) for _ in range(OTHERS - 2)]
-        held += [claim.stream for number in range(gated) if (claim := again.claim((), f"{number}")) is not None]
+        held += [claim.stream for number in range(gated) if (claim := device.claim((), f"{number}")) is not None]
         held += [stack.enter_context(device.waiting_stream(1, serial)) for serial in range(waiting)]
         assert len(set(held)) == num_queues() - 2 == 6
         holds = [device.flags.hold(stream) for stream in held]
@@ -42,7 +42,6 @@ def waiting_and_running() -> None:
             hold.open()
         torch.cuda.synchronize()
         assert all(hold.passed for hold in holds)
-    again.close()
     device.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from torchkv import cudadriver, device
 from torchkv.cudadriver import num_queues
 from torchkv.device import Device
 from torchkv.events import RecordedEvent
-from torchkv.streams import OTHERS, SideStreams, may_wait
+from torchkv.streams import OTHERS, may_wait
 
 GPU = torch.device("cuda", 1)
 
@@ -35,7 +34,6 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "Flags", lambda where: SimpleNamespace(close=lambda: None))
     for name in ("Uploads", "wait_flags", "event_pool"):
         monkeypatch.setattr(device, name, lambda where: SimpleNamespace())
-    monkeypatch.setattr(device, "side_streams", functools.cache(lambda index: SideStreams(GPU)))
     for name in ("library", "ignore_captures"):
         monkeypatch.setattr(cudadriver, name, lambda: None)
     monkeypatch.setattr(cudadriver, "make_current", lambda where: None)
@@ -67,27 +65,22 @@ def test_streams_that_wait_leave_queues_to_the_others(
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize("blocks", [16, 132])
-def test_all_groups_share_the_streams(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_pieces_of_a_peer_have_two_streams_if_the_whole_gpu_may_be_taken(
+    blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    one, other = Device(GPU, blocks=blocks), Device(GPU, blocks=blocks)
-    assert {one.open_stream for _ in range(4)} == {other.open_stream for _ in range(4)}
-    assert one.open_stream in (one.outgoing, one.incoming)
-    gated = {claim(made, object(), request=f"{number}") for made in (one, other) for number in range(2)}
-    assert len(gated) == 4
-    assert None not in gated
-    assert claim(one, object(), request="2") is claim(other, object(), request="2") is None
+    made = Device(GPU, blocks=blocks)
+    opened = {made.open_stream for _ in range(4)}
+    assert opened == ({made.outgoing, made.incoming} if blocks == 132 else {made.outgoing})
     waiting = set()
     for serial in range(4):
-        with one.waiting_stream(5, serial) as stream, one.waiting_stream(5, serial + 1) as next_one:
+        with made.waiting_stream(5, serial) as stream, made.waiting_stream(5, serial + 1) as next_one:
             assert (stream is next_one) is (blocks == 16)
             waiting |= {stream, next_one}
-    assert len({one.outgoing, one.incoming} | gated | waiting) == (8 if blocks == 132 else 7)
-    with one.waiting_stream(5, 0) as stream, other.waiting_stream(5, 0) as another:
+    assert not waiting & {made.outgoing, made.incoming}
+    with made.waiting_stream(5, 0) as stream, made.waiting_stream(6, 0) as another:
         assert stream is not another
-    other.close()
-    assert claim(one, object(), request="2") in gated, "what the other group had is free"
-    assert claim(one, object(), request="3") in gated
-    assert claim(one, object(), request="4") is None
+        assert made.waiting_stream(5, 0).__enter__() is stream
 
 
 @pytest.mark.usefixtures("_gpu")

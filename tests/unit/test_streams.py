@@ -9,21 +9,19 @@ from hypothesis import given
 
 from torchkv.streams import Claim, StreamPool
 
-ME, OTHER = object(), object()
-
 
 def test_what_one_tenant_waits_for_holds_up_no_other_as_long_as_there_are_streams() -> None:
     pool = StreamPool(["a", "b"])
-    first, others, second = pool.claim(ME, "r"), pool.claim(OTHER, "r"), pool.claim(ME, "r")
+    first, others, second = pool.claim("r"), pool.claim("q"), pool.claim("r")
     assert first is not None
     assert others is not None
     assert second is not None
     assert [first.stream, others.stream, second.stream] == ["a", "b", "a"]
-    assert pool.claim(ME, "s") is None
+    assert pool.claim("s") is None
     pool.release(first)
-    assert pool.claim(ME, "s") is None, "there was more for r"
+    assert pool.claim("s") is None, "there was more for r"
     pool.release(second)
-    claim = pool.claim(ME, "s")
+    claim = pool.claim("s")
     assert claim is not None
     assert claim.stream == "a"
 
@@ -33,10 +31,10 @@ def test_what_comes_out_of_order_waits_on_another_stream() -> None:
     pool = StreamPool(["a", "b"])
     streams = []
     for number in (3, 5, 5, 4, 4, 6):
-        claim = pool.claim(ME, "stream", number)
+        claim = pool.claim("stream", number)
         streams.append(claim and claim.stream)
     assert streams == ["a", "a", "a", "b", "b", "a"]
-    assert pool.claim(ME, "stream", 2) is None
+    assert pool.claim("stream", 2) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()), max_size=60))
@@ -46,7 +44,7 @@ def test_no_stream_has_tenants_out_of_order_or_two_of_them(calls: list[tuple[int
     for tenant, order, ends in calls:
         if ends and claims:
             pool.release(claims.pop(order % len(claims)))
-        elif (claim := pool.claim(ME, tenant, order)) is not None:
+        elif (claim := pool.claim(tenant, order)) is not None:
             claims.append(claim)
         for stream in range(3):
             here = [claim for claim in claims if claim.stream == stream]
@@ -56,26 +54,13 @@ def test_no_stream_has_tenants_out_of_order_or_two_of_them(calls: list[tuple[int
 
 def test_a_tenant_that_hangs_keeps_its_stream_to_itself_as_long_as_it_can() -> None:
     pool = StreamPool(["a", "b"])
-    hung = [pool.share(ME, "hangs") for _ in range(2)]
+    hung = [pool.share("hangs") for _ in range(2)]
     for turn in range(5):  # however much others have to do at once
-        claims = [pool.share(ME, number) for number in range(turn)]
-        hung.append(pool.share(ME, "hangs"))
+        claims = [pool.share(number) for number in range(turn)]
+        hung.append(pool.share("hangs"))
         assert Counter(claim.stream for claim in claims) == ({"b": turn} if turn else {})
         for claim in claims:
             pool.release(claim)
     assert {claim.stream for claim in hung} == {"a"}
-    assert pool.share(ME, "hangs, too").stream == "b"
-    assert pool.share(ME, "third").stream == "b", "that has waited less long"
-
-
-def test_an_owner_that_leaves_takes_all_its_tenants_with_it() -> None:
-    pool = StreamPool(["a", "b", "c"])
-    mine = [pool.claim(ME, tenant) for tenant in ("r", "s")]
-    assert pool.claim(OTHER, "r") is not None
-    pool.leave(ME)
-    left = [pool.claim(OTHER, tenant) for tenant in ("r", "s", "t", "u")]
-    assert [claim and claim.stream for claim in left] == ["c", "a", "b", None]
-    for claim in mine:
-        assert claim is not None
-        pool.release(claim)
-    assert pool.claim(OTHER, "u") is None, "what the first has given back late was no longer its own"
+    assert pool.share("hangs, too").stream == "b"
+    assert pool.share("third").stream == "b", "that has waited less long"
