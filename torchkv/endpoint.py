@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from torchkv.devicepages import DevicePages
 from torchkv.engine import Engine
 from torchkv.env import Options, seconds
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
-from torchkv.layerwait import LayerWait
+from torchkv.layerwait import layer_wait
 from torchkv.layout import KVLayout
 from torchkv.mover import SendPayload
 from torchkv.progress import Waker
@@ -101,7 +102,7 @@ class KVEndpoint:
             raise
         engine.say(frames)
         work._pages_safe = lambda: receive.ended
-        work._layer = partial(LayerWait, engine, receive)
+        work._layer = partial(layer_wait, ref(engine), receive)
         self._wake()
         return work
 

@@ -30,6 +30,7 @@ from torchkv.staging import StagingRing
 from torchkv.talk import Frames, Talk
 from torchkv.transport import Transport
 from torchkv.unstager import Unstager
+from torchkv.weak import weakly
 from torchkv.wire import (
     Abort,
     Alive,
@@ -116,15 +117,15 @@ class Engine:
             device=device,
             staging=staging,
             client=self._client,
-            route=self.route,
-            broke=self._replace,
-            speak=self._speak_of_stages,
+            route=weakly(self.route),
+            broke=weakly(self._replace),
+            speak=weakly(self._speak_of_stages),
         )
         self._unstager = Unstager(
             receiver=self.receiver,
             lock=self.lock,
             packer=None if staging is None else staging.packer,
-            speak=self._speak_of_stages,
+            speak=weakly(self._speak_of_stages),
         )
         self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # still to be told
         self.eager_until = 0.0  # an answer is expected any moment: a request has just begun, or is about to end

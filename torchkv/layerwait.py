@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
     from torchkv.flags import Hold
     from torchkv.protocol.receive import Receive
 
-__all__ = ["HeldLayers", "LayerWait"]
+__all__ = ["HeldLayers", "LayerWait", "layer_wait"]
+
+
+def layer_wait(engine: ref[Engine], receive: Receive, layer: int) -> LayerWait:
+    """For a work that its caller keeps, and which must not keep the group. Raises ``ProtocolError`` if that is gone."""
+    alive = engine()
+    if alive is None:
+        raise ProtocolError(f"request {receive.request!r}, layer {layer!r}: the group was destroyed")
+    return LayerWait(alive, receive, layer)
 
 
 class LayerWait:

@@ -31,6 +31,7 @@ from torchkv.route import LocalPages, Route, StageTarget
 from torchkv.stagememory import SendStages, StageMemory
 from torchkv.staging import MAX_CHANNELS, SIGNALS, signal_offset
 from torchkv.transport import Channel, Region, RemoteView, Transport, load_transport
+from torchkv.weak import weakly
 
 if TYPE_CHECKING:
     from torchkv.device import Device
@@ -268,10 +269,13 @@ class Registration:
         region = self.transport.register(tensor)
         return StageMemory(tensor[:nbytes], region.index, words), region
 
+    def _send_memory(self, nbytes: int) -> StageMemory:
+        return self._stage_memory(nbytes)[0]
+
     def _make_staging(self, ring: StageMemory | None) -> Staging:
         local = self._local_pages()
         assert local is not None
-        sending = SendStages(self.options.staging_send, lambda nbytes: self._stage_memory(nbytes)[0])
+        sending = SendStages(self.options.staging_send, weakly(self._send_memory))
         if self.device is None:
             return Staging(HostPacker(local, ring), sending, ring)
         # Here, because it brings Triton with it, which a rank without a GPU need not have.

@@ -12,6 +12,7 @@ import torch
 
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
 from torchkv.transport import Batch, Channel, Int64Array, RemoteView, check_signal
+from torchkv.weak import weakly
 from torchkv_ucx import pump
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES, LibUCP
 from torchkv_ucx.mailbox import SIGNAL_NBYTES, Mailbox
@@ -56,7 +57,7 @@ class UCXChannel(Channel):
         self._mailbox_memh = mailbox_memh
         self._views = PeerViews(regions, device, self._peer)
         self._on_device = any(blob.device != "cpu" for blob in regions)
-        self._link = Link(library.functions, worker, self._handle, self._describe)
+        self._link = Link(library.functions, worker, self._handle, weakly(self._describe))
         self._lane_texts: dict[str, str] = {}
         self._failure: KVError | None = None
         self._closed = False

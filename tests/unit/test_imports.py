@@ -35,7 +35,7 @@ BACKEND_MAY_IMPORT = {
 
 # Lowest first: a module imports only from lower layers, or from its own.
 LAYERS = [
-    {"errors", "ranges", "slab", "coverage", "compiled", "cudadriver", "staging"},
+    {"errors", "ranges", "slab", "coverage", "compiled", "cudadriver", "staging", "weak"},
     {"env", "component", "hostmem", "hostcopy", "layout_codec", "layout", "descriptors", "transport", "idle"},
     {"stateplan"},
     {"plan"},

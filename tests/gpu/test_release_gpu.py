@@ -1,0 +1,54 @@
+"""A destroyed group's memory on a GPU goes with the last reference to it, as on hosts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from rank_parts import WRITER, gpu_group, needs_gpus, registered_cache
+
+SOURCE, TARGET = [9, 2, 11], [1, 14, 3]
+
+pytestmark = needs_gpus(1)
+
+
+def run_once(staged: bool) -> list[weakref.ref[Any]]:
+    """References to what holds memory, or leads there."""
+    with gpu_group() as kv:
+        cache = registered_cache(kv)
+        if kv.rank() == WRITER:
+            (kv.staged_put if staged else kv.send_slice)("r", None, SOURCE, 1 - WRITER)
+            kv.finish("r", 1 - WRITER).wait(30)
+        else:
+            received = kv.recv_pages("r", TARGET, WRITER)
+            received.wait_stream()
+            received.wait(30)
+        torch.cuda.synchronize()
+        engine = kv._engine
+        kept = [cache, *cache.storages, kv, engine, engine._mover, engine.device, kv._registration._staging.packer]
+        return [weakref.ref(one) for one in kept]
+
+
+def release(staged: bool) -> None:
+    run_once(staged)  # what comes once a process
+    dist.barrier()
+    gc.collect()
+    gc.disable()
+    try:
+        references = run_once(staged)
+        dist.barrier()
+        left = [type(one).__name__ for reference in references if (one := reference()) is not None]
+        assert not left, f"kept alive: {left}"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_a_destroyed_group_has_no_memory(staged: bool, gpu_ranks: Callable[[int], Ranks]) -> None:
+    gpu_ranks(2).run(release, staged)
