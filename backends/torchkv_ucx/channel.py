@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
 from torchkv.transport import Batch, Channel, Int64Array, RemoteView, check_signal
-from torchkv.weak import weakly
 from torchkv_ucx import pump
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES, LibUCP
 from torchkv_ucx.mailbox import SIGNAL_NBYTES, Mailbox
@@ -57,7 +57,8 @@ class UCXChannel(Channel):
         self._mailbox_memh = mailbox_memh
         self._views = PeerViews(regions, device, self._peer)
         self._on_device = any(blob.device != "cpu" for blob in regions)
-        self._link = Link(library.functions, worker, self._handle, weakly(self._describe))
+        channel = weakref.proxy(self)  # else the link would keep it, and this transport's memory
+        self._link = Link(library.functions, worker, self._handle, lambda *failure: channel._describe(*failure))
         self._lane_texts: dict[str, str] = {}
         self._failure: KVError | None = None
         self._closed = False
