@@ -20,8 +20,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["DIRECT", "GATHER", "MOVED", "SCATTER", "SKIPPED", "UNFINISHED"]  # numbers of its interface
-__all__ += ["NUM_INTEGERS", "copy", "div", "locate", "report"]
+__all__ = [
+    "DIRECT",
+    "GATHER",
+    "MOVED",
+    "NUM_INTEGERS",
+    "SCATTER",
+    "SKIPPED",
+    "UNFINISHED",
+    "copy",
+    "div",
+    "locate",
+    "report",
+]
 
 # Which sides are packed.
 DIRECT, GATHER, SCATTER = 0, 1, 2
