@@ -193,18 +193,23 @@ class Ranks:
     def _value(self, rank: int) -> Any:
         kind, value = self._receive(rank)
         if kind == "raised":
-            self._fail(f"rank {rank} raised:\n{value}{self._others_that_raised(rank)}")
+            self._fail(f"rank {rank} raised:\n{value}{self._others(rank)}")
         if kind != "returned":
             self._fail(f"rank {rank} said {value!r}, and nobody listened")
         return value
 
-    def _others_that_raised(self, first: int) -> str:
-        text = ""
+    def _others(self, first: int) -> str:
+        """What they raised, and what those are doing that have nothing to say: it may be why ``first`` has raised."""
+        text, silent = "", []
         for rank, pipe in enumerate(self._pipes):
-            if rank != first and rank not in self._expected and pipe.poll(0.2):
-                kind, value = self._receive(rank)
-                text += f"\nrank {rank} {kind}:\n{value}" if kind == "raised" else ""
-        return text
+            if rank == first or rank in self._expected:
+                continue
+            if not pipe.poll(0.2):
+                silent.append(rank)
+                continue
+            kind, value = self._receive(rank)
+            text += f"\nrank {rank} {kind}:\n{value}" if kind == "raised" else ""
+        return text + self._dump(silent)
 
     def _dump(self, ranks: Sequence[int]) -> str:
         """The stacks of all threads of ``ranks``."""

@@ -59,6 +59,16 @@ def test_an_exception_comes_with_its_traceback(bare: Ranks) -> None:
         bare.run(square, 1)
 
 
+def test_an_exception_comes_with_what_the_others_do(bare: Ranks) -> None:
+    """What a rank waits for in vain is another's to do."""
+    bare.start(wait_for_ever, ranks=[1])
+    assert bare.hear(1) == "waiting"
+    with pytest.raises(
+        RankFailed, match=r"rank 0 raised:\n(.*\n)*ValueError: the reason(.*\n)*rank 1(.*\n)*.*wait_for_ever"
+    ):
+        bare.run(raise_it, ranks=[0])
+
+
 def test_a_hang_comes_with_the_stacks(bare: Ranks) -> None:
     bare.start(wait_for_ever, ranks=[1])
     assert bare.hear(1) == "waiting"
