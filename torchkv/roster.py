@@ -11,7 +11,6 @@ from typing import SupportsIndex, cast
 from torchkv.errors import LayoutMismatch, ProtocolError
 from torchkv.layout import KVLayout, check_compatible
 from torchkv.plan import PairPlan, compile_plan, contributing, coverage_gap
-from torchkv.weak import weakly
 
 __all__ = ["Member", "Roster"]
 
@@ -45,11 +44,11 @@ class Roster:
             r for r in self.instances[self.me.instance] if self.members[r].layout is not None
         )
         # On the caller's critical path: computed once a pair.
-        self.plan = lru_cache(maxsize=4096)(weakly(self._plan))
-        self.contributing = lru_cache(maxsize=4096)(weakly(self._contributing))
-        self.page_for_page = lru_cache(maxsize=4096)(weakly(self._page_for_page))
-        self.owed = lru_cache(maxsize=4096)(weakly(self._owed))
-        self.gap = lru_cache(maxsize=4096)(weakly(self._gap))
+        self.plan = lru_cache(maxsize=4096)(self._plan)
+        self.contributing = lru_cache(maxsize=4096)(self._contributing)
+        self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
+        self.owed = lru_cache(maxsize=4096)(self._owed)
+        self.gap = lru_cache(maxsize=4096)(self._gap)
         self._targets: dict[int | str, tuple[int, ...]] = {}
 
     def check(self) -> None:

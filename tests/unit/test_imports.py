@@ -16,7 +16,7 @@ PURE = [
     *("component", "cost", "coverage", "descriptors", "layout", "layout_codec", "plan", "ranges", "roster"),
     *("slab", "slabgeometry", "stateplan", "wire", "pieces", "groupsize"),
     *("actions", "instance", "leases", "life", "receive", "receiver", "sender", "session"),
-    *("staging", "stageclient", "stagekeeper", "prefixindex", "weak"),
+    *("staging", "stageclient", "stagekeeper", "prefixindex"),
 ]
 IMPURE_LIBRARIES = {
     *("asyncio", "ctypes", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "selectors", "shutil", "signal"),
