@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -70,9 +69,8 @@ class StreamPool(Generic[S]):
         return self._given(stream, tenant, 0)
 
     def release(self, claim: Claim[S]) -> None:
-        """Gives it back. Idempotent."""
-        with suppress(ValueError):
-            self._claims[claim.stream].remove(claim)
+        """Gives it back, once."""
+        self._claims[claim.stream].remove(claim)
 
     def _own_or_free(self, tenant: Hashable, order: int) -> S | None:
         free = None
