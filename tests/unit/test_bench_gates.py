@@ -260,7 +260,9 @@ def test_ways_take_turns_and_each_goes_first_as_often() -> None:
     assert {frozenset(pair) for pair in pairs} == {frozenset({"once", "pipelined"})}
     assert abs(sum(pair[0] == "once" for pair in pairs) - len(pairs) / 2) <= 0.5
     assert setup.first_measured == 6
-    assert len(list(setup.turns(256))) == 2 * (3 + 16 * 5)
+    for device, more in (("cpu", 8), ("cuda", 16)):
+        short = pipelined.Setup(device=device, model=SIZE, repeats=5).turns(256)
+        assert len(list(short)) == 2 * (3 + more * 5)
 
 
 # ---------------------------------------------------------------------- wrong bytes
