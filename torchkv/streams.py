@@ -24,13 +24,13 @@ S = TypeVar("S", bound=Hashable)
 PRIORITY = -1
 # Queues for two streams that wait for nothing, and for three of a model: it waits for transfers, too.
 OTHERS = 5
-MOST = 6  # side streams that may wait; a third of them for peers
+MOST = 4  # side streams that may wait; half of them for peers
 
 
 def may_wait() -> tuple[int, int]:
     """How many side streams may wait for signals of peers, and for events: (0, 0) with too few queues."""
     count = max(0, min(MOST, num_queues() - OTHERS))
-    return count // 3, count - count // 3
+    return count // 2, count - count // 2
 
 
 @dataclass(frozen=True, eq=False, slots=True)

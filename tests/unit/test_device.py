@@ -46,7 +46,7 @@ def claim(made: Device, *waits: Any, request: str) -> Any:
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(("said", "count"), [("1", (0, 0)), ("7", (0, 2)), ("", (1, 2)), ("8", (1, 2)), ("32", (2, 4))])
+@pytest.mark.parametrize(("said", "count"), [("1", (0, 0)), ("6", (0, 1)), ("", (1, 2)), ("8", (1, 2)), ("32", (2, 2))])
 def test_streams_that_wait_leave_queues_to_the_others(
     said: str, count: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,7 +86,7 @@ def test_neighbouring_pieces_of_a_peer_have_two_streams_if_the_whole_gpu_may_be_
 @pytest.mark.usefixtures("_gpu")
 def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    made = Device(GPU, blocks=16)
+    made, other = Device(GPU, blocks=16), Device(GPU, blocks=16)
     pool: Any = SimpleNamespace(give_back=lambda handle: None)
 
     def recorded(stream: int, number: int) -> RecordedEvent:
@@ -96,11 +96,13 @@ def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeyp
     assert claim(made, recorded(7, 11), recorded(7, 9), request="b") is first
     assert claim(made, recorded(7, 11), request="c") is first
     before = claim(made, recorded(7, 10), request="d")
-    other = claim(made, recorded(8, 10), request="e")
-    of_both = claim(made, recorded(7, 12), recorded(8, 12), request="f")
-    assert len({first, before, other, of_both}) == 4
-    assert claim(made, recorded(7, 13), object(), request="f") is of_both, "as the request's"
-    assert claim(made, recorded(9, 14), request="g") is None
+    assert before is not None
+    assert before is not first
+    assert claim(made, recorded(8, 12), request="e") is None
+    of_both = claim(other, recorded(7, 12), recorded(8, 12), request="f")
+    assert claim(other, recorded(7, 13), object(), request="f") is of_both, "as the request's"
+    assert claim(other, recorded(7, 13), request="f") is not of_both
+    assert claim(other, recorded(8, 14), request="g") is None
 
 
 @pytest.mark.usefixtures("_gpu")
