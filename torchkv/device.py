@@ -120,7 +120,7 @@ class Device:
             self._pauses.remove(until)
 
     @property
-    def next_wake(self) -> float:
+    def pause_ends(self) -> float:
         """When the first pause ends, by ``time.monotonic``."""
         return min(self._pauses, default=math.inf)
 

@@ -212,7 +212,7 @@ class Engine:
         if self._mover.gated:
             wake = min(wake, now + GATE_POLL)
         if self.device is not None:
-            wake = min(wake, self.device.next_wake)
+            wake = min(wake, self.device.pause_ends)
         return max(0.0, wake - now)
 
     @property

@@ -54,6 +54,8 @@ class _Launch(NamedTuple):
 class KernelTransfer(Transfer):
     """See `Transfer`. ``waits``: events that the stream waits for; none if the pages may be read at once.
 
+    claim: to a stream that may wait; None if there is nothing to wait for.
+
     opened: called once these have all happened, so that whoever waits for the end of the copy can be awake by then.
     What has been enqueued cannot be called back: a failed transfer is drained when its kernels and copies are done,
     and those wait for the caller's event.
@@ -71,7 +73,6 @@ class KernelTransfer(Transfer):
         pages: Int64Array | DevicePages,
         waits: Sequence[StreamEvent],
         opened: Callable[[], None],
-        stream: torch.cuda.Stream,
         claim: Claim[torch.cuda.Stream] | None,
         jobs: JobTable,
         device: Device,
@@ -84,8 +85,8 @@ class KernelTransfer(Transfer):
         self._waits = list(waits)
         self._opened = opened
         self._gate: Flag | None = None  # rises when the stream has waited for all of them
-        self._stream = stream
-        self._claim = claim  # to the stream, if it waits
+        self._stream = device.open_stream if claim is None else claim.stream
+        self._claim = claim
         self._jobs = jobs
         self._device = device
         # Also when all of them have happened: others share the stream, and wait on it for their own gates.

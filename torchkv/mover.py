@@ -317,7 +317,6 @@ class Mover:
             pages=pages,
             waits=waits,
             opened=lambda: self._on_gate_opened(op),
-            stream=self.device.open_stream if claim is None else claim.stream,
             claim=claim,
             jobs=jobs,
             device=self.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from torchkv.errors import KVError
@@ -67,21 +67,20 @@ class Unstager:
         return moved
 
     def _begin(self, now: float) -> bool:
-        begun = False
-        for job in list(self._queue):
-            if not job.stopped and (len(self._active) >= OF_ALL or self._num_active(job.src) >= OF_ONE):
-                continue
-            begun = True
-            self._queue.remove(job)
+        if not self._queue:
+            return False
+        of_each = Counter(job.src for job, _ in self._active)
+        queue, self._queue = self._queue, deque()
+        for job in queue:
             if job.stopped:  # what a failed request left in a stage is never unpacked
                 self._end(job, None, now)
-            else:
+            elif len(self._active) < OF_ALL and of_each[job.src] < OF_ONE:
                 assert self._packer is not None
+                of_each[job.src] += 1
                 self._active.append((job, self._packer.scatter(job)))
-        return begun
-
-    def _num_active(self, src: int) -> int:
-        return sum(job.src == src for job, _ in self._active)
+            else:
+                self._queue.append(job)
+        return len(self._queue) < len(queue)
 
     def _end(self, job: Scatter, error: KVError | None, now: float) -> None:
         with self._lock:

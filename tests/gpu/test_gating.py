@@ -150,9 +150,8 @@ def many_gates(options: dict[str, Any]) -> None:
             with held(*streams) as holds:
                 for number, stream in enumerate(streams):
                     with torch.cuda.stream(stream):
-                        computed[number].add_(
-                            1
-                        )  # as a model's stream; one with nothing but waits may be put behind others
+                        # As a model's stream: CUDA may put one that has nothing but waits behind others.
+                        computed[number].add_(1)
                         for layer in cache.layout.layers:
                             kv.send_layer(f"r{number}", layer, [number], READER)
                     done.append(kv.finish(f"r{number}", READER))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import Ranks
 from rank_parts import WRITER, gpu_group, needs_gpus, registered_cache
+from released import check_released
 
 SOURCE, TARGET = [9, 2, 11], [1, 14, 3]
 
 pytestmark = needs_gpus(1)
 
 
-def run_once(staged: bool) -> list[weakref.ref[Any]]:
+def run_once(staged: bool) -> tuple[list[weakref.ref[Any]], None]:
     """References to what holds memory, or leads there."""
     with gpu_group() as kv:
         cache = registered_cache(kv)
@@ -32,21 +31,11 @@ def run_once(staged: bool) -> list[weakref.ref[Any]]:
         torch.cuda.synchronize()
         engine = kv._engine
         kept = [cache, *cache.storages, kv, engine, engine._mover, engine.device, kv._registration._staging.packer]
-        return [weakref.ref(one) for one in kept]
+        return [weakref.ref(one) for one in kept], None
 
 
 def release(staged: bool) -> None:
-    run_once(staged)  # what comes once a process
-    dist.barrier()
-    gc.collect()
-    gc.disable()
-    try:
-        references = run_once(staged)
-        dist.barrier()
-        left = [type(one).__name__ for reference in references if (one := reference()) is not None]
-        assert not left, f"kept alive: {left}"
-    finally:
-        gc.enable()
+    check_released(lambda: run_once(staged))
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])

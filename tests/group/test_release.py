@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks, kv_group
+from released import check_released
 from small import NUM_PAGES, small_layout
 from torch import nn
 
@@ -54,17 +54,7 @@ def run_once(way: str, options: dict[str, Any]) -> tuple[list[weakref.ref[Any]],
 
 
 def release(way: str, options: dict[str, Any]) -> None:
-    run_once(way, options)  # what comes once a process
-    dist.barrier()
-    gc.collect()
-    gc.disable()
-    try:
-        references, works = run_once(way, options)
-        dist.barrier()
-        left = [type(one).__name__ for reference in references if (one := reference()) is not None]
-        assert not left, f"kept alive: {left}"
-    finally:
-        gc.enable()
+    works = check_released(lambda: run_once(way, options))
     assert all(work.is_success() for work in works)
     if dist.get_rank() != 0:
         with pytest.raises(ProtocolError, match="the group was destroyed"):

@@ -13,8 +13,8 @@ from torchkv.errors import TransportUnavailable
 
 __all__ = ["CLAIM", "STREAM", "Event", "FakeDriver", "Gpu"]
 
-CLAIM: Any = object()
 STREAM: Any = SimpleNamespace(cuda_stream=0x5150, query=lambda: True)
+CLAIM: Any = SimpleNamespace(stream=STREAM)
 
 
 class Gpu:
@@ -23,6 +23,7 @@ class Gpu:
     blocks = 1
     device = torch.device("cpu")
     signals = True
+    open_stream = STREAM
 
     def __init__(self) -> None:
         self.log: list[str] = []

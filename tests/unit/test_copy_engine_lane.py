@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from gpu_fake import CLAIM, STREAM, Event, FakeDriver, Gpu
+from gpu_fake import CLAIM, Event, FakeDriver, Gpu
 
 from torchkv import KVCache, KVLayout, copyengine, cost, kerneltransfer
 from torchkv.devicepages import DevicePages
@@ -114,7 +114,6 @@ class World:
             grant,
             pages=src,
             waits=waits,
-            stream=STREAM,
             claim=CLAIM if waits else None,
             jobs=JobTable(plan, source.local, self.route),
             device=gpu,  # type: ignore[arg-type]

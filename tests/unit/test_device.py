@@ -110,13 +110,13 @@ def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.M
     now = 100.0
     monkeypatch.setattr(device.time, "monotonic", lambda: now)
     made, stopped = Device(GPU, blocks=16), False
-    assert made.next_wake == math.inf
+    assert made.pause_ends == math.inf
     long, short = made.pause(3, lambda: stopped), made.pause(2, lambda: False)
     assert [next(long), next(short)] == [0, 0]
-    assert made.next_wake == 102
+    assert made.pause_ends == 102
     now = 102.0
     assert [list(short), next(long)] == [[], 0]
-    assert made.next_wake == 103
+    assert made.pause_ends == 103
     stopped = True
     assert list(long) == []
-    assert made.next_wake == math.inf
+    assert made.pause_ends == math.inf

@@ -84,7 +84,7 @@ class Bench:
         PREPARED.clear()
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
-        self.gpu.open_stream = self.stream  # type: ignore[attr-defined]
+        self.gpu.open_stream = self.stream
         self.waiting: list[tuple[int, int]] = []  # ranks and pieces that have a stream to wait for them
         self.gpu.waiting_stream = self._waiting  # type: ignore[attr-defined]
         self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]

@@ -45,7 +45,6 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits
         pages=np.array([2, 3]),
         waits=[Event(gpu.log)] if waits else [],  # type: ignore[list-item]
         opened=lambda: gpu.log.append("opened"),
-        stream=SimpleNamespace(query=lambda: True),  # type: ignore[arg-type]
         claim=CLAIM if waits else None,
         jobs=SimpleNamespace(groups=[job] * groups),  # type: ignore[arg-type]
         device=gpu,  # type: ignore[arg-type]
