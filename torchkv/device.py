@@ -109,6 +109,25 @@ class Device:
         """No stream waits for it any more."""
         self._awaited.pop(address, None)
 
+    @contextmanager
+    def quiet(self) -> Iterator[bool]:
+        """Yields whether no stream waits for this rank or a peer, and lets none begin to.
+
+        For what waits for all streams, such as loading kernels, freeing memory and unmapping that of others: had the
+        progress thread to wait for one that it is to let go itself, neither would ever go on.
+        """
+        with self.flags.quiet() as quiet:
+            yield quiet and not self._awaited
+
+    @contextmanager
+    def beside_the_model(self) -> Iterator[None]:
+        """For what waits for the current stream: not for the default one, which may be the model's, and wait for this.
+
+        Copying from memory that is not pinned is such a thing.
+        """
+        with torch.cuda.stream(self.open_stream):
+            yield
+
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
         """Steps of a transfer that does nothing for so long, or until it is stopped."""
         until = time.monotonic() + seconds

@@ -36,6 +36,7 @@ PATIENCE = 4096  # looks of a stream's kernel at its peer's words, of some micro
 # Seconds at most between two of its kernels that wait in vain: what hangs must not hold up other transfers.
 LONGEST_PAUSE = 0.1
 STATES = 32  # of streams at once
+LOAD_POLL = 0.002  # seconds between two looks whether kernels can be loaded
 
 
 class DevicePacker(Packer):
@@ -47,11 +48,11 @@ class DevicePacker(Packer):
         super().__init__(local, receiving)
         self._device = device
         self.signals = device.signals
-        self._packers: dict[tuple[int, bool], PagePacker] = {}  # by plan and side; their kernels are loaded
+        self._packers: dict[tuple[int, bool], PagePacker] = {}  # by plan and side
+        self._ready: set[tuple[int, bool, bool]] = set()  # those whose kernels are loaded; without checksums, or with
         self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
         self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
-        self._awaiting = 0  # jobs whose stream waits for a peer
-        # Of streams; the same. From the start, because to allocate while a stream waits for the host may wait for that.
+        # Of streams; the same. Zeros, which loads what zeroes them: while a stream waits for the host, that would wait.
         self._states = [self._state() for _ in range(STATES)]
         if device.device.type == "cuda":
             torch.cuda.synchronize(device.device)  # nothing else uses that memory any more
@@ -83,7 +84,7 @@ class DevicePacker(Packer):
             ids = upload.ids
         first = piece.start - op.start
         ids = ids[first : first + piece.num_pages]
-        assert early is None or self.ready(grant.plan), "the first step of an early piece enqueues it"
+        assert early is None or self.ready(grant.plan, checksum=checksum), "the first step of an early piece enqueues"
         packer = yield from self._loaded(grant.plan, sending=True, checksum=checksum)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
@@ -146,15 +147,13 @@ class DevicePacker(Packer):
         def wait() -> Iterator[int]:
             return self._wait_guarded(stream, job, *guard) if guard[0] else self._wait(stream)
 
-        self._awaiting += bool(guard[0])
         try:
             yield from self._run(stream, launch, state, errors, wait, lambda: job.stopped)
         except KVError:
             if guard[0]:  # what may be enqueued must not wait for ever, nor unpack what comes late
                 device.raise_signal(device.open_stream, guard[0], guard[1] + 1)
+                device.forget_signal(guard[0])
             raise
-        finally:
-            self._awaiting -= bool(guard[0])
         device.uploads.release(upload)
         job.written = not kernels.skipped(errors) and not kernels.unfinished(errors)
         bad = kernels.first_error(errors)
@@ -175,7 +174,7 @@ class DevicePacker(Packer):
             return self._state()
 
     def _state(self) -> torch.Tensor:
-        return torch.empty(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
+        return torch.zeros(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
 
     def _run(
         self,
@@ -212,22 +211,28 @@ class DevicePacker(Packer):
 
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
         key = (id(plan), sending)
-        packer = self._packers.get(key) or PagePacker(plan, self._local, sending=sending)
-        packer.prepare(checksum=checksum, stream=not checksum)
         if key not in self._packers:
-            self._packers[key] = packer
+            with self._device.beside_the_model():
+                self._packers[key] = PagePacker(plan, self._local, sending=sending)
             self._plans.append(plan)
+        self._packers[key].prepare(checksum=checksum, stream=not checksum)
+        self._ready.add((*key, checksum))
 
-    def ready(self, plan: PairPlan) -> bool:
-        return (id(plan), True) in self._packers
+    def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
+        return (id(plan), True, checksum) in self._ready
 
     def _loaded(self, plan: PairPlan, *, sending: bool, checksum: bool) -> Generator[int, None, PagePacker]:
-        """The plan's, made ready if it is not: never while a stream waits for a peer, because loading waits for it."""
+        """The plan's, made ready if it is not, as soon as it is `Device.quiet`.
+
+        That can be too late for what a stream waits for, which then fails for want of time.
+        """
         key = (id(plan), sending)
-        if key not in self._packers:
-            while self._awaiting:
-                yield 0
-            self.prepare(plan, sending=sending, checksum=checksum)
+        while (*key, checksum) not in self._ready:
+            with self._device.quiet() as quiet:
+                if quiet:
+                    self.prepare(plan, sending=sending, checksum=checksum)
+                    break
+            yield from self._device.pause(LOAD_POLL, lambda: False)
         return self._packers[key]
 
     def _mismatch_slots(self) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torchkv.control import Control, PeerEvent, PeerState
@@ -18,6 +19,7 @@ from torchkv.errors import KVError
 from torchkv.layerwait import HeldLayers
 from torchkv.mover import Mover
 from torchkv.packer import Staging
+from torchkv.plan import PairPlan
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.receiver import Receiver
@@ -132,6 +134,7 @@ class Engine:
         self.held_layers = HeldLayers()
         self._news = False  # something may have changed for those who wait for ``changed``: news came, a call failed
         self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
+        self._closing: list[Route] = []  # to dead peers
         self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
         self._dying: set[int] = set()  # dead peers whose last writes may still land
         self._next_tick = 0.0
@@ -160,6 +163,8 @@ class Engine:
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
+            if self._closing:
+                self._close_routes()
             with self.lock:
                 self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
@@ -237,17 +242,25 @@ class Engine:
 
     def prepare(self, rank: int) -> None:
         """Does before the first request to ``rank`` what it would otherwise have to wait for."""
-        writers = self.roster.contributing(self.roster.siblings, rank)
-        for plan in self.roster.plan(self.roster.rank, writers, rank).parts:
+        for plan in self._likely_plans(self.roster.rank, self.roster.siblings, rank):
             self._mover.prepare(plan, self.route(rank))
 
     def prepare_to_receive(self, rank: int) -> None:
-        """The same for requests from ``rank``, if they are likely to be staged."""
-        if self.staging is None or not self._mover.will_stage(self.route(rank)):
+        """The same for requests from ``rank``, which may be staged."""
+        if self.staging is None or self.staging.receiving is None:
             return
-        writers = self.roster.contributing(self.roster.instances[self.roster.members[rank].instance], self.roster.rank)
-        for plan in self.roster.plan(rank, writers, self.roster.rank).parts:
+        siblings = self.roster.instances[self.roster.members[rank].instance]
+        for plan in self._likely_plans(rank, siblings, self.roster.rank):
             self.staging.packer.prepare(plan, sending=False, checksum=self.options.checksum)
+
+    def _likely_plans(self, writer: int, siblings: tuple[int, ...], reader: int) -> Iterator[PairPlan]:
+        """Of requests from a whole instance, and of those from one rank, where that has all that the reader holds."""
+        roster = self.roster
+        choices = [roster.contributing(siblings, reader)]
+        if choices[0] != (writer,) and roster.gap((writer,), reader) is None:
+            choices.append((writer,))
+        for writers in choices:
+            yield from roster.plan(writer, writers, reader).parts
 
     def staging_use(self, rank: int) -> dict[str, int]:
         """Bytes of staging memory; see `Explanation`. Driver's thread only."""
@@ -350,14 +363,20 @@ class Engine:
         for rank in list(self._dying):
             if self._drained(rank) and not self._mover.moves_to(rank):
                 self._dying.discard(rank)
-                for route in self._broken.pop(rank, []):
-                    route.close()
+                self._closing += self._broken.pop(rank, [])
                 if rank in self.routes:  # its memory is mapped here, and would outlive its process
-                    self.routes[rank].close()
+                    self._closing.append(self.routes[rank])
+                self._close_routes()
                 with self.lock:
                     self.receiver.peer_dead(rank, now)
                 self._news = True
         return bool(events)
+
+    def _close_routes(self) -> None:
+        """On a GPU as soon as it is `Device.quiet`."""
+        with nullcontext(True) if self.device is None else self.device.quiet() as quiet:
+            while quiet and self._closing:
+                self._closing.pop().close()
 
     def _drained(self, rank: int) -> bool:
         """Whether nothing that the dead ``rank`` wrote can land here any more."""

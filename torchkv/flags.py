@@ -13,6 +13,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +189,7 @@ class Flags:
         self._library = cudadriver.library()
         self._address = int(address)
         self._lock = threading.Lock()
+        self._quiet = threading.Lock()  # held by whoever lets no stream begin to wait; before the other lock
         self._closed = False
         self.words = memory  # uint32: what `Flag.index` and ``Flag.value`` are about
         self._pool = WordPool(memory)
@@ -216,12 +219,14 @@ class Flags:
 
         CUDA does not know what a hold waits for. Streams may share a hardware queue, and calls that wait for the
         whole device (freeing memory, the first launch of a kernel) wait for held streams too: nothing that must
-        happen before the hold is opened may depend on either. Raises what `signal` raises; works on any thread.
+        happen before the hold is opened may depend on either; see `quiet`. Raises what `signal` raises; works on any
+        thread.
         """
         handle = stream.cuda_stream
         with context(self._index):
             self._refuse_capture(handle)
-            word, value = self._take(steps=2, hold=True)
+            with self._quiet:
+                word, value = self._take(steps=2, hold=True)
             try:
                 self._wait(handle, word, value)
             except TransportUnavailable:
@@ -240,6 +245,12 @@ class Flags:
     def holding(self) -> bool:
         """Whether any stream waits for this process."""
         return self._pool.holding
+
+    @contextmanager
+    def quiet(self) -> Iterator[bool]:
+        """Yields whether no stream waits for this process, and lets none begin to: for calls that wait for them all."""
+        with self._quiet:
+            yield not self.holding
 
     def _release(self, flag: Flag) -> None:
         with self._lock:

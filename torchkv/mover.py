@@ -30,6 +30,7 @@ from torchkv.transport import Int64Array
 
 if TYPE_CHECKING:
     from torchkv.device import Device
+    from torchkv.jobs import JobTable
 
 __all__ = ["Event", "Mover", "SendPayload"]
 
@@ -146,18 +147,36 @@ class Mover:
         return 0 if self._staging is None else route.ring(self._staging.sending.ring.capacity)
 
     def prepare(self, plan: PairPlan, route: Route) -> None:
-        """Loads what transfers of ``plan`` need, before any stream waits for the host: loading waits for streams."""
-        if self.will_stage(route):
+        """Loads what transfers of ``plan`` may need: later it might have to wait; see `Device.quiet`."""
+        if route.channel is not None and self._ring(route):
             assert self._staging is not None
-            if route.staging_view is None:
+            if self.will_stage(route) and route.staging_view is None:
                 self._staging.sending.take()
             self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
-        if self.device is not None and self._local is not None and route.direct:
-            from torchkv import kernels
-            from torchkv.jobs import JobTable
+        if self.device is not None and route.direct:
+            self._load_jobs(plan, route)
 
-            for group in JobTable.of(plan, self._local, route).groups:
-                kernels.prepare(group.geometry)
+    def _jobs(self, plan: PairPlan, route: Route) -> JobTable | None:
+        """What kernels copy by; None if they are not loaded yet, and it is not `Device.quiet`."""
+        assert self.device is not None
+        for table in route.job_tables:
+            if table.plan is plan:
+                return table
+        with self.device.quiet() as quiet:
+            return self._load_jobs(plan, route) if quiet else None
+
+    def _load_jobs(self, plan: PairPlan, route: Route) -> JobTable:
+        # Here, because it brings Triton with it, which a rank without a GPU need not have.
+        from torchkv import kernels
+        from torchkv.jobs import JobTable
+
+        assert self.device is not None
+        assert self._local is not None
+        with self.device.beside_the_model():
+            table = JobTable.of(plan, self._local, route)
+        for group in table.groups:
+            kernels.prepare(group.geometry)
+        return table
 
     def start(self, op: SendOp, grant: BoundGrant) -> None:
         self._gated.append(_Gated(op, grant))
@@ -293,14 +312,18 @@ class Mover:
     def _kernel_transfer(
         self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route, pages: Int64Array | DevicePages
     ) -> Transfer | None:
-        """A transfer whose stream waits for the gate; None if the gate can only be watched from here, and is shut."""
-        # Here, because it brings Triton with it, which a rank without a GPU need not have.
-        from torchkv.jobs import JobTable
+        """A transfer whose stream waits for the gate; None if the gate can only be watched from here, and is shut.
+
+        Also as long as nothing can be loaded that it needs.
+        """
+        # Here for the reason that `_load_jobs` has.
         from torchkv.kerneltransfer import KernelTransfer
 
         assert self.device is not None
         assert self._local is not None
-        jobs = JobTable.of(grant.plan, self._local, route)
+        jobs = self._jobs(grant.plan, route)
+        if jobs is None:
+            return None
         waits: list[StreamEvent] = []
         for gate in payload.gates:
             if gate.query():

@@ -50,7 +50,7 @@ class Packer(ABC):
     def channels(self) -> int:
         return 0
 
-    def ready(self, plan: PairPlan) -> bool:
+    def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
         """Whether pieces of ``plan`` are gathered without loading anything first, as they are from the second on."""
         return True
 

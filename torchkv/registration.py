@@ -166,6 +166,8 @@ class Registration:
         """Makes the routes that requests will need, and refuses what ``Options.require`` rules out."""
         if self.cache is None:
             return
+        if self.device is not None:
+            engine.prepare(self.rank)  # copies within this rank
         for rank, member in engine.roster.members.items():
             if rank == self.rank or member.layout is None or member.instance == self.instance:
                 continue

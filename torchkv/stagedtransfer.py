@@ -98,7 +98,7 @@ class StagedTransfer(Transfer):
         # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
         if self._view is None or isinstance(self._pages, DevicePages):
             return False
-        return self._packer.signals and self._packer.ready(self._plan)
+        return self._packer.signals and self._packer.ready(self._plan, checksum=self._checksum)
 
     def _num_channels(self) -> int:
         """Of a stream, 0 if pieces of the size of a stage do better, or are all there is."""

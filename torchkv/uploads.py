@@ -1,8 +1,8 @@
 """Page ids on their way to the GPU, in memory that was allocated before any stream could wait.
 
-While a stream waits for the host (``KVWork.wait_stream``), an allocation may wait for that stream; the progress
-thread, which would release it, must therefore never allocate. So it copies ids through slots that it has from the
-start, and only lists longer than a slot take memory of their own.
+While a stream waits for the host (``KVWork.wait_stream``), an allocation for which other memory must be freed waits for
+that stream; the progress thread, which would release it, must therefore not allocate. So it copies ids through slots
+that it has from the start, and only lists longer than a slot take memory of their own.
 """
 
 from __future__ import annotations

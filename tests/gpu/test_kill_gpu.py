@@ -18,18 +18,20 @@ import torch.distributed as dist
 from harness import Ranks, ask, kv_world
 from lane_cases import own_device, random_fill
 from rank_parts import needs_gpus, until
-from small import Never, small_layout
+from small import NUM_PAGES, Never, page_bytes, small_layout
 
 from torchkv import KVCache, KVWork, PeerLost
 
-SURVIVOR, VICTIM = range(2)
+SURVIVOR, VICTIM, BYSTANDER = range(3)
 PATIENCE = 30  # seconds; the deadlines of the group are ten times that
 DEADLINES = {"TORCHKV_TIMEOUT": "300", "TORCHKV_GRANT_TIMEOUT": "300", "TORCHKV_HEARTBEAT": "60"}
 
 # 1 GiB a rank, which one thread block is busy with for a while.
 BIG = {"num_layers": 16, "num_kv_heads": 8, "head_dim": 128}
+FEW = [5, 2, 9]
 PAGES = list(range(1023, -1, -1))  # in no row of rising ids, so a kernel copies them and not the copy engines
 POOL_NBYTES = 1 << 30
+CACHES: list[KVCache] = []  # of a rank that looks into its own
 # What stays of a process that has run: loaded kernels, the driver's own, 2 MiB of a dead peer that UCX never unmaps.
 SLACK = 128 << 20
 
@@ -54,6 +56,13 @@ def join() -> None:
     assert cache.nbytes == POOL_NBYTES
     random_fill(cache, np.random.default_rng())
     kv.register(cache)
+
+
+def join_small() -> None:
+    kv, device = kv_world(), own_device("cuda")
+    CACHES.append(KVCache.empty(small_layout(), NUM_PAGES, device=device, group=kv))
+    random_fill(CACHES[0], np.random.default_rng())
+    kv.register(CACHES[0])
 
 
 def expect_lost(work: KVWork) -> None:
@@ -112,6 +121,30 @@ def send() -> None:
     kv.cancel("r").wait(PATIENCE)
 
 
+def wait_and_lose() -> None:
+    """A peer dies while this rank's default stream waits for another one: that one's bytes come all the same."""
+    kv, cache = kv_world(), CACHES[0]
+    stale = page_bytes(cache, FEW)
+    rx = kv.recv_pages("r", FEW, BYSTANDER)
+    rx.wait_stream()
+    ask("kill now")
+    engine = kv._engine
+    until(lambda: VICTIM in engine.lost and not engine._dying, "the death is noticed")
+    assert engine._closing == [engine.routes[VICTIM]], "unmapped while a stream waits"
+    assert ask("send now") is None
+    rx.wait(PATIENCE)
+    torch.cuda.synchronize()
+    assert not torch.equal(page_bytes(cache, FEW), stale)
+    until(lambda: not engine._closing, "the dead peer's memory is unmapped")
+
+
+def send_late() -> None:
+    kv = kv_world()
+    ask("ready")
+    kv.send_pages("r", FEW, SURVIVOR)
+    kv.finish("r", SURVIVOR).wait(PATIENCE)
+
+
 def leave(before: list[int], all_comes_back: bool) -> None:
     """Destroys the group; ``before``: free memory of each GPU before it was there."""
 
@@ -135,8 +168,8 @@ def new_ranks() -> Iterator[Callable[[dict[str, str]], Ranks]]:
     """Ranks for one test: one of them will be dead at its end."""
     made: list[Ranks] = []
 
-    def make(env: dict[str, str]) -> Ranks:
-        made.append(Ranks(2, env={**DEADLINES, "TORCHKV_SM_BUDGET": "1", **env}))
+    def make(env: dict[str, str], size: int = 2) -> Ranks:
+        made.append(Ranks(size, env={**DEADLINES, "TORCHKV_SM_BUDGET": "1", **env}))
         return made[-1]
 
     yield make
@@ -178,3 +211,18 @@ def test_memory_of_a_killed_peer_comes_back(
     ranks.tell(SURVIVOR)
     ranks.join([SURVIVOR])
     ranks.run(leave, before, all_comes_back, ranks=[SURVIVOR])
+
+
+def test_a_peer_that_dies_while_a_stream_waits_holds_up_nobody(new_ranks: Callable[..., Ranks]) -> None:
+    ranks = new_ranks({}, size=3)
+    ranks.run(join_small)
+    ranks.start(wait_and_lose, ranks=[SURVIVOR])
+    ranks.start(send_late, ranks=[BYSTANDER])
+    assert ranks.hear(BYSTANDER) == "ready"
+    assert ranks.hear(SURVIVOR) == "kill now"
+    ranks.kill(VICTIM)
+    ranks.tell(SURVIVOR)
+    assert ranks.hear(SURVIVOR) == "send now"
+    ranks.tell(SURVIVOR)
+    ranks.tell(BYSTANDER)
+    ranks.join([SURVIVOR, BYSTANDER])

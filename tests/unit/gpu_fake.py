@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ class Gpu:
         self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
         self.broken = False
         self.rested = True  # or pauses do not end by themselves
+        self.holding = False  # whether a stream waits for this rank
+        self.awaited: set[int] = set()  # words of peers that streams wait for
 
     def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
         self.log.append(f"upload {key[0]}")
@@ -50,9 +53,11 @@ class Gpu:
 
     def await_signal(self, stream: Any, address: int, value: int) -> None:
         self.log.append(f"await {address:#x} at {value}")
+        self.awaited.add(address)
 
     def forget_signal(self, address: int) -> None:
         self.log.append("forget")
+        self.awaited.discard(address)
 
     def expect(self, flag: Any) -> None:
         assert flag in self.flags
@@ -64,6 +69,14 @@ class Gpu:
     def release(self, claim: Any) -> None:
         assert claim is CLAIM
         self.released.append("stream")
+
+    @contextmanager
+    def quiet(self) -> Iterator[bool]:
+        yield not (self.holding or self.awaited)
+
+    @contextmanager
+    def beside_the_model(self) -> Iterator[None]:
+        yield
 
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
         self.log.append(f"pause {seconds:.3f}")

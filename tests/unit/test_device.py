@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,3 +121,23 @@ def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.M
     stopped = True
     assert list(long) == []
     assert made.pause_ends == math.inf
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_it_is_not_quiet_while_a_stream_waits_for_a_peer_or_for_this_rank() -> None:
+    made, holding = Device(GPU, blocks=16), False
+    flags: Any = SimpleNamespace(quiet=lambda: nullcontext(not holding))
+    library: Any = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
+    made.flags, made._library = flags, library
+
+    def quiet() -> bool:
+        with made.quiet() as answer:
+            return answer
+
+    assert quiet()
+    made.await_signal(SimpleNamespace(cuda_stream=1), 0x1000, 5)  # type: ignore[arg-type]
+    assert not quiet()
+    made.forget_signal(0x1000)
+    assert quiet()
+    holding = True
+    assert not quiet()

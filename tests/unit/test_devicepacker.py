@@ -112,7 +112,7 @@ class Bench:
         assert self.stage is not None
         room = self.memory.room(self.stage)
         if "early" in how:
-            self.pages(sending=True)
+            self.packer.prepare(PLAN, sending=True, checksum=checksum)
         return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum, **how)
 
     def job(self, *, checked: bool = False, signal: int | None = None) -> Any:
@@ -334,7 +334,8 @@ def test_a_mismatch_names_the_page_and_its_slots_are_used_again(bench: Bench, mi
 
 def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench: Bench) -> None:
     """Loading waits for streams, and this thread is who stops that wait."""
-    assert not bench.packer.ready(PLAN)
+    bench.gpu.rested = False
+    assert not bench.packer.ready(PLAN, checksum=False)
     waiting, job = bench.packer.scatter(first := bench.job(signal=42)), bench.job()
     assert next(waiting) == 0
     assert PREPARED == [(False, False, True)]
@@ -345,6 +346,7 @@ def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench
     first.stopped = True
     bench.gpu.run()
     assert list(waiting) == [1]
+    bench.gpu.rested = True
     assert next(steps) == 0
     assert len(PREPARED) == len(LOG) == 2
     bench.gpu.run()
@@ -353,7 +355,27 @@ def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench
     assert len(PREPARED) == 2
     assert other is not PLAN
     next(bench.gather())
-    assert bench.packer.ready(PLAN)
+    assert bench.packer.ready(PLAN, checksum=False)
+
+
+def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench) -> None:
+    """It might wait for this very piece."""
+    bench.gpu.rested, bench.gpu.holding = False, True
+    steps = [bench.gather(), bench.packer.scatter(bench.job())]
+    assert [next(one) for one in steps] == [0, 0]
+    assert PREPARED == LOG == []
+    bench.gpu.rested = True
+    bench.gpu.holding = False
+    assert [next(one) for one in steps] == [0, 0]
+    assert PREPARED == [(True, False, True), (False, False, True)]
+    assert [name for name, *_ in LOG] == ["gather", "scatter"]
+
+
+def test_checksums_have_kernels_of_their_own(bench: Bench) -> None:
+    bench.packer.prepare(PLAN, sending=False, checksum=False)
+    assert PREPARED == [(False, False, True)]
+    next(bench.packer.scatter(bench.job(checked=True)))
+    assert PREPARED == [(False, False, True), (False, True, False)]
 
 
 def test_without_a_free_flag_what_is_enqueued_is_still_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,9 +403,8 @@ def test_a_wait_for_a_signal_that_fails_lets_the_stream_go_on(bench: Bench) -> N
     bench.stream.query = query
     with pytest.raises(TransportUnavailable):
         list(steps)
-    assert bench.gpu.log[-1] == f"raise {bench.words[3].data_ptr():#x} to 43"
+    assert bench.gpu.log[-2:] == [f"raise {bench.words[3].data_ptr():#x} to 43", "forget"]
     assert not job.written
-    assert bench.packer._awaiting == 0
     assert bench.gpu.retired == bench.gpu.flags
 
 

@@ -213,6 +213,26 @@ def test_the_host_knows_whether_a_stream_waits_for_it(fake: FakeDriver) -> None:
     assert not flags.holding
 
 
+def test_no_stream_begins_to_wait_while_it_is_quiet(fake: FakeDriver) -> None:
+    flags = Flags(GPU)
+    hold = flags.hold(stream(1))
+    with flags.quiet() as quiet:
+        assert not quiet
+    hold.open()
+    held: list[Hold] = []
+    late = threading.Thread(target=lambda: held.append(flags.hold(stream(2))))
+    with flags.quiet() as quiet:
+        assert quiet
+        late.start()
+        late.join(0.05)
+        assert not held
+        assert not flags.holding
+        flags.signal(stream(3))
+    late.join()
+    assert flags.holding
+    held[0].open()
+
+
 def test_opening_a_hold_again_does_not_open_the_next_one_in_its_word(fake: FakeDriver) -> None:
     flags = Flags(GPU)
     old = flags.hold(stream(1))
