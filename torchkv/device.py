@@ -12,17 +12,37 @@ from contextlib import contextmanager, suppress
 import torch
 
 from torchkv import cudadriver, gate, kernels
-from torchkv.errors import TransportUnavailable
+from torchkv.errors import KVError, TransportUnavailable
 from torchkv.events import RecordedEvent, StreamEvent, event_pool
 from torchkv.flags import Flag, Flags, wait_flags
 from torchkv.streams import Claim, SideStreams, may_wait
 from torchkv.uploads import Uploads
 
-__all__ = ["Device"]
+__all__ = ["Device", "check_alive", "launching"]
 
 log = logging.getLogger(__name__)
 
 MAX_ACTIVE = 256
+
+
+@contextmanager
+def launching(stream: torch.cuda.Stream, what: str) -> Iterator[None]:
+    """Enqueues on ``stream``. Raises ``TransportUnavailable`` for what CUDA or Triton refuse."""
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    except KVError:
+        raise
+    except RuntimeError as error:
+        raise TransportUnavailable(f"the GPU refused to {what}: {error}") from error
+
+
+def check_alive(stream: torch.cuda.Stream) -> None:
+    """Raises ``TransportUnavailable`` if the GPU has failed: then no flag behind anything on ``stream`` rises."""
+    try:
+        stream.query()
+    except RuntimeError as error:
+        raise TransportUnavailable(f"the GPU failed: {error}") from error
 
 
 class Device:
@@ -104,6 +124,11 @@ class Device:
         code = self._library.cuStreamWaitValue64_v2(stream.cuda_stream, address, value, self._until_reached)
         cudadriver.check_code(code, "waiting for a signal")
         self._awaited[address] = value
+
+    def dismiss(self, stream: torch.cuda.Stream, address: int) -> None:
+        """Lets go what waits for that word, if anything does, by a value at which it leaves the stage alone."""
+        if (value := self._awaited.get(address)) is not None:
+            self.raise_signal(stream, address, value + 1)
 
     def forget_signal(self, address: int) -> None:
         """No stream waits for it any more."""
@@ -190,8 +215,8 @@ class Device:
     def close(self) -> None:
         """Releases every stream that still waits for this rank, or for a peer. After the last transfer."""
         with suppress(TransportUnavailable, RuntimeError):  # of a GPU that has failed nobody waits for anything
-            for address, value in self._awaited.items():  # of peers that hang: what waits leaves the stage alone
-                self.raise_signal(self.outgoing, address, value + 1)
+            for address in self._awaited:  # of peers that hang
+                self.dismiss(self.outgoing, address)
             if self._awaited:
                 self.outgoing.synchronize()  # the memory may soon be another's
         self.flags.close()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from torchkv import kernels
-from torchkv.device import Device
+from torchkv.device import Device, check_alive, launching
 from torchkv.devicepack import PagePacker, mismatch_slots
 from torchkv.devicepages import DevicePages
-from torchkv.errors import KVError, PageOutOfRange, ProtocolError, TransportUnavailable
+from torchkv.errors import KVError, PageOutOfRange, ProtocolError
 from torchkv.flags import Flag
 from torchkv.kernels import Flow
 from torchkv.packer import Early, Packer, mismatch
@@ -37,6 +36,7 @@ PATIENCE = 4096  # looks of a stream's kernel at its peer's words, of some micro
 LONGEST_PAUSE = 0.1
 STATES = 32  # of streams at once
 LOAD_POLL = 0.002  # seconds between two looks whether kernels can be loaded
+PACK = "pack pages"
 
 
 class DevicePacker(Packer):
@@ -145,13 +145,13 @@ class DevicePacker(Packer):
                 packer.verify_sums(job.layout, job.piece, upload.ids, room, mismatches=slots, **common)
 
         def wait() -> Iterator[int]:
-            return self._wait_guarded(stream, job, *guard) if guard[0] else self._wait(stream)
+            return self._wait_guarded(stream, job, guard[0]) if guard[0] else self._wait(stream)
 
         try:
             yield from self._run(stream, launch, state, errors, wait, lambda: job.stopped)
         except KVError:
             if guard[0]:  # what may be enqueued must not wait for ever, nor unpack what comes late
-                device.raise_signal(device.open_stream, guard[0], guard[1] + 1)
+                device.dismiss(device.open_stream, guard[0])
                 device.forget_signal(guard[0])
             raise
         device.uploads.release(upload)
@@ -189,13 +189,13 @@ class DevicePacker(Packer):
 
         In between it pauses: a quarter of what it has waited, and twice as long each time, until something has moved.
         """
-        with _launching(stream):
-            if state is not None:
+        if state is not None:
+            with launching(stream, PACK):
                 state.zero_()
         pause = 0.0
         while True:
             began = time.monotonic()
-            with _launching(stream):
+            with launching(stream, PACK):
                 launch()
             yield from wait()
             if not kernels.unfinished(errors) or stopped():
@@ -240,13 +240,13 @@ class DevicePacker(Packer):
         slots.zero_()
         return slots
 
-    def _wait_guarded(self, stream: torch.cuda.Stream, job: Scatter, address: int, value: int) -> Iterator[int]:
-        """The same; lets the stream go on, to leave the stage alone, if the job is stopped before its signal rises."""
+    def _wait_guarded(self, stream: torch.cuda.Stream, job: Scatter, address: int) -> Iterator[int]:
+        """As `_wait`; if the job is stopped before its signal rises, lets the stream go on without the stage."""
         other: torch.cuda.Stream | None = None
         for _ in self._wait(stream):
             if job.stopped and other is None:
                 other = self._device.open_stream
-                self._device.raise_signal(other, address, value + 1)
+                self._device.dismiss(other, address)
             yield 0
         self._device.forget_signal(address)
         if other is not None:  # else it might fall into the word's next use
@@ -262,10 +262,7 @@ class DevicePacker(Packer):
                     break
                 yield 0
                 if looks % ASK_EVERY == 0:
-                    try:
-                        stream.query()
-                    except RuntimeError as error:
-                        raise TransportUnavailable(f"the GPU failed: {error}") from error
+                    check_alive(stream)
         finally:
             self._device.retire(flag)
 
@@ -284,15 +281,3 @@ def _flow(early: Early, state: torch.Tensor | None) -> Flow | None:
     if early.stream is None or state is None:
         return None
     return Flow(early.address, early.value, early.stream, state.data_ptr(), PATIENCE)
-
-
-@contextmanager
-def _launching(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Enqueues on ``stream``. Raises ``TransportUnavailable`` for what CUDA or Triton refuse."""
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    except KVError:
-        raise
-    except RuntimeError as error:
-        raise TransportUnavailable(f"the GPU refused to pack pages: {error}") from error

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
-import torch
-import triton
-
-from torchkv import pagecopy
+from torchkv import pagecopy, variants
 from torchkv.slabgeometry import Geometry, Side
 from torchkv.staging import MAX_CHANNELS, SLOTS, Stream
 
@@ -33,11 +30,6 @@ TILE = Tile(2048, 8, 256)
 STREAM_WARPS = 16  # a block of a stream now and then waits for all its stores: more warps, sooner busy again
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
-
-# A compiled kernel can be called without Triton's dispatcher, which takes longer to look at the type of each argument
-# than a layer takes to copy. Which arguments it then expects is no documented interface and has changed before, so
-# versions that this was not tried on get the ordinary launch.
-CALLS_COMPILED = triton.__version__.split("+")[0].rpartition(".")[0] == "3.6"
 
 
 class Addresses(NamedTuple):
@@ -170,7 +162,7 @@ def launch(
         counts = num_jobs, first, start, words
         integers = _integers(addresses, stage, len(ranks) * what.pair_nbytes, NO_STREAM, counts, what)
         grid = min(blocks, num_jobs * -(-words // TILE.words))
-        _enqueue(grid, integers, _constants(mode, what), TILE.warps)
+        variants.enqueue(pagecopy.copy, grid, integers, _constants(mode, what), TILE.warps)
 
 
 def launch_stream(
@@ -195,7 +187,7 @@ def launch_stream(
     assert words <= MAX_WORDS, f"a stream of jobs of {words} words"
     flow = stream.integers(mode, what.unit, len(ranks) * what.pair_nbytes, first_chunk)
     integers = _integers(addresses, addresses.stage, 0, flow, (num_jobs, ranks.start, start, words), what)
-    _enqueue(stream.shape.channels, integers, _constants(mode, what, SLOTS), STREAM_WARPS)
+    variants.enqueue(pagecopy.copy, stream.shape.channels, integers, _constants(mode, what, SLOTS), STREAM_WARPS)
 
 
 def _integers(
@@ -212,13 +204,11 @@ def prepare(geometry: Geometry, *modes: int, stream: bool = False) -> None:
     modes: as for `launch`; direct copies if none are named. stream: those of `launch_stream`, too. Enqueues nothing.
     Slow the first time on a machine; after that Triton finds the variants on disk.
     """
-    if not isinstance(pagecopy.copy, triton.JITFunction):  # the interpreter
-        return
-    device = torch.cuda.current_device()
     for mode in modes or (pagecopy.DIRECT,):
-        _compiled(device, _constants(mode, shape(geometry)), TILE.warps)
+        variants.load(pagecopy.copy, pagecopy.NUM_INTEGERS, _constants(mode, shape(geometry)), TILE.warps)
         if stream:
-            _compiled(device, _constants(mode, shape(geometry), SLOTS), STREAM_WARPS)
+            constants = _constants(mode, shape(geometry), SLOTS)
+            variants.load(pagecopy.copy, pagecopy.NUM_INTEGERS, constants, STREAM_WARPS)
 
 
 def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
@@ -233,22 +223,3 @@ def _constants(mode: int, what: Shape, slots: int = 0) -> tuple[int, ...]:
     touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
     table = tile.table if touched <= tile.table else 0
     return mode, what.unit, what.rows, int(what.parts), tile.words, table, slots
-
-
-def _enqueue(blocks: int, integers: tuple[int, ...], constants: tuple[int, ...], warps: int) -> None:
-    if not CALLS_COMPILED or not isinstance(pagecopy.copy, triton.JITFunction):  # the latter: the interpreter
-        pagecopy.copy[(blocks,)](*integers, *constants, num_warps=warps)
-        return
-    compiled = _compiled(torch.cuda.current_device(), constants, warps)
-    compiled[(blocks, 1, 1)](*integers, *constants)
-
-
-@cache
-def _compiled(device: int, constants: tuple[int, ...], warps: int) -> Any:
-    """One variant, compiled for the current device or taken from Triton's cache, and loaded there."""
-    # The width of an argument comes from its annotation, so zeros will do.
-    zeros = [0] * pagecopy.NUM_INTEGERS
-    compiled = pagecopy.copy.warmup(*zeros, *constants, grid=(1,), num_warps=warps)
-    if CALLS_COMPILED:
-        _ = compiled.run  # reading it loads the code onto the device, which takes a while and may synchronise
-    return compiled

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from torchkv import copyengine, cost, kernels
-from torchkv.device import Device
+from torchkv.device import Device, check_alive, launching
 from torchkv.devicepages import DevicePages
 from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
 from torchkv.events import StreamEvent, wait_on_stream
@@ -170,16 +170,8 @@ class KernelTransfer(Transfer):
 
     def _launch(self, layers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
         """Enqueues copies of ``layers``; returns lane -> bytes and spans. Raises ``TransportUnavailable``."""
-        try:
-            return self._enqueue(layers)
-        except KVError:
-            raise
-        except RuntimeError as error:  # CUDA's and Triton's
-            raise TransportUnavailable(f"the GPU refused a copy kernel: {error}") from error
-
-    def _enqueue(self, layers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
         moved: dict[str, tuple[int, int]] = {}
-        with torch.cuda.stream(self._stream):
+        with launching(self._stream, "copy pages"):
             for group in self._jobs.groups:
                 shape = group.geometry
                 limit = self._grant.num_tokens
@@ -296,18 +288,18 @@ class KernelTransfer(Transfer):
             if flag.done:
                 self._in_flight.popleft()
                 self._device.retire(flag)
-            elif self._is_broken():
+            elif not self._is_alive():
                 break
             else:
                 yield 0
         if self.flushed:
             self._release()
 
-    def _is_broken(self) -> bool:
-        """Whether the GPU has failed, so that no flag will ever rise, and nobody can tell what was written."""
+    def _is_alive(self) -> bool:
+        """Whether flags can still rise; else nobody can tell what was written."""
         try:
-            self._stream.query()
-        except RuntimeError as error:
+            check_alive(self._stream)
+        except TransportUnavailable as error:
             self.flushed = False
-            self.error = self.error or TransportUnavailable(f"the GPU failed: {error}")
-        return not self.flushed
+            self.error = self.error or error
+        return self.flushed

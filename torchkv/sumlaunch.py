@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
-import torch
 import triton
 
-from torchkv import checksum, pagesum
+from torchkv import checksum, pagesum, variants
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import CALLS_COMPILED, divisor, shape
+from torchkv.kernellaunch import divisor, shape
 from torchkv.slabgeometry import Geometry
 
 __all__ = ["SumAddresses", "launch_sums", "prepare_sums"]
@@ -107,29 +106,9 @@ def launch_sums(
     )
     constants = _constants(geometry, mode)
     *_, pairs, _ = constants
-    _enqueue(min(blocks, -(-items // pairs)), integers, constants)
+    variants.enqueue(pagesum.sum_pairs, min(blocks, -(-items // pairs)), integers, constants, TILE.warps)
 
 
 def prepare_sums(geometry: Geometry, mode: int) -> None:
     """Compiles, and loads onto the current device, the variant that sums of ``geometry`` need. Enqueues nothing."""
-    if isinstance(pagesum.sum_pairs, triton.JITFunction):  # not the interpreter
-        _compiled(torch.cuda.current_device(), _constants(geometry, mode), TILE.warps)
-
-
-def _enqueue(blocks: int, integers: tuple[int, ...], constants: tuple[int, ...]) -> None:
-    # As `torchkv.kernellaunch` does, and for the same reasons.
-    if not CALLS_COMPILED or not isinstance(pagesum.sum_pairs, triton.JITFunction):
-        pagesum.sum_pairs[(blocks,)](*integers, *constants, num_warps=TILE.warps)
-        return
-    compiled = _compiled(torch.cuda.current_device(), constants, TILE.warps)
-    compiled[(blocks, 1, 1)](*integers, *constants)
-
-
-@cache
-def _compiled(device: int, constants: tuple[int, ...], warps: int) -> Any:
-    """One variant, compiled for the current device or taken from Triton's cache, and loaded there."""
-    zeros = [0] * pagesum.NUM_INTEGERS
-    compiled = pagesum.sum_pairs.warmup(*zeros, *constants, grid=(1,), num_warps=warps)
-    if CALLS_COMPILED:
-        _ = compiled.run  # reading it loads the code onto the device
-    return compiled
+    variants.load(pagesum.sum_pairs, pagesum.NUM_INTEGERS, _constants(geometry, mode), TILE.warps)

@@ -55,6 +55,10 @@ class Gpu:
         self.log.append(f"await {address:#x} at {value}")
         self.awaited.add(address)
 
+    def dismiss(self, stream: Any, address: int) -> None:
+        if address in self.awaited:
+            self.log.append(f"dismiss {address:#x}")
+
     def forget_signal(self, address: int) -> None:
         self.log.append("forget")
         self.awaited.discard(address)

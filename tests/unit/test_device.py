@@ -13,11 +13,13 @@ import torch
 
 from torchkv import cudadriver, device
 from torchkv.cudadriver import num_queues
-from torchkv.device import Device
+from torchkv.device import Device, check_alive, launching
+from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.events import RecordedEvent
 from torchkv.streams import OTHERS, may_wait
 
 GPU = torch.device("cuda", 1)
+STREAM: Any = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
 
 
 class FakeStream:
@@ -127,17 +129,53 @@ def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.M
 def test_it_is_not_quiet_while_a_stream_waits_for_a_peer_or_for_this_rank() -> None:
     made, holding = Device(GPU, blocks=16), False
     flags: Any = SimpleNamespace(quiet=lambda: nullcontext(not holding))
-    library: Any = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
-    made.flags, made._library = flags, library
+    made.flags = flags
+    made._library = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
 
     def quiet() -> bool:
         with made.quiet() as answer:
             return answer
 
     assert quiet()
-    made.await_signal(SimpleNamespace(cuda_stream=1), 0x1000, 5)  # type: ignore[arg-type]
+    made.await_signal(STREAM, 0x1000, 5)
     assert not quiet()
     made.forget_signal(0x1000)
     assert quiet()
     holding = True
     assert not quiet()
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_what_waits_for_a_peer_is_let_go_by_a_value_above_the_awaited_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, ...]] = []
+    made = Device(GPU, blocks=16)
+    made.outgoing = STREAM
+    made._library = SimpleNamespace(
+        cuStreamWaitValue64_v2=lambda *_: 0, cuStreamWriteValue64_v2=lambda *what: written.append(what) or 0
+    )
+    for address in (0x1000, 0x2000, 0x3000):
+        made.await_signal(STREAM, address, address + 5)
+    made.forget_signal(0x2000)
+    made.dismiss(STREAM, 0x2000)
+    assert written == []
+    made.dismiss(STREAM, 0x1000)
+    assert written == [(7, 0x1000, 0x1006, 0)]
+    made.close()
+    assert written[1:] == [(7, 0x1000, 0x1006, 0), (7, 0x3000, 0x3006, 0)]
+
+
+def test_what_the_gpu_refuses_and_that_it_has_failed_are_errors_of_the_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(TransportUnavailable, match="refused to pack: invalid argument"), launching(STREAM, "pack"):
+        raise RuntimeError("invalid argument")
+    with pytest.raises(ProtocolError), launching(STREAM, "pack"):
+        raise ProtocolError("ours")
+
+    def query() -> bool:
+        raise RuntimeError("unspecified launch failure")
+
+    check_alive(SimpleNamespace(query=lambda: False))  # type: ignore[arg-type]
+    with pytest.raises(TransportUnavailable, match="the GPU failed: unspecified launch failure"):
+        check_alive(SimpleNamespace(query=query))  # type: ignore[arg-type]

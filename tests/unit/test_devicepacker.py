@@ -290,7 +290,7 @@ def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come
     assert [next(steps), next(steps)] == [0, 0]
     job.stopped = True
     assert [next(steps), next(steps)] == [0, 0]
-    stop = f"raise {word:#x} to 43"
+    stop = f"dismiss {word:#x}"
     assert bench.gpu.log.count(stop) == 1
     if not late:
         bench.pages(sending=False).errors[0] = pagecopy.SKIPPED
@@ -403,7 +403,7 @@ def test_a_wait_for_a_signal_that_fails_lets_the_stream_go_on(bench: Bench) -> N
     bench.stream.query = query
     with pytest.raises(TransportUnavailable):
         list(steps)
-    assert bench.gpu.log[-2:] == [f"raise {bench.words[3].data_ptr():#x} to 43", "forget"]
+    assert bench.gpu.log[-2:] == [f"dismiss {bench.words[3].data_ptr():#x}", "forget"]
     assert not job.written
     assert bench.gpu.retired == bench.gpu.flags
 

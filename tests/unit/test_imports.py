@@ -43,7 +43,7 @@ LAYERS = [
     {"prefixcache"},
     {"cost"},
     {"devicemem", "flags", "events", "gate", "slabgeometry", "copyengine", "processes", "spans", "blob", "stagememory"},
-    {"pagecopy", "copyreference", "kernellaunch", "kernels", "pagesum", "sumlaunch"},
+    {"pagecopy", "copyreference", "variants", "kernellaunch", "kernels", "pagesum", "sumlaunch"},
     {"wire", "cache", "roster", "work", "network", "devicepages", "uploads", "hostlane", "streams"},
     {"actions", "session", "instance", "life", "receive", "leases"},
     {"sender", "receiver", "device", "stageclient", "stagekeeper"},

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA b
 
 from triton_kit import FakeKernel, run_in_interpreter, shape
 
-from torchkv import kernellaunch, kernels, pagecopy
+from torchkv import kernellaunch, kernels, pagecopy, variants
 from torchkv.kernellaunch import TILE, Tile, divisor
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
@@ -87,12 +87,12 @@ def test_a_table_holds_all_rows_that_a_tile_touches(per_row: int, first: int) ->
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(pagecopy, "copy", FakeKernel(found, pagecopy.NUM_INTEGERS))
-    monkeypatch.setattr(kernellaunch.triton, "JITFunction", FakeKernel)
-    monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", True)
+    monkeypatch.setattr(variants.triton, "JITFunction", FakeKernel)
+    monkeypatch.setattr(variants, "CALLS_COMPILED", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernellaunch._compiled.cache_clear()
+    variants._loaded.clear()
     yield found
-    kernellaunch._compiled.cache_clear()
+    variants._loaded.clear()
 
 
 def send(geometry: Geometry, num_pages: int = 4, blocks: int = 2) -> None:
@@ -115,7 +115,7 @@ def send(geometry: Geometry, num_pages: int = 4, blocks: int = 2) -> None:
 def test_prepare_compiles_all_that_a_transfer_needs(
     log: list[tuple[Any, ...]], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", known)
+    monkeypatch.setattr(variants, "CALLS_COMPILED", known)
     geometry = shape()
     kernels.prepare(geometry)
     assert [entry[0] for entry in log if entry[0] != "load"] == ["compile"]
@@ -166,7 +166,7 @@ def send_stream(stream: kernels.Flow = STREAM, num_pages: int = 17) -> None:
 def test_prepare_compiles_streams_if_asked(
     log: list[tuple[Any, ...]], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernellaunch, "CALLS_COMPILED", known)
+    monkeypatch.setattr(variants, "CALLS_COMPILED", known)
     kernels.prepare(shape(), pagecopy.GATHER, pagecopy.SCATTER, stream=True)
     compiled = [entry[1] for entry in log if entry[0] == "compile"]
     assert [(constants[0], constants[-1]) for constants in compiled] == [

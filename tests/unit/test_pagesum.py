@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_kit import FakeKernel, shape
 
-from torchkv import pagesum, sumlaunch
+from torchkv import pagesum, variants
 from torchkv.checksum import seed
 from torchkv.errors import ProtocolError
 from torchkv.slab import Rows
@@ -29,12 +29,12 @@ NOWHERE = SumAddresses(0, 0, 0, 0, 0)
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(pagesum, "sum_pairs", FakeKernel(found, pagesum.NUM_INTEGERS))
-    monkeypatch.setattr(sumlaunch.triton, "JITFunction", FakeKernel)
-    monkeypatch.setattr(sumlaunch, "CALLS_COMPILED", True)
+    monkeypatch.setattr(variants.triton, "JITFunction", FakeKernel)
+    monkeypatch.setattr(variants, "CALLS_COMPILED", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    sumlaunch._compiled.cache_clear()
+    variants._loaded.clear()
     yield found
-    sumlaunch._compiled.cache_clear()
+    variants._loaded.clear()
 
 
 def launch(mode: int, geometry: Geometry, *, num_jobs: int = 1, pairs: int = 4, blocks: int = 16) -> None:
@@ -46,7 +46,7 @@ def launch(mode: int, geometry: Geometry, *, num_jobs: int = 1, pairs: int = 4, 
 def test_prepare_compiles_all_that_a_transfer_needs(
     log: list[tuple[Any, ...]], mode: int, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sumlaunch, "CALLS_COMPILED", known)
+    monkeypatch.setattr(variants, "CALLS_COMPILED", known)
     prepare_sums(shape(), mode)
     assert [entry[0] for entry in log] == ["compile", "load"][: 1 + known]
     log.clear()
