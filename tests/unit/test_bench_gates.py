@@ -23,7 +23,7 @@ import torch
 from torchkv.bench import pipeline_table, pipelined, processes
 from torchkv.bench.cores import first_two, pin, two_cores, waited
 from torchkv.bench.decoder import Decoder, ModelSize
-from torchkv.bench.gates import Gate, PipelineResult, Way
+from torchkv.bench.gates import Gate, PipelineResult, Way, median_error
 from torchkv.bench.memories import Paged, Received, rows
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
@@ -130,6 +130,17 @@ def test_on_gpus_short_prompts_must_not_become_slower() -> None:
         assert gates(found)["TTFT pipelined"].passed == passed
         assert found.passed == passed
     assert "TTFT pipelined" not in gates(result(device="cuda", tokens=1024))
+
+
+def test_the_error_of_a_median_is_what_repeating_the_measurement_shows() -> None:
+    rng = np.random.default_rng(1)
+    for count in (20, 101, 400):
+        # Long tails, as times have.
+        samples = rng.standard_t(2, size=(2000, count))
+        errors = [median_error(sample.tolist()) for sample in samples]
+        assert np.mean(errors) == pytest.approx(np.median(samples, axis=1).std(), rel=0.2)
+    assert median_error([3.0]) == 0.0
+    assert 0 < median_error([5.0, 1.0]) < 2
 
 
 def test_the_row_says_what_is_published_and_what_was_missed() -> None:

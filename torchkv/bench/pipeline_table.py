@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchkv.bench.cores import first_two
-from torchkv.bench.gates import PipelineResult
+from torchkv.bench.gates import Gate, PipelineResult
 from torchkv.bench.machine import machine
 from torchkv.bench.pipelined import MODELS, Setup, pipelined_prefill
 
@@ -34,7 +34,8 @@ PUBLISHED = {256: "+18", 1024: "-48..-68", 2048: "-48..-68", 4096: "-68", 8192: 
 NOTES = (
     "# published: changes of TTFT reported for SGLang's layer-wise transfer (pull request 23515; a 72B model, TP 4,",
     "# 16 H20 GPUs, 4 x 400 Gbit/s RDMA): another system, other machines, another load. All other figures are ours.",
-    "# Times in ms, medians. group: layers a group of all layers. delta: of TTFT in %, +-: between its quartiles.",
+    "# Times in ms, medians. group: layers a group of all layers. delta: of TTFT in %, +-: between its quartiles;",
+    "# behind a gate's value, its standard error.",
 )
 HEADER = (
     f"{'':42} {'':8} {'exposed':>17} {'':7} {'TTFT':>17} {'':7} {'':5}\n"
@@ -100,12 +101,13 @@ def lines(r: PipelineResult) -> list[str]:
             f"; other programs had the prefill's core for {100 * r.disturbed:.0f}% of it, without that "
             f"{r.saved_undisturbed:.2f}"
         )
-    gates = [
-        f"  {gate.name}: {gate.value:.3f} (gate {'>=' if gate.at_least else '<='} {gate.limit:g}) "
-        f"{'passed' if gate.passed else 'MISSED'}"
-        for gate in r.gates
-    ]
-    return [row, parts, *gates]
+    return [row, parts, *(f"  {_verdict(gate)}" for gate in r.gates)]
+
+
+def _verdict(gate: Gate) -> str:
+    error = "" if gate.error is None else f" +- {gate.error:.3f}"
+    limit = f"{'>=' if gate.at_least else '<='} {gate.limit:g}"
+    return f"{gate.name}: {gate.value:.3f}{error} (gate {limit}) {'passed' if gate.passed else 'MISSED'}"
 
 
 def _row(result: PipelineResult) -> dict[str, Any]:
