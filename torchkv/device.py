@@ -6,8 +6,9 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 MAX_ACTIVE = 256
 
 
+# Of all groups of this process. Looked at and added to in `Flags.quiet` only.
+_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+
+
 @contextmanager
 def launching(stream: torch.cuda.Stream, what: str) -> Iterator[None]:
     """Enqueues on ``stream``. Raises ``TransportUnavailable`` for what CUDA or Triton refuse."""
@@ -33,7 +38,7 @@ def launching(stream: torch.cuda.Stream, what: str) -> Iterator[None]:
             yield
     except KVError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # the latter from where Triton keeps what it has compiled
         raise TransportUnavailable(f"the GPU refused to {what}: {error}") from error
 
 
@@ -72,6 +77,8 @@ class Device:
         self._in_turn = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
         self._open = itertools.cycle([self.outgoing, self.incoming][: self._in_turn])
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
+        with self.flags.quiet():
+            _devices.add(self)
         self._pauses: list[float] = []  # when they end
         self.signals = may_wait()[0] > 0
         if not self.signals:
@@ -136,22 +143,21 @@ class Device:
 
     @contextmanager
     def quiet(self) -> Iterator[bool]:
-        """Yields whether no stream waits for this rank or a peer, and lets none begin to.
+        """Yields whether no stream of this GPU waits for a rank of this process or, by torchkv, for a peer.
 
-        For what waits for all streams, such as loading kernels, freeing memory and unmapping that of others: had the
-        progress thread to wait for one that it is to let go itself, neither would ever go on.
+        None begins to wait for the former meanwhile. For what waits for all streams, such as loading kernels, freeing
+        memory and unmapping that of others: had the progress thread to wait for one that it is to let go itself,
+        neither would ever go on.
         """
         with self.flags.quiet() as quiet:
-            yield quiet and not self._awaited
+            yield quiet and not any(device._awaited for device in _devices if device.index == self.index)
 
-    @contextmanager
-    def beside_the_model(self) -> Iterator[None]:
-        """For what waits for the current stream: not for the default one, which may be the model's, and wait for this.
+    def beside_the_model(self, what: str) -> AbstractContextManager[None]:
+        """As `launching`, for what waits for the current stream: the default one may be the model's, and wait for this.
 
         Copying from memory that is not pinned is such a thing.
         """
-        with torch.cuda.stream(self.open_stream):
-            yield
+        return launching(self.open_stream, what)
 
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
         """Steps of a transfer that does nothing for so long, or until it is stopped."""

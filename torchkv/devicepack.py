@@ -23,7 +23,8 @@ from torchkv.slab import Rows, Slab
 from torchkv.slabgeometry import Geometry, geometry
 from torchkv.stagememory import Room
 from torchkv.staging import Stream
-from torchkv.sumlaunch import SumAddresses, launch_sums, prepare_sums
+from torchkv.sumlaunch import SumAddresses, launch_sums, sum_variant
+from torchkv.variants import Variant
 
 __all__ = ["PagePacker", "mismatch_slots"]
 
@@ -94,15 +95,15 @@ class PagePacker:
             table[job, 1 - side] = number
         return table.to(pages.device)
 
-    def prepare(self, *, checksum: bool, stream: bool = False) -> None:
-        """Compiles, and loads onto the current device, what the other methods launch. Slow the first time.
-
-        checksum, stream: what checksums and streams need, too.
-        """
+    def variants(self, *, checksum: bool, stream: bool = False) -> list[Variant]:
+        """What the other methods launch. checksum, stream: also what checksums and streams need."""
+        mode = pagecopy.GATHER if self._sending else pagecopy.SCATTER
+        found: list[Variant] = []
         for shape in set(self._geometries):
-            kernels.prepare(shape, pagecopy.GATHER if self._sending else pagecopy.SCATTER, stream=stream)
+            found += kernels.variants(shape, mode, stream=stream)
             if checksum:
-                prepare_sums(shape, self._mode)
+                found.append(sum_variant(shape, self._mode))
+        return found
 
     # ------------------------------------------------------------------ the sender's
 

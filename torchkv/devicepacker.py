@@ -24,6 +24,7 @@ from torchkv.route import LocalPages
 from torchkv.stagememory import Room, StageMemory
 from torchkv.staging import MAX_CHANNELS
 from torchkv.transport import Int64Array
+from torchkv.variants import Variant
 
 __all__ = ["DevicePacker"]
 
@@ -75,6 +76,10 @@ class DevicePacker(Packer):
         stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[int]:
         device = self._device
+        assert early is None or self.ready(grant.plan, checksum=checksum), "the first step of an early piece enqueues"
+        packer = yield from self._loaded(grant.plan, stopped, sending=True, checksum=checksum)
+        if packer is None:
+            return
         stream = device.open_stream if early is None or early.stream is None else device.outgoing
         upload = None
         if isinstance(pages, DevicePages):
@@ -84,8 +89,6 @@ class DevicePacker(Packer):
             ids = upload.ids
         first = piece.start - op.start
         ids = ids[first : first + piece.num_pages]
-        assert early is None or self.ready(grant.plan, checksum=checksum), "the first step of an early piece enqueues"
-        packer = yield from self._loaded(grant.plan, sending=True, checksum=checksum)
         errors = device.error_slot()
         common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
         state = None if early is None or early.stream is None else self._take_state(stream)
@@ -113,23 +116,27 @@ class DevicePacker(Packer):
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
         device = self._device
+        packer = yield from self._loaded(job.plan, lambda: job.stopped, sending=False, checksum=job.checked)
+        if packer is None:
+            return
         if job.signal is None:
-            yield from self._scatter(job, device.open_stream, None)
+            yield from self._scatter(job, packer, device.open_stream, None)
             return
         early = Early(self._receiving.signal_ptr(job.signal), job.signal.value, job.stream)
         if job.stream is not None:
-            yield from self._scatter(job, device.incoming, early)
+            yield from self._scatter(job, packer, device.incoming, early)
             return
         with device.waiting_stream(job.src, job.serial) as stream:
-            yield from self._scatter(job, stream, early)
+            yield from self._scatter(job, packer, stream, early)
 
-    def _scatter(self, job: Scatter, stream: torch.cuda.Stream, early: Early | None) -> Iterator[int]:
+    def _scatter(
+        self, job: Scatter, packer: PagePacker, stream: torch.cuda.Stream, early: Early | None
+    ) -> Iterator[int]:
         """early: how it is told that the stage is written; None if it is."""
         assert self._receiving is not None
         device = self._device
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         room = self._receiving.room(job.stage)
-        packer = yield from self._loaded(job.plan, sending=False, checksum=job.checked)
         errors = device.error_slot()
         slots = self._mismatch_slots() if job.checked else None
         common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
@@ -210,30 +217,46 @@ class DevicePacker(Packer):
             self._states.append(state)
 
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
+        self._load(self._packer(plan, sending=sending).variants(checksum=checksum, stream=not checksum))
+        self._ready.add((id(plan), sending, checksum))
+
+    def _packer(self, plan: PairPlan, *, sending: bool) -> PagePacker:
         key = (id(plan), sending)
         if key not in self._packers:
-            with self._device.beside_the_model():
+            with self._device.beside_the_model("make tables"):
                 self._packers[key] = PagePacker(plan, self._local, sending=sending)
             self._plans.append(plan)
-        self._packers[key].prepare(checksum=checksum, stream=not checksum)
-        self._ready.add((*key, checksum))
+        return self._packers[key]
 
     def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
         return (id(plan), True, checksum) in self._ready
 
-    def _loaded(self, plan: PairPlan, *, sending: bool, checksum: bool) -> Generator[int, None, PagePacker]:
-        """The plan's, made ready if it is not, as soon as it is `Device.quiet`.
+    def _loaded(
+        self, plan: PairPlan, stopped: Callable[[], bool], *, sending: bool, checksum: bool
+    ) -> Generator[int, None, PagePacker | None]:
+        """The plan's, with its kernels loaded: if they are not, as soon as it is `Device.quiet`. None if ``stopped``.
 
         That can be too late for what a stream waits for, which then fails for want of time.
         """
-        key = (id(plan), sending)
-        while (*key, checksum) not in self._ready:
+        packer = self._packer(plan, sending=sending)
+        if (id(plan), sending, checksum) in self._ready:
+            return packer
+        needed = packer.variants(checksum=checksum, stream=not checksum)
+        while not all(variant.is_loaded for variant in needed):
+            if stopped():
+                return None
             with self._device.quiet() as quiet:
                 if quiet:
-                    self.prepare(plan, sending=sending, checksum=checksum)
+                    self._load(needed)
                     break
-            yield from self._device.pause(LOAD_POLL, lambda: False)
-        return self._packers[key]
+            yield from self._device.pause(LOAD_POLL, stopped)
+        self._ready.add((id(plan), sending, checksum))
+        return packer
+
+    def _load(self, needed: list[Variant]) -> None:
+        with self._device.beside_the_model("load kernels"):
+            for variant in needed:
+                variant.load()
 
     def _mismatch_slots(self) -> torch.Tensor:
         slots = self._slots.pop() if self._slots else mismatch_slots()

@@ -173,6 +173,17 @@ def _retire(pool: WordPool) -> None:
             _kept.pop(key, None)
 
 
+class _Gpu:
+    """One that all groups of this process share. quiet: taken before the lock of any `Flags`, and for ``pools``."""
+
+    def __init__(self) -> None:
+        self.quiet = threading.Lock()
+        self.pools: weakref.WeakSet[WordPool] = weakref.WeakSet()
+
+
+_gpus: dict[int, _Gpu] = {}
+
+
 class Flags:
     """The words of one device. Thread-safe.
 
@@ -189,10 +200,12 @@ class Flags:
         self._library = cudadriver.library()
         self._address = int(address)
         self._lock = threading.Lock()
-        self._quiet = threading.Lock()  # held by whoever lets no stream begin to wait; before the other lock
         self._closed = False
         self.words = memory  # uint32: what `Flag.index` and ``Flag.value`` are about
         self._pool = WordPool(memory)
+        self._gpu = _gpus.setdefault(self._index, _Gpu())
+        with self._gpu.quiet:
+            self._gpu.pools.add(self._pool)
         # Not at exit: by then no stream is left to be let go.
         self._retire = weakref.finalize(self, _retire, self._pool)
         self._retire.atexit = False
@@ -225,7 +238,7 @@ class Flags:
         handle = stream.cuda_stream
         with context(self._index):
             self._refuse_capture(handle)
-            with self._quiet:
+            with self._gpu.quiet:
                 word, value = self._take(steps=2, hold=True)
             try:
                 self._wait(handle, word, value)
@@ -243,14 +256,17 @@ class Flags:
 
     @property
     def holding(self) -> bool:
-        """Whether any stream waits for this process."""
+        """Whether any stream waits for these flags' group."""
         return self._pool.holding
 
     @contextmanager
     def quiet(self) -> Iterator[bool]:
-        """Yields whether no stream waits for this process, and lets none begin to: for calls that wait for them all."""
-        with self._quiet:
-            yield not self.holding
+        """Yields whether no stream of this GPU waits for this process, whichever group, and lets none begin to.
+
+        For calls that wait for all streams. `hold` waits for the end of this.
+        """
+        with self._gpu.quiet:
+            yield not any(pool.holding for pool in self._gpu.pools)
 
     def _release(self, flag: Flag) -> None:
         with self._lock:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from torchkv import kernels
 from torchkv.plan import PairPlan, Slab
 from torchkv.route import LocalPages, Route
 from torchkv.slabgeometry import Geometry, geometry
 from torchkv.transport import Int64Array
+from torchkv.variants import Variant
 
 __all__ = ["JobGroup", "JobTable"]
 
@@ -47,10 +49,11 @@ class JobGroup:
 
 
 class JobTable:
-    """The job groups of one (route, plan)."""
+    """The job groups of one (route, plan), and what kernels for them are launched."""
 
     def __init__(self, plan: PairPlan, local: LocalPages, route: Route) -> None:
         self.plan = plan
+        self._is_loaded = False
         entries: dict[Geometry, list[tuple[int, int, int]]] = {}
         slabs: dict[Geometry, Slab] = {}
         for slab in plan.slabs:
@@ -71,6 +74,20 @@ class JobTable:
                     slabs[shape] = replace(slab, layers=(layer,))
                 entries.setdefault(shape, []).append((layer, *pointers))
         self.groups = [_group(shape, slabs[shape], sorted(jobs), local.device) for shape, jobs in entries.items()]
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether no kernel has to be loaded before it is launched."""
+        self._is_loaded = self._is_loaded or all(variant.is_loaded for variant in self._variants())
+        return self._is_loaded
+
+    def load(self) -> None:
+        """Loads them, which waits for all streams."""
+        for variant in self._variants():
+            variant.load()
+
+    def _variants(self) -> list[Variant]:
+        return [variant for group in self.groups for variant in kernels.variants(group.geometry)]
 
     @classmethod
     def of(cls, plan: PairPlan, local: LocalPages, route: Route) -> JobTable:

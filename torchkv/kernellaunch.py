@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchkv import pagecopy, variants
+from torchkv import pagecopy
 from torchkv.slabgeometry import Geometry, Side
 from torchkv.staging import MAX_CHANNELS, SLOTS, Stream
+from torchkv.variants import Variant
 
-__all__ = ["Addresses", "Flow", "divisor", "launch", "launch_stream", "prepare", "shape"]
+__all__ = ["Addresses", "Flow", "divisor", "launch", "launch_stream", "shape", "variants"]
 
 
 class Tile(NamedTuple):
@@ -162,7 +163,7 @@ def launch(
         counts = num_jobs, first, start, words
         integers = _integers(addresses, stage, len(ranks) * what.pair_nbytes, NO_STREAM, counts, what)
         grid = min(blocks, num_jobs * -(-words // TILE.words))
-        variants.enqueue(pagecopy.copy, grid, integers, _constants(mode, what), TILE.warps)
+        _variant(mode, what).launch(grid, integers)
 
 
 def launch_stream(
@@ -187,7 +188,7 @@ def launch_stream(
     assert words <= MAX_WORDS, f"a stream of jobs of {words} words"
     flow = stream.integers(mode, what.unit, len(ranks) * what.pair_nbytes, first_chunk)
     integers = _integers(addresses, addresses.stage, 0, flow, (num_jobs, ranks.start, start, words), what)
-    variants.enqueue(pagecopy.copy, stream.shape.channels, integers, _constants(mode, what, SLOTS), STREAM_WARPS)
+    _stream_variant(mode, what).launch(stream.shape.channels, integers)
 
 
 def _integers(
@@ -198,17 +199,22 @@ def _integers(
     return jobs, src_ids, dst_ids, stage, stage_stride, *rest, *flow, *counts, *what.integers
 
 
-def prepare(geometry: Geometry, *modes: int, stream: bool = False) -> None:
-    """Compiles, and loads onto the current device, the variants that copies of ``geometry`` need.
+def variants(geometry: Geometry, *modes: int, stream: bool = False) -> list[Variant]:
+    """What copies of ``geometry`` launch.
 
-    modes: as for `launch`; direct copies if none are named. stream: those of `launch_stream`, too. Enqueues nothing.
-    Slow the first time on a machine; after that Triton finds the variants on disk.
+    modes: as for `launch`; direct copies if none are named. stream: also what `launch_stream` does.
     """
-    for mode in modes or (pagecopy.DIRECT,):
-        variants.load(pagecopy.copy, pagecopy.NUM_INTEGERS, _constants(mode, shape(geometry)), TILE.warps)
-        if stream:
-            constants = _constants(mode, shape(geometry), SLOTS)
-            variants.load(pagecopy.copy, pagecopy.NUM_INTEGERS, constants, STREAM_WARPS)
+    what = shape(geometry)
+    found = [_variant(mode, what) for mode in modes or (pagecopy.DIRECT,)]
+    return found + [_stream_variant(mode, what) for mode in modes if stream]
+
+
+def _variant(mode: int, what: Shape) -> Variant:
+    return Variant(pagecopy.copy, pagecopy.NUM_INTEGERS, _constants(mode, what), TILE.warps)
+
+
+def _stream_variant(mode: int, what: Shape) -> Variant:
+    return Variant(pagecopy.copy, pagecopy.NUM_INTEGERS, _constants(mode, what, SLOTS), STREAM_WARPS)
 
 
 def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:

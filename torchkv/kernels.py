@@ -17,7 +17,7 @@ import torch
 from torchkv import pagecopy
 from torchkv.copyreference import BadPage
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import Addresses, Flow, launch, launch_stream, prepare, shape
+from torchkv.kernellaunch import Addresses, Flow, launch, launch_stream, shape, variants
 from torchkv.slabgeometry import Geometry, Side, geometry
 from torchkv.stagememory import Room
 from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS
@@ -34,10 +34,10 @@ __all__ = [
     "gather",
     "geometry",
     "moved",
-    "prepare",
     "scatter",
     "skipped",
     "unfinished",
+    "variants",
 ]
 
 MAX_IDS = (1 << 29) - 2  # page ids of a call: what fits in an error code

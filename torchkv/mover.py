@@ -154,29 +154,35 @@ class Mover:
                 self._staging.sending.take()
             self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
         if self.device is not None and route.direct:
-            self._load_jobs(plan, route)
+            self._load(self._table(plan, route))
 
     def _jobs(self, plan: PairPlan, route: Route) -> JobTable | None:
-        """What kernels copy by; None if they are not loaded yet, and it is not `Device.quiet`."""
+        """What kernels copy by; None if these are not loaded yet, and it is not `Device.quiet`."""
         assert self.device is not None
+        table = self._table(plan, route)
+        if not table.is_loaded:
+            with self.device.quiet() as quiet:
+                if not quiet:
+                    return None
+                self._load(table)
+        return table
+
+    def _table(self, plan: PairPlan, route: Route) -> JobTable:
         for table in route.job_tables:
             if table.plan is plan:
                 return table
-        with self.device.quiet() as quiet:
-            return self._load_jobs(plan, route) if quiet else None
-
-    def _load_jobs(self, plan: PairPlan, route: Route) -> JobTable:
         # Here, because it brings Triton with it, which a rank without a GPU need not have.
-        from torchkv import kernels
         from torchkv.jobs import JobTable
 
         assert self.device is not None
         assert self._local is not None
-        with self.device.beside_the_model():
-            table = JobTable.of(plan, self._local, route)
-        for group in table.groups:
-            kernels.prepare(group.geometry)
-        return table
+        with self.device.beside_the_model("make tables"):
+            return JobTable.of(plan, self._local, route)
+
+    def _load(self, table: JobTable) -> None:
+        assert self.device is not None
+        with self.device.beside_the_model("load kernels"):
+            table.load()
 
     def start(self, op: SendOp, grant: BoundGrant) -> None:
         self._gated.append(_Gated(op, grant))
@@ -316,7 +322,7 @@ class Mover:
 
         Also as long as nothing can be loaded that it needs.
         """
-        # Here for the reason that `_load_jobs` has.
+        # Here for the reason that `_table` has.
         from torchkv.kerneltransfer import KernelTransfer
 
         assert self.device is not None

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import triton
 
-from torchkv import checksum, pagesum, variants
+from torchkv import checksum, pagesum
 from torchkv.errors import ProtocolError
 from torchkv.kernellaunch import divisor, shape
 from torchkv.slabgeometry import Geometry
+from torchkv.variants import Variant
 
-__all__ = ["SumAddresses", "launch_sums", "prepare_sums"]
+__all__ = ["SumAddresses", "launch_sums", "sum_variant"]
 
 
 class SumTile(NamedTuple):
@@ -104,11 +105,11 @@ def launch_sums(
         start,
         *what.integers,
     )
-    constants = _constants(geometry, mode)
-    *_, pairs, _ = constants
-    variants.enqueue(pagesum.sum_pairs, min(blocks, -(-items // pairs)), integers, constants, TILE.warps)
+    variant = sum_variant(geometry, mode)
+    *_, pairs, _ = variant.constants
+    variant.launch(min(blocks, -(-items // pairs)), integers)
 
 
-def prepare_sums(geometry: Geometry, mode: int) -> None:
-    """Compiles, and loads onto the current device, the variant that sums of ``geometry`` need. Enqueues nothing."""
-    variants.load(pagesum.sum_pairs, pagesum.NUM_INTEGERS, _constants(geometry, mode), TILE.warps)
+def sum_variant(geometry: Geometry, mode: int) -> Variant:
+    """What sums of ``geometry`` launch."""
+    return Variant(pagesum.sum_pairs, pagesum.NUM_INTEGERS, _constants(geometry, mode), TILE.warps)

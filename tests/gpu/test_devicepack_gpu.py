@@ -136,7 +136,8 @@ def test_nothing_synchronises_or_allocates(monkeypatch: pytest.MonkeyPatch) -> N
     piece, layout = transfer.everything()
     _, stage = guarded(layout.nbytes)
     for packer in (transfer.sender, transfer.receiver):
-        packer.prepare(checksum=True)
+        for variant in packer.variants(checksum=True):
+            variant.load()
     src, dst = transfer.ids(piece), torch.tensor(transfer.dst_pages, device="cuda:0")
     common = {"limit_tokens": transfer.limit, "errors": transfer.errors, "blocks": 16}
     torch.cuda.synchronize()

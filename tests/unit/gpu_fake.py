@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from torchkv.device import launching
 from torchkv.errors import TransportUnavailable
 
 __all__ = ["CLAIM", "STREAM", "Event", "FakeDriver", "Gpu"]
@@ -78,9 +79,8 @@ class Gpu:
     def quiet(self) -> Iterator[bool]:
         yield not (self.holding or self.awaited)
 
-    @contextmanager
-    def beside_the_model(self) -> Iterator[None]:
-        yield
+    def beside_the_model(self, what: str) -> AbstractContextManager[None]:
+        return launching(self.open_stream, what)
 
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
         self.log.append(f"pause {seconds:.3f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,17 @@ class FakeStream:
         assert (where, priority) == (GPU, -1)
 
 
+class FakeFlags:
+    def __init__(self, where: torch.device) -> None:
+        self.is_quiet = True
+
+    def quiet(self) -> Any:
+        return nullcontext(self.is_quiet)
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
@@ -34,7 +46,8 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(device, "Flags", lambda where: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(device, "Flags", FakeFlags)
+    monkeypatch.setattr(device, "_devices", weakref.WeakSet())
     for name in ("Uploads", "wait_flags", "event_pool"):
         monkeypatch.setattr(device, name, lambda where: SimpleNamespace())
     for name in ("library", "ignore_captures"):
@@ -127,21 +140,25 @@ def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("_gpu")
 def test_it_is_not_quiet_while_a_stream_waits_for_a_peer_or_for_this_rank() -> None:
-    made, holding = Device(GPU, blocks=16), False
-    flags: Any = SimpleNamespace(quiet=lambda: nullcontext(not holding))
-    made.flags = flags
-    made._library = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
+    made, of_another_group, elsewhere = Device(GPU, blocks=16), Device(GPU, blocks=16), Device(GPU, blocks=16)
+    elsewhere.index = 0
+    for one in (made, of_another_group, elsewhere):
+        one._library = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
+    flags: Any = made.flags
 
     def quiet() -> bool:
         with made.quiet() as answer:
             return answer
 
     assert quiet()
-    made.await_signal(STREAM, 0x1000, 5)
-    assert not quiet()
-    made.forget_signal(0x1000)
+    elsewhere.await_signal(STREAM, 0x1000, 5)
     assert quiet()
-    holding = True
+    for one in (made, of_another_group):
+        one.await_signal(STREAM, 0x1000, 5)
+        assert not quiet()
+        one.forget_signal(0x1000)
+        assert quiet()
+    flags.is_quiet = False
     assert not quiet()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from oracle import gqa
 from pack_kit import Pages, Pool
 from triton_kit import run_in_interpreter
 
-from torchkv import devicepack, kernels, pagecopy, pagesum
+from torchkv import devicepack, kernellaunch, pagecopy, pagesum, sumlaunch
 from torchkv.devicepack import PagePacker
 from torchkv.errors import TransportUnavailable
 from torchkv.layout import KVLayout
@@ -26,6 +25,7 @@ from torchkv.pieces import Piece, piece_layout
 from torchkv.plan import PairPlan, compile_plan, page_pairs
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry
+from torchkv.staging import SLOTS
 
 CASES = Path(__file__).with_name("pack_cases.py")
 BF16 = {"num_layers": 3, "head_dim": 8, "dtype": torch.bfloat16}
@@ -112,24 +112,21 @@ def test_pages_that_kernels_cannot_address(monkeypatch: pytest.MonkeyPatch) -> N
 # Launches
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_prepare_compiles_what_is_launched(checksum: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Geometry, int]] = []
-
-    def note(kind: str) -> Any:
-        return lambda shape, mode, **stream: seen.append((kind, shape, mode))
-
-    monkeypatch.setattr(kernels, "prepare", note("copy"))
-    monkeypatch.setattr(devicepack, "prepare_sums", note("sum"))
+def test_variants_are_what_is_launched(checksum: bool, stream: bool) -> None:
     _, sender, receiver = packers(gqa(1, 2, **BF16), gqa(**BF16))
     for packer, copy, summing in (
         (sender, pagecopy.GATHER, pagesum.WRITE),
         (receiver, pagecopy.SCATTER, pagesum.VERIFY),
     ):
-        seen.clear()
-        packer.prepare(checksum=checksum)
         (shape,) = shapes(packer)
-        assert seen == [("copy", shape, copy), ("sum", shape, summing)][: 1 + checksum]
+        found = [(variant.kernel, variant.constants) for variant in packer.variants(checksum=checksum, stream=stream)]
+        copies = [
+            (pagecopy.copy, kernellaunch._constants(copy, kernellaunch.shape(shape), slots)) for slots in (0, SLOTS)
+        ]
+        sums = [(pagesum.sum_pairs, sumlaunch._constants(shape, summing))]
+        assert found == copies[: 1 + stream] + sums[: int(checksum)]
 
 
 def test_equal_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

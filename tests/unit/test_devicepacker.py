@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,20 @@ PAGES = np.array([7, 5, 9, 4], dtype=np.int64)
 RING = 1 << 16
 
 
+@dataclass
+class FakeVariant:
+    pages: FakePages
+    what: tuple[bool, bool, bool]
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.what in self.pages.loaded
+
+    def load(self) -> None:
+        PREPARED.append(self.what)
+        self.pages.loaded.add(self.what)
+
+
 class FakePages:
     """In place of `PagePacker`: notes what it is told to enqueue, with which ids and which part of the stage."""
 
@@ -37,6 +52,7 @@ class FakePages:
         self.bad_page: int | None = None
         self.mismatch: Mismatch | None = None
         self.refuses = False
+        self.loaded: set[tuple[bool, bool, bool]] = set()
 
     def _enqueue(
         self, name: str, *args: Any, errors: torch.Tensor, guard: Any = (0, 0), stream: Any = None, **_: Any
@@ -52,8 +68,8 @@ class FakePages:
         if self.bad_page is not None:
             errors[0] = ((1 + 1) << 33) | self.bad_page
 
-    def prepare(self, *, checksum: bool, stream: bool) -> None:
-        PREPARED.append((self.sending, checksum, stream))
+    def variants(self, *, checksum: bool, stream: bool) -> list[FakeVariant]:
+        return [FakeVariant(self, (self.sending, checksum, stream))]
 
     def gather(self, *args: Any, **settings: Any) -> None:
         self._enqueue("gather", *args, **settings)
@@ -369,6 +385,44 @@ def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench)
     assert [next(one) for one in steps] == [0, 0]
     assert PREPARED == [(True, False, True), (False, False, True)]
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_stopped_waits_for_no_kernels(bench: Bench, early: bool) -> None:
+    """A failed request does not keep pages and stages until unrelated streams wait no more, nor is unpacked then."""
+    bench.gpu.rested, bench.gpu.holding = False, True
+    job, stopped = bench.job(signal=42 if early else None), False
+    scatter = bench.packer.scatter(job)
+    gather = bench.gather(stopped=lambda: stopped)
+    assert [next(scatter), next(gather)] == [0, 0]
+    job.stopped = stopped = True
+    assert [list(scatter), list(gather)] == [[], []]
+    assert PREPARED == LOG == bench.gpu.log[2:] == []
+    assert job.written is not early, "nobody knows whether an early stage is written"
+    assert not bench.waiting
+
+
+def test_a_plan_whose_kernels_others_have_loaded_need_not_wait(bench: Bench) -> None:
+    for sending in (True, False):
+        bench.packer._packer(PLAN, sending=sending).loaded.add((sending, False, True))
+    bench.gpu.holding = True
+    assert [next(bench.gather()), next(bench.packer.scatter(bench.job()))] == [0, 0]
+    assert [name for name, *_ in LOG] == ["gather", "scatter"]
+    assert PREPARED == []
+    assert bench.packer.ready(PLAN, checksum=False)
+
+
+def test_what_cannot_be_loaded_is_an_error_of_the_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: FakeVariant) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeVariant, "load", load)
+        with pytest.raises(TransportUnavailable, match="load kernels: No space left"):
+            next(bench.gather())
+    assert not bench.packer.ready(PLAN, checksum=False)
+    next(bench.gather())
+    assert bench.packer.ready(PLAN, checksum=False)
 
 
 def test_checksums_have_kernels_of_their_own(bench: Bench) -> None:

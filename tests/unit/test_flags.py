@@ -215,10 +215,12 @@ def test_the_host_knows_whether_a_stream_waits_for_it(fake: FakeDriver) -> None:
 
 def test_no_stream_begins_to_wait_while_it_is_quiet(fake: FakeDriver) -> None:
     flags = Flags(GPU)
-    hold = flags.hold(stream(1))
-    with flags.quiet() as quiet:
-        assert not quiet
-    hold.open()
+    other_group = Flags(GPU)
+    for holder in (flags, other_group):
+        hold = holder.hold(stream(1))
+        with flags.quiet() as quiet:
+            assert not quiet
+        hold.open()
     held: list[Hold] = []
     late = threading.Thread(target=lambda: held.append(flags.hold(stream(2))))
     with flags.quiet() as quiet:

@@ -112,14 +112,16 @@ def send(geometry: Geometry, num_pages: int = 4, blocks: int = 2) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_prepare_compiles_all_that_a_transfer_needs(
+def test_loading_compiles_all_that_a_transfer_needs(
     log: list[tuple[Any, ...]], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variants, "CALLS_COMPILED", known)
     geometry = shape()
-    kernels.prepare(geometry)
-    assert [entry[0] for entry in log if entry[0] != "load"] == ["compile"]
-    assert sum(entry[0] == "load" for entry in log) == int(known)
+    (variant,) = kernels.variants(geometry)
+    assert not variant.is_loaded
+    variant.load()
+    assert variant.is_loaded
+    assert [entry[0] for entry in log] == ["compile", "load"]
     log.clear()
     for num_pages in (1, 60, 100_000):
         send(geometry, num_pages)
@@ -129,8 +131,13 @@ def test_prepare_compiles_all_that_a_transfer_needs(
     assert all(bool(entry[3]) is not known for entry in log)
 
 
-def test_prepare_takes_other_modes(log: list[tuple[Any, ...]]) -> None:
-    kernels.prepare(shape(), pagecopy.GATHER, pagecopy.SCATTER)
+def load(*modes: int, stream: bool = False) -> None:
+    for variant in kernels.variants(shape(), *modes, stream=stream):
+        variant.load()
+
+
+def test_other_modes_have_other_variants(log: list[tuple[Any, ...]]) -> None:
+    load(pagecopy.GATHER, pagecopy.SCATTER)
     assert {entry[1][0] for entry in log if entry[0] == "compile"} == {pagecopy.GATHER, pagecopy.SCATTER}
 
 
@@ -163,14 +170,14 @@ def send_stream(stream: kernels.Flow = STREAM, num_pages: int = 17) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_prepare_compiles_streams_if_asked(
+def test_loading_compiles_streams_if_asked(
     log: list[tuple[Any, ...]], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variants, "CALLS_COMPILED", known)
-    kernels.prepare(shape(), pagecopy.GATHER, pagecopy.SCATTER, stream=True)
+    load(pagecopy.GATHER, pagecopy.SCATTER, stream=True)
     compiled = [entry[1] for entry in log if entry[0] == "compile"]
     assert [(constants[0], constants[-1]) for constants in compiled] == [
-        (mode, slots) for mode in (pagecopy.GATHER, pagecopy.SCATTER) for slots in (0, kernellaunch.SLOTS)
+        (mode, slots) for slots in (0, kernellaunch.SLOTS) for mode in (pagecopy.GATHER, pagecopy.SCATTER)
     ]
     log.clear()
     send_stream()

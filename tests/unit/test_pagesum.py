@@ -20,7 +20,7 @@ from torchkv.checksum import seed
 from torchkv.errors import ProtocolError
 from torchkv.slab import Rows
 from torchkv.slabgeometry import Geometry, Side
-from torchkv.sumlaunch import SumAddresses, launch_sums, prepare_sums
+from torchkv.sumlaunch import SumAddresses, launch_sums, sum_variant
 
 NOWHERE = SumAddresses(0, 0, 0, 0, 0)
 
@@ -43,12 +43,12 @@ def launch(mode: int, geometry: Geometry, *, num_jobs: int = 1, pairs: int = 4, 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("mode", [pagesum.WRITE, pagesum.VERIFY])
-def test_prepare_compiles_all_that_a_transfer_needs(
+def test_loading_compiles_all_that_a_transfer_needs(
     log: list[tuple[Any, ...]], mode: int, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variants, "CALLS_COMPILED", known)
-    prepare_sums(shape(), mode)
-    assert [entry[0] for entry in log] == ["compile", "load"][: 1 + known]
+    sum_variant(shape(), mode).load()
+    assert [entry[0] for entry in log] == ["compile", "load"]
     log.clear()
     for pairs in (1, 60, 100_000):
         launch(mode, shape(), pairs=pairs)

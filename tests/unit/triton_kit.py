@@ -33,17 +33,25 @@ class FakeKernel:
 
     def warmup(self, *arguments: int, grid: tuple[int, ...], num_warps: int) -> FakeKernel:
         self.log.append(("compile", arguments[self.num_integers :], num_warps))
-        return self
-
-    @property
-    def run(self) -> None:
-        self.log.append(("load",))
+        return FakeCompiled(self.log, self.num_integers)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def start(*arguments: int, **options: int) -> None:
             self.log.append(("start", grid, arguments, options))
 
         return start
+
+
+class FakeCompiled(FakeKernel):
+    """One variant; loaded when it is first asked for what launches it, as Triton does."""
+
+    is_loaded = False
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if not self.is_loaded:
+            self.log.append(("load",))
+            self.is_loaded = True
+        return super().__getitem__(grid)
 
 
 def run_in_interpreter(cases: Path, *, timeout: float) -> None:
