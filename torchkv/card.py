@@ -53,6 +53,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     staging: Offset = 0  # bytes of its staging ring, which is the last region but one
     signals: Count = 0  # right behind that ring
     channels: Count = 0  # of a stream through that ring
+    checksum: bool = False  # whether it sends checksums
     device: Name = ""  # type of the memory that the pages lie in
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
     regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
@@ -99,6 +100,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             staging=self.staging,
             signals=self.signals,
             channels=self.channels,
+            checksum=self.checksum,
         )
 
     def placement_map(self) -> dict[tuple[str, int], Placement]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
-from torchkv import cudadriver, gate, kernels
+from torchkv import cudadriver, devicemem, gate, kernels
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.events import RecordedEvent, StreamEvent, event_pool
 from torchkv.flags import Flag, Flags, wait_flags
@@ -92,7 +92,8 @@ class Device:
         self._errors = list(torch.zeros((MAX_ACTIVE, 2), dtype=torch.int64, pin_memory=True))
 
     def activate(self) -> None:
-        """Makes the GPU current on the calling thread."""
+        """Makes the GPU current on the calling thread, which from now on waits for none of its streams."""
+        devicemem.never_wait_here()
         cudadriver.make_current(self.device)
         torch.cuda.set_device(self.device)
         cudadriver.ignore_captures()
@@ -151,6 +152,12 @@ class Device:
         """
         with self.flags.quiet() as quiet:
             yield quiet and not any(device._awaited for device in _devices if device.index == self.index)
+
+    def free_left(self) -> None:
+        """Frees memory that is garbage, and unmaps what nobody uses any more, if it is `quiet`; else later."""
+        with self.quiet() as quiet:
+            if quiet:
+                devicemem.free_left()
 
     def beside_the_model(self, what: str) -> AbstractContextManager[None]:
         """As `launching`, for what waits for the current stream: the default one may be the model's, and wait for this.
@@ -225,4 +232,5 @@ class Device:
                 self.dismiss(self.outgoing, address)
             if self._awaited:
                 self.outgoing.synchronize()  # the memory may soon be another's
+                self._awaited.clear()
         self.flags.close()

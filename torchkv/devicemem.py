@@ -19,8 +19,11 @@ import os
 import threading
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -36,8 +39,10 @@ __all__ = [
     "Mapping",
     "allocate",
     "check_shareable",
+    "free_left",
     "gpu_facts",
     "make_current",
+    "never_wait_here",
     "open_share",
     "share",
 ]
@@ -91,10 +96,36 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         ptr = int(check(result, f"allocating {reserved} bytes on cuda:{index}"))
     block = _Block(ptr, nbytes)
     # Not at exit: tensors may live longer than the interpreter's exit hooks, and the driver cleans up anyway.
-    weakref.finalize(block, _free, ptr, index).atexit = False
+    weakref.finalize(block, _let_go, partial(_free, ptr, index)).atexit = False
     tensor = torch.as_tensor(block, device=torch.device("cuda", index))
     assert tensor.data_ptr() == ptr, "PyTorch copied the block instead of adopting it"
     return tensor
+
+
+def never_wait_here() -> None:
+    """The calling thread must not wait for streams: what it frees or unmaps is left for `free_left`, or for others.
+
+    That can be anything: whichever thread Python collects garbage on drops what is garbage.
+    """
+    _thread.leaves = True
+
+
+def free_left() -> None:
+    """Frees and unmaps what such threads have left. Waits for all streams."""
+    while _left:
+        with suppress(IndexError):  # another thread was faster
+            _left.popleft()()
+
+
+_thread = threading.local()
+_left: deque[Callable[[], None]] = deque()
+
+
+def _let_go(free: Callable[[], None]) -> None:
+    """free: does not raise."""
+    _left.append(free)
+    if not getattr(_thread, "leaves", False):
+        free_left()
 
 
 def _free(ptr: int, index: int) -> None:
@@ -216,12 +247,12 @@ class Mapping:
         self.ptr = ptr
         self.nbytes = nbytes
         self.device = device
-        self._unmap = None if unmap is None else weakref.finalize(self, unmap)
+        self._unmap = None if unmap is None else weakref.finalize(self, _let_go, unmap)
         if self._unmap is not None:
             self._unmap.atexit = False
 
     def close(self) -> None:
-        """Unmaps it; nothing on the device may still touch it. Idempotent."""
+        """Unmaps it; nothing on the device may still touch it. Idempotent. `never_wait_here` puts it off."""
         if self._unmap is not None:
             self._unmap()
 

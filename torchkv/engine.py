@@ -163,8 +163,7 @@ class Engine:
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
-            if self._closing:
-                self._close_routes()
+            self._close_routes()
             with self.lock:
                 self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
@@ -251,7 +250,7 @@ class Engine:
             return
         siblings = self.roster.instances[self.roster.members[rank].instance]
         for plan in self._likely_plans(rank, siblings, self.roster.rank):
-            self.staging.packer.prepare(plan, sending=False, checksum=self.options.checksum)
+            self.staging.packer.prepare(plan, sending=False, checksum=self.roster.members[rank].checksum)
 
     def _likely_plans(self, writer: int, siblings: tuple[int, ...], reader: int) -> Iterator[PairPlan]:
         """Of requests from a whole instance, and of those from one rank, where that has all that the reader holds."""
@@ -373,10 +372,12 @@ class Engine:
         return bool(events)
 
     def _close_routes(self) -> None:
-        """On a GPU as soon as it is `Device.quiet`."""
+        """On a GPU as soon as it is `Device.quiet`; then also unmaps and frees what this thread has left."""
         with nullcontext(True) if self.device is None else self.device.quiet() as quiet:
             while quiet and self._closing:
                 self._closing.pop().close()
+        if self.device is not None:
+            self.device.free_left()
 
     def _drained(self, rank: int) -> bool:
         """Whether nothing that the dead ``rank`` wrote can land here any more."""

@@ -289,16 +289,23 @@ class Mover:
         with self._lock:
             return self._client.go_direct(grant.dst, grant.generation)
 
-    def _staged_transfer(self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route) -> Transfer:
+    def _staged_transfer(self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route) -> Transfer | None:
+        """None if memory must be taken first, which may free other memory, and it is not `Device.quiet`."""
         assert self._local is not None
         assert self._staging is not None
+        stages = self._staging.sending
+        if self.device is not None and route.staging_view is None and stages.ring.capacity and not stages.taken:
+            with self.device.quiet() as quiet:
+                if not quiet:
+                    return None
+                stages.take()
         return StagedTransfer(
             op,
             grant,
             pages=payload.pages,
             client=self._client,
             lock=self._lock,
-            stages=self._staging.sending,
+            stages=stages,
             packer=self._staging.packer,
             checksum=self._checksum,
             local=self._local,

@@ -203,10 +203,12 @@ class ProgressThread:
                 engine.device.close()
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
+        free_left = [] if engine is None or engine.device is None else [engine.device.free_left]
         for close in (
             *(route.close for route in (engine.routes.values() if engine else ())),
             transport.close,
             control.close,
+            *free_left,
         ):
             try:
                 close()

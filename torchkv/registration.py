@@ -135,6 +135,7 @@ class Registration:
             staging=0 if ring is None else ring.nbytes,
             signals=0 if ring is None else len(ring.signals),
             channels=self._staging.packer.channels if ring is not None and len(ring.signals) else 0,
+            checksum=self.options.checksum,
             regions=[region_card(region) for region in self._regions],
             placements=placement_cards(self.cache),
         )
@@ -226,6 +227,8 @@ class Registration:
         if self.options.min_gbps is None:
             return
         for rank, route in engine.routes.items():
+            if route.channel is None:
+                continue
             rate = self.measure(thread, route)
             if rate < self.options.min_gbps:
                 lane = thread.call(lambda route=route: route.lane)  # type: ignore[misc]  # a default argument

@@ -28,6 +28,7 @@ class Member:
     staging: int = 0  # bytes of its staging ring
     signals: int = 0  # behind it
     channels: int = 0  # of a stream through it, at most
+    checksum: bool = False  # whether what it stages has checksums
 
 
 class Roster:

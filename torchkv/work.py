@@ -137,9 +137,10 @@ class KVWork(dist.Work):
         """Orders what is enqueued on ``stream`` from now on after this work; never raises for a failed one.
 
         stream: default, the current one. layer: for receives, only after that layer (a global id). A failed request
-        releases the stream too: check ``exception()`` before using results. On host memory the calling thread is the
-        stream, so this blocks it. Raises ``ProtocolError`` while the stream is being captured (a replay would wait for
-        this work, not for the one of its own step), and as `wait_layer` does.
+        releases the stream too: check ``exception()`` before using results. What the transfer depends on must not load
+        kernels or free memory meanwhile, in this process: CUDA waits for all streams then. On host memory the calling
+        thread is the stream, so this blocks it. Raises ``ProtocolError`` while the stream is being captured (a replay
+        would wait for this work, not for the one of its own step), and as `wait_layer` does.
         """
         wait = None if layer is None else self._layer_wait(layer)
         if self._flags is None:

@@ -67,6 +67,8 @@ def streams() -> Iterator[list[bool]]:
 
 def both_ways(staged: bool, options: dict[str, Any], model: dict[str, Any], ids_on_gpu: bool) -> None:
     """Before anything was ever sent, each rank's default stream waits for what the other will send."""
+    if options.get("checksum") == "rank 0":
+        options = {"checksum": dist.get_rank() == 0}
     with streams() as streamed, gpu_group(timeout=10, **options) as kv:
         me, other = kv.rank(), 1 - kv.rank()
         cache = registered_cache(kv, **model)
@@ -94,6 +96,7 @@ WAYS = [
     pytest.param(True, {}, {}, id="staged"),
     pytest.param(True, {}, LARGE, id="streamed"),
     pytest.param(True, {"checksum": True}, {}, id="checksums"),
+    pytest.param(True, {"checksum": "rank 0"}, {}, id="checksums-of-one"),
 ]
 
 

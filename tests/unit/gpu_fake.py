@@ -36,6 +36,7 @@ class Gpu:
         self.broken = False
         self.rested = True  # or pauses do not end by themselves
         self.holding = False  # whether a stream waits for this rank
+        self.freed: list[str] = []
         self.awaited: set[int] = set()  # words of peers that streams wait for
 
     def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
@@ -78,6 +79,11 @@ class Gpu:
     @contextmanager
     def quiet(self) -> Iterator[bool]:
         yield not (self.holding or self.awaited)
+
+    def free_left(self) -> None:
+        with self.quiet() as quiet:
+            if quiet:
+                self.freed.append("quiet")
 
     def beside_the_model(self, what: str) -> AbstractContextManager[None]:
         return launching(self.open_stream, what)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +113,53 @@ def test_a_block_is_adopted_whole_and_freed_with_its_storage(fake: FakeDriver, m
     adopted.clear()
     gc.collect()
     assert not fake.allocations
+
+
+@pytest.fixture
+def waits_for_nothing() -> Iterator[Callable[..., None]]:
+    """``run(function)``: on a thread that must not wait for streams."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(devicemem.never_wait_here).result()
+
+        def run(function: Callable[[], object]) -> None:
+            thread.submit(function).result()
+
+        yield run
+    devicemem.free_left()
+
+
+def test_a_thread_that_must_not_wait_leaves_its_garbage_to_others(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, waits_for_nothing: Callable[..., None]
+) -> None:
+    """Freeing waits for all streams, also for one that this thread is to let go."""
+    adopted: list[Any] = []
+
+    def adopt(block: Any, device: torch.device) -> Any:
+        adopted.append([block])
+        adopted[-1].append(adopted[-1])  # so that only the collector finds it
+        return SimpleNamespace(data_ptr=lambda: block.__cuda_array_interface__["data"][0])
+
+    monkeypatch.setattr(torch, "as_tensor", adopt)
+    gc.collect()
+    gc.disable()
+    try:
+        for count in (1, 2):
+            devicemem.allocate(100, GPU0)
+            adopted.clear()
+            waits_for_nothing(gc.collect)
+            assert len(fake.allocations) == count
+        devicemem.free_left()
+        assert not fake.allocations
+        devicemem.allocate(100, GPU0)
+        devicemem.allocate(100, GPU0)
+        adopted.pop(0)
+        waits_for_nothing(gc.collect)
+        assert len(fake.allocations) == 2
+        adopted.clear()
+        gc.collect()  # this thread frees what it finds, and what was left
+        assert not fake.allocations
+    finally:
+        gc.enable()
 
 
 def test_memory_that_ipc_cannot_export_is_refused_with_the_remedy(fake: FakeDriver) -> None:
