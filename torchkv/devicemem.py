@@ -85,6 +85,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     with context(index) as cuda:
         result = cuda.cuMemAlloc(reserved)
         if failed_with(result, "CUDA_ERROR_OUT_OF_MEMORY"):
+            free_left()
             torch.cuda.empty_cache()
             result = cuda.cuMemAlloc(reserved)
         if failed_with(result, "CUDA_ERROR_OUT_OF_MEMORY"):
