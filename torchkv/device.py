@@ -79,6 +79,7 @@ class Device:
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
         with self.flags.quiet():
             _devices.add(self)
+        devicemem.free_later(self, self.index)
         self._pauses: list[float] = []  # when they end
         self.signals = may_wait()[0] > 0
         if not self.signals:
@@ -92,8 +93,7 @@ class Device:
         self._errors = list(torch.zeros((MAX_ACTIVE, 2), dtype=torch.int64, pin_memory=True))
 
     def activate(self) -> None:
-        """Makes the GPU current on the calling thread, which from now on waits for none of its streams."""
-        devicemem.never_wait_here()
+        """Makes the GPU current on the calling thread."""
         cudadriver.make_current(self.device)
         torch.cuda.set_device(self.device)
         cudadriver.ignore_captures()
@@ -154,10 +154,10 @@ class Device:
             yield quiet and not any(device._awaited for device in _devices if device.index == self.index)
 
     def free_left(self) -> None:
-        """Frees memory that is garbage, and unmaps what nobody uses any more, if it is `quiet`; else later."""
+        """Frees memory that was let go, and unmaps what nobody uses any more, if it is `quiet`; else later."""
         with self.quiet() as quiet:
             if quiet:
-                devicemem.free_left()
+                devicemem.free_left(self.index)
 
     def beside_the_model(self, what: str) -> AbstractContextManager[None]:
         """As `launching`, for what waits for the current stream: the default one may be the model's, and wait for this.
@@ -234,3 +234,4 @@ class Device:
                 self.outgoing.synchronize()  # the memory may soon be another's
                 self._awaited.clear()
         self.flags.close()
+        devicemem.free_at_once(self, self.index)

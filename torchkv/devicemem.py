@@ -39,10 +39,11 @@ __all__ = [
     "Mapping",
     "allocate",
     "check_shareable",
+    "free_at_once",
+    "free_later",
     "free_left",
     "gpu_facts",
     "make_current",
-    "never_wait_here",
     "open_share",
     "share",
 ]
@@ -85,7 +86,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     with context(index) as cuda:
         result = cuda.cuMemAlloc(reserved)
         if failed_with(result, "CUDA_ERROR_OUT_OF_MEMORY"):
-            free_left()
+            free_left(index)
             torch.cuda.empty_cache()
             result = cuda.cuMemAlloc(reserved)
         if failed_with(result, "CUDA_ERROR_OUT_OF_MEMORY"):
@@ -97,36 +98,44 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         ptr = int(check(result, f"allocating {reserved} bytes on cuda:{index}"))
     block = _Block(ptr, nbytes)
     # Not at exit: tensors may live longer than the interpreter's exit hooks, and the driver cleans up anyway.
-    weakref.finalize(block, _let_go, partial(_free, ptr, index)).atexit = False
+    weakref.finalize(block, _let_go, index, partial(_free, ptr, index)).atexit = False
     tensor = torch.as_tensor(block, device=torch.device("cuda", index))
     assert tensor.data_ptr() == ptr, "PyTorch copied the block instead of adopting it"
     return tensor
 
 
-def never_wait_here() -> None:
-    """The calling thread must not wait for streams: what it frees or unmaps is left for `free_left`, or for others.
+# By GPU: who frees, when no stream waits, what finalizers have left; and that.
+_keepers: dict[int, weakref.WeakSet[Any]] = {}
+_left: dict[int, deque[Callable[[], None]]] = {}
 
-    That can be anything: whichever thread Python collects garbage on drops what is garbage.
+
+def free_later(keeper: object, index: int) -> None:
+    """Until `free_at_once`, or as long as ``keeper`` lives, what is let go on ``cuda:index`` is left to `free_left`.
+
+    Freeing and unmapping wait for all streams. Finalizers do so on whichever thread drops the last reference, or
+    happens to collect garbage, with whatever lock it has: one that the thread needs which is to let a stream go.
     """
-    _thread.leaves = True
+    _keepers.setdefault(index, weakref.WeakSet()).add(keeper)
 
 
-def free_left() -> None:
-    """Frees and unmaps what such threads have left. Waits for all streams."""
-    while _left:
+def free_at_once(keeper: object, index: int) -> None:
+    """Ends `free_later`. Idempotent."""
+    _keepers[index].discard(keeper)
+
+
+def free_left(index: int) -> None:
+    """Frees and unmaps what was left on ``cuda:index``. Waits for all of its streams."""
+    left = _left.get(index, deque())
+    while left:
         with suppress(IndexError):  # another thread was faster
-            _left.popleft()()
+            left.popleft()()
 
 
-_thread = threading.local()
-_left: deque[Callable[[], None]] = deque()
-
-
-def _let_go(free: Callable[[], None]) -> None:
+def _let_go(index: int, free: Callable[[], None]) -> None:
     """free: does not raise."""
-    _left.append(free)
-    if not getattr(_thread, "leaves", False):
-        free_left()
+    _left.setdefault(index, deque()).append(free)
+    if not _keepers.get(index):
+        free_left(index)
 
 
 def _free(ptr: int, index: int) -> None:
@@ -248,12 +257,12 @@ class Mapping:
         self.ptr = ptr
         self.nbytes = nbytes
         self.device = device
-        self._unmap = None if unmap is None else weakref.finalize(self, _let_go, unmap)
+        self._unmap = None if unmap is None else weakref.finalize(self, _let_go, device.index, unmap)
         if self._unmap is not None:
             self._unmap.atexit = False
 
     def close(self) -> None:
-        """Unmaps it; nothing on the device may still touch it. Idempotent. `never_wait_here` puts it off."""
+        """Unmaps it; nothing on the device may still touch it. Idempotent. `free_later` puts it off."""
         if self._unmap is not None:
             self._unmap()
 

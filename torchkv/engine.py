@@ -372,7 +372,7 @@ class Engine:
         return bool(events)
 
     def _close_routes(self) -> None:
-        """On a GPU as soon as it is `Device.quiet`; then also unmaps and frees what this thread has left."""
+        """On a GPU as soon as it is `Device.quiet`; then also frees and unmaps what was let go."""
         with nullcontext(True) if self.device is None else self.device.quiet() as quiet:
             while quiet and self._closing:
                 self._closing.pop().close()

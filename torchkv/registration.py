@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from torchkv import arguments, checksum, descriptors, devicemem, hostcopy, hostlane, idle, wire
+from torchkv import arguments, checksum, descriptors, hostcopy, hostlane, idle, wire
 from torchkv.cache import KVCache
 from torchkv.card import Card, placement_cards, region_card
 from torchkv.control import Control
@@ -243,8 +243,6 @@ class Registration:
             self._staging.release()
         self._probe_memory = None
         self._regions.clear()
-        if self.device is not None:
-            devicemem.free_left()  # by that thread, in its last moments
 
     # ------------------------------------------------------------------ inside
 

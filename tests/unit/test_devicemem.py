@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,51 +114,69 @@ def test_a_block_is_adopted_whole_and_freed_with_its_storage(fake: FakeDriver, m
     assert not fake.allocations
 
 
+class Keeper:
+    pass
+
+
 @pytest.fixture
-def waits_for_nothing() -> Iterator[Callable[..., None]]:
-    """``run(function)``: on a thread that must not wait for streams."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(devicemem.never_wait_here).result()
-
-        def run(function: Callable[[], object]) -> None:
-            thread.submit(function).result()
-
-        yield run
-    devicemem.free_left()
-
-
-def test_a_thread_that_must_not_wait_leaves_its_garbage_to_others(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, waits_for_nothing: Callable[..., None]
-) -> None:
-    """Freeing waits for all streams, also for one that this thread is to let go."""
-    adopted: list[Any] = []
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device], list[Any]]:
+    """Allocates one; it lives as long as what is returned, which is a cycle, so that the collector has to find it."""
 
     def adopt(block: Any, device: torch.device) -> Any:
-        adopted.append([block])
-        adopted[-1].append(adopted[-1])  # so that only the collector finds it
         return SimpleNamespace(data_ptr=lambda: block.__cuda_array_interface__["data"][0])
 
+    def make(device: torch.device) -> list[Any]:
+        cycle: list[Any] = [devicemem.allocate(100, device)]
+        cycle.append(cycle)
+        return cycle
+
     monkeypatch.setattr(torch, "as_tensor", adopt)
+    monkeypatch.setattr(devicemem, "_keepers", {})
+    monkeypatch.setattr(devicemem, "_left", {})
+    return make
+
+
+def test_no_finalizer_frees_while_somebody_else_does_so(
+    fake: FakeDriver, blocks: Callable[[torch.device], list[Any]]
+) -> None:
+    """Freeing waits for all streams; the thread may have a lock that is needed to let one of them go."""
+    keepers = [Keeper(), Keeper()]
+    devicemem.free_later(keepers[0], 0)
+    devicemem.free_later(keepers[1], 0)
+    for device in (GPU0, GPU1):
+        blocks(device)
+        gc.collect()
+    assert [block.device for block in fake.allocations.values()] == [0], "nobody frees for the other GPU"
+    devicemem.free_left(1)
+    assert fake.allocations
+    devicemem.free_left(0)
+    assert not fake.allocations
+    devicemem.free_at_once(keepers[0], 0)
+    devicemem.free_at_once(keepers[0], 0)
+    blocks(GPU0)
     gc.collect()
-    gc.disable()
-    try:
-        for count in (1, 2):
-            devicemem.allocate(100, GPU0)
-            adopted.clear()
-            waits_for_nothing(gc.collect)
-            assert len(fake.allocations) == count
-        devicemem.free_left()
-        assert not fake.allocations
-        devicemem.allocate(100, GPU0)
-        devicemem.allocate(100, GPU0)
-        adopted.pop(0)
-        waits_for_nothing(gc.collect)
-        assert len(fake.allocations) == 2
-        adopted.clear()
-        gc.collect()  # this thread frees what it finds, and what was left
-        assert not fake.allocations
-    finally:
-        gc.enable()
+    assert fake.allocations
+    keepers.clear()
+    blocks(GPU0)
+    gc.collect()
+    assert not fake.allocations, "with its keeper gone, the next one frees what was left, too"
+
+
+def test_what_was_left_is_freed_before_memory_runs_out(
+    fake: FakeDriver, blocks: Callable[[torch.device], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    keeper = Keeper()
+    devicemem.free_later(keeper, 0)
+    blocks(GPU0)
+    gc.collect()
+    assert len(fake.allocations) == 1
+    fake.free = 0
+    kept = blocks(GPU0)
+    assert len(fake.allocations) == 1
+    del keeper, kept
+    gc.collect()
+    assert not fake.allocations
 
 
 def test_memory_that_ipc_cannot_export_is_refused_with_the_remedy(fake: FakeDriver) -> None:
