@@ -366,6 +366,8 @@ class Engine:
                 if rank in self.routes:  # its memory is mapped here, and would outlive its process
                     self._closing.append(self.routes[rank])
                 self._close_routes()
+                if self._closing:
+                    log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self.roster.rank)
                 with self.lock:
                     self.receiver.peer_dead(rank, now)
                 self._news = True
