@@ -25,9 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_ACTIVE = 256
 
-
-# Of all groups of this process. Looked at and added to in `Flags.quiet` only.
-_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+# Of all groups of this process, by GPU. Looked at and added to in `Flags.quiet` only, which is the GPU's.
+_devices: dict[int, weakref.WeakSet[Device]] = {}
 
 
 @contextmanager
@@ -78,7 +77,7 @@ class Device:
         self._open = itertools.cycle([self.outgoing, self.incoming][: self._in_turn])
         self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
         with self.flags.quiet():
-            _devices.add(self)
+            _devices.setdefault(self.index, weakref.WeakSet()).add(self)
         devicemem.free_later(self, self.index)
         self._pauses: list[float] = []  # when they end
         self.signals = may_wait()[0] > 0
@@ -151,7 +150,7 @@ class Device:
         neither would ever go on.
         """
         with self.flags.quiet() as quiet:
-            yield quiet and not any(device._awaited for device in _devices if device.index == self.index)
+            yield quiet and not any(device._awaited for device in _devices[self.index])
 
     def free_left(self) -> None:
         """Frees memory that was let go, and unmaps what nobody uses any more, if it is `quiet`; else later."""
