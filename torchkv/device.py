@@ -153,10 +153,8 @@ class Device:
             yield quiet and not any(device._awaited for device in _devices[self.index])
 
     def free_left(self) -> None:
-        """Frees memory that was let go, and unmaps what nobody uses any more, if it is `quiet`; else later."""
-        with self.quiet() as quiet:
-            if quiet:
-                devicemem.free_left(self.index)
+        """Frees and unmaps what finalizers have left. To be called when it is `quiet`."""
+        devicemem.free_left(self.index)
 
     def beside_the_model(self, what: str) -> AbstractContextManager[None]:
         """As `launching`, for what waits for the current stream: the default one may be the model's, and wait for this.

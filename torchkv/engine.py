@@ -163,7 +163,7 @@ class Engine:
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
-            self._close_routes()
+            self.let_go()
             with self.lock:
                 self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
@@ -365,7 +365,7 @@ class Engine:
                 self._closing += self._broken.pop(rank, [])
                 if rank in self.routes:  # its memory is mapped here, and would outlive its process
                     self._closing.append(self.routes[rank])
-                self._close_routes()
+                self.let_go()
                 if self._closing:
                     log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self.roster.rank)
                 with self.lock:
@@ -373,13 +373,13 @@ class Engine:
                 self._news = True
         return bool(events)
 
-    def _close_routes(self) -> None:
-        """On a GPU as soon as it is `Device.quiet`; then also frees and unmaps what was let go."""
+    def let_go(self) -> None:
+        """Closes the routes of dead peers, on a GPU if it is `Device.quiet`, and frees what was left; else later."""
         with nullcontext(True) if self.device is None else self.device.quiet() as quiet:
             while quiet and self._closing:
                 self._closing.pop().close()
-        if self.device is not None:
-            self.device.free_left()
+            if quiet and self.device is not None:
+                self.device.free_left()
 
     def _drained(self, rank: int) -> bool:
         """Whether nothing that the dead ``rank`` wrote can land here any more."""

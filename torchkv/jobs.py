@@ -92,9 +92,8 @@ class JobTable:
     @classmethod
     def of(cls, plan: PairPlan, local: LocalPages, route: Route) -> JobTable:
         """The route's table for ``plan``, made on first use."""
-        for table in route.job_tables:
-            if table.plan is plan:
-                return table
+        if (table := route.job_table(plan)) is not None:
+            return table
         table = cls(plan, local, route)
         route.job_tables.append(table)
         return table

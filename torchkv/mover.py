@@ -168,9 +168,8 @@ class Mover:
         return table
 
     def _table(self, plan: PairPlan, route: Route) -> JobTable:
-        for table in route.job_tables:
-            if table.plan is plan:
-                return table
+        if (table := route.job_table(plan)) is not None:
+            return table
         # Here, because it brings Triton with it, which a rank without a GPU need not have.
         from torchkv.jobs import JobTable
 

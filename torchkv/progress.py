@@ -203,12 +203,10 @@ class ProgressThread:
                 engine.device.close()
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
-        free_left = [] if engine is None or engine.device is None else [engine.device.free_left]
         for close in (
-            *(route.close for route in (engine.routes.values() if engine else ())),
+            *((engine.let_go, *(route.close for route in engine.routes.values())) if engine else ()),
             transport.close,
             control.close,
-            *free_left,
         ):
             try:
                 close()

@@ -163,6 +163,10 @@ class Route:
         pairs = plan.src_page_size // slab.tokens, plan.dst_page_size // slab.tokens
         return (src, dst) == (pairs[0] * slab.pair_nbytes, pairs[1] * slab.pair_nbytes)
 
+    def job_table(self, plan: PairPlan) -> JobTable | None:
+        """The one for ``plan``, if it was made."""
+        return next((table for table in self.job_tables if table.plan is plan), None)
+
     @property
     def lane(self) -> str:
         """What carries bytes on this route, for people and tests."""

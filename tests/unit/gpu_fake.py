@@ -37,6 +37,7 @@ class Gpu:
         self.rested = True  # or pauses do not end by themselves
         self.holding = False  # whether a stream waits for this rank
         self.freed: list[str] = []
+        self.is_quiet = False  # within `quiet`, and it is
         self.awaited: set[int] = set()  # words of peers that streams wait for
 
     def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
@@ -78,12 +79,13 @@ class Gpu:
 
     @contextmanager
     def quiet(self) -> Iterator[bool]:
-        yield not (self.holding or self.awaited)
+        self.is_quiet = not (self.holding or self.awaited)
+        yield self.is_quiet
+        self.is_quiet = False
 
     def free_left(self) -> None:
-        with self.quiet() as quiet:
-            if quiet:
-                self.freed.append("quiet")
+        assert self.is_quiet
+        self.freed.append("quiet")
 
     def beside_the_model(self, what: str) -> AbstractContextManager[None]:
         return launching(self.open_stream, what)

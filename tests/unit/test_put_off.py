@@ -16,6 +16,7 @@ from torchkv import Options
 from torchkv.engine import Engine
 from torchkv.errors import TransportUnavailable
 from torchkv.mover import Mover
+from torchkv.route import Route
 
 PLAN: Any = SimpleNamespace()
 
@@ -68,9 +69,14 @@ def mover(gpu: Gpu, stages: Any = None) -> Mover:
     )
 
 
+def route_with(*tables: Any) -> Route:
+    layout: Any = SimpleNamespace()
+    return Route(rank=1, layout=layout, placements={}, channel=None, views=(), job_tables=[*tables])
+
+
 def test_kernels_of_a_plan_that_nobody_foresaw(gpu: Gpu) -> None:
     moving, table = mover(gpu), Table(PLAN)
-    route: Any = SimpleNamespace(job_tables=[Table(SimpleNamespace(), is_loaded=True), table])
+    route = route_with(Table(SimpleNamespace(), is_loaded=True), table)
     gpu.holding = True
     assert moving._jobs(PLAN, route) is None
     assert not table.is_loaded
@@ -83,7 +89,7 @@ def test_kernels_of_a_plan_that_nobody_foresaw(gpu: Gpu) -> None:
 
 def test_kernels_that_could_not_be_loaded_are_not_taken_for_loaded(gpu: Gpu) -> None:
     moving, table = mover(gpu), Table(PLAN, fails=True)
-    route: Any = SimpleNamespace(job_tables=[table])
+    route = route_with(table)
     with pytest.raises(TransportUnavailable, match="refused to load kernels: out of memory"):
         moving._jobs(PLAN, route)
     gpu.holding = True
@@ -112,12 +118,12 @@ def test_what_is_mapped_of_a_dead_peer(gpu: Gpu) -> None:
     routes = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(2)]
     engine: Any = SimpleNamespace(device=gpu, _closing=[*routes])
     gpu.holding = True
-    Engine._close_routes(engine)
+    Engine.let_go(engine)
     assert closed == gpu.freed == []
     gpu.holding = False
-    Engine._close_routes(engine)
+    Engine.let_go(engine)
     assert sorted(closed) == [0, 1]
     assert gpu.freed == ["quiet"], "and what this thread could not free before"
     on_host: Any = SimpleNamespace(device=None, _closing=[*routes])
-    Engine._close_routes(on_host)
+    Engine.let_go(on_host)
     assert len(closed) == 4
