@@ -6,21 +6,39 @@ TORCH ?= torch==2.13.0
 # Test processes side by side; each starts up to six ranks of its own. 0: all tests in one.
 WORKERS ?= 2
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 RUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 DEMO := examples/disaggregated_generate.py
 
-.PHONY: setup test demo lint format bench doctor clean
+.PHONY: setup unit test coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: setup.py requirements-dev.txt
+# All that the package, its tests of parts, the linters and the benchmarks need.
+$(VENV)/.ready-unit: setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]' -r requirements-dev.txt
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[dev]'
 	touch $@
 
+# The packages of the demos too, whose tests are part of `make test`.
+$(VENV)/.ready: $(VENV)/.ready-unit
+	$(PIP) -e '.[demo]'
+	touch $@
+
+# Tests of parts, with a fifth of the examples of the longest property tests: under a minute on two cores.
+unit: $(VENV)/.ready-unit
+	QUICK_TESTS=1 $(PYTEST) $(PYTEST_ARGS) tests/unit
+
+# All tests, with all examples.
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# Lines and branches of torchkv that `make unit` runs. Not counted: subprocesses, and functions that numba or Triton compile.
+coverage: $(VENV)/.ready-unit
+	QUICK_TESTS=1 $(PYTEST) --cov --cov-report= tests/unit
+	@echo "coverage of torchkv by tests/unit: $$($(BIN)/python -m coverage report --format=total) %"
 
 demo: setup
 	$(RUN) 2 $(DEMO) --model llama --prefill 1 --decode 1
@@ -32,20 +50,20 @@ demo: setup
 	$(RUN) 2 examples/multi_turn.py
 	$(RUN) 2 examples/model_families.py
 
-lint: setup
+lint: $(VENV)/.ready-unit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup
+format: $(VENV)/.ready-unit
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
-	$(BIN)/python -m torchkv.bench $(BENCH_ARGS)
+bench: $(VENV)/.ready-unit
+	$(BIN)/python -m torchkv.bench $(BENCH_ARGS); rates=$$?; $(BIN)/python -m benchmarks $(BENCHMARKS_ARGS) && exit $$rates
 
-doctor: setup
+doctor: $(VENV)/.ready-unit
 	$(BIN)/python -m torchkv.doctor
 
 clean:
-	rm -rf $(VENV) build dist backends/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .coverage build dist backends/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,6 +29,20 @@ setup(
     extras_require={
         "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
+        # What tests and linters need beyond torchkv itself.
+        "dev": [
+            "hypothesis>=6.100",
+            "mypy>=1.15,<3",
+            "pre-commit>=4",
+            "pytest>=8",
+            "pytest-cov>=5",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
+            "ruff>=0.9,<1",
+            # Its interpreter runs the kernels without a GPU. CUDA builds of PyTorch pin a version, so this range must
+            # not make pip choose another PyTorch: 3.6.0 comes with torch 2.11, 3.7.1 with 2.13.
+            "triton>=3.6.0,<3.8; platform_system == 'Linux'",
+        ],
     },
     entry_points={
         "torchkv.backends": [
@@ -36,7 +50,7 @@ setup(
             "loopback = torchkv_loopback:LoopbackTransport",
             "nvshmem = torchkv_nvshmem:NVSHMEMTransport",
         ],
-        "torch.distributed.backends": ["torchkv = torchkv.process_group:register_backend"],
+        "torch.distributed.backends": ["torchkv = torchkv.group.process_group:register_backend"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

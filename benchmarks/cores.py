@@ -1,4 +1,4 @@
-"""Which cores the threads of a benchmark run on. Linux only."""
+"""Pins the threads of a benchmark to cores, and measures how long a thread waited for its core. Linux only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ def first_two() -> tuple[int, int]:
     """Two of the cores that this process may use. Raises ``KVError`` if it may use one only."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise KVError(f"this benchmark needs two cores, and may use {cores} only; allow it more, e.g. with taskset")
+        raise KVError(
+            f"this benchmark needs two cores, but this process may use {cores} only; allow two, e.g. with taskset"
+        )
     return cores[0], cores[1]
 
 
 @contextmanager
 def two_cores(cores: tuple[int, int] | None) -> Iterator[None]:
-    """Processes started meanwhile by this thread have these cores only; None: as many as there are."""
+    """Restricts processes that this thread starts inside the block to ``cores``. None: no restriction."""
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -34,7 +36,10 @@ def two_cores(cores: tuple[int, int] | None) -> Iterator[None]:
 
 
 def pin(cores: tuple[int, int], *, is_computing: bool) -> None:
-    """Puts this process's main thread on the first core if it computes, and every other thread on the second."""
+    """Pins the main thread to the first core if it computes, and all other threads of this process to the second.
+
+    is_computing: whether the main thread computes; if not, it goes to the second core too.
+    """
     main = threading.main_thread().native_id
     for task in Path("/proc/self/task").iterdir():
         thread = int(task.name)
@@ -42,11 +47,11 @@ def pin(cores: tuple[int, int], *, is_computing: bool) -> None:
         try:
             os.sched_setaffinity(thread, {core})
         except ProcessLookupError:
-            continue  # it has ended meanwhile
+            continue  # the thread has ended since the folder was listed
 
 
 def waited() -> float:
-    """Seconds that the calling thread has been ready to run and had no core; 0 where the kernel does not say."""
+    """Seconds in which the calling thread was ready to run but had no core; 0 if the kernel does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""A decoder-only transformer with random weights, in plain PyTorch: what a real prefill costs, and a first decode.
+"""A decoder-only transformer with random weights, in plain PyTorch: it makes a prefill cost what a real one costs.
 
-Heads and feed-forward columns may be split into shards, whose results are summed as tensor parallelism does. A rank
-computes each of its shards by itself, so that every number is the same however many ranks the shards are spread over.
+Heads and feed-forward columns may be split into shards, whose results are summed as in tensor parallelism. A rank
+computes each of its shards separately, so that the results are the same bits on however many ranks the shards are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchkv.layout import KVLayout
+from torchkv.layout.layout import KVLayout
 
 __all__ = ["Decoder", "Memory", "ModelSize"]
 
@@ -24,7 +24,7 @@ ROPE_BASE = 500_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """hidden, ffn: widths of the model and of its feed-forward part. heads: of queries; kv_heads divides it."""
+    """hidden, ffn: widths of the model and of its feed-forward part. heads: query heads, a multiple of kv_heads."""
 
     layers: int
     hidden: int
@@ -47,14 +47,14 @@ class ModelSize:
 
 
 class Memory(Protocol):
-    """Keys and values of one sequence, of a rank's shards. num_tokens: how many tokens it holds already."""
+    """Holds the keys and values of one sequence for the shards of one rank. num_tokens: tokens it holds already."""
 
     num_tokens: int
 
     def extend(self, layer: int, shard: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes those of n new tokens, [n, kv heads, head_dim]; returns those of all tokens to attend to.
+        """Adds keys and values of n new tokens, [n, kv heads, head_dim]; returns those of all tokens to attend to.
 
-        shard: which of the rank's, from 0 on; all have as many kv heads.
+        shard: index among the rank's shards, which all have as many kv heads.
         """
 
 
@@ -63,7 +63,7 @@ Reduce = Callable[[torch.Tensor], object]
 
 
 class _Shard(nn.Module):
-    """A part of one layer's heads, and as large a part of its feed-forward columns. Its results are summands."""
+    """One shard of one layer: a part of the heads and of the feed-forward columns. Its results are partial sums."""
 
     def __init__(self, size: ModelSize, num_shards: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Shard(nn.Module):
         q, k, v = torch.split(qkv, self._heads, dim=1)
         k, v = memory.extend(layer, number, _rotate(k, rotation), v)
         q, k, v = (t.transpose(0, 1) for t in (_rotate(q, rotation), k, v))
-        # New tokens come all at once, behind nothing, or one by one, behind everything.
+        # New tokens are either a whole prompt, with nothing before it, or one token after all others.
         y = _attend_causally(q, k, v) if n > 1 else _attend_to_all(q, k, v)
         return F.linear(y.transpose(0, 1).reshape(n, -1), self.out)
 
@@ -95,7 +95,7 @@ class _Layer(nn.Module):
         super().__init__()
         self._number, self._reduce = number, reduce
         self._shards = tuple(shards)
-        self.shards = nn.ModuleList(shards)  # so that their weights are the model's
+        self.shards = nn.ModuleList(shards)  # registers their weights with the model
 
     def forward(self, x: torch.Tensor, rotation: Rotation, memory: Memory) -> torch.Tensor:
         y = _norm(x)
@@ -113,10 +113,10 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The same weights for the same seed and num_shards, in every process on one kind of device.
+    """The model. Its weights follow from seed and num_shards alone, in every process on one kind of device.
 
-    held: the shards, of num_shards, that this rank computes; by default all. reduce: adds up a tensor, in place, over
-    the ranks that compute the others.
+    held: the shards, of num_shards, that this rank computes; by default all. reduce: sums a tensor, in place, over this
+    rank and the ranks that compute the other shards.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         held = range(num_shards) if held is None else held
         for number in range(size.layers):
-            # Those of other ranks are drawn too: what comes behind them depends on it.
+            # Other ranks' shards are drawn too, because the generator's next numbers depend on it.
             shards = [_Shard(size, num_shards, generator) for _ in range(num_shards)]
             self.layers.append(_Layer(number, [shards[shard] for shard in held], reduce))
 
     def forward(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
-        """tokens: int64 [n], of which memory holds none yet, or one behind those it holds. The last one's logits."""
+        """Logits of the last token. tokens: int64 [n], a whole prompt if ``memory`` is empty, else one token."""
         x = F.embedding(tokens, self.embedding)
         positions = memory.num_tokens + torch.arange(len(tokens), device=tokens.device, dtype=torch.float32)
         steps = torch.arange(0, self._head_dim, 2, device=tokens.device, dtype=torch.float32) / self._head_dim
@@ -159,9 +159,12 @@ def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def _attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q: [heads, 1, head_dim]. In plain products: with PyTorch's own attention, two such steps of one process on a GPU
-    did not always have the same logits."""
-    together = q.reshape(len(k), -1, q.shape[-1])  # the heads that share a kv head
+    """q: [heads, 1, head_dim]; k, v: [kv heads, tokens, head_dim].
+
+    In plain products: with PyTorch's own attention, two such steps of one process on a GPU did not always give the same
+    logits.
+    """
+    together = q.reshape(len(k), -1, q.shape[-1])  # query heads that share a kv head, in one matrix
     scores = (together @ k.transpose(1, 2)).float() * q.shape[-1] ** -0.5
     weighted: torch.Tensor = scores.softmax(-1).to(v.dtype) @ v
     return weighted.view_as(q)
@@ -170,7 +173,7 @@ def _attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 def _weight(
     rows: int, columns: int, size: ModelSize, generator: torch.Generator, *, inputs: int | None = None
 ) -> nn.Parameter:
-    """inputs: columns of the whole matrix, where this is a part of them."""
+    """A random matrix. inputs: columns of the whole matrix, if this is a shard of it; they scale the values."""
     weight = torch.empty(rows, columns, dtype=size.dtype, device=generator.device)
     weight.normal_(std=(inputs or columns) ** -0.5, generator=generator)
     return nn.Parameter(weight, requires_grad=False)

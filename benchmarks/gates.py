@@ -1,4 +1,4 @@
-"""What passes with and without pipelining took, and whether that is good enough. Arithmetic only."""
+"""Times of prefills with and without pipelining, what follows from them, and the gates. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 __all__ = ["Gate", "PipelineResult", "Way", "median_error"]
 
-LONG = 1024  # tokens from which on pipelining has to hide the transfer on GPUs
-SHORT = 256  # tokens at which it must not be slower than sending once
-CPU_TOKENS = 2048  # at which half of the transfer must be saved on a CPU
+LONG = 1024  # on GPUs, prompts of at least so many tokens must hide the transfer
+SHORT = 256  # on GPUs, prompts of so many tokens must not become slower
+CPU_TOKENS = 2048  # on a CPU, prompts of so many tokens must save half of the exposed transfer
 
 
 def median_error(values: Sequence[float]) -> float:
-    """The standard error of the median of ``values``, whatever their distribution.
+    """The standard error of the median of n ``values``, without an assumption about their distribution.
 
-    Half the distance between those that stand sqrt(n) / 2 ranks below and above it: how many of n fall below the true
-    median has that deviation.
+    It is half the distance between the values that stand sqrt(n) / 2 ranks below and above the median, because
+    sqrt(n) / 2 is the standard deviation of the number of values below the true median.
     """
     reach = 0.5 / math.sqrt(len(values))
     low, high = np.quantile(values, (0.5 - reach, 0.5 + reach))
@@ -29,11 +29,11 @@ def median_error(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Seconds of each pass, all in one order.
+    """Seconds of each pass of one way of sending; all fields in the order of passes.
 
-    prefill: until the first token is known. exposed: from then until the receiver has everything in its pages. ttft:
-    from the start of the prefill until the receiver has decoded the next token. waited: during the prefill, for the
-    core, while others had it. That is none of our doing where nothing else of ours may run there.
+    prefill: from its start until the first token is known. exposed: from then until the receiver has everything in its
+    pages. ttft: from the start of the prefill until the receiver has decoded the next token. waited: in the prefill,
+    while another thread had its core; if the prefill's core is pinned, that thread belongs to another program.
     """
 
     prefill: tuple[float, ...]
@@ -42,14 +42,17 @@ class Way:
     waited: tuple[float, ...]
 
     def median(self, name: str) -> float:
-        """name: of one of the fields."""
+        """name: of a field."""
         values: tuple[float, ...] = getattr(self, name)
         return statistics.median(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """``value`` must be at most, or at least, ``limit``. error: the value's standard error, if it is known."""
+    """A requirement: ``value`` must be at most ``limit``, or with ``at_least`` at least that.
+
+    error: the value's standard error, or None if it is unknown.
+    """
 
     name: str
     value: float
@@ -64,13 +67,14 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """Prompts of one length. Times in seconds.
+    """Figures of prompts of one length. Times in seconds.
 
-    path: the one that was chosen; several, joined by "/", if it was not always the same. lane: what carried the most.
-    tp: ranks that prefill, and ranks that decode, as "2:1". group_sizes: layers a group, of each pipelined pass, on the
-    first rank that prefills. unlike_groups: passes in which the other had groups of another size. transfer: of all
-    layers in one verb, group_transfer: of the group that goes last, both with nothing else to do.
-    round_trip: of control messages.
+    tp: how many ranks prefill and how many decode, as "2:1". path: the paths that were chosen, joined by "/". lane: the
+    lanes that carried most bytes, joined likewise. once, pipelined: passes that sent all layers at the end, and passes
+    that sent groups of layers. group_sizes: layers of a group, for each pipelined pass, on the first prefilling rank.
+    unlike_groups: passes in which the other prefilling rank had groups of another size. transfer, group_transfer: of
+    all layers in one verb, and of the last group alone, with nothing else going on. round_trip: of control messages.
+    wrong: bytes.
     """
 
     device: str
@@ -95,7 +99,7 @@ class PipelineResult:
 
     @property
     def ratio(self) -> float:
-        """TTFT, pipelined to sent once: median of the pairs of passes that stood beside each other."""
+        """TTFT pipelined over TTFT sent once: the median over pairs of neighbouring passes."""
         return statistics.median(self._ratios)
 
     @property
@@ -104,17 +108,17 @@ class PipelineResult:
 
     @property
     def saved(self) -> float:
-        """Seconds of TTFT, in the same way."""
+        """Seconds of TTFT that pipelining saves: the median over pairs of neighbouring passes."""
         return statistics.median(self._saved)
 
     @property
     def saved_part(self) -> float:
-        """The same, to what sending once exposes."""
+        """`saved`, over what sending once exposes."""
         return self.saved / self.once.median("exposed")
 
     @property
     def saved_undisturbed(self) -> float:
-        """The same of TTFT less what the prefill waited for its core."""
+        """`saved_part`, with the time that the prefill waited for its core subtracted from each TTFT."""
         once, pipelined = (
             [t - w for t, w in zip(way.ttft, way.waited, strict=True)] for way in (self.once, self.pipelined)
         )
@@ -123,14 +127,14 @@ class PipelineResult:
 
     @property
     def disturbed(self) -> float:
-        """The part of its time that the prefill waited for its core, on average."""
+        """The part of the prefill's time in which it waited for its core, on average."""
         waited = self.once.waited + self.pipelined.waited
         prefill = self.once.prefill + self.pipelined.prefill
         return sum(waited) / sum(prefill)
 
     @property
     def noise(self) -> float:
-        """Seconds between the quartiles of what was saved."""
+        """Seconds between the quartiles of the saved times; 0 with fewer than two pairs of passes."""
         if len(self._saved) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self._saved, n=4, method="inclusive")
@@ -142,23 +146,23 @@ class PipelineResult:
 
     @property
     def exposed_limit(self) -> float:
-        """The last group's transfer and a fifth, and two control round trips."""
+        """How much may be exposed: 1.2 times the last group's transfer, and two control round trips."""
         return 1.2 * self.group_transfer + 2 * self.round_trip
 
     @property
     def hidden(self) -> float:
-        """The part of ``transfer`` that is over when the prefill is; what control messages take is no transfer."""
+        """The part of ``transfer`` that is over when the prefill ends. Two control round trips count as no transfer."""
         exposed = max(0.0, self.pipelined.median("exposed") - 2 * self.round_trip)
         return max(0.0, 1.0 - exposed / self.transfer)
 
     @property
     def has_core(self) -> bool:
-        """Whether the prefill has a core for itself. If not, times on a CPU say nothing of pipelining."""
+        """Whether the prefill has a core for itself. Without one, times on a CPU do not show what pipelining does."""
         return self.device == "cpu" and self.tp == "1:1"
 
     @property
     def gates(self) -> tuple[Gate, ...]:
-        """Those that apply to this device and this length."""
+        """The gates that apply to this device and this length of prompt."""
         if self.device == "cpu":
             if self.tokens != CPU_TOKENS or not self.has_core:
                 return ()

@@ -1,26 +1,30 @@
-"""One layer between two GPUs: device time of its kernel, and how long ``send_layer`` keeps its caller."""
+"""One layer from GPU to GPU: device time of its copy kernel, and how long ``send_layer`` takes to return."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchkv import copyengine, kernels
+from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
 from torchkv.bench.check import count_wrong
 from torchkv.bench.gpu import devices, fill
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
-from torchkv.jobs import JobTable
-from torchkv.layout import KVLayout
-from torchkv.process_group import KVProcessGroup, current_group
+from torchkv.cuda import copy_engine
+from torchkv.group.process_group import KVProcessGroup, current_group
+from torchkv.kernels import copies as page_copies
+from torchkv.layout.layout import KVLayout
+from torchkv.transfer.copy_tables import BaseAddressTable
 
-__all__ = ["LayerResult", "layer_cost"]
+__all__ = ["LayerResult", "layer_cost", "run"]
 
 LAYERS, PAGES = 32, 64  # 64 pages of 16 tokens x 8 heads x 128 bf16: 2 MiB of K and 2 MiB of V
 ROUNDS = 12
@@ -29,8 +33,12 @@ IN_A_ROW = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerResult:
-    """Microseconds. kernel_us, copy_us: of device time, many in a row. post_us: of the caller, one layer after the
-    other; paced_us: with a millisecond between them. done_us: from the call to its completion on the host."""
+    """Microseconds.
+
+    kernel_us, copy_us: device time of the layer's kernel, and of a plain copy of ``nbytes``, many in a row. post_us,
+    post_p99_us: until ``send_layer`` returns, one layer right after the other; paced_us: with a millisecond between
+    them. done_us: from the call to its completion on the host. wrong: bytes, over all rounds.
+    """
 
     nbytes: int
     kernel_us: float
@@ -50,7 +58,21 @@ class LayerResult:
         return self.wrong == 0 and self.ratio <= 2.0 and self.post_us <= 15.0
 
 
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: not used."""
+    layer = layer_cost()
+    line = (
+        f"one layer of {layer.nbytes} B, K and V in shuffled pages: {layer.kernel_us:.1f} us of device time, the copy "
+        f"{layer.copy_us:.1f} us: {layer.ratio:.2f}x (gate 2x); send_layer returns in p50 {layer.post_us:.1f} us "
+        f"(gate 15 us), p99 {layer.post_p99_us:.1f} us, or p50 {layer.paced_us:.1f} us when a layer comes every "
+        f"millisecond; done p50 {layer.done_us:.0f} us after the call; #wrong {layer.wrong}"
+    )
+    row = {"layer": asdict(layer), "ratio": layer.ratio, "passed": layer.passed}
+    yield Outcome(line=line, row=row, passed=layer.passed, wrong=layer.wrong)
+
+
 def layer_cost() -> LayerResult:
+    """Measures in two fresh processes with a GPU each. Raises ``KVError``."""
     measured, wrong = run_two(_write, _read)
     return LayerResult(wrong=wrong, **measured)
 
@@ -85,7 +107,7 @@ def _write() -> dict[str, Any]:
             row.append(time.perf_counter() - began)
         for work in works:
             work.wait()
-        for layer in range(LAYERS):  # again, which changes nothing
+        for layer in range(LAYERS):  # the layers once more: sending a page twice is allowed and changes no byte
             time.sleep(0.001)
             began = time.perf_counter()
             work = kv.send_layer(request, layer, pages, 1)
@@ -94,7 +116,9 @@ def _write() -> dict[str, Any]:
             done.append(time.perf_counter() - began)
         kernel, copy = _device_times(kv, pages, theirs) if turn == ROUNDS - 1 else (0.0, 0.0)
         kv.finish(request, 1).wait()
-    row, paced, done = (times[2 * LAYERS :] for times in (row, paced, done))  # the first rounds load and map
+    row, paced, done = (
+        times[2 * LAYERS :] for times in (row, paced, done)
+    )  # the first two rounds load kernels and map memory
     return {
         "nbytes": 2 * PAGES * _layout().page_nbytes("k"),
         "kernel_us": kernel,
@@ -124,37 +148,38 @@ def _read() -> int:
     return wrong
 
 
-def _device_times(kv: KVProcessGroup, pages: np.ndarray[Any, Any], theirs: torch.Tensor) -> tuple[float, float]:
-    """Microseconds of device time of the kernel that copies layer 0 into granted pages, and of a plain copy."""
-    engine, thread = kv._engine, kv._thread
-    assert engine is not None
+def _device_times(kv: KVProcessGroup, pages: Int64Array, theirs: torch.Tensor) -> tuple[float, float]:
+    """Microseconds of device time: of the kernel that copies layer 0 into granted pages, and of a plain copy.
+
+    theirs: the granted page ids, int64 [pages].
+    """
+    assert kv._verbs is not None
+    engine, thread = kv._verbs.engine, kv._thread
     assert thread is not None
-    route = thread.call(lambda: engine.route(1))
-    local = engine._mover._local
+    connection = thread.call(lambda: engine.connection(1))
+    local = engine._scheduler._local
     assert local is not None
-    table = JobTable.of(engine.roster.plan(0, (0,), 1), local, route)
+    table = BaseAddressTable(engine.group_map.plan(0, (0,), 1), local, connection)
     group = table.groups[0]
     (first, count), *_ = group.ranges([0])
     ours, granted = torch.from_numpy(pages).to(local.device), theirs.to(local.device)
-    errors = kernels.error_slot()
+    jobs = page_copies.CopyJobs(
+        table=group.table,
+        geometry=group.geometry,
+        first_job=first,
+        num_jobs=count,
+        start=0,
+        limit_tokens=PAGES * 16,
+        errors=page_copies.error_words(),
+        blocks=132,
+    )
 
     def kernel() -> None:
-        kernels.copy_pages(
-            group.table,
-            ours,
-            granted,
-            group.geometry,
-            first_job=first,
-            num_jobs=count,
-            start=0,
-            limit_tokens=PAGES * 16,
-            errors=errors,
-            blocks=132,
-        )
+        page_copies.copy_pages(jobs, ours, granted)
 
     size = 2 * PAGES * _layout().page_nbytes("k")
     source = np.array([local.ptr("k", 0)], dtype=np.int64)
-    scratch = route.views[-1]  # every rank registers some, for probing
+    scratch = connection.views[-1]  # the last region that every rank registers is scratch memory for probing
     assert scratch is not None
     target = np.array([scratch.ptr], dtype=np.int64)
     length = np.array([size], dtype=np.int64)
@@ -168,18 +193,18 @@ def _device_times(kv: KVProcessGroup, pages: np.ndarray[Any, Any], theirs: torch
 
     def copies() -> None:
         for _ in range(IN_A_ROW):
-            copyengine.copy_batch(source, target, length, stream)
+            copy_engine.copy_batch(source, target, length, stream)
 
     with torch.cuda.stream(stream):
         return _time(graph.replay, stream), _time(copies, stream)
 
 
-def _time(run: Any, stream: torch.cuda.Stream) -> float:
-    """Microseconds for one of `IN_A_ROW`, best of a few."""
+def _time(run: Callable[[], object], stream: torch.cuda.Stream) -> float:
+    """Microseconds of one of the `IN_A_ROW` that ``run`` enqueues on ``stream``; the best of five runs."""
     best = float("inf")
     for _ in range(5):
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(2_000_000)  # so that the host is ahead
+        torch.cuda._sleep(2_000_000)  # so that the host has enqueued everything before the GPU starts on it
         began.record(stream)
         run()
         ended.record(stream)

@@ -1,21 +1,25 @@
-"""Where the pipelining benchmark's model keeps keys and values: pages that are sent, pages that come, plain tensors."""
+"""Where the pipelining benchmark's model keeps keys and values: pages to send, received pages, or plain tensors.
+
+Each class implements `decoder.Memory`.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from torchkv.cache import KVCache
-from torchkv.work import KVWork
+from torchkv.engine.work import KVWork
 
 __all__ = ["Paged", "Plain", "Received", "rows", "shard_of"]
 
 
 class Paged:
-    """Keys and values of the prompt, written to the pages of a cache."""
+    """Writes keys and values of a prompt to the pages of a cache, from which they are sent."""
 
     num_tokens = 0
 
     def __init__(self, cache: KVCache, slots: torch.Tensor) -> None:
+        """slots: of the prompt's tokens in the cache's rows (see `rows`), int64 [tokens]."""
         self._cache, self._slots = cache, slots
 
     def extend(self, layer: int, shard: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,22 +29,25 @@ class Paged:
 
 
 class Received:
-    """The same, read from the pages that they come to, layer by layer. Those of later tokens are kept nowhere."""
+    """Reads keys and values of a prompt from the pages in which they are received, layer by layer.
+
+    Holds one further token: each call of `extend` overwrites it.
+    """
 
     def __init__(self, cache: KVCache, slots: torch.Tensor, *, num_shards: int) -> None:
-        """num_shards: of this rank."""
+        """slots: of the prompt's tokens in the cache's rows. num_shards: shards that this rank computes."""
         self.num_tokens = len(slots)
         self._cache, self._slots = cache, slots
-        # Each shard's lie together, as if it were the only one: strides may decide how a product is computed.
+        # Each shard has a contiguous tensor of its own, because strides may decide how a product is computed.
         self._all: dict[tuple[str, int, int], torch.Tensor] = {}
         for name in ("k", "v"):
             for layer in cache.layout.layers:
                 for shard, heads in enumerate(rows(cache, name, layer)[0].chunk(num_shards)):
-                    # Written to, because to fault it in takes longer than all else that is done here.
+                    # Zeroed, which faults the memory in now: in a measured pass that would take longest of all.
                     self._all[name, layer, shard] = heads.new_zeros((len(slots) + 1, *heads.shape))
 
     def gather(self, request: KVWork) -> None:
-        """Takes each layer out of its pages as soon as it is there, so that no decoding step has to."""
+        """Copies each layer out of its pages as soon as it has been received, before the decoding step needs it."""
         for layer in self._cache.layout.layers:
             request.wait_layer(layer)
             for (name, of, shard), together in self._all.items():
@@ -56,7 +63,7 @@ class Received:
 
 
 class Plain:
-    """The same in tensors of its own, which nothing but the model writes to. layers: by layer and shard."""
+    """Keeps keys and values in plain tensors, for the reference computation. layers: (layer, shard) -> keys, values."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -71,13 +78,13 @@ class Plain:
 
 
 def rows(cache: KVCache, name: str, layer: int) -> torch.Tensor:
-    """One layer as [slots, kv heads, head_dim], in place."""
+    """A view of one layer as [slots, kv heads, head_dim]. name: "k" or "v"."""
     tensor = cache[name][layer]
     assert tensor is not None
     return tensor.flatten(0, 1)
 
 
 def shard_of(rows: torch.Tensor, shard: int, like: torch.Tensor) -> torch.Tensor:
-    """The heads of one of a rank's shards, in place. like: holds as many heads."""
+    """A view of the heads of one of a rank's shards. like: any tensor with a shard's number of heads as its dim 1."""
     heads = like.shape[1]
     return rows[:, shard * heads : (shard + 1) * heads]

@@ -1,6 +1,6 @@
-"""NIXL as a rival, where it is installed: the same bytes between the same GPUs, one descriptor a page or slice.
+"""Comparison with NIXL, where it is installed: as many bytes between two GPUs, one descriptor for each page or slice.
 
-Each of its processes loads NIXL's own UCX, and none of torchkv's.
+NIXL runs in processes of its own, which load NIXL's UCX and not torchkv's.
 """
 
 from __future__ import annotations
@@ -9,30 +9,58 @@ import importlib
 import importlib.util
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.outcome import Outcome
+from torchkv.bench.gpu import CASES, run_gpu_case
 from torchkv.bench.processes import run_two
 from torchkv.errors import KVError
 
-__all__ = ["NixlResult", "nixl_available", "nixl_rate"]
+__all__ = ["NixlResult", "nixl_available", "nixl_rate", "run"]
 
 _MODULES = ("nixl_cu13", "nixl_cu12", "nixl")
 DEADLINE = 120.0
+# (span, stride, descriptors, gate: how many times faster torchkv's direct path must be, torchkv's GPU case)
+RIVALS = (
+    (128 << 10, 128 << 10, 4096, 5.0, "pages of 64"),
+    (512, 2048, 32768, 500.0, "slices of 512 B"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlResult:
-    """``descriptors`` writes of ``span`` bytes each; gbps in 1e9 bytes/s."""
+    """``descriptors`` writes of ``span`` bytes each. gbps: in 1e9 bytes/s. wrong: bytes."""
 
     span: int
     descriptors: int
     gbps: float
     wrong: int
+
+
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: timed runs of torchkv with each number of blocks, of which the fastest counts."""
+    if nixl_available() is None:
+        yield Outcome(line="NIXL: not installed, nothing compared", row={"rival": "nixl", "installed": False})
+        return
+    for span, stride, count, factor, name in RIVALS:
+        (case,) = (case for case in CASES if case.name == name)
+        results = run_gpu_case(case, repeats=repeats)
+        ours, wrong = max(result.gbps for result in results), sum(result.wrong for result in results)
+        rival = nixl_rate(span=span, stride=stride, descriptors=count)
+        times = ours / rival.gbps
+        line = (
+            f"NIXL: {rival.descriptors} descriptors of {rival.span} B: {rival.gbps:.3f} GB/s, #wrong {rival.wrong}; "
+            f"torchkv, {name}: {ours:.1f} GB/s, {times:.0f}x (gate {factor:g}x), #wrong {wrong}"
+        )
+        passed = times >= factor and wrong == 0
+        row = {"rival": "nixl", **asdict(rival), "torchkv_gbps": ours, "times": times, "passed": passed}
+        yield Outcome(line=line, row=row, passed=passed, wrong=wrong)
 
 
 def nixl_available() -> str | None:
@@ -41,9 +69,10 @@ def nixl_available() -> str | None:
 
 
 def nixl_rate(*, span: int, stride: int, descriptors: int, repeats: int = 5) -> NixlResult:
-    """Writes every ``span`` of ``stride`` bytes to shuffled places of a peer's GPU memory, in two fresh processes.
+    """NIXL's rate, measured in two fresh processes: writes from one GPU to shuffled places on the other, byte-checked.
 
-    Byte-checked. Raises ``KVError`` if NIXL reports an error or takes too long.
+    span: bytes of each write. stride: bytes between the starts of two places. Raises ``KVError`` if NIXL reports an
+    error or takes too long.
     """
     gbps, wrong = run_two(_write, _read, span, stride, descriptors, repeats)
     return NixlResult(span=span, descriptors=descriptors, gbps=gbps, wrong=wrong)
@@ -84,9 +113,9 @@ def _write(span: int, stride: int, descriptors: int, repeats: int) -> float:
         while state == "PROC":
             state = agent.check_xfer_state(handle)
             if time.perf_counter() - began > DEADLINE:
-                raise KVError(f"NIXL did not end within {DEADLINE:g} s")
+                raise KVError(f"NIXL's transfer did not end within {DEADLINE:g} s")
         if state != "DONE":
-            raise KVError(f"NIXL reports {state}")
+            raise KVError(f"NIXL's transfer failed: its state is {state}")
         seconds.append(time.perf_counter() - began)
     dist.barrier()
     return span * descriptors / statistics.median(seconds[1:]) / 1e9
@@ -109,7 +138,7 @@ def _read(span: int, stride: int, descriptors: int, repeats: int) -> int:
 
 
 def _table(addresses: np.ndarray[Any, Any], span: int, device: int) -> np.ndarray[Any, Any]:
-    """NIXL's descriptors: address, length, device."""
+    """NIXL's descriptor list: uint64 [count, 3] of address, length and device."""
     count = len(addresses)
     return np.stack([addresses, np.full(count, span), np.full(count, device)], axis=1).astype(np.uint64)
 
@@ -119,7 +148,7 @@ def _send(values: np.ndarray[Any, Any]) -> None:
 
 
 def _receive(count: int) -> np.ndarray[Any, Any]:
-    """What rank 1 sends: numbers, or bytes as numbers."""
+    """``count`` numbers from rank 1, int64; it sends bytes as one number each."""
     values = torch.zeros(count, dtype=torch.int64)
     dist.broadcast(values, 1)
     return values.numpy()

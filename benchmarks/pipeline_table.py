@@ -1,11 +1,12 @@
-"""``python -m torchkv.bench pipeline``: what layer pipelining gains, by length of prompt.
+"""``python -m benchmarks pipeline``: what layer pipelining gains, by length of prompt.
 
 TTFT: from the start of the prefill until the receiver has decoded the first token after it. Exposed: from the end of
-the prefill until the receiver has all bytes in its pages. Medians of passes that take turns, in fresh processes; every
-pass has fresh tokens, and all bytes and logits are compared with those of a second computation. On a CPU: TCP on
-loopback; with --tp 1:1 the prefill alone on one core, everything else of both processes on another, and without it no
-cores of their own, so that no time is judged. With --crossed, ranks that decode share the GPUs of those that prefill
-and take layers out of their pages only then. Exit code 1 if a byte was wrong or a gate was missed.
+the prefill until the receiver has all bytes in its pages. Figures are medians of passes of both ways in turns, in fresh
+processes. Every pass has fresh tokens, and all bytes and logits are compared with those of a second computation. On a
+CPU, bytes go over TCP on loopback. With --tp 1:1 the prefill has one core to itself, and everything else of both
+processes another; with more ranks no thread has a core to itself, so no time is judged. With --crossed, ranks that
+decode share the GPUs of the ranks that prefill, and take layers out of their pages only when the prefill has ended.
+Exit code 1 if a byte was wrong or a gate was missed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 import torch
 
-from torchkv.bench.cores import first_two
-from torchkv.bench.gates import Gate, PipelineResult
+from benchmarks.cores import first_two
+from benchmarks.gates import Gate, PipelineResult
+from benchmarks.pipelined import MODELS, Setup, pipelined_prefill
 from torchkv.bench.machine import machine
-from torchkv.bench.pipelined import MODELS, Setup, pipelined_prefill
 
 __all__ = ["run"]
 
@@ -45,7 +46,7 @@ HEADER = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """``arguments``: of the command line, behind ``pipeline``."""
+    """The command; returns its exit code. arguments: of the command line, after ``pipeline``."""
     args = _parse(arguments)
     out = sys.stderr if args.json else sys.stdout
     setup = Setup(
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     for line in (*NOTES, HEADER):
         say(line)
     results = []
-    # On GPUs in the same processes, because machines with them are dear, and starting takes longer than measuring.
+    # On GPUs, all lengths in the same processes, because starting them takes longer than measuring.
     for tokens in [args.tokens] if args.device == "cuda" else [[one] for one in args.tokens]:
         for result in pipelined_prefill(setup, tokens):
             for line in lines(result):
@@ -80,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def lines(r: PipelineResult) -> list[str]:
-    """The row of the table, what else was measured, and one line for each gate."""
+    """The row of the table, a line of further figures, and a line for each gate."""
     once, pipelined = ([1e3 * way.median(name) for name in ("exposed", "ttft")] for way in (r.once, r.pipelined))
     group = "once" if r.group_size >= r.layers else f"{r.group_size}/{r.layers}"
     row = (
@@ -117,7 +118,7 @@ def _row(result: PipelineResult) -> dict[str, Any]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m torchkv.bench pipeline",
+        prog="python -m benchmarks pipeline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -128,13 +129,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=_tp,
         default=(1, 1),
         metavar="PREFILL:DECODE",
-        help="ranks that share the prefill, and ranks that share the decoding, 1 or 2 each (default 1:1); more would "
-        "add up their results in an order of their own, and bytes could not be compared",
+        help="ranks that share the prefill, and ranks that share the decoding, 1 or 2 each (default 1:1); more than "
+        "two would sum their results in varying order, so that bytes could not be compared",
     )
     add(
         "--crossed",
         action="store_true",
-        help="on cuda, with two GPUs: ranks that decode lie on those of prefill, across from the heads that they have",
+        help="on two GPUs: ranks that decode share the GPUs of those that prefill, each the other GPU than its heads",
     )
     add("--tokens", type=_counts, help=f"lengths of prompts (default {TOKENS['cpu']}; on cuda {TOKENS['cuda']})")
     add("--repeats", type=_count, default=7, help="measured passes of each way (default 7)")

@@ -1,7 +1,7 @@
-"""A prefill whose pages are sent once, at its end, and one whose pages `torchkv.pipeline` sends; taking turns.
+"""Measures prefills that send all pages at their end, and prefills whose pages `torchkv.pipeline` sends, in turns.
 
-One rank, or two that share its heads, prefills a prompt; one or two others decode the second token, layer by layer as
-their keys and values come. Each rank is a process.
+One rank, or two that share the heads, prefills a prompt. One or two other ranks decode the second token, layer by layer
+as keys and values are received. Each rank is a process.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchkv.bench.cores import pin, two_cores, waited
-from torchkv.bench.decoder import VOCABULARY, Decoder, ModelSize, Reduce
-from torchkv.bench.gates import PipelineResult, Way
-from torchkv.bench.memories import Paged, Plain, Received, rows, shard_of
+from benchmarks.cores import pin, two_cores, waited
+from benchmarks.decoder import VOCABULARY, Decoder, ModelSize, Reduce
+from benchmarks.gates import PipelineResult, Way
+from benchmarks.memories import Paged, Plain, Received, rows, shard_of
+from torchkv.arrays import Int64Array
 from torchkv.bench.processes import run_ranks
 from torchkv.cache import KVCache
-from torchkv.env import Options
-from torchkv.pipeline import pipeline
-from torchkv.process_group import KVProcessGroup
-from torchkv.transport import Int64Array
+from torchkv.group.process_group import KVProcessGroup
+from torchkv.options import Options
+from torchkv.pipelining.context import pipeline
 
 __all__ = ["MODELS", "Setup", "pipelined_prefill"]
 
 WAYS = ("once", "pipelined")
-# Passes of each way before those that count: the policy's first sends once, its second knows what that took, and the
-# third what beside computation is slower than alone.
+# Passes of each way before the measured ones. `torchkv.pipeline` sends once in its first pass; in the second it knows
+# how long that took, and in the third how much slower a transfer is beside computation.
 WARM_UPS = 3
-# Prompts are long from so many tokens on. Passes of shorter ones are made up to so many times more often; on GPUs twice
-# as often as on hosts, because they have a gate there.
+# Prompts of fewer tokens than LONG get more passes, up to MORE times as many. LONG is twice as large on GPUs, because a
+# gate applies to short prompts there.
 LONG, MORE = {"cpu": 2048, "cuda": 4096}, 16
 ROUND_TRIPS = 20
-ALONE = 3  # times that single groups are sent with nothing else to do
-CANARIES = 8  # pages granted to nobody
+ALONE = 3  # times that layers are sent with nothing else going on
+CANARIES = 8  # pages that no request is granted
 POISON = 0xDD
 DEADLINE = 900.0
 
 MODELS = {
     # Many wide kv heads on a narrow model: as much to transfer, for what there is to compute, as prompts of 2k get.
     "cpu": ModelSize(layers=8, hidden=256, ffn=512, heads=8, kv_heads=8, head_dim=128, dtype=torch.float32),
-    # As wide and as deep as models of 8e9 parameters are.
+    # As wide and as deep as models of 8e9 parameters.
     "cuda": ModelSize(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
-    # As wide as models of 70e9: of a small one, each of two ranks would spend a short prefill with launching kernels.
+    # As wide as models of 70e9 parameters: with a smaller one, two ranks would spend short prefills launching kernels.
     "cuda, tp 2": ModelSize(
         layers=32, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, dtype=torch.bfloat16
     ),
@@ -60,12 +60,12 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all processes know.
+    """Parameters of a run, which every process gets.
 
-    tp: ranks that prefill, and ranks that decode; each 1 or 2: sums of two are the same in any order, and bytes can be
-    compared only then. repeats: measured passes of each way, where prompts are long. cores: the one that computes on a
-    CPU, and the one for everything else; None: no rank has one for itself. crossed: on two GPUs, the ranks that decode
-    lie on those that prefill, each on another than the rank whose heads it has; they begin when the prefill is over.
+    tp: how many ranks prefill and how many decode, 1 or 2 each: sums of two terms are the same in any order, and only
+    then can bytes be compared. repeats: measured passes of each way, where prompts are long. cores: on a CPU, the core
+    of the prefill and the core of everything else; None: no pinning. crossed: the ranks that decode share two GPUs with
+    the ranks that prefill, each on the other GPU than the rank whose heads it has, and begin when the prefill ends.
     """
 
     device: str
@@ -79,11 +79,11 @@ class Setup:
 
     @property
     def instances(self) -> dict[str, range]:
-        """Their ranks."""
+        """Name of each instance -> its ranks."""
         return {"prefill": range(self.tp[0]), "decode": range(self.tp[0], sum(self.tp))}
 
     def gpu(self, number: int) -> int:
-        """Of a rank."""
+        """The index of the GPU of rank ``number``."""
         if not self.crossed or number < self.tp[0]:
             return number
         return (number - self.tp[0] + 1) % 2
@@ -94,7 +94,7 @@ class Setup:
         return torch.randint(VOCABULARY, (num_tokens,), generator=generator)
 
     def turns(self, num_tokens: int) -> Iterator[tuple[int, str]]:
-        """Every pass: a number of its own, and its way. Each way goes first as often as the other."""
+        """Every pass as (number, way), the number being unique. The way that goes first alternates."""
         more = max(1, min(MORE, LONG[self.device] // num_tokens))
         for turn in range(WARM_UPS + more * self.repeats):
             for second, way in enumerate(WAYS if turn % 2 else reversed(WAYS)):
@@ -102,32 +102,33 @@ class Setup:
 
     @property
     def first_measured(self) -> int:
-        """The turn with which the passes begin that count."""
+        """The number of the first measured pass."""
         return 2 * WARM_UPS
 
 
 def pipelined_prefill(setup: Setup, tokens: Sequence[int]) -> list[PipelineResult]:
-    """One result for each number of ``tokens``, all from the same fresh processes.
+    """One result for each number of ``tokens``, all measured in the same fresh processes.
 
-    On a CPU they reach each other over TCP only, and share ``setup.cores``. Raises ``KVError``.
+    On a CPU the processes reach each other over TCP only, and share ``setup.cores``. Raises ``KVError`` if one fails.
     """
     environment = {"UCX_TLS": "tcp"} if setup.device == "cpu" else {}
     with two_cores(setup.cores):
         functions = [_prefill] * setup.tp[0] + [_decode] * setup.tp[1]
-        # Of the paths between ranks with unlike heads one is slow without mappings; the others use them where they can.
+        # Between ranks with unlike heads, one path needs no mappings but is slow; the others map wherever they can. So
+        # that these go over TCP too, the processes take themselves for separate hosts.
         apart = setup.device == "cpu" and setup.tp != (1, 1)
         arguments = (setup, tuple(tokens))
         found = run_ranks(functions, *arguments, environment=environment, apart=apart, deadline=DEADLINE)
-    # By length of prompts first, and then by rank.
+    # Transposed: run_ranks returns by rank first, results are by length of prompts.
     return [_result(setup, length, ranks) for length, *ranks in zip(tokens, *found, strict=True)]
 
 
 def _result(setup: Setup, tokens: int, found: Sequence[dict[str, Any]]) -> PipelineResult:
-    """found: what each rank measured. An instance has begun when one of its ranks has, and is done when all are."""
+    """found: what each rank measured. An instance begins when its first rank does, and ends when its last rank does."""
     sent, received = ([found[rank] for rank in ranks] for ranks in setup.instances.values())
     ways = {}
     for way in WAYS:
-        # One clock for all processes of a host, so the two sides' stamps can be subtracted.
+        # All processes of a host read one monotonic clock, so times of the two sides can be subtracted.
         began = np.min([each[way]["began"] for each in sent], axis=0)
         computed = np.max([each[way]["computed"] for each in sent], axis=0)
         visible, decoded = (np.max([each[way][stamp] for each in received], axis=0) for stamp in ("visible", "decoded"))
@@ -160,10 +161,10 @@ def _result(setup: Setup, tokens: int, found: Sequence[dict[str, Any]]) -> Pipel
 
 
 class _Rank:
-    """One process: its model, and for one length of prompts its group, pages and slots."""
+    """The state of one process: its model, and for one length of prompts its group, pages and slots."""
 
     def __init__(self, setup: Setup, number: int, reduce: Reduce | None = None) -> None:
-        """reduce: adds up a tensor, in place, over the ranks of this one's instance."""
+        """reduce: sums a tensor, in place, over the ranks of this rank's instance."""
         self.setup, self.number = setup, number
         self.device = torch.device("cuda", setup.gpu(number)) if setup.device == "cuda" else torch.device("cpu")
         self.instance = "prefill" if number in setup.instances["prefill"] else "decode"
@@ -183,8 +184,8 @@ class _Rank:
 
     @contextmanager
     def group(self, num_tokens: int) -> Iterator[tuple[KVProcessGroup, KVCache, Int64Array]]:
-        """A group that has learned nothing yet, its cache, and the shuffled pages that every prompt uses."""
-        # On a CPU not by way of memory that both processes map.
+        """A new group, which has measured nothing yet, its cache, and the shuffled pages that every prompt uses."""
+        # On a CPU, "runs" keeps bytes from going through memory that both processes map.
         path = "runs" if self.device.type == "cpu" and self.setup.tp == (1, 1) else None
         kv = dist.new_group(backend="torchkv", pg_options=Options(path=path))
         assert isinstance(kv, KVProcessGroup)
@@ -204,12 +205,12 @@ class _Rank:
         return self.setup.prompt(num_tokens, turn).to(self.device)
 
     def ready(self, cache: KVCache) -> None:
-        """Poisons the cache, so that nothing in it is left from the pass before."""
+        """Poisons the cache, so that no byte of the previous pass is left in it, and pins the threads."""
         for storage in cache.storages:
             storage.fill_(POISON)
         self.synchronize()
         if self.setup.cores is not None:
-            # Each time: libraries start their threads when they first need them.
+            # Before every pass, because libraries start their threads when they first need them.
             pin(self.setup.cores, is_computing=self.number == 0)
 
     def synchronize(self) -> None:
@@ -218,7 +219,7 @@ class _Rank:
 
 
 def _this_rank(setup: Setup) -> _Rank:
-    """With what adds up tensors over its instance. Collective."""
+    """This process's state, with a `reduce` over its instance if that has two ranks. Collective."""
     number = dist.get_rank()
     if setup.device == "cuda":
         torch.cuda.set_device(setup.gpu(number))
@@ -229,7 +230,7 @@ def _this_rank(setup: Setup) -> _Rank:
             if number in ranks:
                 reduce = functools.partial(dist.all_reduce, group=group)
     rank = _Rank(setup, number, reduce)
-    # As serving engines do: collections that look at all modules take 2 ms out of a pass, of either way, by chance.
+    # As serving engines do: a garbage collection that visits all modules adds 2 ms to a pass, of either way, by chance.
     gc.collect()
     gc.freeze()
     return rank
@@ -263,7 +264,7 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
                 works = [kv.send_pages(request, pages, "decode")]
             finish = kv.finish(request, "decode")
             first = int(logits.argmax())
-            if rank.device.type == "cuda":  # it has been launched only, and the seal does not wait for its end
+            if rank.device.type == "cuda":  # the forward pass above only launched kernels; argmax has waited for them
                 computed, after = time.monotonic(), waited()
             for other in rank.setup.instances["decode"] if rank.number == 0 else ():
                 dist.send(torch.tensor([first]), other)
@@ -288,12 +289,12 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
 
 
 def _forward(rank: _Rank, prompt: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, float, float]:
-    """Logits of the token that follows the prompt, when this was over, and what this thread had `waited` by then."""
+    """Logits of the token after the prompt, the time when the pass ended, and what this thread had `waited` by then."""
     return rank.model(prompt, Paged(cache, rank.slots)), time.monotonic(), waited()
 
 
 def _round_trip(kv: KVProcessGroup) -> float:
-    """Seconds of a control round trip, from a seal to its verdict: requests without pages are nothing else."""
+    """Seconds of a control round trip, from a seal to its verdict, measured with requests that have no pages."""
     seconds = []
     for number in range(ROUND_TRIPS):
         kv.prefix_tokens(f"empty {number}", "decode")
@@ -304,7 +305,7 @@ def _round_trip(kv: KVProcessGroup) -> float:
 
 
 def _alone(kv: KVProcessGroup, name: str, pages: Int64Array, num_layers: int, number: int) -> float:
-    """Seconds that the last ``number`` of all layers take in one verb with nothing else to do."""
+    """Seconds to send the last ``number`` of ``num_layers`` layers in one verb, with nothing else going on."""
     seconds = []
     for turn in range(ALONE):
         request = f"{name} {turn}"
@@ -337,7 +338,7 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             granted = time.monotonic()
             received = kv.recv_pages(f"{way} {turn}", pages, "prefill")
             dist.barrier()
-            if not rank.setup.crossed:  # else it would take turns with the prefill on the GPU
+            if not rank.setup.crossed:  # if crossed, gathering now would compete with the prefill for the GPU
                 memory.gather(received)
             dist.recv(first, 0)
             if rank.setup.crossed:
@@ -359,13 +360,13 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
 
 
 def _count_wrong(rank: _Rank, cache: KVCache, prompt: torch.Tensor, first: torch.Tensor, logits: torch.Tensor) -> int:
-    """Bytes that differ from a second computation without torchkv: in the pages, around them, and of the logits."""
+    """How many bytes differ from a computation without torchkv: in the pages, around them, and of the logits."""
     plain = Plain()
     expected = rank.model(prompt, plain)
     wrong = 8 * int(int(expected.argmax()) != int(first))
     plain.num_tokens = len(prompt)
     wrong += _differing(rank.model(first.to(rank.device), plain), logits)
-    # Slots behind the prompt in its last page are sent with it, but as the sender's poison, which is the same.
+    # Slots after the prompt in its last page are sent too, but hold the sender's poison, which is this rank's as well.
     untouched = torch.ones(len(rows(cache, "k", 0)), dtype=torch.bool, device=rank.device)
     untouched[rank.slots] = False
     for (layer, shard), tensors in plain.layers.items():
@@ -377,5 +378,5 @@ def _count_wrong(rank: _Rank, cache: KVCache, prompt: torch.Tensor, first: torch
 
 
 def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Bytes."""
+    """How many bytes of two tensors of one size differ."""
     return int((one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum())

@@ -1,27 +1,29 @@
-"""What needs one process only: planning, and the cost of posting a verb."""
+"""How long planning a transfer takes: descriptors of head slices, with numpy and with nested Python loops."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from torchkv.layout import KVLayout
-from torchkv.plan import compile_plan, expand, page_pairs, pair_offsets
-from torchkv.transport import Int64Array
+from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
+from torchkv.layout.descriptors import expand, page_pairs, pair_offsets
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import compile_plan
 
-__all__ = ["PlanResult", "plan_rate"]
+__all__ = ["PlanResult", "plan_rate", "run"]
 
 REPEATS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """Planning ``descriptors`` descriptors, in microseconds, against nested Python loops over the same."""
+    """Microseconds to compute ``descriptors`` descriptors."""
 
     descriptors: int
     numpy_us: float
@@ -29,11 +31,25 @@ class PlanResult:
 
     @property
     def ratio(self) -> float:
+        """How many times faster numpy is."""
         return self.loops_us / self.numpy_us
 
 
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: not used."""
+    plan = plan_rate()
+    line = (
+        f"plan: {plan.descriptors} descriptors in {plan.numpy_us:.0f} us, nested Python loops {plan.loops_us:.0f} us: "
+        f"{plan.ratio:.0f}x (gate 100x)"
+    )
+    yield Outcome(line=line, row={"plan": asdict(plan), "ratio": plan.ratio})
+
+
 def plan_rate(num_pages: int = 8192) -> PlanResult:
-    """Head slices of ``num_pages`` pages of 16 tokens: 16 descriptors a page. Checks that both agree."""
+    """For head slices of ``num_pages`` pages of 16 tokens, which make 16 descriptors a page.
+
+    Checks that numpy and the loops give the same descriptors.
+    """
     page_size = 16
     writer, reader = (
         KVLayout.gqa(
@@ -47,21 +63,21 @@ def plan_rate(num_pages: int = 8192) -> PlanResult:
         )
         for tp_rank, tp_size in ((0, 1), (1, 4))
     )
-    slab = compile_plan(0, {0: writer}, reader).slabs[0]
+    segment = compile_plan(0, {0: writer}, reader).segments[0]
     random = np.random.default_rng()
     src_pages, dst_pages = random.permutation(num_pages), random.permutation(num_pages)
     src_stride, dst_stride = writer.page_nbytes("k"), reader.page_nbytes("k")
 
     def fast() -> tuple[Int64Array, Int64Array, Int64Array]:
         pairs = page_pairs(
-            slab,
+            segment,
             num_src_pages=num_pages,
             start=0,
             limit_tokens=num_pages * page_size,
             src_page_size=page_size,
             dst_page_size=page_size,
         )
-        return expand(slab, *pair_offsets(slab, pairs, src_pages, dst_pages, src_stride, dst_stride))
+        return expand(segment, *pair_offsets(segment, pairs, src_pages, dst_pages, src_stride, dst_stride))
 
     head_nbytes = 128 * torch.bfloat16.itemsize
 

@@ -1,19 +1,21 @@
-"""How long it takes to look up a prompt of 8,192 tokens among a million."""
+"""How long ``PrefixCache.match`` takes for a prompt of 8,192 tokens, with a million tokens in the cache."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from torchkv.prefixcache import PrefixCache, Tokens
-from torchkv.transport import Int64Array
+from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
+from torchkv.prefix.cache import PrefixCache, Tokens
 
-__all__ = ["PrefixResult", "lookup_times"]
+__all__ = ["PrefixResult", "lookup_times", "run"]
 
 PROMPT = 8192
-SHARED = 7168  # of the prompts that begin alike, eight at a time
+SHARED = 7168  # tokens of the prefix that `GROUP` prompts share
 GROUP = 8
 TOKENS = 1 << 20
 VOCABULARY = 128_000
@@ -23,11 +25,15 @@ GATE_US = 500.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixResult:
-    """Microseconds of ``match``, for a hit of the whole prompt, and of the ``release`` after it."""
+    """Microseconds of a ``match`` that finds the whole prompt, and of the ``release`` after it.
+
+    kind: what the caller holds token ids in, "array" or "list". cached: tokens in the cache. wrong: lookups that
+    returned other pages than the prompt's.
+    """
 
     page_size: int
-    kind: str  # how the caller keeps token ids
-    cached: int  # tokens
+    kind: str
+    cached: int
     match_us: float
     match_p99_us: float
     release_us: float
@@ -38,8 +44,20 @@ class PrefixResult:
         return self.wrong == 0 and self.match_us <= GATE_US
 
 
-def lookup_times() -> list[PrefixResult]:
-    return [_measure(page_size, kind) for page_size in (1, 16, 64) for kind in ("array", "list")]
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: not used."""
+    for r in lookup_times():
+        line = (
+            f"prefix lookup: page size {r.page_size}, ids in {'an' if r.kind == 'array' else 'a'} {r.kind}, {r.cached} "
+            f"tokens known: p50 {r.match_us:.0f} us (gate 500 us), p99 {r.match_p99_us:.0f} us; #wrong {r.wrong}"
+        )
+        row = {"prefix lookup": asdict(r), "wrong": r.wrong, "passed": r.passed}
+        yield Outcome(line=line, row=row, passed=r.passed, wrong=r.wrong)
+
+
+def lookup_times() -> Iterator[PrefixResult]:
+    """One result for each page size and kind, in a fresh cache each."""
+    return (_measure(page_size, kind) for page_size in (1, 16, 64) for kind in ("array", "list"))
 
 
 def _measure(page_size: int, kind: str) -> PrefixResult:

@@ -1,26 +1,28 @@
-"""What a request costs whatever its size: grant, one tiny layer, seal and verdict, beside a bare UCX round trip."""
+"""The fixed cost of a request: grant, one tiny layer, seal and verdict, compared with a bare UCX round trip."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.outcome import Outcome
 from torchkv.bench.check import count_wrong
 from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
 from torchkv.errors import TransportUnavailable
-from torchkv.layout import KVLayout
-from torchkv.process_group import current_group
+from torchkv.group.process_group import current_group
+from torchkv.layout.layout import KVLayout
 
-__all__ = ["RequestResult", "request_cost"]
+__all__ = ["RequestResult", "request_cost", "run"]
 
-PAGES = 8  # of which one is granted; the others must stay as they are
+PAGES = 8  # one of them is granted; the others must keep their bytes
 WARM_UP = 50
 ROUNDS = 500
 PINGS = 1000  # half of them before the requests, half after
@@ -31,7 +33,11 @@ MAX_ADDRESS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """Microseconds of a whole request, and of 8 bytes that go to the other process and back over UCX alone."""
+    """Microseconds.
+
+    p50_us, p99_us: of a whole request. ucx_p50_us, ucx_p99_us: of a round trip of 8 bytes over UCX alone. nbytes, lane:
+    what a request moves, and the lane that carries it. wrong: bytes, over all rounds.
+    """
 
     rounds: int
     nbytes: int
@@ -44,11 +50,12 @@ class RequestResult:
 
     @property
     def ratio(self) -> float:
+        """Median request to median round trip."""
         return self.p50_us / self.ucx_p50_us
 
     @property
     def ratio_p99(self) -> float:
-        """Of the p99 to the median round trip, as the tail of the round trip is the machine's."""
+        """p99 of requests to the median round trip: the p99 of round trips depends on the machine alone."""
         return self.p99_us / self.ucx_p50_us
 
     @property
@@ -56,14 +63,27 @@ class RequestResult:
         return self.wrong == 0 and self.p50_us <= GATE_US
 
 
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: not used."""
+    r = request_cost()
+    line = (
+        f"request: recv_pages, grant, one layer of {r.nbytes} bytes ({r.lane}), finish and verdict in "
+        f"p50 {r.p50_us:.0f} us (gate 500 us), p99 {r.p99_us:.0f} us; {r.ratio:.1f}x and {r.ratio_p99:.1f}x "
+        f"of a bare UCX round trip (p50 {r.ucx_p50_us:.1f} us, p99 {r.ucx_p99_us:.1f} us); #wrong {r.wrong}"
+    )
+    verdict = {"wrong": r.wrong, "passed": r.passed}
+    row = {"request": asdict(r), "ratio": r.ratio, "ratio_p99": r.ratio_p99, **verdict}
+    yield Outcome(line=line, row=row, passed=r.passed, wrong=r.wrong)
+
+
 def request_cost() -> RequestResult:
-    """In two fresh processes over shared memory.
+    """Measures in two fresh processes, over shared memory.
 
     A request lasts from the receiver's call of ``recv_pages`` until both sides know the verdict. The sender waits
     for the grant before it sends.
     """
     written, read = run_two(_write, _read)
-    # One clock for all processes of a host, so the two sides' stamps can be subtracted.
+    # All processes of a host read one monotonic clock, so times of the two sides can be subtracted.
     ended = np.maximum(written["ended"], read["ended"])
     microseconds = (ended - np.asarray(read["began"]))[WARM_UP:] / 1e3
     pings = np.asarray(written["pings"]) / 1e3
@@ -117,7 +137,7 @@ def _read() -> dict[str, Any]:
         request, page = f"request{turn}", (turn * 3 + 1) % PAGES
         pages = np.array([page])
         dist.barrier()
-        # Behind the barrier, so that the sender is waiting for its grant by the time the clock starts.
+        # After the barrier, so that the sender already waits for its grant when the clock starts.
         for storage in cache.storages:
             storage.fill_(POISON)
         fill(source, seed=turn)
@@ -131,14 +151,14 @@ def _read() -> dict[str, Any]:
 
 
 def _touched(cache: KVCache, page: int) -> int:
-    """Bytes that are no longer poison outside of ``page``."""
+    """How many bytes outside of ``page`` have been overwritten."""
     others = torch.arange(PAGES) != page
     tensors = [tensor for name in ("k", "v") for tensor in cache[name] if tensor is not None]
     return sum(int((tensor.view(torch.uint8)[others] != POISON).sum()) for tensor in tensors)
 
 
 class _Tags:
-    """A UCX worker of its own and an endpoint to the other process, with UCXX's tagged messages and nothing else."""
+    """UCXX's tagged messages between the two processes: a UCX worker and an endpoint to the other process."""
 
     def __init__(self) -> None:
         from ucxx._lib import libucxx
@@ -161,7 +181,7 @@ class _Tags:
         self._complete(self._endpoint.tag_recv(self._received, self._tag, self._mask))
 
     def close(self) -> None:
-        dist.barrier()  # nobody leaves while the other still waits for a message
+        dist.barrier()  # so that neither side closes while the other still waits for a message
         self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
 
     def _complete(self, request: Any) -> None:
@@ -171,7 +191,7 @@ class _Tags:
 
 
 def _ping(count: int) -> list[int]:
-    """Nanoseconds of each of ``count`` round trips; both sides spin, so nothing is faster with UCXX. Rank 0's half."""
+    """Rank 0's half: nanoseconds of each of ``count`` round trips. Both sides spin, which is UCXX's fastest way."""
     tags = _Tags()
     nanoseconds: list[int] = []
     for _ in range(count + WARM_UP):
@@ -184,6 +204,7 @@ def _ping(count: int) -> list[int]:
 
 
 def _pong(count: int) -> None:
+    """Rank 1's half: answers ``count`` messages."""
     tags = _Tags()
     for _ in range(count + WARM_UP):
         tags.receive()
@@ -192,9 +213,11 @@ def _pong(count: int) -> None:
 
 
 def _swap(address: bytes) -> bytes:
-    """Gives the other process ``address``, and returns the other's."""
+    """Exchanges worker addresses: gives the other process ``address`` and returns the other's."""
     if len(address) > MAX_ADDRESS:
-        raise TransportUnavailable(f"the rival's worker address of {len(address)} bytes exceeds {MAX_ADDRESS}")
+        raise TransportUnavailable(
+            f"the UCX worker address is {len(address)} bytes long, and this benchmark has room for {MAX_ADDRESS}"
+        )
     mine = torch.zeros(8 + MAX_ADDRESS, dtype=torch.uint8)
     framed = len(address).to_bytes(8, "little") + address
     mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)

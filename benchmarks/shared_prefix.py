@@ -1,46 +1,48 @@
-"""Prompts that begin alike, eight at a time: what a prefix cache on the receiver saves, in bytes and in time."""
+"""What a prefix cache on the receiver saves, in bytes and in time, when groups of eight prompts share a prefix."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
-from torchkv.layout import KVLayout
-from torchkv.prefixcache import PrefixCache
-from torchkv.process_group import KVProcessGroup, current_group
-from torchkv.transport import Int64Array
+from torchkv.group.process_group import KVProcessGroup, current_group
+from torchkv.layout.layout import KVLayout
+from torchkv.prefix.cache import PrefixCache
 
-__all__ = ["SharedPrefixResult", "shared_prefix"]
+__all__ = ["SharedPrefixResult", "run", "shared_prefix"]
 
-ALL_GROUPS = 80  # of the workload in full
-SCALE = 10  # so many times fewer groups here; the prompts keep their lengths
+ALL_GROUPS = 80  # groups of prompts in the full workload
+SCALE = 10  # the workload is reduced to ALL_GROUPS / SCALE groups; the prompts keep their lengths
 GROUP = 8
 PREFIX, QUESTION = 7000, 1000
 PAGE_SIZE = 16
 PROMPT_PAGES = -(-(PREFIX + QUESTION) // PAGE_SIZE)
 LAYERS, HEADS, HEAD_DIM = 4, 2, 64
-TOKEN_NBYTES = 2 * LAYERS * HEADS * HEAD_DIM * 2  # of K and V, all layers, bf16
+TOKEN_NBYTES = 2 * LAYERS * HEADS * HEAD_DIM * 2  # of one token: K and V, all layers, bf16
 VOCABULARY = 128_000
-CANARIES = 32  # pages granted to nobody
+CANARIES = 32  # pages that no request is granted
 POISON = 0xDD
 GATE = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixResult:
-    """All prompts of a run, each sent twice: what the receiver's prefix cache lacks, and everything.
+    """Sums over all prompts. Each is sent twice: the tokens that the receiver's prefix cache lacks, and all its tokens.
 
     lacking: bytes of the tokens that the receiver had not seen, counted token by token without the cache. moved, full:
-    bytes sent with and without it. seconds, full_seconds: from the sender's call until it knows that the receiver has
-    everything; with the cache, its own time is included.
+    bytes sent with and without the cache. seconds, full_seconds: from the sender's call until it knows that the
+    receiver has everything, with and without the cache; ``seconds`` includes ``cache_seconds``, the time spent in it.
     """
 
     groups: int
@@ -55,7 +57,7 @@ class SharedPrefixResult:
 
     @property
     def excess(self) -> float:
-        """Bytes moved to bytes lacking."""
+        """Bytes moved, over bytes lacking."""
         return self.moved / self.lacking
 
     @property
@@ -73,8 +75,21 @@ class SharedPrefixResult:
         return self.wrong == 0 and self.excess <= GATE
 
 
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: not used."""
+    r = shared_prefix()
+    line = (
+        f"shared prefix: {r.prompts} prompts in {r.groups} groups, {r.moved} bytes moved, {r.excess:.4f} of those "
+        f"lacking (gate 1.02); without the cache {r.bytes_saved:.2f}x the bytes and {r.time_saved:.2f}x the time "
+        f"({r.full_seconds:.3f} s to {r.seconds:.3f} s, {r.cache_seconds:.3f} s of it in the cache); #wrong {r.wrong}"
+    )
+    ratios = {"excess": r.excess, "bytes_saved": r.bytes_saved, "time_saved": r.time_saved}
+    row = {"shared prefix": asdict(r), **ratios, "wrong": r.wrong, "passed": r.passed}
+    yield Outcome(line=line, row=row, passed=r.passed, wrong=r.wrong)
+
+
 def shared_prefix(*, scale: int = SCALE) -> SharedPrefixResult:
-    """In two fresh processes over shared memory, with ``80 / scale`` groups of prompts in random order."""
+    """Measures in two fresh processes, over shared memory: ``80 / scale`` groups of prompts, in random order."""
     groups, seed = max(1, ALL_GROUPS // scale), secrets.randbits(62)
     written, read = run_two(_write, _read, groups, seed)
     workload = _Workload(groups, seed)
@@ -92,7 +107,7 @@ def shared_prefix(*, scale: int = SCALE) -> SharedPrefixResult:
 
 
 class _Workload:
-    """The same prompts, and the same keys and values for them, in both processes."""
+    """Prompts and their keys and values, which follow from ``seed``: both processes compute the same ones."""
 
     def __init__(self, groups: int, seed: int) -> None:
         self.seed = seed
@@ -104,7 +119,7 @@ class _Workload:
 
     @property
     def num_pages(self) -> int:
-        """Of the receiver's prefix cache, so that nothing must be evicted."""
+        """Pages that the receiver's prefix cache needs to hold all prompts, so that nothing is evicted."""
         alone = PROMPT_PAGES - PREFIX // PAGE_SIZE
         return self.groups * (PREFIX // PAGE_SIZE + GROUP * alone)
 
@@ -112,7 +127,7 @@ class _Workload:
         return np.concatenate([self._prefixes[prompt // GROUP], self._questions[prompt]])
 
     def lacking(self) -> int:
-        """Tokens behind the longest beginning that an earlier prompt had too, over all prompts."""
+        """Sum over all prompts of the tokens after the longest prefix that is shared with an earlier prompt."""
         total = 0
         for turn, prompt in enumerate(self.order):
             tokens = self.tokens(prompt)
@@ -124,7 +139,7 @@ class _Workload:
         return total
 
     def values(self, prompt: int, tensor: int) -> torch.Tensor:
-        """What K or V of one layer holds for a prompt, as bits: int16 [pages, page_size, heads, head_dim]."""
+        """The bits of K or V of one layer for a prompt: int16 [pages, page_size, heads, head_dim]."""
         parts = [
             self._random((self.seed, tensor, 0, prompt // GROUP), PREFIX),
             self._random((self.seed, tensor, 1, prompt), QUESTION),
@@ -152,7 +167,7 @@ def _write(groups: int, seed: int) -> dict[str, Any]:
             known = kv.prefix_tokens(request, 1)
             began = time.perf_counter()
             work = kv.send_pages(request, pages[known // PAGE_SIZE :], 1)
-            kv.finish(request, 1).wait()  # which says that the receiver has everything in its pages
+            kv.finish(request, 1).wait()  # done when the receiver has everything in its pages
             seconds[way] += time.perf_counter() - began
             moved[way] += work.bytes
     return {"moved": moved, "seconds": seconds}
@@ -195,7 +210,7 @@ def _read(groups: int, seed: int) -> dict[str, Any]:
 
 
 def _ways(turn: int) -> tuple[str, str]:
-    """Each goes first as often as the other."""
+    """Alternates the order, so that neither way always goes first."""
     return ("kept", "full") if turn % 2 else ("full", "kept")
 
 
@@ -210,7 +225,7 @@ def _join(num_pages: int, instance: str) -> tuple[KVProcessGroup, KVCache]:
 
 
 def _warm_up_writer(kv: KVProcessGroup, workload: _Workload) -> None:
-    """Writes to every page once: the first write to memory of another process maps it, which takes its time."""
+    """Writes to every page once, because the first write to another process's memory maps it, which takes time."""
     for chunk in range(workload.num_pages // PROMPT_PAGES + 1):
         kv.send_pages(f"warm-up{chunk}", np.arange(PROMPT_PAGES), 1)
         kv.finish(f"warm-up{chunk}", 1).wait()
@@ -232,7 +247,7 @@ def _poison(cache: KVCache, pages: Int64Array) -> None:
 
 
 def _count_wrong(workload: _Workload, prompt: int, cache: KVCache, pages: Int64Array) -> int:
-    """Bytes of a whole prompt in ``pages`` that are not what they should be, prefix included."""
+    """How many bytes of a whole prompt in ``pages``, its prefix included, are wrong."""
     at = torch.from_numpy(pages)
     return sum(
         2 * int((tensor[at] != workload.values(prompt, number)).sum()) for number, tensor in enumerate(_bits(cache))

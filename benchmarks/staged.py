@@ -1,31 +1,33 @@
-"""The staged path over TCP: what it gains over descriptors, and what it leaves of one contiguous put."""
+"""The staged path over TCP: its rate, compared with one descriptor for each token and with one contiguous put."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.outcome import Outcome
 from torchkv.bench.check import count_wrong
 from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
 from torchkv.bench.rivals import serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
-from torchkv.env import Options
 from torchkv.errors import KVError
-from torchkv.layout import KVLayout
-from torchkv.process_group import KVProcessGroup
+from torchkv.group.process_group import KVProcessGroup
+from torchkv.layout.layout import KVLayout
+from torchkv.options import Options
 
-__all__ = ["StagedResult", "staged_rates"]
+__all__ = ["StagedResult", "run", "staged_rates"]
 
 PAGES = 256  # of 16 tokens x 8 kv heads x 128 bf16, of which the reader holds 2: slices of 512 B
 
-# By name: options of the group, and layers. Descriptors are so slow that fewer layers must do.
+# Name of the way -> options of the group, and how many layers move: fewer with descriptors, which are slow.
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "staged": ({"path": "staged"}, 16),
     "checked": ({"checksum": True}, 16),
@@ -35,10 +37,10 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedResult:
-    """Rates in 1e9 bytes/s, from the call until the receiver has all bytes in its pages, median of a few.
+    """Rates in 1e9 bytes/s, from the call until the receiver has all bytes in its pages: medians of the repeats.
 
-    staged, checked: without and with checksums. slices: one descriptor for each token. put: one contiguous UCX put of
-    as many bytes, flushed.
+    nbytes: of one staged run. staged, checked: the staged path without and with checksums. slices: one descriptor for
+    each token. put: one contiguous UCX put of ``nbytes``, flushed. wrong: bytes, over all runs.
     """
 
     nbytes: int
@@ -50,12 +52,12 @@ class StagedResult:
 
     @property
     def times(self) -> float:
-        """How much faster than descriptors."""
+        """How many times faster staging is than descriptors."""
         return self.staged / self.slices
 
     @property
     def ratio(self) -> float:
-        """Of one contiguous put."""
+        """The staged rate as a part of one contiguous put's."""
         return self.staged / self.put
 
     @property
@@ -63,8 +65,24 @@ class StagedResult:
         return self.wrong == 0 and self.times >= 10.0 and self.ratio >= 0.6
 
 
+def run(repeats: int) -> Iterator[Outcome]:
+    """repeats: timed runs of each way."""
+    staged = staged_rates(repeats=repeats)
+    line = (
+        f"staged over TCP: {staged.nbytes} bytes in slices of 512 B at {staged.staged:.2f} GB/s, with checksums "
+        f"{staged.checked:.2f}; {staged.times:.0f}x of descriptors ({staged.slices:.3f} GB/s; gate 10x), "
+        f"{staged.ratio:.2f} of one contiguous put ({staged.put:.2f} GB/s; gate 0.6); #wrong {staged.wrong}"
+    )
+    verdict = {"wrong": staged.wrong, "passed": staged.passed}
+    row = {"staged": asdict(staged), "ratio": staged.ratio, "times": staged.times, **verdict}
+    yield Outcome(line=line, row=row, passed=staged.passed, wrong=staged.wrong)
+
+
 def staged_rates(*, repeats: int) -> StagedResult:
-    """In two fresh processes that reach each other over TCP only, also the ring. Raises ``KVError``."""
+    """Measures in two fresh processes that map nothing of each other, so that UCX's TCP carries everything.
+
+    Raises ``KVError`` if a process fails or bytes went another way than TCP.
+    """
     measured, wrong = run_two(_write, _read, repeats, environment={"UCX_TLS": "tcp"}, apart=True)
     return StagedResult(wrong=wrong, nbytes=_nbytes(WAYS["staged"][1]), **measured)
 
@@ -82,10 +100,10 @@ def _write(repeats: int) -> dict[str, Any]:
             kv.prefix_tokens(request, 1)
             began = time.perf_counter()
             kv.send_pages(request, pages, 1)
-            kv.finish(request, 1).wait()  # which says that the receiver has everything in its pages
+            kv.finish(request, 1).wait()  # done when the receiver has everything in its pages
             seconds.append(time.perf_counter() - began)
         if any(not lane.startswith("tcp") for lane in kv.explain(1).lanes):
-            raise KVError(f"{way} was to be measured over TCP, and went over {', '.join(kv.explain(1).lanes)}")
+            raise KVError(f"{way}: must be measured over TCP only, but went over {', '.join(kv.explain(1).lanes)}")
         rates[way] = _nbytes(layers) / statistics.median(seconds[1:]) / 1e9
         dist.barrier()
         dist.destroy_process_group(kv)

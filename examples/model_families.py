@@ -157,7 +157,7 @@ def decode(engine: Engine) -> tuple[bool, str]:
     received.wait()
     first = int.from_bytes(received.aux, "little")
     engine.progress.say(
-        f"{engine.name} ({engine.family.what}): {received.bytes} bytes received"
+        f"{engine.name} ({engine.family.operation}): {received.bytes} bytes received"
         f"{without_windows(engine)}, {sent_how(engine)}"
     )
 
@@ -179,8 +179,8 @@ def judge(engine: Engine, first: int) -> tuple[bool, str]:
         arrived.restore()
         control.target.neg_()
         result = compare(engine, first, reference)
-        (unnoticed if is_same(result) else noticed).append(control.what)
-        engine.progress.say(f"signs flipped in {control.what}: logits differ by up to {result.difference:.1e}")
+        (unnoticed if is_same(result) else noticed).append(control.operation)
+        engine.progress.say(f"signs flipped in {control.operation}: logits differ by up to {result.difference:.1e}")
     arrived.restore()
     if not is_same(compare(engine, first, reference)):
         return False, "logits DIFFER the second time, so they may have with a corrupt tensor for the same reason"

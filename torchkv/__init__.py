@@ -1,11 +1,11 @@
-"""torchkv: a torch.distributed backend that moves the KV cache between prefill and decode.
+"""torchkv: a torch.distributed backend that moves KV cache pages between prefill and decode ranks.
 
-Importing it registers the c10d backend ``"torchkv"``; that is the one side effect.
+Importing it registers the c10d backend ``"torchkv"``. It has no other side effect.
 """
 
 from torchkv.cache import KVCache
-from torchkv.component import Component, State
-from torchkv.env import Options
+from torchkv.cuda.graph_gate import GraphGate
+from torchkv.engine.work import KVWork
 from torchkv.errors import (
     AuthError,
     ChecksumMismatch,
@@ -19,7 +19,7 @@ from torchkv.errors import (
     TransferTimeout,
     TransportUnavailable,
 )
-from torchkv.functional import (
+from torchkv.group.functional import (
     cancel,
     explain,
     finish,
@@ -33,12 +33,12 @@ from torchkv.functional import (
     send_state,
     staged_put,
 )
-from torchkv.gate import GraphGate
-from torchkv.layout import KVLayout
-from torchkv.pipeline import pipeline
-from torchkv.prefixcache import PrefixCache
-from torchkv.process_group import KVProcessGroup, register_backend
-from torchkv.work import KVWork
+from torchkv.group.process_group import KVProcessGroup, register_backend
+from torchkv.layout.component import Component, State
+from torchkv.layout.layout import KVLayout
+from torchkv.options import Options
+from torchkv.pipelining.context import pipeline
+from torchkv.prefix.cache import PrefixCache
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""KVCache: the tensors of one rank's pages, and where each page lies."""
+"""`KVCache`: the tensors that hold one rank's pages and state slots, and where each of them lies."""
 
 from __future__ import annotations
 
@@ -9,49 +9,53 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from torchkv import devicemem, hostmem
-from torchkv.component import integer
+from torchkv.cuda import ipc
 from torchkv.errors import LayoutMismatch, TransportUnavailable
-from torchkv.layout import KVLayout
+from torchkv.host import shared_memory
+from torchkv.layout.component import integer
+from torchkv.layout.layout import KVLayout
 
 __all__ = ["KVCache", "Placement"]
 
 PAGE_ALIGN = 4096
-MOST = (1 << 31) - 1  # pages, or slots
+MOST = (1 << 31) - 1  # pages or slots
 NOTHING = (
-    "nothing to hold: no held layer has a component, and there is no slot for state; give num_slots, or states=, or "
-    "register(None) on a rank whose layers have neither"
+    "nothing to hold: no layer of this rank has a component, and there is no slot for state; give num_slots, or "
+    "states=, or call register(None) on a rank whose layers have neither"
 )
 
 _T = TypeVar("_T")
 
 
 class Allocator(Protocol):
-    """What ``KVCache.empty(group=)`` asks of a group; `KVProcessGroup` is one."""
+    """What ``KVCache.empty(group=)`` needs of a group, such as a `KVProcessGroup`."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 tensor ``[nbytes]`` in the memory that the group's transport likes best."""
+        """A uint8 tensor ``[nbytes]`` in the memory that suits the group's transport best."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one component of one layer lies: page p starts ``offset + p * page_stride`` bytes into the storage.
+    """Where one component or state of one layer lies: page p begins at byte ``offset + p * page_stride`` of a storage.
 
-    A state's pages are its slots. num_pages: of either.
+    storage: position in `KVCache.storages`. The pages of a state are its slots. num_pages: number of pages or slots.
     """
 
-    storage: int  # position in KVCache.storages
+    storage: int
     offset: int
     page_stride: int
     num_pages: int
 
 
 class KVCache:
-    """Paged KV memory of one rank.
+    """The paged KV memory of one rank.
 
     ``cache[name][i]`` is the tensor ``[num_pages, *layout.page_shape(name)]`` of component ``name`` in layer
-    ``layout.layers[i]``, or None where that layer lacks the component. ``cache.state(name)[i]`` is
-    ``[num_slots, *layout.state_shape(name)]``.
+    ``layout.layers[i]``, or None if that layer has no such component. ``cache.state(name)[i]`` is the tensor
+    ``[num_slots, *layout.state_shape(name)]`` of a state, or None.
+
+    storages: one uint8 tensor over each distinct storage. placements: (component or state, global layer id) ->
+    `Placement`.
     """
 
     def __init__(
@@ -62,11 +66,12 @@ class KVCache:
         states: Mapping[str, Sequence[torch.Tensor | None]] | None = None,
         num_pages: int | None = None,
     ) -> None:
-        """Adopts an engine's own tensors without copying.
+        """Adopts an engine's own tensors, without copying them.
 
-        Each page must be contiguous; any stride between pages is fine. num_pages: how many page ids the engine has,
-        for a rank whose layers have state only: there no tensor tells. Raises ``LayoutMismatch`` naming the component,
-        layer and what differs.
+        tensors, states: by name, one tensor for each of ``layout.layers``, or None. Each page must be contiguous; any
+        stride between pages is allowed. num_pages: how many page ids the engine has; needed only where no layer of this
+        rank has a component, so that no tensor shows the number. Raises ``LayoutMismatch`` that names the component,
+        the layer and what differs.
         """
         self.layout = layout
         self._tensors = _checked(
@@ -85,7 +90,7 @@ class KVCache:
         self.num_pages: int = _agree("num_pages", counts or {0})
         self.num_slots: int = _agree("num_slots", {int(t.shape[0]) for t in slots} or {0})
         self.device = torch.device(_agree("device", {str(t.device) for t in held + slots}))
-        self.storages: list[torch.Tensor] = []  # one uint8 tensor over each distinct storage
+        self.storages: list[torch.Tensor] = []
         self.placements: dict[tuple[str, int], Placement] = {}
         self._place()
 
@@ -98,24 +103,23 @@ class KVCache:
         num_slots: int = 0,
         group: Allocator | None = None,
     ) -> KVCache:
-        """A new cache, uninitialised, in the memory that transports like best.
+        """A new cache, uninitialised, in memory that peers on the same host can map, to load and store it directly.
 
-        On the host that is one shared-memory segment, on a GPU one block of plain CUDA memory (also where PyTorch
-        itself uses expandable segments): peers on the same host map it, then load and store it directly. ``group``
-        matters for transports with memory of their own, such as NVSHMEM's symmetric heap; there the call is
-        collective and every rank allocates the most that any of them needs.
-        Raises ``LayoutMismatch`` (sizes), ``TransportUnavailable`` (no such memory here).
+        On the host this is one shared-memory segment; on a GPU one block of plain CUDA memory, even if PyTorch itself
+        uses expandable segments. group: needed for transports with memory of their own, such as the symmetric heap of
+        NVSHMEM; the call is then collective, and every rank allocates as much as the largest cache of any rank needs.
+        Raises ``LayoutMismatch`` for sizes that are not allowed, ``TransportUnavailable`` if there is no such memory.
         """
         num_pages = integer("num_pages", num_pages, 1, MOST)
         num_slots = integer("num_slots", num_slots, 0, MOST)
         place = as_device(device)
-        shapes: list[tuple[bool, str, int, tuple[int, ...], torch.dtype]] = [
-            (False, c.name, layer, (num_pages, *layout.page_shape(c.name)), c.dtype)
+        shapes: list[tuple[str, int, tuple[int, ...], torch.dtype]] = [
+            (c.name, layer, (num_pages, *layout.page_shape(c.name)), c.dtype)
             for c in layout.components
             for layer in layout.component_layers(c.name)
         ]
         shapes += [
-            (True, s.name, layer, (num_slots, *layout.state_shape(s.name)), s.dtype)
+            (s.name, layer, (num_slots, *layout.state_shape(s.name)), s.dtype)
             for s in layout.states
             for layer in layout.state_layers(s.name)
             if num_slots
@@ -124,37 +128,37 @@ class KVCache:
             raise LayoutMismatch(NOTHING)
         sizes = [-(-math.prod(shape) * dtype.itemsize // PAGE_ALIGN) * PAGE_ALIGN for *_, shape, dtype in shapes]
         pool = allocate(sum(sizes), place) if group is None else group.allocate(sum(sizes), place)
-        found: dict[tuple[bool, str, int], torch.Tensor] = {}
+        found: dict[tuple[str, int], torch.Tensor] = {}
         start = 0
-        for (is_state, name, layer, shape, dtype), size in zip(shapes, sizes, strict=True):
+        for (name, layer, shape, dtype), size in zip(shapes, sizes, strict=True):
             nbytes = math.prod(shape) * dtype.itemsize
-            found[is_state, name, layer] = pool[start : start + nbytes].view(dtype).view(shape)
+            found[name, layer] = pool[start : start + nbytes].view(dtype).view(shape)
             start += size
-        made = cls(
-            layout,
-            {c.name: [found.get((False, c.name, layer)) for layer in layout.layers] for c in layout.components},
-            states={s.name: [found.get((True, s.name, layer)) for layer in layout.layers] for s in layout.states}
-            if num_slots
-            else None,
-        )
-        # Also where no layer held here has pages, or state: the same ids are good for every stage of a pipeline.
+        tensors = {c.name: [found.get((c.name, layer)) for layer in layout.layers] for c in layout.components}
+        states = {s.name: [found.get((s.name, layer)) for layer in layout.layers] for s in layout.states if num_slots}
+        made = cls(layout, tensors, states=states)
+        # Also if no layer of this rank has pages, or state: all pipeline stages are given the same page ids and slots.
         made.num_pages, made.num_slots = num_pages, num_slots
         return made
 
     def __getitem__(self, component: str) -> list[torch.Tensor | None]:
+        """The tensors of one component. Raises ``LayoutMismatch``."""
         if component not in self._tensors:
             raise LayoutMismatch(f"this cache has no component {component!r}; it has {', '.join(self._tensors)}")
         return self._tensors[component]
 
     @property
     def k(self) -> list[torch.Tensor | None]:
+        """The tensors of component ``"k"``."""
         return self["k"]
 
     @property
     def v(self) -> list[torch.Tensor | None]:
+        """The tensors of component ``"v"``."""
         return self["v"]
 
     def state(self, name: str) -> list[torch.Tensor | None]:
+        """The tensors of state ``name``. Raises ``LayoutMismatch``."""
         if name not in self._states:
             raise LayoutMismatch(f"this cache has no state {name!r}; it has {', '.join(self._states) or 'none'}")
         return self._states[name]
@@ -165,6 +169,7 @@ class KVCache:
         return sum(storage.nbytes for storage in self.storages)
 
     def _place(self) -> None:
+        """Fills ``storages`` and ``placements``."""
         index: dict[int, int] = {}
         for name, tensors in (*self._tensors.items(), *self._states.items()):
             for layer, tensor in zip(self.layout.layers, tensors, strict=True):
@@ -176,7 +181,7 @@ class KVCache:
                 if position == len(self.storages):
                     self.storages.append(_whole(storage))
                 elif storage.nbytes() > self.storages[position].nbytes:
-                    # Two storages may begin at one address, as slices of a numpy array do: the longer holds both.
+                    # Two storages may begin at the same address, as slices of a numpy array do. Keep the longer one.
                     self.storages[position] = _whole(storage)
                 self.placements[name, layer] = Placement(
                     position,
@@ -187,7 +192,7 @@ class KVCache:
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """``device`` with its index. Raises ``TransportUnavailable`` for one that is not here."""
+    """``device`` with its index. Raises ``TransportUnavailable`` if this machine has no such device."""
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -201,7 +206,7 @@ def as_device(device: str | torch.device) -> torch.device:
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory that peers on the same host can map: uint8 ``[nbytes]``. Raises ``TransportUnavailable``."""
-    return hostmem.allocate(nbytes) if device.type == "cpu" else devicemem.allocate(nbytes, device)
+    return shared_memory.allocate(nbytes) if device.type == "cpu" else ipc.allocate(nbytes, device)
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -210,9 +215,9 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _agree(what: str, values: set[_T]) -> _T:
+def _agree(field: str, values: set[_T]) -> _T:
     if len(values) != 1:
-        raise LayoutMismatch(f"the tensors of one cache must agree on {what}, found {sorted(map(str, values))}")
+        raise LayoutMismatch(f"the tensors of one cache must agree on {field}, found {sorted(map(str, values))}")
     return next(iter(values))
 
 
@@ -222,7 +227,10 @@ def _checked(
     given: Mapping[str, Sequence[torch.Tensor | None]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, list[torch.Tensor | None]]:
-    """``given`` with every tensor checked against the layout. Raises ``LayoutMismatch``."""
+    """A copy of ``given``, the tensors of all components or states, checked against the layout.
+
+    kind: ``component`` or ``state``. shapes: of a page or slot, by name. Raises ``LayoutMismatch``.
+    """
     missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
     if unknown or (missing and not (kind == "state" and not given)):
         raise LayoutMismatch(f"the layout has {kind}s {sorted(shapes)}; missing {missing}, unknown {unknown}")
@@ -233,7 +241,7 @@ def _checked(
                 f"{kind} {name!r}: {len(rows)} tensors for {len(layout.layers)} layers; "
                 f"give None where a layer has none"
             )
-        item = layout.component(name) if kind == "component" else next(s for s in layout.states if s.name == name)
+        item = layout.component(name) if kind == "component" else layout.state(name)
         for layer, tensor in zip(layout.layers, rows, strict=True):
             has = item.layers is None or layer in item.layers
             where = f"{kind} {name!r} of layer {layer}"

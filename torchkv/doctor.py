@@ -1,6 +1,6 @@
-"""``python -m torchkv.doctor``: what works on this machine, what does not, and what to do about it.
+"""``python -m torchkv.doctor``: checks what works on this machine and what does not, and says what to do about it.
 
-Exit code 0: all is well; 1: something is slower or narrower than it could be; 2: transfers would fail.
+Exit code 0: everything works; 1: something is slower or less capable than it could be; 2: transfers would fail.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from torchkv import devicemem
 from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
-from torchkv.cudadriver import num_queues
-from torchkv.env import PREFIX, Options, warn_about_unknown_variables
+from torchkv.cuda import ipc
+from torchkv.cuda.driver import num_queues
+from torchkv.cuda.side_streams import num_waiting_streams
 from torchkv.errors import KVError, TransportUnavailable
-from torchkv.hostmem import allocate, open_segment, share
-from torchkv.network import job_interface
-from torchkv.processes import this_process, watch_process
-from torchkv.streams import may_wait
-from torchkv.transport import load_transport, transport_names
+from torchkv.host.network import job_interface
+from torchkv.host.processes import this_process, watch_process
+from torchkv.host.shared_memory import allocate, open_segment, share
+from torchkv.options import PREFIX, Options, warn_about_unknown_variables
+from torchkv.transport.interface import load_transport, transport_names
 
 __all__ = ["Finding", "examine", "main"]
 
 LEVELS = ("ok", "warn", "FAIL")
-PAYLOAD = 16 << 20
+PAYLOAD = 16 << 20  # bytes of each test transfer
 PACKAGES = (
     *("torchkv", "ucxx-cu13", "libucx-cu13", "ucxx-cu12", "libucx-cu12", "ucx-py-cu12", "ucx-py-cu13"),
     *("numba", "pyzmq", "msgspec"),
@@ -42,7 +42,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. level: ``ok``, ``warn`` or ``FAIL``."""
+    """One line of the report. level: one of `LEVELS`."""
 
     level: str
     subject: str
@@ -50,7 +50,7 @@ class Finding:
 
 
 def examine(*, transfers: bool = True) -> Iterator[Finding]:
-    """Looks at everything, the quick things first. ``transfers`` also moves bytes between two processes."""
+    """Runs all checks, quick ones first. transfers: also moves bytes between two processes."""
     yield _versions()
     yield from _settings()
     yield from _gpus()
@@ -102,8 +102,8 @@ def _settings() -> Iterator[Finding]:
         warnings.simplefilter("always")
         warn_about_unknown_variables()
     yield Finding("warn" if caught else "ok", "settings", "; ".join([shown, *(str(w.message) for w in caught)]))
-    if not may_wait()[0]:
-        text = f"{num_queues()}: streams that wait hold up others, so staging between GPUs is slower; unset it"
+    if not num_waiting_streams()[0]:
+        text = f"{num_queues()}: a stream that waits blocks others, so staging between GPUs is slower; unset it"
         yield Finding("warn", "CUDA_DEVICE_MAX_CONNECTIONS", text)
     if os.environ.get("TORCH_LOGS") == "":
         yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import: unset it")
@@ -114,7 +114,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("ok", "GPUs", "PyTorch sees none: caches lie in host memory")
         return
     try:
-        gpus = devicemem.gpu_facts()
+        gpus = ipc.gpu_facts()
     except KVError as error:
         yield Finding("FAIL", "GPUs", str(error))
         return
@@ -132,12 +132,12 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _shared_device_memory() -> str:
-    devicemem.share(devicemem.allocate(1 << 20, torch.device("cuda", 0)))
+    ipc.share(ipc.allocate(1 << 20, torch.device("cuda", 0)))
     return "CUDA IPC exports KVCache.empty's memory: kernels of other processes on this host can store into it"
 
 
 def _allocator() -> str:
-    devicemem.check_shareable(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"))
+    ipc.check_shareable(torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0"))
     return "tensors of PyTorch's own allocator can be shared too (expandable segments are off)"
 
 
@@ -145,7 +145,7 @@ def _device_lane() -> str:
     transport = load_transport("ucx")()
     try:
         region = transport.register(transport.allocate(1 << 20, torch.device("cuda", 0)))
-        reason = getattr(region, "no_put", "")  # a detail of this one transport
+        reason = getattr(region, "no_put", "")  # an attribute of regions of this transport only
     finally:
         transport.close()
     if reason:
@@ -185,7 +185,7 @@ def _shared_memory() -> str:
 def _pidfd() -> str:
     fd = watch_process(this_process())
     if fd is None:
-        raise KVError("pidfd_open does not work: a dead peer is noticed by heartbeat only, and never proved dead")
+        raise KVError("pidfd_open does not work: a dead peer is noticed by its heartbeats only, and never proved dead")
     os.close(fd)
     return "pidfds work: the death of a peer on this host is noticed at once, and proved"
 
@@ -195,9 +195,10 @@ def _listening() -> str:
     return f"control channel and UCX bind {address} ({name}) only; TORCHKV_INTERFACE changes it"
 
 
-def _attempt(subject: str, look: Callable[[], str]) -> Finding:
+def _attempt(subject: str, check: Callable[[], str]) -> Finding:
+    """Runs ``check``, which returns what works, or raises an error that says what does not."""
     try:
-        return Finding("ok", subject, look())
+        return Finding("ok", subject, check())
     except (KVError, OSError) as error:
         return Finding("warn", subject, str(error))
 

@@ -1,16 +1,16 @@
-"""The exception tree. Every error says what happened, to whom, against which limit, and what to do next.
+"""The exceptions that torchkv raises. Each message says what happened, to what, against which limit, and what to do.
 
 KVError (torch.distributed.DistBackendError)
- +- LayoutMismatch      (ValueError)       layouts that cannot be reconciled
- +- PageOutOfRange      (ValueError)       a page id or page count outside what it may be
+ +- LayoutMismatch      (ValueError)       incompatible layouts, or a layout that contradicts itself
+ +- PageOutOfRange      (ValueError)       a page id or a number of pages that is not allowed
  +- ProtocolError       (ValueError)       a call or a message that the contract does not allow
  +- PeerLost            (ConnectionError)  the peer died or does not answer
  +- TransferTimeout     (TimeoutError)     a deadline passed
- +- TransferCancelled                      somebody cancelled the request
- +- RingExhausted                          the staging ring stayed full up to the deadline
- +- ChecksumMismatch                       bytes arrived that are not the bytes sent
- +- AuthError                              a peer that does not know the group's secret
- +- TransportUnavailable                   a transport or lane that cannot work here
+ +- TransferCancelled                      the request was cancelled, here or by a peer
+ +- RingExhausted                          the staging ring stayed full until the deadline
+ +- ChecksumMismatch                       the received bytes are not the bytes sent
+ +- AuthError                              a peer does not know the group's secret
+ +- TransportUnavailable                   a transport, path or kind of memory that does not work here
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 class KVError(dist.DistBackendError):
     """Base of all errors that torchkv raises.
 
-    ``retryable``: the same call may succeed later, with nothing changed by the caller.
-    ``pages_safe``: whether every page of the failed request may be reused *now*; evaluated each time it is
-    read, because a one-sided write may still be in flight when the error is raised.
+    retryable: whether the same call, unchanged, may succeed later. pages_safe: whether every page of the failed request
+    may be reused *now*; evaluated each time it is read, because a one-sided write may still be in flight when the error
+    is raised.
     """
 
     default_retryable = False
@@ -59,12 +59,12 @@ class KVError(dist.DistBackendError):
         self._pages_safe = pages_safe
 
     def __reduce__(self) -> tuple[Callable[..., KVError], tuple[Any, ...]]:
-        """Copies and pickles freeze ``pages_safe`` at what it was."""
+        """Copies and pickles keep the value that ``pages_safe`` has when they are made."""
         return _rebuild, (type(self), str(self), self.retryable, self.pages_safe)
 
     @property
     def pages_safe(self) -> bool:
-        """True if no write of the failed request can land any more (always true where none could start)."""
+        """Whether no write of the failed request can reach its pages any more. True if none could start."""
         return True if self._pages_safe is None else self._pages_safe()
 
 
@@ -73,11 +73,11 @@ def _rebuild(kind: type[KVError], message: str, retryable: bool, pages_safe: boo
 
 
 class LayoutMismatch(KVError, ValueError):
-    """Two layouts that cannot be reconciled, or a layout that contradicts itself."""
+    """Two layouts between which pages cannot move, or a layout that contradicts itself."""
 
 
 class PageOutOfRange(KVError, ValueError):
-    """A page id that is out of range, repeated, leased or quarantined, or a chunk outside the grant."""
+    """A page id that is out of range, repeated, leased or quarantined, or a chunk of pages outside the grant."""
 
 
 class ProtocolError(KVError, ValueError):
@@ -91,36 +91,36 @@ class PeerLost(KVError, ConnectionError):
 
 
 class TransferTimeout(KVError, TimeoutError):
-    """A deadline passed: the wait's own, the grant's, or the transfer's progress deadline."""
+    """A deadline passed: of the wait itself, of the grant, or of the transfer's progress."""
 
     default_retryable = True
 
 
 class TransferCancelled(KVError):
-    """The request was cancelled, here or by the peer."""
+    """The request was cancelled, here or by a peer."""
 
 
 class RingExhausted(KVError):
-    """The staging ring stayed full up to the deadline."""
+    """The staging ring stayed full until the deadline."""
 
     default_retryable = True
 
 
 class ChecksumMismatch(KVError):
-    """The bytes that arrived are not the bytes that were sent."""
+    """The received bytes are not the bytes that were sent."""
 
     default_retryable = True
 
 
 class AuthError(KVError):
-    """A peer that could not prove that it belongs to the group."""
+    """A peer could not prove that it belongs to the group."""
 
 
 class TransportUnavailable(KVError):
-    """A transport, lane or memory kind that cannot work on this machine; the message says why."""
+    """A transport, path or kind of memory that does not work on this machine; the message says why."""
 
 
-# The closed set of kinds that may cross the wire: a peer names one of these, never a class of its choice.
+# The errors that may travel between ranks, by name. A peer can name one of these and no other class.
 _KINDS: dict[str, type[KVError]] = {
     cls.__name__: cls
     for cls in (
@@ -139,11 +139,11 @@ _KINDS: dict[str, type[KVError]] = {
 
 
 def error_kind(error: BaseException) -> str:
-    """The name under which ``error`` travels to a peer: its own class, or ``ProtocolError``."""
+    """The name under which ``error`` is sent to a peer: of its class, or ``ProtocolError`` for other exceptions."""
     name = type(error).__name__
     return name if name in _KINDS else "ProtocolError"
 
 
 def make_error(kind: str, message: str) -> KVError:
-    """The error that a peer reported. An unknown kind becomes a ``ProtocolError``."""
+    """An error that a peer has reported. An unknown kind becomes a ``ProtocolError``."""
     return _KINDS.get(kind, ProtocolError)(message)

@@ -1,6 +1,6 @@
-"""Settings: one typed object, each field also an environment variable ``TORCHKV_<FIELD>``.
+"""Settings of a group: `Options`. Each field can also be set by the environment variable ``TORCHKV_<FIELD>``.
 
-Argument beats environment beats default. A misspelt ``TORCHKV_*`` variable is reported, not ignored.
+An argument overrides the environment, which overrides the default. A misspelt ``TORCHKV_*`` variable causes a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PATHS", "Options", "interface_from_env", "seconds", "warn_about_unkn
 PREFIX = "TORCHKV_"
 PATHS = ("runs", "slices", "staged", "direct")
 
-MAX_HEARTBEAT = 3600.0
+MAX_HEARTBEAT = 3600.0  # seconds
 
 # Variables that are not fields of Options.
 _OTHER = ("INTERFACE",)
@@ -45,7 +45,7 @@ def _float_or_none(text: str) -> float | None:
 
 
 def _setting(name: str, default: T, parse: Callable[[str], T]) -> T:
-    """A dataclass field that reads its variable when an Options is made, not when torchkv is imported."""
+    """A dataclass field whose default is its environment variable, read when an `Options` is made, not at import."""
 
     def read() -> T:
         text = os.environ.get(PREFIX + name.upper())
@@ -60,32 +60,34 @@ def _setting(name: str, default: T, parse: Callable[[str], T]) -> T:
     return made
 
 
-def seconds(value: float | timedelta, what: str) -> float:
-    """``value`` in seconds. Raises ``ProtocolError`` unless it is positive."""
+def seconds(value: float | timedelta, name: str) -> float:
+    """``value`` in seconds. name: of the value, for the error. Raises ``ProtocolError`` unless it is positive."""
     try:
         result = value.total_seconds() if isinstance(value, timedelta) else float(value)
     except (TypeError, ValueError):
         result = 0.0
     if not result > 0 or isinstance(value, str | bytes):
-        raise ProtocolError(f"{what} must be a positive number of seconds or a timedelta, not {value!r}")
+        raise ProtocolError(f"{name} must be a positive number of seconds or a timedelta, not {value!r}")
     return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of one group; pass as ``pg_options``.
+    """Settings of one group; pass them as ``pg_options``.
 
     transport: name of an installed transport, or ``"auto"``.
-    path: force ``runs``, ``slices``, ``staged`` or ``direct`` for every transfer; None lets torchkv choose.
+    path: ``runs``, ``slices``, ``staged`` or ``direct`` forces this path for every transfer; None: torchkv chooses.
     timeout: seconds without progress after which a granted request fails.
-    grant_timeout: seconds a sender waits for its grant, and a receiver for its first byte or seal.
-    heartbeat: seconds between heartbeats; a peer silent for five of them counts as lost.
-    staging_send: bytes of memory that ``staged_put`` packs into, taken when it is first needed; 0 for none.
-    staging_recv: bytes of the staging ring that others write to, taken by ``register``; 0 for none.
-    sm_budget: thread blocks that each copy kernel may take on a GPU.
-    checksum: verify bytes end to end, which takes the staged path for every transfer.
-    require: a path every peer must be reachable by (``"direct"``), else ``register`` raises.
-    min_gbps: least rate in GB/s (1e9 bytes/s) that ``register`` must measure to every peer, else it raises.
+    grant_timeout: seconds that a sender waits for its grant, and a receiver for its first byte or seal.
+    heartbeat: seconds between heartbeats; a peer that is silent for five of them counts as lost.
+    staging_send: bytes of memory into which this rank packs staged transfers, allocated on first use; 0: none.
+    staging_recv: bytes of the staging ring that other ranks write to, allocated by ``register``; 0: none.
+    sm_budget: thread blocks that each copy kernel may use on a GPU.
+    checksum: whether to verify bytes end to end; every transfer then takes the staged path.
+    require: a path, such as ``"direct"``, by which every peer must be reachable, else ``register`` raises.
+    min_gbps: the lowest rate, in GB/s (1e9 bytes/s), that ``register`` must measure to every peer, else it raises.
+
+    Raises ``ProtocolError`` for a value that is not allowed.
     """
 
     transport: str = _setting("transport", "auto", str)
@@ -122,23 +124,23 @@ class Options:
             raise ProtocolError(f"Options.checksum={self.checksum!r} must be a bool")
         if self.checksum and self.path not in (None, "staged"):
             raise ProtocolError(
-                f"Options.checksum: only the staged path computes checksums, and Options.path={self.path!r}; leave one "
+                f"Options.checksum: only the staged path computes checksums, but Options.path={self.path!r}; leave one "
                 "of them out"
             )
 
     @property
     def forced_path(self) -> str | None:
-        """The path that every transfer must take, or None."""
+        """The path that every transfer must take; None if torchkv chooses."""
         return "staged" if self.checksum else self.path
 
 
 def interface_from_env() -> str | None:
-    """The address to listen on and to announce (``TORCHKV_INTERFACE``), or None to derive it."""
+    """``TORCHKV_INTERFACE``: name or IPv4 address of the interface to listen on and to announce; None if not set."""
     return os.environ.get(PREFIX + "INTERFACE") or None
 
 
 def warn_about_unknown_variables() -> list[str]:
-    """Warns of each ``TORCHKV_*`` variable that nothing reads, with the nearest name; returns those names."""
+    """Warns of each ``TORCHKV_*`` variable that torchkv does not read, and suggests a name. Returns these variables."""
     known = [PREFIX + f.name.upper() for f in fields(Options)] + [PREFIX + name for name in _OTHER]
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     for name in unknown:

@@ -1,4 +1,4 @@
-"""The loopback transport of torchkv: one process, a virtual clock, and a network that misbehaves on request."""
+"""The loopback transport of torchkv: a simulated network in one process, with a virtual clock and injected faults."""
 
 from torchkv_loopback.transport import LoopbackTransport
 from torchkv_loopback.world import Faults, World

@@ -1,22 +1,19 @@
-"""`LoopbackChannel`: one-sided writes that land later, piece by piece, in random order."""
+"""`LoopbackChannel`: puts whose bytes land later in virtual time, piece by piece and in random order."""
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import PeerLost, ProtocolError
-from torchkv.transport import Batch, Channel, Completion, Int64Array, Region, RemoteView, check_signal
-from torchkv_loopback.operation import Fence, Piece, Put, Span, cut
-from torchkv_loopback.world import World
-
-if TYPE_CHECKING:
-    from torchkv_loopback.transport import LoopbackTransport
+from torchkv.transport import Batch, Channel, Completion, Region, RemoteView
+from torchkv_loopback.operation import Flush, Piece, Put, Span, cut
+from torchkv_loopback.world import OpenTransport, World
 
 __all__ = ["LoopbackChannel"]
 
@@ -29,7 +26,7 @@ class LoopbackChannel(Channel):
         world: World,
         *,
         node: int,
-        peer: LoopbackTransport,
+        peer: OpenTransport,
         local: Mapping[int, Region],
         remote: list[Region],
         views: bool,
@@ -40,9 +37,9 @@ class LoopbackChannel(Channel):
         self._local = local
         self._remote = remote
         self._views = views
-        self._operations: deque[Put | Fence] = deque()  # in order; a front that is over leaves
-        self._acknowledging: list[Fence] = []  # reached, but the news is still on its way back
-        self._lost = ""  # why the peer is gone
+        self._operations: deque[Put | Flush] = deque()  # in the order of their posting
+        self._acknowledging: list[Flush] = []  # flushes whose acknowledgement is on its way back
+        self._lost = ""  # why the peer is lost, or ""
         self._closed = False
         world.watch(peer.node, self)
 
@@ -62,11 +59,11 @@ class LoopbackChannel(Channel):
         return put
 
     def flush(self) -> Completion:
-        return self._fence("flush", Fence())
-
-    def signal(self, slot: int, value: int) -> Completion:
-        check_signal(slot, value)
-        return self._fence("signal", Fence(slot, value))
+        self._require_usable("flush")
+        flush = Flush()
+        self._operations.append(flush)
+        self._reach_flushes()
+        return flush
 
     def view(self, region: int) -> RemoteView | None:
         if not 0 <= region < len(self._remote):
@@ -86,7 +83,7 @@ class LoopbackChannel(Channel):
         self._closed = True
         self._world.unwatch(self._peer.node, self)
         for operation in (*self._acknowledging, *self._operations):
-            # Its pieces find the channel closed and vanish, so nothing of it can land from here on.
+            # Pieces that are under way find the channel closed and are dropped, so none of them lands any more.
             if isinstance(operation, Put):
                 self._world.in_flight[self.node, self._peer.node] -= operation.flying
                 operation.flying = 0
@@ -100,22 +97,22 @@ class LoopbackChannel(Channel):
         return any(isinstance(op, Put) and not op.done and region in op.regions for op in self._operations)
 
     def progress(self) -> bool:
-        """Posts a window of the oldest put that has something left. True if there was one."""
-        self._reach_fences()  # a cancelled put may have been all that an earlier fence waited for
+        """Posts a window of the oldest put that is not yet posted in full. True if there was one."""
+        self._reach_flushes()  # the put that a flush waits for may have been cancelled
         waiting = next((op for op in self._operations if isinstance(op, Put) and op.unposted), None)
         if waiting is not None:
             self._post(waiting)
         return waiting is not None
 
     def lose(self, reason: str) -> None:
-        """The peer is gone: everything pending fails."""
+        """Fails everything pending, because the peer has ended or the link to it is broken."""
         if self._closed or self._lost:
             return
         self._lost = reason
         for operation in (*self._acknowledging, *self._operations):
             operation.fail(PeerLost(f"loopback: {reason}; what was sent to it is lost"))
         self._acknowledging.clear()
-        self._reach_fences()
+        self._reach_flushes()
 
     # ------------------------------------------------------------------ inside
 
@@ -125,19 +122,13 @@ class LoopbackChannel(Channel):
         if self._lost:
             raise PeerLost(f"{what}: {self._lost}; connect to another peer")
 
-    def _fence(self, what: str, fence: Fence) -> Completion:
-        self._require_usable(what)
-        self._operations.append(fence)
-        self._reach_fences()
-        return fence
-
     def _spans(self, batch: Batch) -> tuple[list[Span], frozenset[int]]:
         """Absolute addresses, each span checked against both regions. Raises ``ProtocolError``."""
         columns = (batch.local_region, batch.local_offset, batch.remote_region, batch.remote_offset, batch.length)
         if any(c.ndim != 1 or c.dtype != np.int64 or len(c) != len(batch.length) for c in columns):
             raise ProtocolError("a batch needs five int64 arrays of one dimension and one length")
         local = _bases("local", batch.local_region, batch.local_offset, batch.length, self._local)
-        # Regions that the peer has deregistered since are found out when a piece arrives, as on real hardware.
+        # Regions that the peer has deregistered since are noticed when a piece arrives, as on real hardware.
         remote = _bases("remote", batch.remote_region, batch.remote_offset, batch.length, dict(enumerate(self._remote)))
         facts = (local, remote, batch.length, batch.remote_region)
         spans: list[Span] = list(zip(*(fact.tolist() for fact in facts), strict=True))
@@ -154,7 +145,7 @@ class LoopbackChannel(Channel):
             self._world.schedule(self._world.delay(), lambda piece=piece: self._read(piece))  # type: ignore[misc]
 
     def _read(self, piece: Piece) -> None:
-        """The piece leaves the source, which may change from here on."""
+        """Copies the piece's bytes from the source, which may change afterwards."""
         if self._closed:
             return
         if not self._world.alive(self.node):
@@ -166,7 +157,7 @@ class LoopbackChannel(Channel):
         self._world.schedule(self._world.delay(), lambda: self._land(piece))
 
     def _land(self, piece: Piece) -> None:
-        """The piece arrives in the peer's memory, if it arrives at all."""
+        """Writes the piece's bytes into the peer's memory, unless a fault drops or delays them."""
         world = self._world
         if self._closed:
             return
@@ -187,16 +178,16 @@ class LoopbackChannel(Channel):
         self._end(piece)
 
     def _end(self, piece: Piece, *, read: bool = False) -> None:
-        """Nothing of the piece can land any more."""
+        """Accounts for a piece that has landed or was dropped. read: whether it had not been read yet."""
         piece.data.clear()
         piece.put.unread -= read
         piece.put.flying -= 1
         self._world.in_flight[self.node, self._peer.node] -= 1
         piece.put.settle()
-        self._reach_fences()
+        self._reach_flushes()
 
-    def _reach_fences(self) -> None:
-        """Takes from the front what is over, and acts on fences that thereby come first."""
+    def _reach_flushes(self) -> None:
+        """Removes puts that have landed from the front of the queue, and acknowledges the flushes behind them."""
         while self._operations:
             first = self._operations[0]
             if isinstance(first, Put):
@@ -206,16 +197,14 @@ class LoopbackChannel(Channel):
                 continue
             self._operations.popleft()
             if not first.ended:
-                if first.slot is not None and self._world.alive(self._peer.node):
-                    self._world.signals(self._peer.node)[first.slot] = first.value
                 self._acknowledging.append(first)
-                # The news of it takes its time on the way back.
-                self._world.schedule(self._world.delay(), lambda fence=first: self._acknowledge(fence))  # type: ignore[misc]
+                # The acknowledgement takes a delay of its own on the way back.
+                self._world.schedule(self._world.delay(), lambda flush=first: self._acknowledge(flush))  # type: ignore[misc]
 
-    def _acknowledge(self, fence: Fence) -> None:
-        if not fence.ended:
-            fence.ended = True
-            self._acknowledging.remove(fence)
+    def _acknowledge(self, flush: Flush) -> None:
+        if not flush.ended:
+            flush.ended = True
+            self._acknowledging.remove(flush)
 
 
 def _bases(
@@ -225,7 +214,7 @@ def _bases(
     length: Int64Array,
     regions: Mapping[int, Region],
 ) -> Int64Array:
-    """Address of each span, or ``ProtocolError`` naming the first that is outside its region."""
+    """Address of each span. Raises ``ProtocolError`` that names the first span outside its region."""
     table = max(regions, default=-1) + 1
     sizes = np.full(table + 1, -1, dtype=np.int64)  # the last entry stands for every unknown index
     bases = np.zeros(table + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Puts, flushes and signals of one channel, and the pieces into which a put falls on its way."""
+"""The operations of a channel, puts and flushes, and the pieces in which a put's bytes travel."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 
 from torchkv.errors import KVError, TransferCancelled
 
-__all__ = ["Fence", "Operation", "Piece", "Put", "Span", "cut"]
+__all__ = ["Flush", "Operation", "Piece", "Put", "Span", "cut"]
 
 Span = tuple[int, int, int, int]  # source address, destination address, length, destination region
 
-# Cutting every span of a large batch would only cost time: there, whole spans already land in random order.
+# Spans are cut in two only where a batch has few of them, or where they are long; the spans of a large batch land in
+# random order anyway, and cutting them would only take time.
 FEW_SPANS = 64
 LONG_SPAN = 1 << 20
 
 
 class Operation:
-    """A pending put, flush or signal. ``failed`` and ``done`` are set by its channel."""
+    """A pending put or flush. ``failed`` and ``done`` are set by its channel."""
 
     def __init__(self) -> None:
         self.failed: KVError | None = None
@@ -32,16 +33,20 @@ class Operation:
         return self.failed
 
     def cancel(self) -> None:
-        """Flushes and signals cannot be stopped: they touch nothing that a caller could want back."""
+        """A flush cannot be stopped: it touches no memory."""
 
 
 class Put(Operation):
-    """Posted window by window; read from the source piece by piece; landed some time later."""
+    """A put: posted window by window; each piece is read from the source and lands some time later.
+
+    regions: the local regions it reads. unposted: spans not yet posted, last one first. unread: pieces posted and not
+    yet read. flying: pieces posted that have neither landed nor been dropped.
+    """
 
     def __init__(self, spans: list[Span], regions: frozenset[int]) -> None:
         super().__init__()
-        self.regions = regions  # local ones, which must stay registered
-        self.unposted = spans[::-1]  # taken from the end
+        self.regions = regions
+        self.unposted = spans[::-1]
         self.unread = 0
         self.flying = 0
 
@@ -50,14 +55,14 @@ class Put(Operation):
             self.fail(TransferCancelled(f"put stopped with {len(self.unposted)} spans not yet posted"))
 
     def fail(self, error: KVError) -> None:
-        """Posts nothing more; what was posted still has to land or vanish."""
+        """Posts nothing more; done once all that was posted has landed or was dropped."""
         if not self.ended:
             self.failed = self.failed or error
         self.unposted.clear()
         self.settle()
 
     def settle(self) -> None:
-        """A success ends when its source has been read, a failure when nothing of it can land any more."""
+        """Sets `ended`: after success when the source has been read, after failure when nothing can land any more."""
         if not self.unposted and not (self.flying if self.failed else self.unread):
             self.ended = True
 
@@ -66,13 +71,8 @@ class Put(Operation):
         return not self.unposted and not self.flying
 
 
-class Fence(Operation):
-    """A flush, or a signal if ``slot`` is given: reached when every earlier put of the channel has landed."""
-
-    def __init__(self, slot: int | None = None, value: int = 0) -> None:
-        super().__init__()
-        self.slot = slot
-        self.value = value
+class Flush(Operation):
+    """Reached when every earlier put of the channel has landed; done when the acknowledgement is back."""
 
     def fail(self, error: KVError) -> None:
         if not self.ended:
@@ -81,7 +81,7 @@ class Fence(Operation):
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """Parts of spans that travel together. ``data`` is what they held when they were read."""
+    """Parts of spans that travel together. data: their bytes, from when they were read until they land."""
 
     put: Put
     parts: list[Span]
@@ -89,7 +89,7 @@ class Piece:
 
 
 def cut(generator: random.Random, spans: list[Span], pieces: int) -> list[list[Span]]:
-    """``spans`` in at most ``pieces`` parcels, in random order; few or long spans are themselves cut."""
+    """``spans`` in at most ``pieces`` lists, in random order; spans are cut in two where they are few or long."""
     parts: list[Span] = []
     for src, dst, length, region in spans:
         if length > 1 and (len(spans) <= FEW_SPANS or length > LONG_SPAN):

@@ -7,34 +7,28 @@ from collections.abc import Sequence
 
 import torch
 
-from torchkv import hostmem
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.transport import Capabilities, Region, Revoke, Transport, check_signal
+from torchkv.host import shared_memory
+from torchkv.transport import Capabilities, Region, Transport
 from torchkv_loopback import wire
 from torchkv_loopback.channel import LoopbackChannel
 from torchkv_loopback.world import World
 
 __all__ = ["Region", "LoopbackTransport"]
 
-# A world is not thread-safe, so transports that name none meet in their own thread's.
+# A world is not thread-safe, so each thread has a default world of its own.
 _default = threading.local()
 
 
 class LoopbackTransport(Transport):
-    """See `torchkv.transport.Transport`. Reaches transports of the same `World` only.
+    """The `torchkv.transport.Transport` over a simulated network; it reaches transports of the same `World` only.
 
-    world: default one per thread, which moves its own clock. node: this transport's number in the world, default
-    a new one. views: whether ``Channel.view`` maps the peer's memory.
+    world: by default one for each thread, whose clock ``progress()`` advances. node: this transport's number in the
+    world, by default a new one. views: whether ``Channel.view`` maps the peer's memory.
     """
 
     name = "loopback"
-    capabilities = Capabilities(
-        devices=frozenset({"cpu"}),
-        stream_ordered=False,
-        dynamic_members=True,
-        revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
-        signals=True,
-    )
+    capabilities = Capabilities(devices=frozenset({"cpu"}), signals=True)
 
     @staticmethod
     def available() -> str | None:
@@ -54,7 +48,7 @@ class LoopbackTransport(Transport):
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         _require_host(device)
-        return hostmem.allocate(nbytes)
+        return shared_memory.allocate(nbytes)
 
     def register(self, tensor: torch.Tensor) -> Region:
         self._require_open()
@@ -88,14 +82,15 @@ class LoopbackTransport(Transport):
                 "loopback reaches only open transports of its own world, in this process; "
                 "use transport 'ucx' between processes"
             )
-        remote = [peer._region_of(record) for record in records]
+        remote = [peer.region_of(record) for record in records]
         channel = LoopbackChannel(
             self._world, node=self.node, peer=peer, local=self._regions, remote=remote, views=self._views
         )
         self._channels.append(channel)
         return channel
 
-    def _region_of(self, record: wire.RegionRecord) -> Region:
+    def region_of(self, record: wire.RegionRecord) -> Region:
+        """The region that a descriptor of this transport describes. Raises ``ProtocolError``."""
         found = self._regions.get(record.index)
         mine = (self._world.identity, self.node)
         if found is None or (record.world, record.node) != mine or record.nbytes != found.nbytes:
@@ -103,12 +98,8 @@ class LoopbackTransport(Transport):
         return found
 
     def has(self, region: Region) -> bool:
-        """Whether ``region`` is registered here still."""
+        """Whether ``region`` is still registered here."""
         return not self._closed and self._regions.get(region.index) is region
-
-    def read_signal(self, slot: int) -> int:
-        check_signal(slot)
-        return self._world.signals(self.node)[slot]
 
     def progress(self) -> bool:
         self._require_open()
@@ -120,6 +111,7 @@ class LoopbackTransport(Transport):
         return self._world.run_due() or moved
 
     def arm(self) -> int | None:
+        self._require_open()
         return None
 
     def close(self) -> None:

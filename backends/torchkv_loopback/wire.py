@@ -1,4 +1,4 @@
-"""What a loopback transport publishes: fixed-size records with a checksum, hostile until checked."""
+"""The bytes that a loopback transport publishes: records of fixed size with a checksum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECK_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A node of a world; ``world`` tells worlds apart, so that another process's address is recognised."""
+    """A transport's address: its node in a world. world: a random number that names the world."""
 
     world: int
     node: int
@@ -63,12 +63,12 @@ def _sealed(body: bytes) -> bytes:
     return body + _check(body)
 
 
-def _opened(data: bytes, layout: struct.Struct, magic: bytes, what: str) -> tuple[int, ...]:
+def _opened(data: bytes, layout: struct.Struct, magic: bytes, operation: str) -> tuple[int, ...]:
     size = layout.size + _CHECK_BYTES
     if len(data) != size:
-        raise ProtocolError(f"loopback {what} of {len(data)} bytes; this version reads {size}")
+        raise ProtocolError(f"loopback {operation} of {len(data)} bytes; this version reads {size}")
     body = data[: layout.size]
     if data[layout.size :] != _check(body) or body[:4] != magic:
-        raise ProtocolError(f"loopback {what} is damaged or not one; publish it again from the peer's transport")
+        raise ProtocolError(f"loopback {operation} is damaged or not one; publish it again from the peer's transport")
     fields: tuple[int, ...] = layout.unpack(body)[1:]
     return fields

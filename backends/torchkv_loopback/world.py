@@ -1,7 +1,7 @@
-"""A simulated world: a virtual clock, datagrams that get lost, and nodes that die, freeze or lose sight of each other.
+"""`World`: a simulated network with a virtual clock, lossy datagrams, and nodes that die, stop or are cut off.
 
-Nothing here reads the real clock or starts a thread, and all chance comes from one seeded generator: the same
-seed and the same calls give the same run.
+Nothing here reads the real clock or starts a thread, and all randomness comes from one seeded generator: the same seed
+and the same calls give the same run.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torchkv.errors import ProtocolError
+from torchkv.transport import Region
+from torchkv_loopback.wire import RegionRecord
 
-if TYPE_CHECKING:
-    from torchkv_loopback.transport import LoopbackTransport
-
-__all__ = ["Faults", "Mortal", "World"]
+__all__ = ["Faults", "Watcher", "OpenTransport", "World"]
 
 Link = tuple[int, int]  # source node, destination node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How badly the network behaves.
+    """The faults of the network.
 
-    drop, duplicate: probability that a datagram is lost, or delivered twice. min_delay, max_delay: bounds in
-    seconds of every delay: a datagram's, and each half of the way of a piece of a put (read, then land).
-    survive: probability that a piece which a killed writer had in flight still lands. window: spans that one
-    round of progress posts for one put. pieces: into how many pieces such a window is cut at most.
+    drop, duplicate: probabilities that a datagram is lost, and that it is delivered twice. min_delay, max_delay: bounds
+    in seconds of every delay: a datagram's, and of a put's piece until it is read and again until it lands. survive:
+    probability that a piece that a killed writer had in flight still lands. window: spans that one round of progress
+    posts for one put. pieces: the most pieces into which such a window is cut.
     """
 
     drop: float = 0.0
@@ -43,12 +42,24 @@ class Faults:
     pieces: int = 8
 
 
-class Mortal(Protocol):
-    """What hears that a node has ended: a channel of ``node`` towards it."""
+class Watcher(Protocol):
+    """A channel of ``node``, which is told when the node it leads to has ended."""
 
     node: int
 
     def lose(self, reason: str) -> None: ...
+
+
+class OpenTransport(Protocol):
+    """A node's transport, as the channels of others use it."""
+
+    node: int
+
+    def region_of(self, record: RegionRecord) -> Region:
+        """The region that its own descriptor describes. Raises ``ProtocolError`` if there is no such region."""
+
+    def has(self, region: Region) -> bool:
+        """Whether ``region`` is still registered there."""
 
 
 @dataclass(slots=True)
@@ -56,15 +67,14 @@ class _Node:
     inbox: list[bytes] = field(default_factory=list)
     alive: bool = True
     paused: bool = False
-    channels: list[Mortal] = field(default_factory=list)  # others' channels towards this node
-    signals: list[int] = field(default_factory=lambda: [0] * 64)
+    channels: list[Watcher] = field(default_factory=list)  # others' channels towards this node
 
 
 class World:
     """Nodes, the clock and everything in flight between them.
 
-    Nodes are numbered from 0 in order of `add_node`. ``self_driven``: each transport's ``progress()`` moves the
-    clock on by itself, because nobody else calls `advance`.
+    Nodes are numbered from 0 in the order of `add_node`. self_driven: whether each transport's ``progress()`` advances
+    the clock; if not, the test calls `advance`.
     """
 
     def __init__(self, seed: int = 0, *, faults: Faults | None = None, self_driven: bool = False) -> None:
@@ -72,10 +82,10 @@ class World:
         self.faults = Faults() if faults is None else faults
         self.self_driven = self_driven
         self.now = 0.0
-        # Not from the seed alone: two processes may well use the same one, and their worlds are not one world.
+        # Not from the seed alone: worlds of one seed in two processes must not be taken for one world.
         self.identity = self.random.getrandbits(64) ^ secrets.randbits(64)
         self.in_flight: Counter[Link] = Counter()  # pieces of puts that may still land
-        self.transports: dict[int, LoopbackTransport] = {}  # open ones, by node
+        self.transports: dict[int, OpenTransport] = {}  # open ones, by node
         self._nodes: list[_Node] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
@@ -85,12 +95,12 @@ class World:
     # ------------------------------------------------------------------ time
 
     def schedule(self, delay: float, action: Callable[[], None]) -> None:
-        """Runs ``action`` ``delay`` seconds from now; of two at one time, the one scheduled first."""
+        """Runs ``action`` ``delay`` virtual seconds from now; actions due at one time run in order of scheduling."""
         heapq.heappush(self._events, (self.now + delay, self._scheduled, action))
         self._scheduled += 1
 
     def delay(self) -> float:
-        """A random delay within the bounds of the faults, in seconds."""
+        """A random delay in virtual seconds, within the bounds of the faults."""
         return self.random.uniform(self.faults.min_delay, self.faults.max_delay)
 
     @property
@@ -99,7 +109,7 @@ class World:
         return self._events[0][0] if self._events else None
 
     def run_due(self) -> bool:
-        """Runs every event that is due by now. True if there was one."""
+        """Runs every event that is due now. True if there was one."""
         ran = False
         while self._events and self._events[0][0] <= self.now:
             heapq.heappop(self._events)[2]()
@@ -107,9 +117,9 @@ class World:
         return ran
 
     def advance(self, limit: float | None = None) -> bool:
-        """Moves the clock to the next event, or to ``limit`` if that is earlier, and runs what is due.
+        """Advances the clock to the next event, or to ``limit`` if that is earlier, and runs what is due then.
 
-        False if there is neither.
+        False if there is neither an event nor a limit.
         """
         times = [time for time in (self.next_event, limit) if time is not None]
         if not times:
@@ -134,13 +144,13 @@ class World:
         return self._nodes[node].paused
 
     def kill(self, node: int) -> None:
-        """Ends a node at once. Each piece it has in flight still lands or vanishes at random."""
+        """Ends a node at once. Each piece that it has in flight lands or is dropped, at random."""
         self.remove(node, f"node {node} was killed")
         for link in [link for link in self._held if link[0] == node]:
             self._release(link)
 
     def remove(self, node: int, reason: str) -> None:
-        """The node is gone; channels towards it learn so after a while."""
+        """Ends a node; channels towards it are told after a delay."""
         found = self._nodes[node]
         if not found.alive:
             return
@@ -151,7 +161,7 @@ class World:
         found.channels.clear()
 
     def pause(self, node: int) -> None:
-        """Stops the node as SIGSTOP does: it takes no step, but what it has posted still lands."""
+        """Stops the node like SIGSTOP: it makes no progress, but what it has posted still lands."""
         self._nodes[node].paused = True
 
     def resume(self, node: int) -> None:
@@ -163,24 +173,20 @@ class World:
             self._nodes[dst].channels.remove(channel)
             channel.lose(f"the link from node {src} to node {dst} broke")
 
-    def watch(self, node: int, channel: Mortal) -> None:
+    def watch(self, node: int, channel: Watcher) -> None:
         """``channel.lose`` is called some time after ``node`` has ended."""
         if self.alive(node):
             self._nodes[node].channels.append(channel)
         else:
             channel.lose(f"node {node} has ended")
 
-    def unwatch(self, node: int, channel: Mortal) -> None:
+    def unwatch(self, node: int, channel: Watcher) -> None:
         self._nodes[node].channels = [known for known in self._nodes[node].channels if known is not channel]
-
-    def signals(self, node: int) -> list[int]:
-        """The 64 signal slots of a node."""
-        return self._nodes[node].signals
 
     # ------------------------------------------------------------------ links
 
     def partition(self, src: int, dst: int) -> None:
-        """Cuts one direction: datagrams are lost, pieces of puts wait until `heal` (or the writer's death)."""
+        """Cuts one direction: datagrams are lost, pieces of puts wait until `heal` or until the writer is killed."""
         self._cut.add((src, dst))
 
     def heal(self, src: int, dst: int) -> None:
@@ -188,7 +194,7 @@ class World:
         self._release((src, dst))
 
     def reaches(self, src: int, dst: int) -> bool:
-        """Whether the direction is not cut. A dead writer's pieces have left it already, so nothing holds them."""
+        """Whether the direction is not cut."""
         return (src, dst) not in self._cut
 
     def hold(self, src: int, dst: int, action: Callable[[], None]) -> None:
@@ -202,7 +208,7 @@ class World:
     # ------------------------------------------------------------------ datagrams
 
     def send(self, src: int, dst: int, data: bytes) -> None:
-        """A datagram: lost, doubled and delayed as the faults say."""
+        """Sends a datagram, which is lost, duplicated and delayed as `faults` says."""
         if not (self.alive(src) and self.reaches(src, dst)):
             return
         copies = 1 + (self.random.random() < self.faults.duplicate)

@@ -1,4 +1,4 @@
-"""The way to one PE: a stream, the peer's regions, and a queue of operations."""
+"""`NVSHMEMChannel`: puts to one PE. It holds a CUDA stream, the peer's regions, and a queue of operations."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
-from torchkv import devicemem
+from torchkv.cuda import ipc
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
-from torchkv.processes import process_ended, watch_process
-from torchkv.spans import Table
-from torchkv.transport import SIGNAL_SLOTS, Batch, Channel, RemoteView, check_signal
+from torchkv.host.processes import process_ended, watch_process
+from torchkv.transport import Batch, Channel, RemoteView
+from torchkv.transport.batch_check import Table
 from torchkv_nvshmem import wire
 from torchkv_nvshmem.heap import Place
-from torchkv_nvshmem.operation import FlushOperation, Operation, PutOperation, SignalOperation, StreamPut
+from torchkv_nvshmem.operation import FlushOperation, Operation, PutOperation
 from torchkv_nvshmem.runtime import Runtime
 from torchkv_nvshmem.spans import OUTSIDE, resolve
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
-__all__ = ["SIGNAL_NBYTES", "NVSHMEMChannel"]
+__all__ = ["NVSHMEMChannel"]
 
-SIGNAL_NBYTES = 8
-_CLOSE_SECONDS = 5.0  # for what is on the stream; over NVLink a matter of milliseconds
+_CLOSE_SECONDS = 5.0  # limit for what is on the stream to end; over NVLink it takes milliseconds
 _CLOSE_POLL = 0.0005
 
 
@@ -38,29 +35,23 @@ class NVSHMEMChannel(Channel):
         self._local = local
         self._regions = list(regions)
         self._remote = Table()
-        self._mailbox = self._mailbox_of(peer)
+        self._check_member(peer.heap, peer.pe, "its address")
+        if not 0 <= peer.pe < runtime.size:
+            raise ProtocolError(f"{self._peer}: this NVSHMEM job has {runtime.size} PEs")
         for index, blob in enumerate(self._regions):
             self._remote.add(self._address_of(index, blob), blob.nbytes)
         self._views: dict[int, RemoteView | str] = {}  # or why there is none
-        self._mappings: list[devicemem.Mapping] = []
+        self._mappings: list[ipc.Mapping] = []
         self._queue: deque[Operation] = deque()
         self._posted: list[Operation] = []
         self._failure: KVError | None = None
         self._closed = False
         with runtime.lock:
-            self._mapped = bool(runtime.library.pointer(self._mailbox, self._pe))
+            # Whether loads and stores reach a PE depends on the PE and not on the address: any block shows it.
+            self._mapped = bool(runtime.library.pointer(runtime.heap.blocks[0].base, self._pe))
         self._pidfd = watch_process(peer.process)
         self._ended = False
         self._stream = runtime.gpu.stream()
-
-    def _mailbox_of(self, peer: AddressBlob) -> int:
-        self._check_member(peer.heap, peer.pe, "its address")
-        if not 0 <= peer.pe < self._runtime.size:
-            raise ProtocolError(f"{self._peer}: this NVSHMEM job has {self._runtime.size} PEs")
-        place = Place(peer.mailbox_block, peer.mailbox_offset, SIGNAL_SLOTS * SIGNAL_NBYTES)
-        if place.offset % SIGNAL_NBYTES:
-            raise ProtocolError(f"{self._peer}: signal words at byte {place.offset} are not aligned")
-        return self._runtime.heap.address(place, f"{self._peer}: its address")
 
     def _address_of(self, index: int, blob: RegionBlob) -> int:
         """The symmetric address of a region, or `OUTSIDE`."""
@@ -85,22 +76,9 @@ class NVSHMEMChannel(Channel):
     def put(self, batch: Batch) -> PutOperation:
         self._require_usable()
         spans = resolve(batch, self._local, self._remote, self._peer)
-        operation = PutOperation(self._put_name(len(batch)), self._runtime, self._stream, pe=self._pe, spans=spans)
+        name = f"put of {len(batch)} spans to {self._peer}"
+        operation = PutOperation(name, self._runtime, self._stream, pe=self._pe, spans=spans)
         self._queue.append(operation)
-        return operation
-
-    def put_on_stream(self, batch: Batch, stream: torch.cuda.Stream) -> StreamPut:
-        """The same, all at once and in the order of the caller's ``stream``: no earlier work on it need be done.
-
-        A flush or signal of this channel comes after it. Raises ``ProtocolError`` while ``stream`` is capturing: a
-        replay would write again, unasked.
-        """
-        self._require_usable()
-        theirs = self._runtime.gpu.borrow(stream)
-        spans = resolve(batch, self._local, self._remote, self._peer)
-        operation = StreamPut(self._put_name(len(batch)), self._runtime, theirs, pe=self._pe, spans=spans)
-        self._stream.follow(theirs)
-        self._posted.append(operation)
         return operation
 
     def flush(self) -> FlushOperation:
@@ -109,17 +87,8 @@ class NVSHMEMChannel(Channel):
         self._queue.append(operation)
         return operation
 
-    def signal(self, slot: int, value: int) -> SignalOperation:
-        self._require_usable()
-        check_signal(slot, value, where=f" to {self._peer}")
-        target = self._mailbox + slot * SIGNAL_NBYTES
-        name = f"signal {slot} to {self._peer}"
-        operation = SignalOperation(name, self._runtime, self._stream, pe=self._pe, target=target, value=value)
-        self._queue.append(operation)
-        return operation
-
     def view(self, region: int) -> RemoteView | None:
-        """``ptr`` is an address of this rank's own device context, for its kernels."""
+        """See `torchkv.transport.Channel.view`; the address is for kernels on this rank's GPU."""
         found = self._view(region)
         return found if isinstance(found, RemoteView) else None
 
@@ -160,8 +129,8 @@ class NVSHMEMChannel(Channel):
 
     @property
     def drained(self) -> bool:
-        # What a peer on this host writes, its own GPU contexts write: they end before the process counts as ended.
-        # Of one on another host packets may still be on their way, and nobody here can tell.
+        # A peer on this host writes through its own GPU contexts, which are destroyed before its process counts as
+        # ended. Packets of a peer on another host may still be on their way after its end, and nothing here shows it.
         return self._mapped and self._peer_ended()
 
     def close(self) -> None:
@@ -172,7 +141,7 @@ class NVSHMEMChannel(Channel):
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self.step(0) or not self.idle:
             if time.monotonic() > deadline:
-                break  # a peer over the network that is gone: its operations never end, and keep their memory
+                break  # operations towards a dead peer over the network never end; they keep their memory
             time.sleep(_CLOSE_POLL)
         for mapping in self._mappings:
             mapping.close()
@@ -188,7 +157,7 @@ class NVSHMEMChannel(Channel):
 
     @property
     def idle(self) -> bool:
-        """No operation is under way."""
+        """Whether no operation is pending."""
         return not self._queue and not self._posted
 
     def uses_local(self, region: int) -> bool:
@@ -214,7 +183,7 @@ class NVSHMEMChannel(Channel):
                 break
             self._posted.append(self._queue.popleft())
         for operation in self._posted:
-            # A failed operation takes the channel with it: what follows could not be vouched for.
+            # A failed operation fails the channel: a later flush could not tell what has arrived.
             if operation.done and operation.failed and self._failure is None:
                 assert operation.error is not None
                 self._fail(operation.error)
@@ -224,12 +193,9 @@ class NVSHMEMChannel(Channel):
     # ------------------------------------------------------------------ inside
 
     def _peer_ended(self) -> bool:
-        """Whether the peer's process, all its threads included, has ended. Of one elsewhere nobody here can tell."""
+        """Whether the peer's process has ended, all its threads included. Always False for one on another host."""
         self._ended = self._ended or (self._pidfd is not None and process_ended(self._pidfd))
         return self._ended
-
-    def _put_name(self, count: int) -> str:
-        return f"put of {count} spans to {self._peer}"
 
     def _fail(self, failure: KVError) -> None:
         self._failure = failure

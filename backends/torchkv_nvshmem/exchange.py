@@ -1,4 +1,4 @@
-"""How the ranks of a group tell each other a few bytes before any of them enters NVSHMEM: through the group's store."""
+"""All-gather of a few bytes over the group's store, for what ranks agree on before any of them calls NVSHMEM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchkv.errors import TransportUnavailable
 
 __all__ = ["Exchange", "through_store"]
 
-# Gives every rank's bytes to every rank of the group, in rank order. Collective; has a deadline of its own.
+# Collective: takes this rank's bytes, returns those of all ranks in rank order. It has a deadline of its own.
 Exchange = Callable[[bytes], Sequence[bytes]]
 
 _PREFIX = "torchkv-nvshmem"
@@ -23,7 +23,8 @@ def through_store(store: Store, *, rank: int, size: int) -> Exchange:
     """
 
     def exchange(data: bytes) -> list[bytes]:
-        # Everyone draws one ticket an exchange, and none its next before all have drawn: so all get the same number.
+        # Each rank takes one ticket per exchange, and its next only after all ranks have taken theirs: so the quotient
+        # is the same on all ranks.
         step = (store.add(f"{_PREFIX}/tickets", 1) - 1) // size
         store.set(f"{_PREFIX}/{step}/{rank}", data)  # type: ignore[arg-type]  # the stubs forget bytes
         answers: list[bytes] = []
@@ -33,10 +34,10 @@ def through_store(store: Store, *, rank: int, size: int) -> Exchange:
             except RuntimeError as error:  # torch's DistStoreError, or what older releases raise
                 raise TransportUnavailable(
                     f"rank {other} of {size} did not come to an exchange that all ranks take part in ({error}); it "
-                    "failed before, has ended, or skipped the call"
+                    "failed before, has ended, or did not make the call"
                 ) from error
         if step:
-            store.delete_key(f"{_PREFIX}/{step - 1}/{rank}")  # all are here, so all have read that
+            store.delete_key(f"{_PREFIX}/{step - 1}/{rank}")  # every rank is in this step, so all have read that one
         return answers
 
     return exchange

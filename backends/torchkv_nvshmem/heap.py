@@ -1,9 +1,9 @@
-"""Symmetric memory as this process sees it: blocks that every PE has, and local tenants inside them.
+"""The allocator of symmetric memory: blocks that all PEs have, and spans of them that each PE gives out by itself.
 
-NVSHMEM allocates and frees collectively, on all PEs, in one order. A tensor is freed whenever Python drops it, on
-one rank alone, and a rank may die. So nothing is ever given back to NVSHMEM: what all PEs allocate together is a
-*block*, of one size everywhere, and from it each PE hands out spans by itself. A peer names a span by block and
-offset, so spans need not lie at the same place on all PEs, and what is freed here is used again here.
+NVSHMEM allocates and frees collectively: on all PEs, in the same order. But a tensor is freed when Python drops it, on
+one rank alone, and a rank may die. So nothing is ever given back to NVSHMEM. All PEs together allocate a *block*, of
+the same size everywhere, and each PE gives out spans of it by itself. A peer names a span by block and offset, so spans
+need not lie at the same place on all PEs, and a span that is freed here can be used again here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchkv.errors import ProtocolError
 
 __all__ = ["ALIGNMENT", "Block", "Heap", "Place"]
 
-ALIGNMENT = 512  # bytes; NVSHMEM's own, and enough for every vector load
+ALIGNMENT = 512  # bytes; what NVSHMEM aligns to, and enough for every vector load
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(slots=True)
 class Block:
-    """One collective allocation. ``free``: spans (offset, bytes) that nobody has, ascending, never touching."""
+    """One collective allocation. free: unused spans (offset, bytes), in ascending order, none adjacent to another."""
 
     base: int  # address on this PE
     nbytes: int
@@ -42,7 +42,7 @@ class Heap:
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
-        # Re-entrant: a garbage collection in any of these sections may give a span back.
+        # Re-entrant, because a garbage collection while it is held may free a tensor and so call `give`.
         self._lock = threading.RLock()
 
     @property
@@ -51,12 +51,12 @@ class Heap:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks together."""
         return sum(block.nbytes for block in self._blocks)
 
     @property
     def largest_free(self) -> int:
-        """The largest span that `take` could give."""
+        """Bytes of the largest span that `take` could return."""
         with self._lock:
             return max((size for block in self._blocks for _, size in block.free), default=0)
 
@@ -69,7 +69,7 @@ class Heap:
         """A free span of ``nbytes`` (at least 1), aligned to ``ALIGNMENT``; None if there is none."""
         size = aligned(nbytes)
         with self._lock:
-            # The tightest fit, so that a small tensor does not break the span that a cache needs again.
+            # The smallest span that fits, so that a small tensor does not split one that a cache will need again.
             fits = [
                 (room, index, i)
                 for index, block in enumerate(self._blocks)
@@ -84,7 +84,7 @@ class Heap:
             return Place(index, offset, nbytes)
 
     def give(self, place: Place) -> None:
-        """Takes back what `take` gave; joined with free neighbours."""
+        """Frees what `take` returned; joins it with free neighbours."""
         start, end = place.offset, place.offset + aligned(place.nbytes)
         with self._lock:
             free = self._blocks[place.block].free
@@ -99,16 +99,16 @@ class Heap:
             free.insert(i, (start, end - start))
 
     def find(self, ptr: int, nbytes: int) -> Place | None:
-        """Where [ptr, ptr + nbytes) lies, or None if that is not inside one block."""
+        """The place of [ptr, ptr + nbytes), or None if that does not lie inside one block."""
         for index, block in enumerate(self._blocks):
             if block.base <= ptr and ptr + nbytes <= block.base + block.nbytes:
                 return Place(index, ptr - block.base, nbytes)
         return None
 
     def address(self, place: Place, owner: str) -> int:
-        """The address of ``place`` on this PE, which names it on every PE. Raises ``ProtocolError`` outside a block.
+        """The address of ``place`` on this PE, by which NVSHMEM names it on every PE.
 
-        owner: whose claim it is, for the message.
+        Raises ``ProtocolError`` if it does not lie inside a block. owner: who published it, for the message.
         """
         if not 0 <= place.block < len(self._blocks):
             raise ProtocolError(

@@ -1,7 +1,7 @@
-"""libnvshmem_host, as far as torchkv uses it. NVSHMEM4Py starts it; the rest is its C API, called by address.
+"""The parts of libnvshmem_host that torchkv uses: NVSHMEM4Py starts it, the rest is called through its C API.
 
-NVSHMEM4Py's own put takes whole tensors only. Much of the C API ends the process where it fails, so callers check
-first: see `runtime`.
+NVSHMEM4Py's put takes whole tensors only. Many functions of the C API end the process when they fail, so callers check
+the conditions before: see `runtime`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import TransportUnavailable
-from torchkv.transport import Int64Array
 
 __all__ = ["FUNCTIONS", "UID_NBYTES", "Library", "LibNVSHMEM", "why_not"]
 
@@ -28,36 +28,32 @@ UID_NBYTES = 128  # of nvshmemx_uniqueid_v1
 # The C functions that compiled code calls, in the order in which `pump` indexes their addresses.
 FUNCTIONS = ("nvshmemx_putmem_on_stream", "clock_gettime")
 
-_SIGNAL_SET = 9  # NVSHMEM_SIGNAL_SET
-_INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; those above it say how PEs share GPUs
+_INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; greater values say how PEs share GPUs
 
 
 class Library(Protocol):
-    """What the rest of the package calls. All of it from one thread at a time, the device's context current."""
+    """What the rest of the package calls: by one thread at a time, with the device's context current."""
 
     functions: Int64Array  # addresses of `FUNCTIONS`
 
     def unique_id(self) -> bytes:
-        """``UID_NBYTES`` bytes that name a new job. The caller listens until all PEs have come."""
+        """``UID_NBYTES`` bytes that name a new job. NVSHMEM then listens in this process until all PEs have come."""
 
     def start(self, uid: bytes, *, rank: int, size: int, device: int) -> None:
         """Joins the job as PE ``rank`` of ``size``. Collective. Raises ``TransportUnavailable``."""
 
     def malloc(self, nbytes: int) -> int:
-        """The address here of symmetric memory, or 0. Collective, ``nbytes`` the same on all PEs."""
+        """Collective, with the same ``nbytes`` on all PEs: the local address of new symmetric memory, or 0."""
 
     def pointer(self, address: int, pe: int) -> int:
-        """Where loads and stores of this device reach ``pe``'s instance of a symmetric address, or 0."""
+        """The address at which this device's loads and stores reach a symmetric address of ``pe``, or 0."""
 
     def quiet(self, stream: int) -> None:
         """Enqueues: wait until all earlier puts are complete at their PEs."""
 
-    def signal(self, address: int, value: int, pe: int, stream: int) -> None:
-        """Enqueues: store int64 ``value`` at a symmetric address of ``pe``."""
-
 
 def why_not() -> str | None:
-    """None if NVSHMEM may work here, else the reason and what mends it. Loads nothing."""
+    """None if NVSHMEM may work on this machine, else the reason and what would help. Loads nothing."""
     if sys.platform != "linux":
         return f"NVSHMEM needs Linux, not {sys.platform}"
     if not torch.cuda.is_available():
@@ -78,7 +74,7 @@ def why_not() -> str | None:
 
 
 def _torch_pin(package: str) -> str:
-    """The version of ``package`` that PyTorch requires, or an empty string."""
+    """The version of ``package`` that PyTorch requires, or ""."""
     for requirement in metadata.requires("torch") or []:
         found = re.match(rf"{re.escape(package)}\s*\(?==\s*([0-9][0-9.]*)", requirement)
         if found:
@@ -89,7 +85,7 @@ def _torch_pin(package: str) -> str:
 def _installed(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # some distributions bring the library without pip's records
+    except metadata.PackageNotFoundError:  # some distributions install the library without pip's records
         return ""
 
 
@@ -98,7 +94,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class LibNVSHMEM:
-    """The real `Library`. Loads it; raises ``TransportUnavailable`` if it does not load or is in use already."""
+    """The `Library` itself. Raises ``TransportUnavailable`` if it does not load, or has been started by other code."""
 
     def __init__(self) -> None:
         try:
@@ -112,13 +108,10 @@ class LibNVSHMEM:
         self._malloc = self._bind("nvshmem_malloc", pointer, ctypes.c_size_t)
         self._ptr = self._bind("nvshmem_ptr", pointer, pointer, number)
         self._quiet = self._bind("nvshmemx_quiet_on_stream", None, pointer)
-        self._signal = self._bind(
-            "nvshmemx_signal_op_on_stream", None, pointer, ctypes.c_uint64, number, number, pointer
-        )
         self.functions: Int64Array = np.array([self._address(name) for name in FUNCTIONS], dtype=np.int64)
         if self._status() != 0:
             raise TransportUnavailable(
-                "NVSHMEM was started in this process by somebody else, with PEs that torchkv does not know; make the "
+                "NVSHMEM was started in this process by other code, with PEs that torchkv does not know; make the "
                 "torchkv group first, or use another transport"
             )
 
@@ -145,11 +138,11 @@ class LibNVSHMEM:
             whole = self._core.get_unique_id(empty=True)
             ctypes.memmove(whole.ptr, uid, UID_NBYTES)
             self._core.init(device=here, uid=whole, rank=rank, nranks=size, initializer_method="uid")
-        except Exception as error:  # what these packages raise has no common base
+        except Exception as error:  # the exceptions of these packages have no common base
             raise TransportUnavailable(
                 f"NVSHMEM did not start on cuda:{device}: {error}; NVSHMEM_DEBUG=INFO says more"
             ) from error
-        if self._status() < _INITIALIZED:  # init swallows what failed on the way
+        if self._status() < _INITIALIZED:  # init returns normally after some failures
             raise TransportUnavailable(
                 f"NVSHMEM did not start on cuda:{device}: most often a GPU of the group cannot be reached (neither "
                 "peer access nor InfiniBand); `nvidia-smi topo -p2p w` and NVSHMEM_DEBUG=INFO say more"
@@ -163,6 +156,3 @@ class LibNVSHMEM:
 
     def quiet(self, stream: int) -> None:
         self._quiet(stream)
-
-    def signal(self, address: int, value: int, pe: int, stream: int) -> None:
-        self._signal(address, value & ((1 << 64) - 1), _SIGNAL_SET, pe, stream)

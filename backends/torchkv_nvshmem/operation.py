@@ -1,6 +1,6 @@
-"""What can be under way on a channel: puts, flushes and signals, each a `Completion` that the channel steps.
+"""The operations of a channel, puts and flushes: each is a `Completion` that the channel advances step by step.
 
-What is on a stream runs to its end. So an operation ends when the mark behind the last thing it enqueued is done.
+What is on a stream runs to its end. So an operation is done when the mark behind the last thing it enqueued is done.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, TransferCancelled
-from torchkv.spans import Spans
-from torchkv.transport import Int64Array
+from torchkv.transport.batch_check import Spans
 from torchkv_nvshmem import pump
 from torchkv_nvshmem.gpu import Mark, Stream
 from torchkv_nvshmem.runtime import Runtime
 
-__all__ = ["FlushOperation", "Operation", "PutOperation", "SignalOperation", "StreamPut"]
+__all__ = ["FlushOperation", "Operation", "PutOperation"]
 
-# What one put may have on the stream: enough to keep the link busy, little enough to be cancelled.
+# What one put may have on the stream: enough to keep the link busy, little enough to end soon after a cancel.
 _WINDOW_SPANS = 4096
 _WINDOW_NBYTES = 256 << 20
-_ALL = (1 << 63) - 1
 
 
 class _Part(NamedTuple):
@@ -34,7 +33,7 @@ class _Part(NamedTuple):
 
 
 class Operation(ABC):
-    """Base of all operations. ``step`` advances it; ``posted`` lets the channel's next operation begin."""
+    """Base of all operations. `step` advances it. Once it is `posted`, the channel's next operation begins."""
 
     def __init__(self, name: str, runtime: Runtime, stream: Stream) -> None:
         self.name = name
@@ -43,17 +42,17 @@ class Operation(ABC):
         self._runtime = runtime
         self._stream = stream
         self._stopped_by: KVError | None = None
-        self._unmarked: _Part | None = None  # enqueued, but no mark behind it yet
+        self._unmarked: _Part | None = None  # enqueued, but no mark could be enqueued behind it yet
         self._marks: deque[tuple[Mark, _Part]] = deque()
 
     @property
     @abstractmethod
     def posted(self) -> bool:
-        """Whether nothing more of it will be enqueued."""
+        """Whether nothing more of it will be enqueued: all of it was, or it was stopped."""
 
     @property
     def failed(self) -> bool:
-        """Ended in an error, other than by its caller's cancel."""
+        """Whether it ended with an error other than its caller's cancel."""
         return self.error is not None and not isinstance(self.error, TransferCancelled)
 
     def cancel(self) -> None:
@@ -61,12 +60,12 @@ class Operation(ABC):
             self.stop(TransferCancelled(f"{self.name} was cancelled before all of it was posted"))
 
     def stop(self, reason: KVError) -> None:
-        """Posts nothing more; ends with ``reason`` once the stream is past what was posted."""
+        """Enqueues nothing more; ends with ``reason`` once the stream has passed what was enqueued."""
         if not self.done and self._stopped_by is None:
             self._stopped_by = reason
 
     def step(self, budget_ns: int) -> bool:
-        """Enqueues for at most ``budget_ns``, and looks how far the stream has come. True if anything moved."""
+        """Enqueues for at most ``budget_ns`` and reads the marks. True if anything moved."""
         if self.done:
             return False
         moved = False
@@ -89,13 +88,13 @@ class Operation(ABC):
             self._marks.append((self._stream.mark(), self._unmarked))
             self._unmarked = None
         except KVError as error:
-            if not error.retryable:  # the device has failed: nothing of this runs any more
+            if not error.retryable:  # the device has failed: nothing on its streams runs any more
                 self.stop(error)
                 self._unmarked = None
 
     @abstractmethod
     def _post(self, budget_ns: int) -> _Part | None:
-        """Enqueues something; what it was."""
+        """Enqueues the next part, which it returns; None if the window is full."""
 
 
 class PutOperation(Operation):
@@ -116,29 +115,19 @@ class PutOperation(Operation):
     def _post(self, budget_ns: int) -> _Part | None:
         count = _WINDOW_SPANS - sum(part.spans for _, part in self._marks)
         nbytes = _WINDOW_NBYTES - sum(part.nbytes for _, part in self._marks)
-        return self._enqueue(count, nbytes, budget_ns) if count > 0 and nbytes > 0 else None
-
-    def _enqueue(self, max_spans: int, max_nbytes: int, budget_ns: int) -> _Part:
+        if count <= 0 or nbytes <= 0:
+            return None
         spans, before = self._spans, int(self._state[pump.CURSOR])
         with self._runtime.lock:
-            nbytes = pump.post(
+            posted = pump.post(
                 self._runtime.library.functions, self._pe, self._stream.handle, spans.source, spans.target,
-                spans.length, self._state, max_spans, max_nbytes, budget_ns,
+                spans.length, self._state, count, nbytes, budget_ns,
             )  # fmt: skip
-        return _Part(int(self._state[pump.CURSOR]) - before, nbytes)
+        return _Part(int(self._state[pump.CURSOR]) - before, posted)
 
 
-class StreamPut(PutOperation):
-    """A put on a caller's stream: all of it is there from the start."""
-
-    def __init__(self, name: str, runtime: Runtime, stream: Stream, *, pe: int, spans: Spans) -> None:
-        super().__init__(name, runtime, stream, pe=pe, spans=spans)
-        self._unmarked = self._enqueue(_ALL, _ALL, _ALL >> 1)
-        self._mark()
-
-
-class _Ordered(Operation):
-    """Something that comes after all earlier puts of the channel are complete at the peer."""
+class FlushOperation(Operation):
+    """Done when all earlier puts of the channel are complete at the peer."""
 
     def __init__(self, name: str, runtime: Runtime, stream: Stream) -> None:
         super().__init__(name, runtime, stream)
@@ -152,27 +141,4 @@ class _Ordered(Operation):
         self._begun = True
         with self._runtime.lock:
             self._runtime.library.quiet(self._stream.handle)
-            self._enqueue()
         return _Part(0, 0)
-
-    @abstractmethod
-    def _enqueue(self) -> None:
-        """Enqueues what comes behind the quiet."""
-
-
-class FlushOperation(_Ordered):
-    def _enqueue(self) -> None:
-        """The quiet is all."""
-
-
-class SignalOperation(_Ordered):
-    """target: symmetric address of the peer's word."""
-
-    def __init__(self, name: str, runtime: Runtime, stream: Stream, *, pe: int, target: int, value: int) -> None:
-        super().__init__(name, runtime, stream)
-        self._pe = pe
-        self._target = target
-        self._value = value
-
-    def _enqueue(self) -> None:
-        self._runtime.library.signal(self._target, self._value, self._pe, self._stream.handle)

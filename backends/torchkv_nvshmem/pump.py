@@ -1,15 +1,15 @@
-"""The compiled inner loop: posts puts to a stream. No Python per span, no GIL.
+"""The compiled inner loop: posts puts to a stream; no Python per span, and without the GIL.
 
-C functions are called through their addresses, which arrive as plain integers: so the machine code does not
-depend on where NVSHMEM was loaded, and numba can keep it on disk between runs.
+C functions are called through their addresses, which are passed as integers. So the machine code does not depend on
+where NVSHMEM was loaded, and numba can cache it on disk between runs.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchkv.compiled import c_function, compiled, monotonic_ns
-from torchkv.transport import Int64Array
+from torchkv.arrays import Int64Array
+from torchkv.host.jit import c_function, compiled, monotonic_ns
 
 __all__ = ["CURSOR", "STATE_WORDS", "post"]
 
@@ -19,9 +19,9 @@ CURSOR, STATE_WORDS = 0, 1
 # Indices into the table of function addresses; the order is library.FUNCTIONS.
 _PUT, _CLOCK = 0, 1
 
-_BURST = 32  # puts between two looks at the clock
+_BURST = 32  # spans posted between two reads of the clock
 
-# An int argument takes the low half of its 64-bit register, on x86-64 as on AArch64.
+# nvshmemx_putmem_on_stream. An int argument is the low half of a 64-bit register, on x86-64 and on AArch64.
 _call_put = c_function(5, 0)
 
 
@@ -40,7 +40,7 @@ def post(
 ) -> int:
     """Enqueues spans from the cursor on until one of the bounds is reached, but at least one; returns their bytes.
 
-    source, target, length: int64[n], absolute addresses here, symmetric addresses of the peer, and bytes.
+    source, target, length: int64[n]: addresses here, symmetric addresses for the peer ``pe``, bytes.
     """
     clock = np.empty(2, dtype=np.int64)
     deadline = monotonic_ns(functions[_CLOCK], clock) + budget_ns

@@ -1,22 +1,26 @@
-"""Checked spans, all of them in symmetric memory."""
+"""The check of a batch: every span inside its regions, and all of them in symmetric memory."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchkv import spans
+from torchkv.arrays import Int64Array
 from torchkv.errors import TransportUnavailable
-from torchkv.spans import Spans, Table
-from torchkv.transport import Batch, Int64Array
+from torchkv.transport import Batch, batch_check
+from torchkv.transport.batch_check import Spans, Table
 
 __all__ = ["OUTSIDE", "resolve"]
 
-OUTSIDE = 0  # stands in a `Table` for the address of a region outside symmetric memory
+OUTSIDE = 0  # in a `Table`: the address of a region outside symmetric memory
 
 
 def resolve(batch: Batch, local: Table, remote: Table, peer: str) -> Spans:
-    """See `torchkv.spans.resolve`. Raises also ``TransportUnavailable`` for a region outside symmetric memory."""
-    checked = spans.resolve(batch, local, remote, peer)
+    """Checks every span of ``batch`` against both regions, see `torchkv.transport.batch_check.resolve`.
+
+    Raises ``ProtocolError`` that names the first span outside a region, ``TransportUnavailable`` for a region outside
+    symmetric memory.
+    """
+    checked = batch_check.resolve(batch, local, remote, peer)
     _require_symmetric(f"put to {peer}: local", checked.local_region, checked.length, local)
     _require_symmetric(f"put to {peer}: remote", checked.remote_region, checked.length, remote)
     return checked

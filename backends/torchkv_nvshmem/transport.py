@@ -1,4 +1,4 @@
-"""`NVSHMEMTransport`: one-sided writes between GPUs whose ranks were all there at the start."""
+"""`NVSHMEMTransport`: one-sided writes between GPUs over NVSHMEM, whose members are fixed when it starts."""
 
 from __future__ import annotations
 
@@ -9,39 +9,33 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.processes import this_process
-from torchkv.spans import Table
-from torchkv.transport import SIGNAL_SLOTS, Capabilities, Region, Revoke, Transport, check_signal
+from torchkv.host.processes import this_process
+from torchkv.transport import Capabilities, Region, Transport
+from torchkv.transport.batch_check import Table
 from torchkv_nvshmem import library, wire
-from torchkv_nvshmem.channel import SIGNAL_NBYTES, NVSHMEMChannel
+from torchkv_nvshmem.channel import NVSHMEMChannel
 from torchkv_nvshmem.exchange import through_store
 from torchkv_nvshmem.runtime import PROCESS, Membership, Party
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
 __all__ = ["RESERVE", "Region", "NVSHMEMTransport"]
 
-# The staging memory and scratch memory of one group with default options. NVSHMEM's heap grows in steps of 512 MiB, so
-# that asking for less would save nothing.
+# Bytes: staging and scratch memory of one group with default options. NVSHMEM's heap grows in steps of 512 MiB, so less
+# would save nothing.
 RESERVE = 416 << 20
-SIGNALS = 1 << 20  # for the signal words of a few transports
-_ROUND_NS = 1_000_000  # what one progress() may take, so that its thread can also look after other things
+ROUNDING = 1 << 20  # each allocation is rounded up to `heap.ALIGNMENT`
+_ROUND_NS = 1_000_000  # what one progress() may take: its thread has other work, too
 
 
 class NVSHMEMTransport(Transport):
-    """See `torchkv.transport.Transport`. Memory of one GPU a process; needs `join` first.
+    """The `torchkv.transport.Transport` over NVSHMEM, for memory of one GPU per process; `join` must come first.
 
-    Memory from `allocate_shared` and `allocate` is symmetric: it has puts and views. Over an engine's own tensors
-    there are views only, through CUDA IPC, and only where IPC can export them.
+    Memory from `allocate_shared` and `allocate` is symmetric: peers can put into it and map it. Other device memory
+    they can only map, through CUDA IPC, and only where IPC can export it.
     """
 
     name = "nvshmem"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        stream_ordered=True,
-        dynamic_members=False,
-        revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
-        collective_memory=True,
-    )
+    capabilities = Capabilities(devices=frozenset({"cuda"}), collective_memory=True)
 
     @staticmethod
     def available() -> str | None:
@@ -49,48 +43,39 @@ class NVSHMEMTransport(Transport):
 
     @classmethod
     def join(cls, *, rank: int, size: int, store: Store, device: torch.device, reserve: int = 0) -> None:
-        """Starts NVSHMEM with all ranks of a group, or finds that it runs with them. Collective.
+        """Collective: starts NVSHMEM with all ranks of a group, or checks that all are members if it has been started.
 
-        reserve: bytes that this rank's transports will `allocate`; every rank holds the largest reserve in advance.
-        Raises ``TransportUnavailable`` on all ranks, naming the one that cannot take part and why, also if NVSHMEM
-        runs in some of them already: its members are fixed at its start.
+        reserve: bytes that this rank's transports will `allocate`; every rank takes the largest reserve of the group.
+        Raises ``TransportUnavailable`` on all ranks, naming the rank that cannot take part and why. Ranks of which only
+        some are members cannot: the members are fixed at the start.
         """
         party = Party(rank, size, through_store(store, rank=rank, size=size))
-        PROCESS.join(party, device, max(RESERVE, reserve + SIGNALS))
+        PROCESS.join(party, device, max(RESERVE, reserve + ROUNDING))
 
     @classmethod
     def allocate_shared(cls, nbytes: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised uint8 tensor ``[nbytes]`` (0 or more) in symmetric memory, on all ranks of the group that
-        called `join` last. Collective.
+        """Collective over the group that called `join` last: an uninitialised uint8 tensor in symmetric memory.
 
-        Ranks may ask for different sizes; each sets the largest aside, unless all have enough left. Freed with the
-        last tensor over the storage, for later allocations of this process. Raises ``TransportUnavailable`` on all
-        ranks.
+        nbytes: its length, 0 or more. Ranks may ask for different sizes; the heap grows by the largest on every rank,
+        unless all have enough free. The memory is freed with the last tensor over the storage, for later allocations of
+        this process. Raises ``TransportUnavailable`` on all ranks.
         """
         return PROCESS.allocate(nbytes, device)
 
     def __init__(self, membership: Membership = PROCESS) -> None:
         """Raises ``TransportUnavailable`` before `join`."""
-        self._runtime = runtime = membership.runtime
-        runtime.gpu.enter()
-        words = runtime.take(SIGNAL_SLOTS * SIGNAL_NBYTES)
-        place = None if words is None else runtime.find(words)
-        if words is None or place is None:
-            raise TransportUnavailable("no symmetric memory left for signal words: too many transports are open")
-        self._place = place
-        words.zero_()
-        self._mailbox = words.view(torch.int64)
-        runtime.gpu.settle()
-        self._reader = runtime.gpu.stream()
+        self._runtime = membership.runtime
+        self._runtime.gpu.enter()
         self._regions: dict[int, Region] = {}
         self._table = Table()
         self._channels: list[NVSHMEMChannel] = []
-        # arm() must name a file descriptor, and nothing that happens to device memory makes one readable.
+        # For arm(), which must return a file descriptor. Nothing makes this one readable: no event of the GPU can, and
+        # progress() has no other work.
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closed = False
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Symmetric memory from what `join` has reserved. Not collective."""
+        """A uint8 tensor [nbytes] in symmetric memory, from what `join` has reserved. Not collective."""
         self._require_open()
         self._runtime.check_device(device)
         tensor = self._runtime.take(nbytes)
@@ -129,15 +114,7 @@ class NVSHMEMTransport(Transport):
     def address(self) -> bytes:
         self._require_open()
         runtime = self._runtime
-        return wire.pack(
-            AddressBlob(
-                heap=runtime.heap_id,
-                pe=runtime.pe,
-                mailbox_block=self._place.block,
-                mailbox_offset=self._place.offset,
-                process=this_process(),
-            )
-        )
+        return wire.pack(AddressBlob(heap=runtime.heap_id, pe=runtime.pe, process=this_process()))
 
     def connect(self, address: bytes, regions: Sequence[bytes]) -> NVSHMEMChannel:
         self._require_open()
@@ -146,12 +123,6 @@ class NVSHMEMTransport(Transport):
         channel = NVSHMEMChannel(self._runtime, peer, blobs, self._table)
         self._channels.append(channel)
         return channel
-
-    def read_signal(self, slot: int) -> int:
-        """Waits some microseconds for a copy from the device, but for no other work on it."""
-        self._require_open()
-        check_signal(slot)
-        return self._reader.read_int64(self._mailbox, slot)
 
     def progress(self) -> bool:
         self._require_open()
@@ -166,7 +137,7 @@ class NVSHMEMTransport(Transport):
         return self._event_fd if all(channel.idle for channel in self._channels) else None
 
     def close(self) -> None:
-        """Takes no part of any other rank. NVSHMEM itself stays started, see `runtime`."""
+        """Not collective. NVSHMEM itself stays started, see `runtime`."""
         if self._closed:
             return
         for channel in self._channels:
@@ -174,7 +145,6 @@ class NVSHMEMTransport(Transport):
         self._channels.clear()
         self._closed = True
         self._regions.clear()
-        self._reader.close()
         os.close(self._event_fd)
 
     def _require_open(self) -> None:

@@ -1,7 +1,7 @@
-"""The opaque bytes of this transport: what ranks tell each other when they join, addresses and region descriptors.
+"""The bytes that ranks exchange: what they say of themselves in collective calls, addresses, and region descriptors.
 
-They cross the network in a frame (`torchkv.blob`), with bounded fields; what they name is checked against the
-heap before it becomes an address.
+They cross the network in a frame (`torchkv.transport.framing`), and their fields are bounded. The places that they name
+are checked against the heap before they become addresses.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from torchkv.blob import Frame
-from torchkv.processes import ProcessId
+from torchkv.host.processes import ProcessId
+from torchkv.transport.framing import Frame
 from torchkv_nvshmem.library import UID_NBYTES
 
 __all__ = [
     "HEAP_ID_NBYTES",
-    "MAX_CARD",
+    "MAX_METADATA",
     "MAX_NBYTES",
     "NO_BLOCK",
     "AddressBlob",
-    "AllocateCard",
-    "JoinCard",
+    "AllocateMetadata",
+    "JoinMetadata",
     "RegionBlob",
-    "StartCard",
+    "StartMetadata",
     "heap_id",
     "pack",
     "unpack",
 ]
 
 MAX_NBYTES = 1 << 46
-MAX_CARD = 4 << 10  # also what Region.descriptor() may take
+MAX_METADATA = 4 << 10  # also what Region.descriptor() may take
 HEAP_ID_NBYTES = 16
 NO_BLOCK = -1  # the region lies outside the symmetric heap
 
-_FRAME = Frame(transport="nvshmem", magic=b"tknv1")
+_FRAME = Frame(transport="nvshmem", magic=b"tknv2")
 
 _Nbytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]
 _Pe = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
@@ -44,8 +44,10 @@ _Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="region"):
-    """A registered span: ``nbytes`` from ``offset`` of a block of ``pe``, or memory outside the heap that ``share``
-    (of `torchkv.devicemem`) describes."""
+    """A region: ``nbytes`` from ``offset`` on in a block of ``pe``.
+
+    block: `NO_BLOCK` for memory outside the heap; ``share`` (of `torchkv.cuda.ipc`) then says how to map it.
+    """
 
     heap: _HeapId
     pe: _Pe
@@ -56,18 +58,19 @@ class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class AddressBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="address"):
-    """A transport: its PE, where its signal words lie, and its process."""
+    """A transport: its PE and its process."""
 
     heap: _HeapId
     pe: _Pe
-    mailbox_block: _Pe
-    mailbox_offset: _Nbytes
     process: ProcessId
 
 
-class JoinCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
-    """A rank that joins: why it cannot (or empty), the heap it is in already (or empty) and as which PE, the memory
-    that it will take at first, its host, and its GPU's UUID and memory."""
+class JoinMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
+    """What a rank says in `join`.
+
+    reason: why it cannot take part, or "". heap, pe: the job that it is a member of, and its PE; empty if of none.
+    nbytes: symmetric memory that it wants first. host: its identity. gpu, gpu_nbytes: UUID and memory of its GPU.
+    """
 
     reason: _Reason
     heap: _HeapId = b""
@@ -78,16 +81,19 @@ class JoinCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="joi
     gpu_nbytes: _Nbytes = 0
 
 
-class StartCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start"):
-    """A step of starting: why it failed here (or empty), and from rank 0 the job's unique id."""
+class StartMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="start"):
+    """What a rank says after a step of the start. reason: why it failed, or "". uid: the job's, from rank 0."""
 
     reason: _Reason
     uid: Annotated[bytes, msgspec.Meta(max_length=UID_NBYTES)] = b""
 
 
-class AllocateCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="allocate"):
-    """A rank that allocates: why it cannot (or empty), its heap and PE, how much it needs, the largest free span of
-    its blocks, and the free memory of its GPU."""
+class AllocateMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="allocate"):
+    """What a rank says in `allocate_shared`.
+
+    reason: why it cannot take part, or "". heap, pe: its job and PE. nbytes: what it needs. spare: the largest free
+    span of its blocks. free: free memory of its GPU.
+    """
 
     reason: _Reason
     heap: _HeapId = b""
@@ -100,17 +106,17 @@ class AllocateCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def pack(blob: RegionBlob | AddressBlob | JoinCard | StartCard | AllocateCard) -> bytes:
+def pack(blob: RegionBlob | AddressBlob | JoinMetadata | StartMetadata | AllocateMetadata) -> bytes:
     packed = _FRAME.pack(blob)
-    assert len(packed) <= MAX_CARD
+    assert len(packed) <= MAX_METADATA
     return packed
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
     """Raises ``ProtocolError`` unless ``data`` is the whole output of `pack` for a ``kind``."""
-    return _FRAME.unpack(data, kind, limit=MAX_CARD)
+    return _FRAME.unpack(data, kind, limit=MAX_METADATA)
 
 
 def heap_id(uid: bytes) -> bytes:
-    """Names the heap that the job of ``uid`` shares."""
+    """The name of the heap that the members of the job ``uid`` share."""
     return hashlib.blake2b(uid, digest_size=HEAP_ID_NBYTES, person=b"torchkv-nvheap").digest()

@@ -1,4 +1,4 @@
-"""The way to one peer over UCX: an endpoint, the peer's regions, and a queue of operations."""
+"""`UCXChannel`: puts to one peer over UCX. It holds an endpoint, the peer's remote keys, and a queue of operations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
-from torchkv.transport import Batch, Channel, Int64Array, RemoteView, check_signal
+from torchkv.transport import Batch, Channel, RemoteView
 from torchkv_ucx import pump
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES, LibUCP
-from torchkv_ucx.mailbox import SIGNAL_NBYTES, Mailbox
-from torchkv_ucx.operation import FlushOperation, Link, Operation, PutOperation, SignalOperation, VectoredPut
+from torchkv_ucx.operation import FlushOperation, Link, Operation, PutOperation, VectoredPut
 from torchkv_ucx.process import LocalProcess
 from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
 from torchkv_ucx.views import PeerViews
@@ -24,13 +24,13 @@ from torchkv_ucx.wire import AddressBlob, RegionBlob
 
 __all__ = ["UCXChannel"]
 
-# UCX holds one TCP connection per pair, reads it to its end before it reports the endpoint as failed, and closes
-# it then; over cma the writer's own process stores, and over cuda_ipc a stream of that process, which the driver tears
-# down with it. So a failed endpoint of an ended process is quiet at once; the
-# rounds let UCX finish what it has put off (discarding lanes, purging requests).
-_SMALL = 32 << 10  # bytes a span, on average, below which system calls dominate (measured)
+# Nothing of an ended process can land once its endpoint has failed. Over TCP, UCX has one connection per pair; it reads
+# that to its end before it reports the endpoint as failed, and closes it. Over cma the writer's own process stores;
+# over cuda_ipc a stream of that process copies, and the driver destroys it with the process. These rounds of progress
+# let UCX finish what it has deferred: discarding lanes, purging requests.
 _ROUNDS_AFTER_DEATH = 3
-_CLOSE_SECONDS = 5.0  # for UCX to give back requests after a forced close, which is a matter of milliseconds
+_SMALL = 32 << 10  # average bytes per span below which system calls dominate the time of a put (measured)
+_CLOSE_SECONDS = 5.0  # limit for UCX to return requests after a forced close; it takes milliseconds
 
 
 class UCXChannel(Channel):
@@ -44,8 +44,6 @@ class UCXChannel(Channel):
         peer: AddressBlob,
         regions: Sequence[RegionBlob],
         local: LocalRegions,
-        mailbox: Mailbox,
-        mailbox_memh: int,
         device: Callable[[], torch.device],
     ) -> None:
         self._library = library
@@ -53,38 +51,33 @@ class UCXChannel(Channel):
         self._handle = int(endpoint.handle)
         self._peer = f"peer process {peer.pid}"
         self._local = local
-        self._mailbox = mailbox
-        self._mailbox_memh = mailbox_memh
         self._views = PeerViews(regions, device, self._peer)
         self._on_device = any(blob.device != "cpu" for blob in regions)
-        channel = weakref.proxy(self)  # else the link would keep it, and this transport's memory
+        channel = weakref.proxy(self)  # a strong reference would be a cycle and keep the transport's memory alive
         self._link = Link(library.functions, worker, self._handle, lambda *failure: channel._describe(*failure))
         self._lane_texts: dict[str, str] = {}
         self._failure: KVError | None = None
         self._closed = False
         self._rounds_after_death = 0
-        self._unstepped = False  # an operation came after the last step
+        self._unstepped = False  # whether an operation was queued after the last step
         self._queue: deque[Operation] = deque()
         self._posted: list[Operation] = []
-        self._peer_mailbox = peer.mailbox.base
         self._remote = RemoteRegions(
             np.array([blob.base for blob in regions], dtype=np.int64),
             np.array([blob.nbytes for blob in regions], dtype=np.int64),
             np.zeros(len(regions), dtype=np.int64),
             np.array([MEMORY_TYPES[blob.device] for blob in regions], dtype=np.int64),
         )
-        self._mailbox_rkey = np.zeros(1, dtype=np.int64)
-        self._doorstep_rkeys = np.zeros(len(peer.doorsteps), dtype=np.int64)
-        # Before the greeting: if that gets through, the process behind this pid was and is the peer.
+        self._probe_rkeys = np.zeros(len(peer.probes), dtype=np.int64)
+        # Opened before the greeting: if that succeeds, the peer was alive, so this pid is the peer's.
         self._process = _local_process(peer.pid)
         self._unpack_rkeys(peer, regions)
-        # Without traffic of its own UCX would neither connect nor notice that the peer has died.
+        # UCX connects on the first traffic, and notices the peer's death only on a connected endpoint.
         self._greeting = FlushOperation(self._link, f"connecting to {self._peer}")
         self._enqueue(self._greeting)
 
     def _unpack_rkeys(self, peer: AddressBlob, regions: Sequence[RegionBlob]) -> None:
         try:
-            self._mailbox_rkey[0] = self._library.unpack_rkey(self._handle, peer.mailbox.rkey)
             for index, blob in enumerate(regions):
                 if blob.nbytes and blob.device == "cpu":
                     self._remote.rkey[index] = self._library.unpack_rkey(self._handle, blob.rkey)
@@ -92,14 +85,14 @@ class UCXChannel(Channel):
             self._destroy_rkeys()
             raise
         if self._on_device:
-            self._unpack_device_rkeys(peer.doorsteps, regions)
+            self._unpack_device_rkeys(peer.probes, regions)
 
-    def _unpack_device_rkeys(self, doorsteps: Sequence[bytes], regions: Sequence[RegionBlob]) -> None:
-        """What fails here costs the puts into device memory, not the channel: views do without keys."""
+    def _unpack_device_rkeys(self, probes: Sequence[bytes], regions: Sequence[RegionBlob]) -> None:
+        """A failure here excludes puts into device memory, not the channel: views need no remote keys."""
         reason = ""
         try:
-            for place, packed in enumerate(doorsteps):
-                self._doorstep_rkeys[place] = self._library.unpack_rkey(self._handle, packed)
+            for place, packed in enumerate(probes):
+                self._probe_rkeys[place] = self._library.unpack_rkey(self._handle, packed)
         except TransportUnavailable as error:
             reason = str(error)
         for index, blob in enumerate(regions):
@@ -114,7 +107,7 @@ class UCXChannel(Channel):
                 self._remote.no_put[index] = str(error)
 
     def _destroy_rkeys(self) -> None:
-        for rkeys in (self._mailbox_rkey, self._doorstep_rkeys, self._remote.rkey):
+        for rkeys in (self._probe_rkeys, self._remote.rkey):
             for rkey in rkeys[rkeys != 0]:
                 self._library.destroy_rkey(int(rkey))
             rkeys[:] = 0
@@ -124,9 +117,10 @@ class UCXChannel(Channel):
         return self._lanes("cuda" if self._on_device else "cpu")
 
     def _lanes(self, device_type: str) -> str:
-        """What carries puts of one kind of memory."""
+        """What carries puts of one kind of memory; "" until the endpoint is connected."""
         if not self._greeting.done:
-            self._greeting.step(0)  # a later flush may have been seen to end in this round, and it not yet
+            # A later flush may have been reaped in this round of progress before the greeting was.
+            self._greeting.step(0)
         known = self._lane_texts.get(device_type, "")
         if not known and self._greeting.done and self._failure is None and not self._closed:
             known = self._lane_texts[device_type] = self._library.put_lanes(self._handle, device_type)
@@ -136,7 +130,7 @@ class UCXChannel(Channel):
         self._require_usable()
         spans = resolve(batch, self._local, self._remote, self._peer)
         name = f"put of {len(spans.length)} spans to {self._peer}"
-        # The kernel copies between processes' host memory only, and cma is a lane for nothing else.
+        # process_vm_writev copies host memory only, and UCX's cma lane carries nothing else.
         on_host = spans.memory_type == HOST
         if self._process is not None and on_host and _are_small(spans.length) and self._lanes("cpu").startswith("cma"):
             operation: PutOperation = VectoredPut(self._link, name, spans, self._process)
@@ -148,17 +142,6 @@ class UCXChannel(Channel):
     def flush(self) -> FlushOperation:
         self._require_usable()
         operation = FlushOperation(self._link, f"flush to {self._peer}")
-        self._enqueue(operation)
-        return operation
-
-    def signal(self, slot: int, value: int) -> SignalOperation:
-        self._require_usable()
-        check_signal(slot, value, where=f" to {self._peer}")
-        target = self._peer_mailbox + slot * SIGNAL_NBYTES
-        operation = SignalOperation(
-            self._link, f"signal {slot} to {self._peer}", self._mailbox, value, target, self._mailbox_memh,
-            self._mailbox_rkey,
-        )  # fmt: skip
         self._enqueue(operation)
         return operation
 
@@ -216,18 +199,18 @@ class UCXChannel(Channel):
         return moved
 
     def note_round(self) -> None:
-        """Told once per round of progress, after all steps; feeds ``drained``."""
+        """Called once per round of progress, after all channels have been stepped; `drained` counts the rounds."""
         if self._failure is not None and self.idle and not self._alive and not self._closed:
             self._rounds_after_death = min(self._rounds_after_death + 1, _ROUNDS_AFTER_DEATH)
 
     @property
     def wants_progress(self) -> bool:
-        """Progress would change something though UCX reports no event."""
+        """Whether progress has work that no event of UCX announces."""
         copying = self._on_device and not self.idle
         return self._unstepped or copying or (self._failure is not None and not self._closed and not self.drained)
 
     def _settle(self, operation: Operation) -> None:
-        """A failed operation takes the channel with it: what follows could not be vouched for."""
+        """Fails the channel if ``operation`` has failed: a later flush could not tell what has arrived."""
         if operation.done and operation.failed and self._failure is None:
             assert operation.error is not None
             self._fail(operation.error)
@@ -251,8 +234,8 @@ class UCXChannel(Channel):
             return
         self._closed = True
         self._fail(PeerLost(f"the channel to {self._peer} was closed"))
-        # A forced close, since the endpoint detects failures: it waits for no peer. Requests end with it; keys and
-        # sources must outlive them.
+        # A forced close, which waits for no peer, because the endpoint was made with error handling. It ends the
+        # requests; remote keys and sources must live until they have ended.
         self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
         deadline = time.monotonic() + _CLOSE_SECONDS
         while not self.idle and time.monotonic() < deadline:
@@ -262,11 +245,11 @@ class UCXChannel(Channel):
         if self._process is not None:
             self._process.close()
         self._views.close()
-        self._endpoint = None  # holds UCXX's worker, and with it UCX's file descriptors
+        self._endpoint = None  # it holds a reference to UCXX's worker, and so to UCX's file descriptors
 
 
 def _local_process(pid: int) -> LocalProcess | None:
-    """The peer, if it may be a process of this host; whether it is, the lane that UCX chooses tells later."""
+    """The process of this host with the peer's pid, if there is one. It is the peer if UCX chooses the cma lane."""
     try:
         return LocalProcess(pid)
     except OSError:
@@ -274,5 +257,5 @@ def _local_process(pid: int) -> LocalProcess | None:
 
 
 def _are_small(length: Int64Array) -> bool:
-    """Whether system calls, rather than bytes, would dominate puts of these lengths."""
+    """Whether puts of these lengths would spend more time in system calls than in copying."""
     return len(length) > 1 and int(length.sum()) < len(length) * _SMALL

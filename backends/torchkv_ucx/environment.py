@@ -1,27 +1,28 @@
-"""The UCX settings torchkv needs. They are read when UCX loads, so they must stand before ``import ucxx``.
+"""The UCX settings that torchkv needs. UCX reads them when it loads, so they must be set before ``import ucxx``.
 
-A variable the user has set always wins. The reasons, one per setting:
+A variable that the user has set is left alone. The reasons, one per setting:
 
-* ``RNDV_THRESH=inf``: with peer-failure detection on, UCX refuses shared-memory copy lanes (cma) as long as
-  rendezvous is possible at all, and quietly falls back to TCP. torchkv sends no tagged messages: nothing is lost.
-* ``PROTO_EMULATION_ENABLE=n``: a put that no lane can do fails at once, instead of crawling through active
-  messages. TCP has a true put lane and does not need the emulation.
+* ``RNDV_THRESH=inf``: with peer-failure detection on, UCX does not use shared-memory copy lanes (cma) while
+  rendezvous is possible at all, and falls back to TCP without a warning. torchkv sends no tagged messages, so it needs
+  no rendezvous.
+* ``PROTO_EMULATION_ENABLE=n``: a put that no lane supports fails at once, instead of being emulated slowly with active
+  messages. TCP has a put lane and does not need the emulation.
 * ``MEMTYPE_CACHE=n``: the cache misjudges memory that was allocated before UCX hooked the allocator.
-* ``ERROR_SIGNALS=``: UCX must not replace the signal handlers of the Python program it is a guest in.
-* ``LOG_LEVEL=fatal``: what fails comes back as a typed error; UCX would also log one line for every put that a
-  dead peer has left in the socket, by the thousand.
+* ``ERROR_SIGNALS=``: UCX must not replace the signal handlers of the Python program that loads it.
+* ``LOG_LEVEL=fatal``: failures come back as typed errors. UCX would also log a line for each of the thousands of puts
+  that a dead peer has left in the socket.
 * ``TCP_TX_SEG_SIZE``, ``TCP_RX_SEG_SIZE``: with the default segments of 8 KiB one large put over loopback ran at 0.6 to
-  0.9 GB/s, with these at 2.2 to 2.8; small ones as before. The first must not exceed the second.
-* ``CM_REUSEADDR=y``: a restarted process can listen on the port of its former life.
-* ``NET_DEVICES``: UCX listens on *every* interface by default, and whoever completes its handshake may write
-  into registered memory. torchkv opens only the interface the job runs on, see `net_devices`.
+  0.9 GB/s, with these at 2.2 to 2.8; small puts as before. The first must not exceed the second.
+* ``CM_REUSEADDR=y``: a restarted process can listen on the port that the process before it used.
+* ``NET_DEVICES``: UCX listens on *every* interface by default, and a process that completes its handshake may write
+  into registered memory. torchkv opens only the interface that the job runs on, see `net_devices`.
 
-One is left to UCX's default on purpose: ``CUDA_IPC_CACHE=y`` keeps every device memory that was put into mapped until
-this process ends. Memory of a peer that has died, or has freed it, therefore comes back before that only if all went
-by the direct path, through views, which is torchkv's choice on one host. With ``n`` UCX maps and unmaps around every
-put, and both wait for what runs on the GPU: a put then waits for the model's kernels, and the progress thread stands
-still behind a stream that waits for a transfer (``wait_stream``), perhaps for this one. Set ``n`` only where memory
-matters and that does not. (See also `torchkv_ucx.gpu.doorstep`.)
+``CUDA_IPC_CACHE`` is left at UCX's default, ``y``: device memory of a peer that was put into stays mapped until this
+process ends. So memory of a peer that has died, or that the peer has freed, is given back earlier only if all
+transfers went through views (the direct path, which torchkv chooses on one host). With ``n`` UCX maps and unmaps around
+every put, and both calls wait for the work on the GPU: a put then waits for the model's kernels, and the progress
+thread blocks behind a stream that waits for a transfer (``wait_stream``), which may be the one it should drive. Set
+``n`` only where memory matters more. (See also `torchkv_ucx.gpu.probe_memory`.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from torchkv.network import job_interface
+from torchkv.host.network import job_interface
 
 __all__ = ["context_config", "net_devices", "prepare"]
 
@@ -45,10 +46,10 @@ _SETTINGS = {
     "UCX_CM_REUSEADDR": "y",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "fatal",
-    "UCX_LOG_FILE": "stderr",  # the default, stdout, is where programs print their results
+    "UCX_LOG_FILE": "stderr",  # the default is stdout, where programs print their results
 }
 
-# What ``import ucxx`` itself writes into the environment where the user has set nothing.
+# What ``import ucxx`` writes into the environment where the user has set nothing.
 _SET_BY_UCXX = {"UCX_RNDV_THRESH": "8192"}
 
 _SIOCGIFADDR = 0x8915
@@ -68,9 +69,9 @@ def prepare() -> None:
 
 @cache
 def context_config() -> dict[str, str]:
-    """Settings for each context: those that somebody else's earlier ``import ucxx`` has spoiled.
+    """Settings for each UCX context: those that an ``import ucxx`` before torchkv's own has overwritten.
 
-    Answered once, before torchkv itself imports UCXX: until then what stands in the environment is the user's.
+    Computed once, before torchkv itself imports UCXX; variables set until then are the user's or that import's.
     """
     if "ucxx" not in sys.modules:
         return {}
@@ -79,9 +80,9 @@ def context_config() -> dict[str, str]:
 
 
 def net_devices() -> str:
-    """The value for ``UCX_NET_DEVICES``: the interface the job runs on; see `torchkv.network.job_interface`.
+    """The value for ``UCX_NET_DEVICES``: the interface that the job runs on, see `torchkv.host.network.job_interface`.
 
-    For a job across hosts RDMA devices are added, since UCX lists them by names of their own.
+    RDMA devices are added for a job across hosts, because UCX names them separately from network interfaces.
     """
     device, _ = job_interface()
     return device if device == "lo" else ",".join([device, *_rdma_ports()])

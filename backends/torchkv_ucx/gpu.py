@@ -1,12 +1,12 @@
-"""What UCX needs where memory lies on a GPU.
+"""What UCX needs for memory on a GPU: a current CUDA context, and a first allocation that may stay mapped.
 
-Contexts. A thread needs a CUDA context when it unpacks a remote key (UCX then opens the peer's memory on the *current*
-device) and when it drives UCX; the choice of lanes needs none. So the transport makes the context of its first
-device region's GPU current, on registering it, and a group that keeps its cache on the host never opens a GPU.
+Contexts. A thread needs a current CUDA context when it unpacks a remote key (UCX opens the peer's memory on the current
+device) and when it drives UCX; choosing lanes needs none. So the transport makes the context of its first device
+region's GPU current when that region is registered, and a group with its cache on the host opens no GPU.
 
-Completion. UCX copies on CUDA streams of its own, which wait for nobody: data must be ready before a put. It sees
-the end of a copy by asking the driver, so transports poll while such puts are under way. (Its sleep would enqueue a
-host function on the stream, which may still run after the worker is gone.)
+Completion. UCX copies on CUDA streams of its own, which wait for no other stream: data must be ready before a put. UCX
+learns of the end of a copy by asking the driver, so the transport polls while such puts are pending. (To sleep, UCX
+would enqueue a host function on the stream, which may still run after the worker has been destroyed.)
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from functools import cache
 
 import torch
 
-from torchkv import devicemem
+from torchkv.cuda import ipc
 
-__all__ = ["doorstep", "why_no_lane"]
+__all__ = ["probe_memory", "why_no_lane"]
 
 _RESOURCE = re.compile(r"^#\s+resource \d+ .*--\s*(?P<transport>[^/\s]+)/", re.MULTILINE)
 _LANES = ("cuda_ipc", "rc_", "dc_", "ud_", "gga_")
 
 
 @cache
-def doorstep(device: torch.device) -> torch.Tensor:
-    """A little memory on ``device`` that lives as long as this process; peers unpack its key before any other.
+def probe_memory(device: torch.device) -> torch.Tensor:
+    """256 bytes on ``device`` that live as long as this process. Peers unpack their remote key before any other.
 
-    To learn whether it reaches a GPU at all, UCX maps the first memory of that GPU whose key it unpacks, and then
-    never unmaps it. That had better not be a cache.
+    UCX maps the first memory of a GPU whose key it unpacks, to learn whether it can reach that GPU, and never unmaps
+    it. Without these bytes that would be a region of the cache, which then stayed allocated.
     """
-    return devicemem.allocate(256, device)
+    return ipc.allocate(256, device)
 
 
 def why_no_lane(info: str) -> str:
-    """Why a UCX context, described by ``ucp_context_print_info``, can put no device memory; "" if it can."""
+    """Why a UCX context cannot put device memory; "" if it can. info: the text of ``ucp_context_print_info``."""
     found = sorted({match["transport"] for match in _RESOURCE.finditer(info)})
     if any(name.startswith(_LANES) for name in found):
         return ""

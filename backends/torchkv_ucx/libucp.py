@@ -1,7 +1,7 @@
-"""libucp's C API, as far as UCXX does not wrap it: memory handles, remote keys, and what an endpoint is made of.
+"""The parts of libucp's C API that UCXX does not wrap: memory handles, remote keys, and the lanes of an endpoint.
 
-UCXX gives context, worker and endpoint; their raw handles go in here. Nothing in this module is on the hot path
-(see `pump`). Structures follow ``ucp.h``; each has a field mask, and spare room for later UCX releases.
+UCXX makes context, worker and endpoint; the functions here take their raw handles. Nothing in this module is on the hot
+path (see `pump`). Structures follow ``ucp.h``; each has a field mask, and spare words for later UCX releases.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
-from torchkv.transport import Int64Array
 
 __all__ = ["FUNCTIONS", "HOST", "MEMORY_TYPES", "LibUCP", "lanes_for", "load", "request_params"]
 
@@ -39,7 +39,7 @@ FUNCTIONS = (
 _OK, _BUSY = 0, -15
 _FIELD_MEMORY_TYPE, _FIELD_MEMH = 1 << 6, 1 << 8
 _LANE = re.compile(r"lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+?)(?:\.\d+)?\s(?P<roles>.*)")
-# Transports of one kind of memory; all others (RDMA) carry both.
+# Transports that carry one kind of memory only; all others (RDMA) carry both.
 _ONLY_DEVICE = ("cuda_", "gdr_copy")
 _ONLY_HOST = ("self", "tcp", "posix", "sysv", "cma", "xpmem", "knem", "cuda_copy", "gdr_copy")
 
@@ -62,7 +62,7 @@ class _MemMapParams(ctypes.Structure):
 
 
 class LibUCP:
-    """The functions of the libucp that UCXX has loaded into this process."""
+    """libucp as loaded by UCXX into this process. path: of its file."""
 
     def __init__(self, path: str) -> None:
         self._ucp = ctypes.CDLL(path)
@@ -98,7 +98,7 @@ class LibUCP:
         return address
 
     def map_memory(self, context: int, address: int, nbytes: int, device_type: str = "cpu") -> int:
-        """Registers memory of a torch device type; returns its ``ucp_mem_h``. Raises ``TransportUnavailable``."""
+        """Registers memory with UCX; returns its ``ucp_mem_h``. Raises ``TransportUnavailable``."""
         memory_type = MEMORY_TYPES[device_type]
         params = _MemMapParams(field_mask=1 | 2 | 16, address=address, length=nbytes, memory_type=memory_type)
         memh = ctypes.c_void_p()
@@ -125,8 +125,8 @@ class LibUCP:
 
     def unpack_rkey(self, endpoint: int, packed: bytes) -> int:
         """The ``ucp_rkey_h`` of a peer's memory on ``endpoint``. Raises ``TransportUnavailable``."""
-        # UCX parses without knowing the length. What stands behind the key keeps a truncated one from reading
-        # astray: zeros are keys of no bytes, 0xff ends the list of devices that comes last.
+        # UCX parses the key without knowing its length. The padding keeps it from reading past the end of a truncated
+        # key: zeros parse as keys of no bytes, 0xff ends the list of devices that comes last.
         padding = bytes(1 << 14) + b"\xff" * (1 << 15)
         buffer = ctypes.create_string_buffer(packed + padding, len(packed) + len(padding))
         rkey = ctypes.c_void_p()
@@ -139,7 +139,7 @@ class LibUCP:
         self._rkey_destroy(rkey)
 
     def event_fd(self, worker: int) -> int:
-        """The worker's event descriptor; it stays UCX's own."""
+        """The worker's event file descriptor, which UCX owns and closes."""
         fd = ctypes.c_int()
         status = self._get_efd(worker, ctypes.byref(fd))
         if status != _OK:
@@ -147,14 +147,14 @@ class LibUCP:
         return fd.value
 
     def arm(self, worker: int) -> bool:
-        """True if the event descriptor will report the next event; False if there is work already."""
+        """True if the event file descriptor will report the next event; False if there is work already."""
         status: int = self._arm(worker)
         if status not in (_OK, _BUSY):
             raise TransportUnavailable(f"UCX cannot arm its event descriptor: {self.describe(status)}")
         return status == _OK
 
     def put_lanes(self, endpoint: int, device_type: str = "cpu") -> str:
-        """What carries puts of one kind of memory on ``endpoint``; see `lanes_for`."""
+        """The lanes that carry puts of one kind of memory on ``endpoint``; see `lanes_for`."""
         fd = os.memfd_create("ucp-ep-info", os.MFD_CLOEXEC)
         try:
             stream = self._c.fdopen(os.dup(fd), b"w")
@@ -168,21 +168,21 @@ class LibUCP:
     def describe(self, status: int) -> str:
         return f"{self._status_string(status).decode('ascii', 'replace')} (ucs_status {status})"
 
-    def error(self, status: int, what: str, *, peer_alive: bool) -> KVError:
-        """The typed error for a failed operation. ``what`` names operation and peer."""
-        cancelled_alive = status == -16 and peer_alive  # what UCX says where no lane can do the put
+    def error(self, status: int, operation: str, *, peer_alive: bool) -> KVError:
+        """The typed error for a failed operation. operation: text that names the operation and the peer."""
+        cancelled_alive = status == -16 and peer_alive  # UCX's status for a put that no lane supports
         lost = status in _PEER_LOST or _LAST_ENDPOINT_ERROR <= status <= _FIRST_LINK_ERROR
         if lost and not cancelled_alive:
-            return PeerLost(f"{what} failed: {self.describe(status)}; the peer's process has probably ended")
+            return PeerLost(f"{operation} failed: {self.describe(status)}; the peer's process has probably ended")
         return TransportUnavailable(
-            f"{what} failed: {self.describe(status)}; UCX_LOG_LEVEL=info UCX_PROTO_INFO=used show why"
+            f"{operation} failed: {self.describe(status)}; UCX_LOG_LEVEL=info UCX_PROTO_INFO=used show why"
         )
 
 
 def lanes_for(text: str, device_type: str) -> str:
-    """Which lanes of ``ucp_ep_print_info``'s text carry puts between memory of ``device_type``.
+    """The lanes that carry puts between memory of ``device_type``, from the text of ``ucp_ep_print_info``.
 
-    E.g. ``"cma/memory"``, ``"cuda_ipc/cuda"``; several are joined by ``+``; ``""`` before there are lanes.
+    For example ``"cma/memory"`` or ``"cuda_ipc/cuda"``; several are joined by ``+``; ``""`` before there are lanes.
     """
     others = _ONLY_DEVICE if device_type == "cpu" else _ONLY_HOST
     every = [match for match in map(_LANE.search, text.splitlines()) if match]
@@ -197,7 +197,7 @@ def lanes_for(text: str, device_type: str) -> str:
 
 @cache
 def load() -> LibUCP:
-    """The libucp that UCXX uses. Call after ``import ucxx``; which file that is, only the process map tells."""
+    """The libucp that UCXX uses. Call after ``import ucxx``: its file is found among this process's mappings."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.split(maxsplit=5)[-1]
         if "/libucp.so" in path or "/libucp-" in path:
@@ -206,7 +206,10 @@ def load() -> LibUCP:
 
 
 def request_params(memory_type: int | None = None) -> Int64Array:
-    """A ``ucp_request_param_t`` as int64 words. With a ``ucs_memory_type_t``, word 8 is the handle, set per put."""
+    """A ``ucp_request_param_t`` as int64 words.
+
+    memory_type: a ``ucs_memory_type_t``, for puts; word 8 is then the memory handle, set by the caller for each put.
+    """
     words = np.zeros(24, dtype=np.int64)
     if memory_type is not None:
         words[0] = _FIELD_MEMORY_TYPE | _FIELD_MEMH

@@ -1,4 +1,4 @@
-"""What can be under way on a channel: puts, flushes and signals, each a `Completion` that the channel steps."""
+"""The operations of a channel, puts and flushes: each is a `Completion` that the channel advances step by step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchkv import spans
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransferCancelled
-from torchkv.transport import Int64Array
+from torchkv.transport import batch_check
 from torchkv_ucx import pump
 from torchkv_ucx.libucp import HOST, request_params
-from torchkv_ucx.mailbox import SIGNAL_NBYTES, Mailbox
 from torchkv_ucx.process import LocalProcess
 
-__all__ = ["FlushOperation", "Link", "Operation", "PutOperation", "SignalOperation", "Spans", "VectoredPut"]
+__all__ = ["FlushOperation", "Link", "Operation", "PutOperation", "Spans", "VectoredPut"]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What compiled code needs to reach one peer: function addresses, raw handles, and how errors are named."""
+    """What compiled code needs to reach one peer: function addresses and raw handles; and how errors are made."""
 
     functions: Int64Array
     worker: int
@@ -30,16 +29,19 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans(spans.Spans):
-    """Checked puts with the handles of their regions."""
+class Spans(batch_check.Spans):
+    """Checked spans with UCX's handles of their regions."""
 
-    memhs: Int64Array  # by local region
-    rkeys: Int64Array  # by remote region
+    memhs: Int64Array  # memory handles by local region
+    rkeys: Int64Array  # remote keys by remote region
     memory_type: int = HOST  # ucs_memory_type_t of all sources, and of all targets
 
 
 class Operation(ABC):
-    """Base of all operations. ``step`` advances it; ``posted`` lets the channel's next operation begin."""
+    """Base of all operations. `step` advances it. Once it is `posted`, the channel's next operation begins.
+
+    window: how many requests it may have outstanding.
+    """
 
     def __init__(self, link: Link, name: str, window: int) -> None:
         self._link = link
@@ -60,17 +62,17 @@ class Operation(ABC):
 
     @property
     def failed(self) -> bool:
-        """Ended in an error, other than by its caller's cancel."""
+        """Whether it ended with an error other than its caller's cancel."""
         return self._error is not None and not isinstance(self._error, TransferCancelled)
 
     @property
     @abstractmethod
     def posted(self) -> bool:
-        """Whether nothing more of it will be posted."""
+        """Whether nothing more of it will be posted: all of it was, or it was stopped or has failed."""
 
     @property
     def outstanding(self) -> int:
-        """Requests that UCX still holds."""
+        """Number of requests that UCX has not completed."""
         return int(self._state[pump.COUNT])
 
     def cancel(self) -> None:
@@ -78,7 +80,7 @@ class Operation(ABC):
             self.stop(TransferCancelled(f"{self._name} was cancelled before all of it was posted"))
 
     def stop(self, reason: KVError) -> None:
-        """Posts nothing more; ends with ``reason`` once UCX has let go of what was posted."""
+        """Posts nothing more; ends with ``reason`` once UCX has completed what was posted."""
         if self._done or self._stopped_by is not None:
             return
         self._stopped_by = reason
@@ -89,7 +91,7 @@ class Operation(ABC):
         moved = False if self._done else self._step(budget_ns)
         if not self._done and self.posted and self.outstanding == 0:
             status = int(self._state[pump.STATUS])
-            # Who stopped it knows better than the status in which UCX then gave the rest back.
+            # After a stop the reason for it comes first: UCX completes the rest with a status that says less.
             self._error = self._stopped_by or (self._link.describe(status, self._name) if status else None)
             self._done = moved = True
             self._release()
@@ -99,8 +101,8 @@ class Operation(ABC):
     def _step(self, budget_ns: int) -> bool:
         """Posts and reaps for at most ``budget_ns``. True if anything moved."""
 
-    def _release(self) -> None:  # noqa: B027 - most operations hold nothing to drop
-        """Drops what only a running operation needs."""
+    def _release(self) -> None:  # noqa: B027 - a flush holds nothing
+        """Drops what only a pending operation needs."""
 
 
 class PutOperation(Operation):
@@ -134,9 +136,9 @@ class PutOperation(Operation):
 
 
 class VectoredPut(PutOperation):
-    """Small spans over the cma lane. UCX makes one system call a span; this makes one for hundreds.
+    """A put of small spans over the cma lane, with one system call for `pump.VECTOR` spans; UCX makes one for each.
 
-    What it does is what UCX does there, ``process_vm_writev`` by the initiator: complete, and visible, on return.
+    The call is UCX's own on that lane: ``process_vm_writev`` by the writer. Its bytes are visible when it returns.
     """
 
     def __init__(self, link: Link, name: str, spans: Spans, peer: LocalProcess) -> None:
@@ -175,68 +177,3 @@ class FlushOperation(Operation):
             pump.post_flush(link.functions, link.endpoint, self._params, self._ring, self._state)
             return True
         return bool(pump.reap(link.functions, self._ring, self._state) > 0)
-
-
-class SignalOperation(Operation):
-    """A flush, so that earlier puts are visible, then one small put into the peer's mailbox.
-
-    target: address of the peer's slot; memh, rkeys: handles of the two mailboxes.
-    """
-
-    def __init__(
-        self, link: Link, name: str, mailbox: Mailbox, value: int, target: int, memh: int, rkeys: Int64Array
-    ) -> None:
-        super().__init__(link, name, 1)
-        self._flush = FlushOperation(link, name)
-        self._mailbox = mailbox
-        self._value = value
-        self._target = target
-        self._memhs = np.array([memh], dtype=np.int64)
-        self._rkeys = rkeys
-        self._place: int | None = None
-        self._put: PutOperation | None = None
-
-    @property
-    def posted(self) -> bool:
-        if self._put is not None:
-            return self._put.posted
-        return self._stopped_by is not None
-
-    @property
-    def outstanding(self) -> int:
-        return self._flush.outstanding + (0 if self._put is None else self._put.outstanding)
-
-    def _step(self, budget_ns: int) -> bool:
-        if not self._flush.done:
-            if self._stopped_by is not None:
-                self._flush.stop(self._stopped_by)
-            return self._flush.step(budget_ns)
-        if self._flush.error is not None:
-            self.stop(self._flush.error)
-        if self._put is None:
-            if self._stopped_by is not None:
-                return False
-            self._place = self._mailbox.acquire(self._value)
-            if self._place is None:
-                return False
-            self._put = PutOperation(self._link, self._name, self._spans(self._place))
-        moved = self._put.step(budget_ns)
-        if self._put.done and self._put.error is not None:
-            self.stop(self._put.error)
-        return moved
-
-    def _spans(self, place: int) -> Spans:
-        first = np.zeros(1, dtype=np.int64)
-        return Spans(
-            source=np.array([self._mailbox.address(place)], dtype=np.int64),
-            target=np.array([self._target], dtype=np.int64),
-            length=np.array([SIGNAL_NBYTES], dtype=np.int64),
-            local_region=first,
-            remote_region=first,
-            memhs=self._memhs,
-            rkeys=self._rkeys,
-        )
-
-    def _release(self) -> None:
-        if self._place is not None:
-            self._mailbox.release(self._place)

@@ -1,4 +1,4 @@
-"""A peer process on this host, as the kernel knows it: to write into its memory, and to see that it still lives."""
+"""`LocalProcess`: a peer's process on this host, to write into its memory and to see whether it has ended."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import errno
 import os
 import select
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
-from torchkv.transport import Int64Array
 
 __all__ = ["LocalProcess"]
 
@@ -22,7 +22,7 @@ class _Vector(ctypes.Structure):
 
 
 class LocalProcess:
-    """Opened while the peer is known to live, so that its pid cannot mean another process unnoticed."""
+    """A process, held by a pidfd: a later process with the same pid is not taken for it."""
 
     def __init__(self, pid: int) -> None:
         """Raises ``OSError`` if there is no such process, or the kernel has no pidfds."""
@@ -35,8 +35,8 @@ class LocalProcess:
     def ended(self) -> bool:
         return self._fd is None or bool(self._poll.poll(0))
 
-    def why_not_written(self, what: str, source: Int64Array, target: Int64Array, length: Int64Array) -> KVError:
-        """The error for a vectored write that the kernel refused at one of these spans: tries them one by one."""
+    def why_not_written(self, operation: str, source: Int64Array, target: Int64Array, length: Int64Array) -> KVError:
+        """The error for a vectored write that the kernel refused: writes the spans one by one to find the reason."""
         for src, dst, nbytes in zip(source.tolist(), target.tolist(), length.tolist(), strict=True):
             local, remote = _Vector(src, nbytes), _Vector(dst, nbytes)
             done = _libc.process_vm_writev(
@@ -49,9 +49,11 @@ class LocalProcess:
             )
             if done != nbytes:
                 code = ctypes.get_errno() if done < 0 else errno.EFAULT
-                text = f"{what}: process_vm_writev into process {self.pid} failed: {os.strerror(code)}"
+                text = f"{operation}: process_vm_writev into process {self.pid} failed: {os.strerror(code)}"
                 return TransportUnavailable(text) if code in {errno.EPERM, errno.ENOSYS} else PeerLost(text)
-        return PeerLost(f"{what}: process_vm_writev into process {self.pid} failed once and then worked: not trusted")
+        return PeerLost(
+            f"{operation}: process_vm_writev into process {self.pid} failed once and then worked: not trusted"
+        )
 
     def close(self) -> None:
         if self._fd is not None:

@@ -1,15 +1,15 @@
-"""The compiled inner loop: posts puts, drives UCX, reaps what has finished. No Python per descriptor, no GIL.
+"""The compiled inner loop: posts puts, drives UCX, reaps finished requests; no Python per span, and without the GIL.
 
-C functions are called through their addresses, which arrive as plain integers: so the machine code does not
-depend on where libucp was loaded, and numba can keep it on disk between runs.
+C functions are called through their addresses, which are passed as integers. So the machine code does not depend on
+where libucp was loaded, and numba can cache it on disk between runs.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchkv.compiled import c_function, compiled, monotonic_ns
-from torchkv.transport import Int64Array
+from torchkv.arrays import Int64Array
+from torchkv.host.jit import c_function, compiled, monotonic_ns
 
 __all__ = [
     "COUNT",
@@ -27,16 +27,16 @@ __all__ = [
     "write_vectors",
 ]
 
-# What one put may have outstanding. Over TCP a request ends only when the peer's progress has answered, so that
-# small puts need many; bytes are bounded as well, because what is posted cannot be cancelled.
+# Requests and bytes that one put may have outstanding. Over TCP a request ends only when the peer's progress has
+# answered, so small puts need many; bytes are bounded because what is posted cannot be cancelled.
 WINDOW = 8192
 _WINDOW_NBYTES = 16 << 20
 
-# Words of an operation's state: next span to post; oldest request in the ring; requests outstanding; bytes
-# outstanding; first failure; whether to post no more.
+# Words of an operation's state: next span to post; place of the oldest request in the ring; requests outstanding; bytes
+# outstanding; status of the first failure; 1 if nothing more is to be posted.
 CURSOR, _HEAD, COUNT, _NBYTES, STATUS, STOPPED, STATE_WORDS = 0, 1, 2, 3, 4, 5, 6
 
-# Columns of the ring.
+# Columns of the ring of outstanding requests.
 _REQUEST, _LENGTH, RING_COLUMNS = 0, 1, 2
 
 # Indices into the table of function addresses; the order is libucp.FUNCTIONS.
@@ -45,7 +45,7 @@ _PUT, _FLUSH, _CHECK, _FREE, _PROGRESS, _CLOCK, _WRITEV = 0, 1, 2, 3, 4, 5, 6
 _INPROGRESS = 1
 _LAST_ERROR = -100  # a result in (_LAST_ERROR, 0) is a status, not a request
 _PARAM_MEMH = 8  # word of ucp_request_param_t
-_BURST = 32  # puts between two looks at the clock
+_BURST = 32  # spans posted between two reads of the clock
 VECTOR = 256  # spans of one vectored write
 
 _call_put = c_function(6, 64)
@@ -57,7 +57,7 @@ _call_progress = c_function(1, 32, signed=False)
 
 @compiled
 def reap(functions: Int64Array, ring: Int64Array, state: Int64Array) -> int:
-    """Frees requests that have finished, oldest first; returns how many. The first failure stays in the state."""
+    """Frees requests that have finished, oldest first; returns how many. The first failure is kept in the state."""
     reaped = 0
     while state[COUNT] > 0:
         head = state[_HEAD]
@@ -76,7 +76,7 @@ def reap(functions: Int64Array, ring: Int64Array, state: Int64Array) -> int:
 
 @compiled
 def _note(result: int, nbytes: int, ring: Int64Array, state: Int64Array) -> None:
-    """Files what a posting call returned: done at once, an error, or a request to wait for."""
+    """Records the result of a posting call: done at once, an error, or a request to wait for."""
     if result == 0:
         return
     if _LAST_ERROR <= result < 0:
@@ -105,7 +105,7 @@ def _post_burst(
     ring: Int64Array,
     state: Int64Array,
 ) -> int:
-    """Posts up to a burst of puts from the cursor on, as far as the window allows; returns how many."""
+    """Posts up to `_BURST` spans from the cursor on, as far as the window allows; returns how many."""
     posted = 0
     while posted < _BURST and state[STATUS] == 0 and state[COUNT] < len(ring) and state[CURSOR] < len(length):
         i = state[CURSOR]
@@ -176,7 +176,7 @@ def pump(
 
 @compiled
 def post_flush(functions: Int64Array, endpoint: int, params: Int64Array, ring: Int64Array, state: Int64Array) -> None:
-    """Posts an endpoint flush; its request, if it is not done at once, goes to the ring."""
+    """Posts an endpoint flush; unless it is done at once, its request goes into the ring."""
     _note(_call_flush(functions[_FLUSH], endpoint, params.ctypes.data), 0, ring, state)
 
 
@@ -204,7 +204,7 @@ def write_vectors(
     state: Int64Array,
     budget_ns: int,
 ) -> bool:
-    """Writes spans from the cursor on into process ``pid``, `VECTOR` of them a system call, until the budget is spent.
+    """Writes spans from the cursor on into process ``pid``, `VECTOR` in each system call, until the budget is spent.
 
     source, target, length: as for `pump`. vectors: int64[2, VECTOR, 2], scratch for two arrays of struct iovec.
     False if the kernel refused; the cursor then stands at the first span of the call that failed.
@@ -221,7 +221,7 @@ def write_vectors(
             vectors[0, i, 1] = vectors[1, i, 1] = length[first + i]
             total += length[first + i]
         local, remote = vectors.ctypes.data, vectors.ctypes.data + VECTOR * 16
-        # Its arguments happen to have the number and kind that ucp_put_nbx has.
+        # process_vm_writev takes as many arguments as ucp_put_nbx, all of them in 64-bit registers, too.
         if total and _call_put(functions[_WRITEV], pid, local, count, remote, count, 0) != total:
             return False
         state[CURSOR] = first + count

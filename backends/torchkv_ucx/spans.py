@@ -1,20 +1,20 @@
-"""Regions with their UCX handles, and checked spans of one kind of memory."""
+"""Tables of regions with their UCX handles, and the check of a batch against them."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchkv import spans
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.transport import Batch, Int64Array
+from torchkv.transport import Batch, batch_check
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES
 from torchkv_ucx.operation import Spans
 
 __all__ = ["LocalRegions", "RemoteRegions", "resolve"]
 
 
-class LocalRegions(spans.Table):
-    """Of the transport."""
+class LocalRegions(batch_check.Table):
+    """The regions registered here. memh: memory handles. no_put: why a region cannot be put from, by index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class LocalRegions(spans.Table):
         self.no_put: dict[int, str] = {}
 
     def add(self, base: int, nbytes: int, memh: int = 0, memory_type: int = HOST, no_put: str = "") -> int:
-        """Returns the region's index. ``no_put``: why nothing can be put from it, if so."""
+        """Adds a region; returns its index. no_put: why nothing can be put from it, "" if it can."""
         index = super().add(base, nbytes)
         self.memh = np.append(self.memh, np.int64(memh))
         self.memory_type = np.append(self.memory_type, np.int64(memory_type))
@@ -32,8 +32,8 @@ class LocalRegions(spans.Table):
         return index
 
 
-class RemoteRegions(spans.Table):
-    """Of one peer."""
+class RemoteRegions(batch_check.Table):
+    """The regions of one peer. rkey: remote keys. no_put: why a region cannot be put into, by index."""
 
     def __init__(
         self, base: Int64Array, nbytes: Int64Array, rkey: Int64Array, memory_type: Int64Array | None = None
@@ -46,12 +46,12 @@ class RemoteRegions(spans.Table):
 
 
 def resolve(batch: Batch, local: LocalRegions, remote: RemoteRegions, peer: str) -> Spans:
-    """See `torchkv.spans.resolve`.
+    """Checks every span of ``batch`` against both regions, see `torchkv.transport.batch_check.resolve`.
 
-    Raises also ``ProtocolError`` naming the first span that is of another kind of memory than the rest, and
-    ``TransportUnavailable`` for a region that UCX cannot put from or into.
+    Raises ``ProtocolError`` that names the first span outside a region, or in another kind of memory than the first
+    span, and ``TransportUnavailable`` for a region that UCX cannot put from or into.
     """
-    checked = spans.resolve(batch, local, remote, peer)
+    checked = batch_check.resolve(batch, local, remote, peer)
     memory_type = _memory_type(checked, local, remote, peer)
     for side, region, table in (("local", checked.local_region, local), ("remote", checked.remote_region, remote)):
         for index, reason in table.no_put.items():
@@ -69,8 +69,8 @@ def resolve(batch: Batch, local: LocalRegions, remote: RemoteRegions, peer: str)
     )
 
 
-def _memory_type(checked: spans.Spans, local: LocalRegions, remote: RemoteRegions, peer: str) -> int:
-    """The one kind of memory of all spans, on both sides: UCX is told it once a batch."""
+def _memory_type(checked: batch_check.Spans, local: LocalRegions, remote: RemoteRegions, peer: str) -> int:
+    """The kind of memory of all spans on both sides. There may be one only: UCX is told it once for the batch."""
     kinds = {*local.memory_type.tolist(), *remote.memory_type.tolist()}
     if len(kinds) == 1:
         return int(kinds.pop())

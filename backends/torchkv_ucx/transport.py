@@ -12,30 +12,30 @@ from typing import Any
 
 import torch
 
-from torchkv import devicemem, hostmem
+from torchkv.cuda import ipc
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.transport import Capabilities, Region, Revoke, Transport, check_signal
+from torchkv.host import shared_memory
+from torchkv.transport import Capabilities, Region, Transport
 from torchkv_ucx import environment, gpu, libucp, pump, wire
 from torchkv_ucx.channel import UCXChannel
-from torchkv_ucx.mailbox import Mailbox
 from torchkv_ucx.spans import LocalRegions
 
 __all__ = ["UCXRegion", "UCXTransport"]
 
-_ROUND_NS = 1_000_000  # what one progress() may take, so that its thread can also look after other things
+_ROUND_NS = 1_000_000  # what one progress() may take: its thread has other work, too
 _INSTALL = "pip install ucxx-cu13"
 
-# UCX takes closed endpoints apart in the background, in steps that progress does not count as work; a worker that
-# ends before the last of them (the flush of a cma lane) aborts the process.
+# UCX destroys closed endpoints in steps of which progress reports none as work. If the worker is destroyed before the
+# last step (the flush of a cma lane), UCX aborts the process.
 _ROUNDS_AFTER_CLOSE = 16
 _CLOSE_SECONDS = 2.0
 
 
 class UCXRegion(Region):
-    """Memory that UCX has mapped. Made by ``UCXTransport.register``.
+    """A region registered with UCX. Made by ``UCXTransport.register``.
 
-    no_put: why nothing can be put from or into it, "" if it can: device memory of which UCX here knows nothing can
-    still be viewed.
+    memh: its memory handle, 0 for none. no_put: why UCX can put nothing from or into it, "" if it can. Device memory
+    that UCX cannot put can still be viewed.
     """
 
     def __init__(self, index: int, tensor: torch.Tensor, memh: int, descriptor: bytes, no_put: str = "") -> None:
@@ -45,23 +45,20 @@ class UCXRegion(Region):
 
 
 class _Capabilities:
-    """Asks for GPUs when somebody asks, not at import: that would initialise CUDA before a program can fork."""
+    """Looks for GPUs when the attribute is read, not at import: that would initialise CUDA before a program forks."""
 
     def __get__(self, instance: UCXTransport | None, owner: type[UCXTransport]) -> Capabilities:
         return Capabilities(
             devices=frozenset({"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}),
-            stream_ordered=False,
-            dynamic_members=True,
-            revoke=frozenset({Revoke.WRITER_ACK, Revoke.WRITER_DEATH}),
             signals=True,
         )
 
 
 class UCXTransport(Transport):
-    """See `torchkv.transport.Transport`. One UCX worker, owned by the constructing thread.
+    """The `torchkv.transport.Transport` over UCX: one worker, owned by the constructing thread.
 
-    Views of peers' device memory are for kernels on the GPU of the first device region registered here; without
-    one, on the thread's current GPU.
+    Views of peers' device memory are for kernels on the GPU of the first device region registered here, or on the
+    thread's current GPU if there is none.
     """
 
     name = "ucx"
@@ -76,7 +73,7 @@ class UCXTransport(Transport):
         return None
 
     def __init__(self) -> None:
-        """Raises ``TransportUnavailable`` with the reason and what mends it."""
+        """Raises ``TransportUnavailable`` with the reason and what would help."""
         reason = self.available()
         if reason is not None:
             raise TransportUnavailable(f"transport 'ucx' cannot work here: {reason}")
@@ -89,14 +86,12 @@ class UCXTransport(Transport):
         self._context_handle = int(self._context.handle)
         self._worker_handle = int(self._worker.handle)
         self._event_fd = self._library.event_fd(self._worker_handle)
-        self._armed = False  # since UCX was last driven
+        self._armed = False  # whether the event descriptor was armed since UCX was last driven
         self._regions: dict[int, UCXRegion] = {}
         self._device: torch.device | None = None  # of the first device region
-        self._doorsteps: dict[torch.device, tuple[int, bytes]] = {}  # memh, remote key
+        self._probes: dict[torch.device, tuple[int, bytes]] = {}  # memory handle and remote key of `gpu.probe_memory`
         self._tables = LocalRegions()
         self._channels: list[UCXChannel] = []
-        self._mailbox = Mailbox()
-        self._mailbox_memh, self._mailbox_blob = self._map(self._mailbox.base, self._mailbox.words.nbytes, b"")
         self._busy = True
         self._closed = False
 
@@ -117,7 +112,7 @@ class UCXTransport(Transport):
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         _require_known(device)
-        return hostmem.allocate(nbytes) if device.type == "cpu" else devicemem.allocate(nbytes, device)
+        return shared_memory.allocate(nbytes) if device.type == "cpu" else ipc.allocate(nbytes, device)
 
     def register(self, tensor: torch.Tensor) -> UCXRegion:
         self._require_open()
@@ -125,24 +120,24 @@ class UCXTransport(Transport):
         if tensor.device.type == "cuda":
             return self._register_device(tensor)
         storage = tensor.untyped_storage()
-        memh, blob = self._map(storage.data_ptr(), storage.nbytes(), hostmem.share(tensor) or b"")
+        memh, blob = self._map(storage.data_ptr(), storage.nbytes(), shared_memory.share(tensor) or b"")
         index = self._tables.add(blob.base, blob.nbytes, memh)
         self._regions[index] = region = UCXRegion(index, tensor, memh, wire.pack(blob))
         return region
 
     def _register_device(self, tensor: torch.Tensor) -> UCXRegion:
-        """UCX may be unable to put this memory; peers can then still map it."""
-        devicemem.check_shareable(tensor)
-        share = devicemem.share(tensor)
+        """Registers device memory. Where UCX cannot put it, peers can still map it."""
+        ipc.check_shareable(tensor)
+        share = ipc.share(tensor)
         if self._device is None:
-            devicemem.make_current(tensor.device)
+            ipc.make_current(tensor.device)
             self._device = tensor.device
         storage = tensor.untyped_storage()
         base, nbytes = storage.data_ptr(), storage.nbytes()
         memh, rkey, no_put = 0, b"", gpu.why_no_lane(self._context.info)
         if not no_put:
             try:
-                self._lay_doorstep(tensor.device)
+                self._export_probe(tensor.device)
                 memh, rkey = self._export(base, nbytes, "cuda")
             except TransportUnavailable as error:
                 no_put = str(error)
@@ -151,10 +146,10 @@ class UCXTransport(Transport):
         self._regions[index] = region = UCXRegion(index, tensor, memh, wire.pack(blob), no_put)
         return region
 
-    def _lay_doorstep(self, device: torch.device) -> None:
-        if device not in self._doorsteps:
-            memory = gpu.doorstep(device)
-            self._doorsteps[device] = self._export(memory.data_ptr(), memory.numel(), "cuda")
+    def _export_probe(self, device: torch.device) -> None:
+        if device not in self._probes:
+            memory = gpu.probe_memory(device)
+            self._probes[device] = self._export(memory.data_ptr(), memory.numel(), "cuda")
 
     def _device_of_views(self) -> torch.device:
         return self._device or torch.device("cuda", torch.cuda.current_device())
@@ -174,16 +169,16 @@ class UCXTransport(Transport):
 
     def address(self) -> bytes:
         self._require_open()
-        doorsteps = tuple(rkey for _, rkey in self._doorsteps.values())
+        probes = tuple(rkey for _, rkey in self._probes.values())
         worker = bytes(self._worker.address.tobytes())
-        return wire.pack(wire.AddressBlob(worker, self._mailbox_blob, os.getpid(), doorsteps))
+        return wire.pack(wire.AddressBlob(worker, os.getpid(), probes))
 
     def connect(self, address: bytes, regions: Sequence[bytes]) -> UCXChannel:
         self._require_open()
         peer = wire.unpack_address(address)
         blobs = [wire.unpack_region(region) for region in regions]
         if self._device is not None and any(blob.device == "cuda" for blob in blobs):
-            devicemem.make_current(self._device)  # the caller may have switched since
+            ipc.make_current(self._device)  # the caller may have switched since
         where = self._core.UCXAddress.create_from_buffer(peer.worker)
         try:
             endpoint = self._core.UCXEndpoint.create_from_worker_address(
@@ -195,16 +190,11 @@ class UCXTransport(Transport):
                 f"compare UCX_TLS and UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')} on both sides"
             ) from error
         channel = UCXChannel(
-            self._library, self._worker_handle, endpoint, peer, blobs, self._tables, self._mailbox, self._mailbox_memh,
-            self._device_of_views,
-        )  # fmt: skip
+            self._library, self._worker_handle, endpoint, peer, blobs, self._tables, self._device_of_views
+        )
         self._channels.append(channel)
         self._busy = True
         return channel
-
-    def read_signal(self, slot: int) -> int:
-        check_signal(slot)
-        return self._mailbox.read(slot)
 
     def progress(self) -> bool:
         self._require_open()
@@ -220,10 +210,10 @@ class UCXTransport(Transport):
 
     def arm(self) -> int | None:
         self._require_open()
-        # Lanes that copy inside progress() (cma) raise no event: sleep only after a round in which nothing moved.
+        # Lanes that copy inside progress() (cma) cause no event: sleep only after a round in which nothing moved.
         if self._busy:
             return None
-        for channel in self._channels:  # no generator: this is asked in every round
+        for channel in self._channels:  # a loop, because a generator would be made in every round
             if channel.wants_progress:
                 return None
         if not self._armed:
@@ -234,7 +224,7 @@ class UCXTransport(Transport):
         if self._closed:
             return
         if self._device is not None:
-            devicemem.make_current(self._device)
+            ipc.make_current(self._device)
         for channel in self._channels:
             channel.close()
         self._channels.clear()
@@ -243,16 +233,15 @@ class UCXTransport(Transport):
         for region in self._regions.values():
             self._release(region)
         self._regions.clear()
-        for memh, _ in self._doorsteps.values():
+        for memh, _ in self._probes.values():
             self._library.unmap_memory(self._context_handle, memh)
-        self._doorsteps.clear()
-        self._library.unmap_memory(self._context_handle, self._mailbox_memh)
-        # UCXX destroys worker and context with the last reference, in this order.
+        self._probes.clear()
+        # UCXX destroys an object with its last reference; the worker must go before the context.
         self._worker = None
         self._context = None
 
     def _settle(self) -> None:
-        """Drives UCX until nothing has happened for some rounds."""
+        """Drives UCX until nothing has moved for `_ROUNDS_AFTER_CLOSE` rounds."""
         quiet = 0
         deadline = time.monotonic() + _CLOSE_SECONDS
         while quiet < _ROUNDS_AFTER_CLOSE and time.monotonic() < deadline:
@@ -270,7 +259,7 @@ def _require_known(device: torch.device) -> None:
 
 
 def _import_ucxx() -> Any:
-    """The module of UCXX's synchronous classes; loads UCX on the first call, with torchkv's settings."""
+    """The module of UCXX's synchronous classes. The first call loads UCX, with torchkv's settings."""
     environment.prepare()
     try:
         return importlib.import_module("ucxx._lib.libucxx")

@@ -1,4 +1,4 @@
-"""A peer's regions mapped into this process: shared memory on the host, CUDA IPC on a GPU."""
+"""`PeerViews`: a peer's regions mapped into this process, by shared memory on the host and by CUDA IPC on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from torchkv import devicemem, hostmem
+from torchkv.cuda import ipc
 from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.host import shared_memory
 from torchkv.transport import RemoteView
 from torchkv_ucx.wire import RegionBlob
 
@@ -23,7 +24,10 @@ class _Mapped(Protocol):
 
 
 class PeerViews:
-    """Maps regions on first use. ``device``: gives the GPU whose kernels will use the views of device memory."""
+    """Maps each region on first use.
+
+    device: returns the GPU whose kernels will use the views of device memory. peer: names it in messages.
+    """
 
     def __init__(self, regions: Sequence[RegionBlob], device: Callable[[], torch.device], peer: str) -> None:
         self._regions = regions
@@ -33,7 +37,10 @@ class PeerViews:
         self._refused: dict[int, str] = {}
 
     def view(self, region: int) -> RemoteView | None:
-        """Raises ``ProtocolError`` for a region that does not exist, or whose memory is smaller than it says."""
+        """The region mapped here, or None where that is impossible.
+
+        Raises ``ProtocolError`` for a region that does not exist, or whose memory is smaller than the peer published.
+        """
         self._check(region)
         if region not in self._mapped and region not in self._refused:
             try:
@@ -46,7 +53,7 @@ class PeerViews:
         return RemoteView(mapped.ptr, self._regions[region].nbytes, device)
 
     def why_not(self, region: int) -> str:
-        """Why `view` gives None; "" if it does not, or has not been asked."""
+        """Why `view` returned None for this region; "" if it did not, or was not called."""
         self._check(region)
         return self._refused.get(region, "")
 
@@ -64,10 +71,10 @@ class PeerViews:
             )
         if blob.device == "cuda":
             device = self._device()
-            mapped = devicemem.open_share(blob.share, device)
+            mapped = ipc.open_share(blob.share, device)
         else:
             device = torch.device("cpu")
-            mapped = hostmem.open_segment(blob.share)
+            mapped = shared_memory.open_segment(blob.share)
         if mapped.nbytes < blob.nbytes:
             mapped.close()
             raise ProtocolError(

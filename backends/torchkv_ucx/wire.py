@@ -1,7 +1,7 @@
-"""The opaque bytes of this transport: addresses and region descriptors.
+"""The bytes that this transport publishes: its address and the descriptors of its regions.
 
-They cross the network in a frame (`torchkv.blob`) and their fields are bounded here: UCX itself parses addresses and
-keys without bounds.
+They cross the network in a frame (`torchkv.transport.framing`). Their fields are bounded here, because UCX parses
+addresses and keys without bounds.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from torchkv.blob import Frame
 from torchkv.errors import ProtocolError
-from torchkv.transport import SIGNAL_SLOTS
-from torchkv_ucx.mailbox import SIGNAL_NBYTES
+from torchkv.transport.framing import Frame
 
 __all__ = [
     "FRAME",
@@ -31,17 +29,18 @@ MAX_DESCRIPTOR = 4 << 10  # what Region.descriptor() may take
 _MAX_WORKER_ADDRESS = 8 << 10
 _MAX_RKEY = 1 << 10
 _MAX_SHARE = 1 << 10
-_MAX_DOORSTEPS = 16  # one per GPU of a host
-# User addresses stay below: on AArch64 they have 48 bits; those of device memory follow the GPU's page tables.
+_MAX_PROBES = 16  # one per GPU of a host
+# User addresses are below these limits: on AArch64 they have 48 bits; those of device memory follow the GPU's tables.
 _ADDRESS_SPACE = {"cpu": 1 << 48, "cuda": 1 << 57}
 
-FRAME = Frame(transport="ucx", magic=b"tkux2")
+FRAME = Frame(transport="ucx", magic=b"tkux3")
 
 
 class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="region"):
-    """A registered span: ``base`` and ``nbytes`` at its owner, its remote key, how to map it (or empty).
+    """A region: address and size in its owner's process, remote key, and how to map it.
 
-    A span of device memory may have no key, where its owner's UCX cannot put device memory: it is for mapping only.
+    rkey: empty for device memory that the owner's UCX cannot put, and for regions of 0 bytes; such memory can be mapped
+    only. share: a descriptor of `torchkv.host.shared_memory` or `torchkv.cuda.ipc`; empty if it cannot be mapped.
     """
 
     base: int
@@ -52,15 +51,14 @@ class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class AddressBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="address"):
-    """A transport: its UCX worker, its signal mailbox, a name for error messages.
+    """A transport: its UCX worker, and its process id for error messages and the vectored put.
 
-    doorsteps: remote keys of memory that is unpacked before any region's, see `torchkv_ucx.gpu.doorstep`.
+    probes: remote keys that a peer unpacks before those of regions, see `torchkv_ucx.gpu.probe_memory`.
     """
 
     worker: bytes
-    mailbox: RegionBlob
     pid: int
-    doorsteps: tuple[bytes, ...] = ()
+    probes: tuple[bytes, ...] = ()
 
 
 def pack(blob: RegionBlob | AddressBlob) -> bytes:
@@ -78,18 +76,10 @@ def unpack_address(data: bytes) -> AddressBlob:
         raise ProtocolError(
             f"UCX transport address: worker address of {len(blob.worker)} bytes, allowed 1..{_MAX_WORKER_ADDRESS}"
         )
-    _check_region(blob.mailbox)
-    if len(blob.doorsteps) > _MAX_DOORSTEPS or not all(0 < len(key) <= _MAX_RKEY for key in blob.doorsteps):
+    if len(blob.probes) > _MAX_PROBES or not all(0 < len(key) <= _MAX_RKEY for key in blob.probes):
         raise ProtocolError(
-            f"UCX transport address: doorstep keys of {[len(key) for key in blob.doorsteps[:20]]} bytes, allowed are "
-            f"{_MAX_DOORSTEPS} keys of 1..{_MAX_RKEY}"
-        )
-    if blob.mailbox.device != "cpu":
-        raise ProtocolError(f"UCX transport address: mailbox in {blob.mailbox.device} memory, must be in the host's")
-    if blob.mailbox.nbytes < SIGNAL_SLOTS * SIGNAL_NBYTES:
-        raise ProtocolError(
-            f"UCX transport address: mailbox of {blob.mailbox.nbytes} bytes, "
-            f"its slots need {SIGNAL_SLOTS * SIGNAL_NBYTES}"
+            f"UCX transport address: probe keys of {[len(key) for key in blob.probes[:20]]} bytes, allowed are "
+            f"{_MAX_PROBES} keys of 1..{_MAX_RKEY}"
         )
     return blob
 

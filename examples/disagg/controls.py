@@ -12,10 +12,10 @@ from disagg.family_cache import CONVOLUTION
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlChannel:
     """``target``: the view of received memory that is to be corrupted, and nothing else."""
 
-    what: str
+    operation: str
     target: torch.Tensor
 
 
@@ -47,14 +47,14 @@ class Snapshot:
             tensor.copy_(saved)
 
 
-def controls(kv_cache: torchkv.KVCache, pages: torch.Tensor, slot: int) -> list[Control]:
+def controls(kv_cache: torchkv.KVCache, pages: torch.Tensor, slot: int) -> list[ControlChannel]:
     """One for each component, for its windowed layers and the others apart, and one for each state.
 
     ``pages``: of the prompt. A page in the middle, or of a window the last page that the prompt fills; a whole state,
     but of a convolution only the last column: older ones soon drop out, or are never read at all.
     """
     layout = kv_cache.layout
-    found: list[Control] = []
+    found: list[ControlChannel] = []
     for component in layout.components:
         held = layout.component_layers(component.name)
         sliding = [layer for layer in held if layout.window(layer)]
@@ -65,15 +65,15 @@ def controls(kv_cache: torchkv.KVCache, pages: torch.Tensor, slot: int) -> list[
             if layers:
                 layer = layers[len(layers) // 2]
                 tensor = kv_cache[component.name][layout.layers.index(layer)]
-                found.append(Control(f"{component.name} ({where}, layer {layer})", tensor[int(pages[at])]))
+                found.append(ControlChannel(f"{component.name} ({where}, layer {layer})", tensor[int(pages[at])]))
     for state in layout.states:
         held = layout.state_layers(state.name)
         layer = held[len(held) // 2]
         target = kv_cache.state(state.name)[layout.layers.index(layer)][slot]
         if state.name == CONVOLUTION:
-            found.append(Control(f"{state.name} (last column, layer {layer})", target[..., -1]))
+            found.append(ControlChannel(f"{state.name} (last column, layer {layer})", target[..., -1]))
         else:
-            found.append(Control(f"{state.name} (layer {layer})", target))
+            found.append(ControlChannel(f"{state.name} (layer {layer})", target))
     return found
 
 

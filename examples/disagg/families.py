@@ -33,7 +33,7 @@ class Family:
     """
 
     config: PreTrainedConfig
-    what: str
+    operation: str
     sending: str
     components: tuple[torchkv.Component, ...]
     states: tuple[torchkv.State, ...] = ()
@@ -89,8 +89,8 @@ def _falcon_h1() -> Family:
         torchkv.State(RECURRENT, (heads, head_dim, state_size), DTYPE, shard_dim=0),
         torchkv.State(CONVOLUTION, (sum(parts), KERNEL), DTYPE, shard_dim=0, shard_groups=parts),
     )
-    what = "attention and Mamba-2 side by side in every layer"
-    return Family(config, what, "hooks", _keys_and_values(config), states)
+    operation = "attention and Mamba-2 side by side in every layer"
+    return Family(config, operation, "hooks", _keys_and_values(config), states)
 
 
 def _jamba() -> Family:
@@ -140,8 +140,8 @@ def _qwen3_next() -> Family:
         torchkv.State(RECURRENT, (v_heads, k_dim, v_dim), DTYPE, shard_dim=0, layers=linear),
         torchkv.State(CONVOLUTION, (sum(parts), KERNEL), DTYPE, shard_dim=0, shard_groups=parts, layers=linear),
     )
-    what = "three gated delta nets and one attention layer"
-    return Family(config, what, "pipeline", _keys_and_values(config, attention), states)
+    operation = "three gated delta nets and one attention layer"
+    return Family(config, operation, "pipeline", _keys_and_values(config, attention), states)
 
 
 def _gpt_oss() -> Family:
@@ -154,8 +154,8 @@ def _gpt_oss() -> Family:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     windows = {layer: WINDOW for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention"}
-    what = f"a sliding window of {WINDOW} tokens in layers {', '.join(map(str, windows))}"
-    return Family(config, what, "pipeline", _keys_and_values(config), windows=windows)
+    operation = f"a sliding window of {WINDOW} tokens in layers {', '.join(map(str, windows))}"
+    return Family(config, operation, "pipeline", _keys_and_values(config), windows=windows)
 
 
 def _deepseek_v32() -> Family:

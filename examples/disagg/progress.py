@@ -26,9 +26,9 @@ class Progress:
         if not self._quiet:
             print(f"[{self.seconds():7.2f} s] {self._label}: {text}", flush=True)
 
-    def step(self, what: str, done: int, total: int) -> None:
+    def step(self, operation: str, done: int, total: int) -> None:
         """Print "what done of total": the first, the last, and one a second in between."""
         now = time.perf_counter()
         if done in (1, total) or now - self._last >= 1.0:
             self._last = now
-            self.say(f"{what} {done} of {total}")
+            self.say(f"{operation} {done} of {total}")

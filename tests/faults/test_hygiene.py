@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from small import check_transfer, random_cache
+
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.small_cache import check_transfer, random_cache
 
 LISTEN = "0A"
 
@@ -171,7 +172,7 @@ def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, 
     with kv_group(path="staged", staging_send=24 << 10, staging_recv=20 << 10) as kv:
         kv.register(random_cache())
         kv.explain(1 - kv.rank())  # its probe is made once
-        owned, engine = [], kv._engine
+        owned, engine = [], kv._verbs.engine
         for rounds in (warm, count):
             for first in range(0, rounds, 5):
                 names = [f"request {number}" for number in range(first, first + 5)]
@@ -187,7 +188,7 @@ def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, 
                 for work in works[first % 10 == 0 :]:
                     work.wait(30)
             with engine.changed:
-                assert engine.changed.wait_for(lambda: not engine.keeper.ring.in_use, 30)
+                assert engine.changed.wait_for(lambda: not engine.credits.ring.in_use, 30)
             owned.append((_owned(), dict(kv.explain(1 - kv.rank()).staging)))
         return owned
 

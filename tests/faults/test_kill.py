@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, ask, kv_world
-from small import Never, check_transfer, random_cache
 
+from tests.helpers.harness import Ranks, ask, kv_world
+from tests.helpers.ranks.small_cache import Never, check_transfer, random_cache
 from torchkv import KVError, KVProcessGroup, KVWork, PageOutOfRange, PeerLost, TransferCancelled
 
 SURVIVOR, VICTIM, BYSTANDER = range(3)
@@ -69,7 +69,7 @@ def write_nothing() -> None:
 def write_half(pages: Any) -> None:
     """All layers but the last, which waits for an event that never comes."""
     kv = kv_world()
-    layers = kv._cache.layout.layers
+    layers = kv._verbs.cache.layout.layers
     kv.send_pages("r", pages, SURVIVOR, layers=layers[:-1])
     kv.send_pages("r", pages, SURVIVOR, layers=layers[-1], event=Never())
     kv.finish("r", SURVIVOR)
@@ -165,7 +165,7 @@ def send_to_one_who_cancels() -> None:
 
 def send_half(pages: Any) -> None:
     kv = kv_world()
-    last = kv._cache.layout.layers[-1]
+    last = kv._verbs.cache.layout.layers[-1]
     moving = kv.send_pages("r", pages, VICTIM)
     gated = kv.send_pages("r", pages, VICTIM, layers=last, event=Never())
     done = kv.finish("r", VICTIM)

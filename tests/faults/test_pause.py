@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, ask, kv_world
-from small import check_transfer, page_bytes, random_cache
 
+from tests.helpers.harness import Ranks, ask, kv_world
+from tests.helpers.ranks.small_cache import check_transfer, page_bytes, random_cache
 from torchkv import PageOutOfRange, PeerLost, TransferCancelled, TransferTimeout
 
 WRITER, RECEIVER, OTHER = range(3)
@@ -63,7 +63,7 @@ def fill_from_other() -> None:
     for name in ("elsewhere", "again"):
         kv.send_pages(name, PAGES, RECEIVER)
         kv.finish(name, RECEIVER).wait(PATIENCE)
-    dist.send(page_bytes(kv._cache, PAGES), RECEIVER)
+    dist.send(page_bytes(kv._verbs.cache, PAGES), RECEIVER)
 
 
 def receive_and_cancel() -> None:
@@ -88,11 +88,11 @@ def receive_and_cancel() -> None:
     assert error.pages_safe
     assert kv.quarantined() == {}
     kv.recv_pages("again", PAGES, OTHER).wait(PATIENCE)
-    expected = torch.empty_like(page_bytes(kv._cache, PAGES))
+    expected = torch.empty_like(page_bytes(kv._verbs.cache, PAGES))
     dist.recv(expected, OTHER)
     ask("let the writer end")  # whatever it had in flight has landed by now, if anywhere
     for pages in (PAGES, list(range(64, 128))):
-        assert torch.equal(page_bytes(kv._cache, pages), expected)
+        assert torch.equal(page_bytes(kv._verbs.cache, pages), expected)
 
 
 @pytest.mark.parametrize("three", [{}], indirect=True, ids=[""])
@@ -146,7 +146,7 @@ def one_check_from_other() -> None:
 
 
 def usable() -> None:
-    engine = kv_world()._engine
+    engine = kv_world()._verbs.engine
     assert engine is not None
     with engine.changed:  # its frames may have come another way before the connection that shows it to be there
         assert engine.changed.wait_for(lambda: not engine.lost, PATIENCE)

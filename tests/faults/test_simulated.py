@@ -1,28 +1,23 @@
-"""The whole protocol under a scheduler that loses, doubles, delays, cuts, pauses and kills.
+"""The whole protocol under a seeded scheduler that loses, duplicates and delays messages, and cuts, pauses and kills.
 
-One seed is one run: set SIMULATION_SEEDS="17" or "0:2000" to replay or to look further.
+One seed is one run: set SIMULATION_SEEDS="17" to replay it, "0:2000" to run more.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
-
-from scenario import Scenario  # noqa: E402 - only now on the path
-
-from torchkv.protocol.receive import Receive, Writer  # noqa: E402
-from torchkv.protocol.receiver import Receiver  # noqa: E402
-from torchkv.wire import Attest, Quiesced  # noqa: E402
+from tests.helpers.simulation.scenario import Scenario
+from torchkv.protocol.messages import Attest, Quiesced
+from torchkv.protocol.receive_request import ReceiverRequest, Writer
+from torchkv.protocol.receiver import Receiver
 
 SEEDS_PER_TEST = 20
 MUTANT_SEEDS = range(50, 200)
-UNSTAGED = ("layer", "slice", "pages")  # where these mutants do their damage; test_simulated_staging has others
+UNSTAGED = ("layer", "slice", "pages")  # those that these mutants damage; test_simulated_staging has others
 
 
 def _seeds() -> range:
@@ -57,14 +52,14 @@ def test_nothing_breaks_under_faults(batch: range) -> None:
 
 @pytest.mark.parametrize("batch", _batches()[::8], ids=_ids)
 def test_a_bad_network_alone_fails_nothing(batch: range) -> None:
-    """Lost, doubled and swapped messages slow requests down; every one of them still succeeds."""
+    """Lost, duplicated and reordered messages slow requests down; every one of them still succeeds."""
     for seed in batch:
         scenario = _assert_clean(seed, benign=True)
         assert all(receiving.work.is_success() for receiving in scenario.receivings)
 
 
 def test_the_runs_are_worth_their_time() -> None:
-    """Both outcomes are common, or the properties above were checked on nothing."""
+    """Success and failure are both common; otherwise the properties above were checked on nothing."""
     outcomes = [r.work.exception() for seed in range(30) for r in _assert_clean(seed, benign=False).receivings]
     succeeded = sum(error is None for error in outcomes)
     kinds = {type(error).__name__ for error in outcomes if error is not None}
@@ -82,36 +77,36 @@ def test_equal_seeds_give_equal_runs(seed: int) -> None:
 # -- negative controls: broken protocols that the same checks must catch ----------------------------------------------
 
 
-def _frees_at_failure(self: Receiver, receive: Receive) -> None:
-    if receive.error is not None:
-        self._end(receive)
+def _frees_at_failure(self: Receiver, req: ReceiverRequest) -> None:
+    if req.error is not None:
+        self._end(req)
 
 
 def _first_ack_is_enough(self: Receiver, src: int, message: Quiesced, _now: float) -> None:
-    receive = self._receives.get(message.generation)
-    if receive is None or receive.error is None:
+    req = self._requests.get(message.generation)
+    if req is None or req.error is None:
         return
-    for writer in receive.writers.values():
+    for writer in req.writers.values():
         writer.quiescent = True
-    self._end_if_quiescent(receive)
+    self._end_if_quiescent(req)
 
 
 def _counts_messages(self: Receiver, src: int, message: Attest, now: float) -> None:
-    """Done when as many attestations have come as there are layers: what many systems do."""
+    """Completes after as many attestations as there are layers, as many systems do."""
     found = self._writer(src, message.generation)
     if found is None:
         return
-    receive, writer = found
-    writer.attested.add(message.layers, 0, receive.num_tokens)
-    if all(w.attested.first_gap(w.plan.owed(receive.num_tokens)) is None for w in receive.writers.values()):
-        self._succeed(receive)
+    req, writer = found
+    writer.attested.add(message.layers, 0, req.num_tokens)
+    if all(w.attested.first_gap(w.plan.owed(req.num_tokens)) is None for w in req.writers.values()):
+        self._succeed(req)
 
 
-def _ignores_generations(self: Receiver, src: int, generation: int) -> tuple[Receive, Writer] | None:
-    exact = self._receives.get(generation)
+def _ignores_generations(self: Receiver, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
+    exact = self._requests.get(generation)
     live = [exact] if exact is not None and exact.error is None else list(self._live.values())
-    receive = next((receive for receive in live if src in receive.writers), None)
-    return None if receive is None else (receive, receive.writers[src])
+    req = next((req for req in live if src in req.writers), None)
+    return None if req is None else (req, req.writers[src])
 
 
 def _assert_caught(symptom: str) -> None:

@@ -1,28 +1,23 @@
-"""Races that broke other systems, or this one once, each staged on purpose in the simulated world."""
+"""Races that broke other systems, or torchkv once, each reproduced in the simulated world."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torchkv_loopback import Faults
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
-
-from memory import Shadow, guarded, page_bytes, snapshot  # noqa: E402 - only now on the path
-from oracle import reference  # noqa: E402
-from simulation import Cluster, Place, Rank  # noqa: E402
-from torchkv_loopback import Faults  # noqa: E402
-
-from torchkv.errors import PeerLost, ProtocolError, TransferCancelled  # noqa: E402
-from torchkv.layout import KVLayout  # noqa: E402
-from torchkv.protocol.receiver import Receiver  # noqa: E402
-from torchkv.wire import Attest, Grant, Quiesced, Seal, Verdict, decode_frame  # noqa: E402
-from torchkv.work import KVWork  # noqa: E402
+from tests.helpers.references.memory import Shadow, guarded, page_bytes, snapshot
+from tests.helpers.references.page_transfer import reference
+from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.engine.work import KVWork
+from torchkv.errors import PeerLost, ProtocolError, TransferCancelled
+from torchkv.layout.layout import KVLayout
+from torchkv.protocol.messages import Attest, Grant, Quiesced, Seal, Verdict, decode_frame
+from torchkv.protocol.receiver import Receiver
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
 
@@ -34,7 +29,7 @@ def layout(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
 
 
 def seed() -> int:
-    """A fresh one; pytest shows it when the test fails."""
+    """A fresh seed; pytest prints it when the test fails."""
     value = random.SystemRandom().getrandbits(32)
     print(f"seed {value}")
     return value
@@ -46,7 +41,7 @@ def pair(faults: Faults = SLOW, *, instances: tuple[str, str] = ("p", "d"), sees
 
 
 def two_writers(faults: Faults = SLOW) -> Cluster:
-    """Ranks 0 and 1 hold one head each, rank 2 reads both."""
+    """Ranks 0 and 1 hold one head each, rank 2 receives both."""
     places = [Place("p", layout(0, 2)), Place("p", layout(1, 2)), Place("d", layout())]
     return Cluster(places, seed=seed(), faults=faults)
 
@@ -68,7 +63,7 @@ def flying(cluster: Cluster) -> int:
 
 
 def assert_transfer(cluster: Cluster, writer: int, reader: int, name: str) -> None:
-    """A fresh request works, to the byte."""
+    """A new request succeeds, and every byte is right."""
     cluster.observers.clear()
     memory = {rank: shadow(cluster[rank]) for rank in (writer, reader)}
     free = [int(page) for page in memory[reader].free()[:2]]
@@ -85,7 +80,7 @@ def assert_transfer(cluster: Cluster, writer: int, reader: int, name: str) -> No
 
 
 def _abort_race(cluster: Cluster) -> list[str]:
-    """The reader gives up while a paused writer's puts are in flight, and gives the pages away once it may."""
+    """The receiver cancels while a paused writer's puts are in flight, and reuses the pages as soon as it may."""
     writer, reader = cluster[0], cluster[1]
     memory = guarded(cluster, 1)
     rx = reader.recv_pages("old", [3, 7, 1], 0)
@@ -95,7 +90,7 @@ def _abort_race(cluster: Cluster) -> list[str]:
     cancel = reader.cancel("old")
     cluster.run(limit=0.001)
     assert isinstance(rx.exception(), TransferCancelled), "the call fails at once"
-    if not cancel.is_completed():  # or else the protocol is broken: nobody has vouched for the writer
+    if not cancel.is_completed():  # else the protocol is broken: nothing has proved the writer quiescent
         assert sorted(reader.quarantined()) == [1, 3, 7]
         assert rx.exception().pages_safe is False
     cluster.run(limit=0.5)
@@ -114,10 +109,10 @@ def test_a_cancelled_requests_late_writes_never_reach_the_next_owner() -> None:
 
 
 def test_the_abort_race_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, with a receiver that frees at once: the next owner's bytes are destroyed."""
+    """Negative control: with a receiver that frees pages at once, the next owner's bytes are destroyed."""
 
-    def free_at_once(self: Receiver, receive: object) -> None:
-        self._end(receive)  # type: ignore[arg-type]
+    def free_at_once(self: Receiver, req: object) -> None:
+        self._end(req)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Receiver, "_end_if_quiescent", free_at_once)
     problems = _abort_race(pair())
@@ -129,12 +124,12 @@ def test_the_abort_race_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tap:
-    """Sees every frame that goes onto the wire, and may lose it."""
+    """Records every frame that is sent, and loses those that it is told to."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.seen: list[tuple[int, int, bytes]] = []
         self.lose: Callable[[object], bool] = lambda message: False
-        self._key = cluster[0].engine._talk._key
+        self._key = cluster[0].engine._messenger._key
         self.world_send = cluster.world.send
         cluster.world.send = self._send  # type: ignore[method-assign]
 
@@ -147,8 +142,8 @@ class Tap:
         return sum(isinstance(decode_frame(data, self._key).message, kind) for _, _, data in self.seen)
 
 
-def test_whoever_posts_sends_the_grant() -> None:
-    """Mostly, for the control channel may refuse. Then the driver sends it, and all come in the order of the calls."""
+def test_the_posting_thread_sends_the_grant() -> None:
+    """If the control channel refuses that, the driver sends them. All come in the order of the calls."""
     cluster = pair()
     tap = Tap(cluster)
     names = [f"r{i}" for i in range(60)]
@@ -187,7 +182,7 @@ def test_lost_messages_are_sent_again(kind: type) -> None:
 
 
 def test_repeated_and_late_frames_change_nothing() -> None:
-    """Every frame of a finished request comes again, in any order, while the next one is under way."""
+    """Every frame of a finished request arrives again, in any order, while the next request is under way."""
     cluster = two_writers()
     tap = Tap(cluster)
     memory = guarded(cluster, 2)
@@ -211,7 +206,7 @@ def test_repeated_and_late_frames_change_nothing() -> None:
 
 
 def test_frames_of_an_earlier_process_are_dropped() -> None:
-    """A rank is launched again under the same names and the same key; what its former self said comes late."""
+    """A rank restarts under the same names and key; frames of its former process arrive late."""
     secret = random.SystemRandom().randbytes(32)
     places = [Place("p", layout()), Place("d", layout())]
     old = Cluster(places, seed=seed(), faults=SLOW, secret=secret)
@@ -221,10 +216,10 @@ def test_frames_of_an_earlier_process_are_dropped() -> None:
     assert old.run(done(rx, *works), limit=20)
     old.kill(0)
     old.kill(1)
-    said = tap.seen.copy()
+    sent = tap.seen.copy()
     new = Cluster(places, world=old.world, secret=secret)
     second = new[1].recv_pages("r", [1, 2], 0)
-    for src, dst, data in said:
+    for src, dst, data in sent:
         tap.world_send(new[src].node, new[dst].node, data)
     new.run(limit=2)
     assert not second.is_completed()
@@ -252,7 +247,7 @@ def test_frames_with_another_key_are_dropped() -> None:
 
 @pytest.mark.parametrize("sees_death", [True, False])
 def test_a_writer_killed_half_way(sees_death: bool) -> None:
-    """Its last pieces may still land: the pages are free only after those, or never if nobody can tell."""
+    """Its last pieces may still land: the pages are free only after those, or never if the death cannot be seen."""
     cluster = pair(sees_death=sees_death)
     memory = shadow(cluster[1])
     rx = cluster[1].recv_pages("r", [3, 7, 1], 0)
@@ -294,7 +289,7 @@ def _dead_writer_is_drained_first(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("attempt", range(8))
 def test_a_broken_route_does_not_hide_what_a_dead_peer_still_writes(attempt: int) -> None:
-    """The reader was sending to that peer, too, so its own channel breaks while the peer's pieces are in flight."""
+    """The receiver was sending to that peer too, so its own channel breaks while the peer's pieces are in flight."""
     cluster = pair(Faults(min_delay=0.01, max_delay=1.0, survive=1.0))
     back = cluster[0].recv_pages("back", [11], 1)
     cluster[1].send_pages("back", [14], 0)
@@ -304,14 +299,14 @@ def test_a_broken_route_does_not_hide_what_a_dead_peer_still_writes(attempt: int
 
 @pytest.mark.parametrize("attempt", range(8))
 def test_a_dead_peer_of_the_same_instance_is_drained_too(attempt: int) -> None:
-    """Between ranks of one instance no route is made at registration."""
+    """Between ranks of one instance registration makes no connection."""
     cluster = pair(Faults(min_delay=0.01, max_delay=1.0, survive=1.0), instances=("one", "one"))
-    assert 0 not in cluster[1].engine.routes
+    assert 0 not in cluster[1].engine.connections
     _dead_writer_is_drained_first(cluster)
 
 
-def test_nothing_is_said_to_the_dead() -> None:
-    """What they never acknowledged is not sent again for ever."""
+def test_nothing_is_sent_to_a_dead_peer() -> None:
+    """Messages that a dead peer never acknowledged are not sent again for ever."""
     cluster = pair()
     tap = Tap(cluster)
     cluster[0].send_pages("r", [0, 1, 2], 1)
@@ -329,7 +324,7 @@ def test_nothing_is_said_to_the_dead() -> None:
 
 
 def test_one_of_two_writers_fails_and_the_other_is_waited_for() -> None:
-    """The receive fails at once, but its pages stay leased until the healthy writer has drained as well."""
+    """The request fails at once, but its pages stay leased until the other, healthy writer has drained as well."""
     cluster = two_writers()
     memory = guarded(cluster, 2)
     rx = cluster[2].recv_pages("r", [3, 1], [0, 1])
@@ -369,7 +364,7 @@ def test_a_broken_channel_is_replaced_and_the_writer_never_called_quiescent() ->
 
 
 def test_a_futures_callback_may_call_verbs() -> None:
-    """Callbacks run on the driver's thread: under the engine's lock, any verb in one would wait for itself."""
+    """Callbacks run on the progress thread: if it held the engine's lock, a verb in one would deadlock."""
     cluster = pair()
     rx = cluster[1].recv_pages("r", [1, 2], 0)
     locked: list[bool] = []
@@ -402,7 +397,7 @@ def test_two_readers_disagree_on_the_prefix() -> None:
 
 
 def test_the_reference_notices_a_wrong_byte() -> None:
-    """The comparison these tests stand on, on a receive that is wrong in one byte."""
+    """Negative control of the byte comparison that these tests use: one wrong byte is noticed."""
     cluster = pair()
     memory = shadow(cluster[1])
     before, source = snapshot(cluster[1]), snapshot(cluster[0])

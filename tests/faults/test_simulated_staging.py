@@ -1,30 +1,26 @@
-"""Staging broken in every way that the simulated world must notice: what keeps late bytes off pages and stages."""
+"""Mutants of staging: each breaks one thing that keeps late bytes off pages and stages, and must be noticed."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
-
-from scenario import Scenario  # noqa: E402 - only now on the path
-from staging_rings import LaggingPacker, raise_signal  # noqa: E402
-
-from torchkv.errors import KVError  # noqa: E402
-from torchkv.packer import Early  # noqa: E402
-from torchkv.protocol.actions import Scatter  # noqa: E402
-from torchkv.protocol.receive import Receive  # noqa: E402
-from torchkv.protocol.receiver import Receiver  # noqa: E402
-from torchkv.protocol.stageclient import Span, StageClient  # noqa: E402
-from torchkv.protocol.stagekeeper import StageKeeper, _State  # noqa: E402
-from torchkv.stagedtransfer import StagedTransfer  # noqa: E402
-from torchkv.staging import Stage, StagingRing  # noqa: E402
-from torchkv.transport import Batch  # noqa: E402
-from torchkv.wire import Staged  # noqa: E402
+from tests.helpers.simulation.scenario import Scenario
+from tests.helpers.simulation.staging_rings import LaggingPacker, raise_signal
+from torchkv.errors import KVError
+from torchkv.protocol.actions import Scatter
+from torchkv.protocol.messages import Staged
+from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.stage_allocator import Stage, StagingRing
+from torchkv.protocol.staging_credits import StagingCredits, _StageState
+from torchkv.protocol.staging_requester import Span, StagingRequester
+from torchkv.staging.packer import GatherJob
+from torchkv.staging.transfer import StagedTransfer
+from torchkv.transport import Batch
 
 SEEDS = range(1000, 1300)
 SLOW = 10.0
@@ -32,44 +28,44 @@ Patch = pytest.MonkeyPatch
 
 
 def _believes_everyone(patch: Patch) -> None:
-    """Pages are freed although a writer that promised nothing may still write to them."""
-    patch.setattr(StageKeeper, "promised", lambda self, src, generation: True)
+    """Pages are freed although a writer that made no promise may still write to them."""
+    patch.setattr(StagingCredits, "is_ring_only", lambda self, src, generation: True)
 
 
 def _never_withdraws(patch: Patch) -> None:
     """A writer that has promised to use the ring only writes to pages."""
-    patch.setattr(StageClient, "go_direct", lambda self, dst, generation: True)
+    patch.setattr(StagingRequester, "go_direct", lambda self, dst, generation: True)
 
 
 def _reuses_at_revoke(patch: Patch) -> None:
-    """The stage of a failed request is given to the next one at once."""
+    """A stage of a failed request is granted to the next one at once."""
 
-    def revoke(self: StageKeeper, generation: int) -> None:
-        for line in self._lines.get(generation, {}).values():
-            line.revoked = True
-            self._stop_waiting(line)
-            for serial in [serial for serial, held in line.held.items() if held.state is _State.GRANTED]:
-                self.ring.release(line.held.pop(serial).stage)
+    def revoke(self: StagingCredits, generation: int) -> None:
+        for queue in self._queues.get(generation, {}).values():
+            queue.revoked = True
+            self._drop_pending(queue)
+            for serial in [serial for serial, held in queue.stages.items() if held.state is _StageState.GRANTED]:
+                self.ring.release(queue.stages.pop(serial).stage)
         self._serve()
 
-    patch.setattr(StageKeeper, "revoke", revoke)
+    patch.setattr(StagingCredits, "revoke", revoke)
 
 
 def _remembers_ended(patch: Patch) -> None:
-    """Receives that have ended can still be found, so that the broken receivers below do not merely crash."""
+    """Ended requests can still be found, so that the broken receivers below do not merely crash."""
     end = Receiver._end
 
-    def keep(self: Receiver, receive: Receive) -> None:
-        if not receive.ended:
-            end(self, receive)
-            vars(self).setdefault("past", {})[receive.generation] = receive
+    def keep(self: Receiver, req: ReceiverRequest) -> None:
+        if not req.ended:
+            end(self, req)
+            vars(self).setdefault("past", {})[req.generation] = req
 
     def scattered(self: Receiver, job: Scatter, error: KVError | None, now: float) -> None:
-        receive = self._receives.get(job.generation)
-        if receive is not None:
+        req = self._requests.get(job.generation)
+        if req is not None:
             real(self, job, error, now)
         else:
-            self._keeper.release(job.src, job.generation, job.serial, now)
+            self._credits.release(job.src, job.generation, job.serial, now)
 
     real = Receiver.scattered
     patch.setattr(Receiver, "_end", keep)
@@ -78,23 +74,23 @@ def _remembers_ended(patch: Patch) -> None:
 
 
 def _unpacks_for_the_failed(patch: Patch) -> None:
-    """A stage that was written before its writer heard of the failure is unpacked as if nothing had happened."""
+    """A stage that was written before its writer learned of the failure is unpacked nevertheless."""
     _remembers_ended(patch)
     real = Receiver.on_staged
 
     def on_staged(self: Receiver, src: int, message: Staged, now: float) -> None:
-        receive = vars(self).get("past", {}).get(message.generation)
-        line = self._keeper._line(src, message.generation)
-        held = None if line is None else line.held.get(message.serial)
-        if receive is None or held is None or receive.error is None or not message.num_pages:
+        req = vars(self).get("past", {}).get(message.generation)
+        queue = self._credits._queue_of(src, message.generation)
+        held = None if queue is None else queue.stages.get(message.serial)
+        if req is None or held is None or req.error is None or not message.num_pages:
             real(self, src, message, now)
             return
-        # Live again for as long as it takes to make the job.
-        held.state, error = _State.GRANTED, receive.error
-        self._receives[message.generation], receive.error = receive, None
+        # The request is live again while the job is made.
+        held.state, error = _StageState.GRANTED, req.error
+        self._requests[message.generation], req.error = req, None
         real(self, src, message, now)
-        receive.error = error
-        del self._receives[message.generation]
+        req.error = error
+        del self._requests[message.generation]
 
     patch.setattr(Receiver, "on_staged", on_staged)
 
@@ -102,31 +98,31 @@ def _unpacks_for_the_failed(patch: Patch) -> None:
 def _does_not_wait_for_scatters_at_failure(patch: Patch) -> None:
     _remembers_ended(patch)
 
-    def end_if_quiescent(self: Receiver, receive: Receive) -> None:
-        if receive.error is not None and not receive.pending_writers():
-            self._end(receive)
+    def end_if_quiescent(self: Receiver, req: ReceiverRequest) -> None:
+        if req.error is not None and not req.pending_writers():
+            self._end(req)
 
     patch.setattr(Receiver, "_end_if_quiescent", end_if_quiescent)
 
 
 def _does_not_wait_for_scatters_at_success(patch: Patch) -> None:
-    """Bytes that came twice are all there, and the second time they are still being unpacked."""
+    """Success does not wait for bytes that were sent twice and are being unpacked the second time."""
     _remembers_ended(patch)
     real = Receiver._complete_if_covered
 
-    def complete_if_covered(self: Receiver, receive: Receive, now: float) -> None:
-        scattering, receive.scattering = receive.scattering, set()
-        real(self, receive, now)
-        receive.scattering = scattering
+    def complete_if_covered(self: Receiver, req: ReceiverRequest, now: float) -> None:
+        scattering, req.scattering = req.scattering, set()
+        real(self, req, now)
+        req.scattering = scattering
 
     patch.setattr(Receiver, "_complete_if_covered", complete_if_covered)
 
 
 def _tells_before_the_flush(patch: Patch) -> None:
-    """The put is over here, as every transport says when the source may be reused, and not there yet."""
+    """A stage is announced when the put is complete here, which means only that the source may be reused."""
 
     def put(self: StagedTransfer, nbytes: int, stage: Stage, span: Span) -> Iterator[int]:
-        assert self.route.channel is not None
+        assert self.connection.channel is not None
         ours = self._stages.take().region
         batch = Batch.one(
             local_region=ours,
@@ -135,7 +131,7 @@ def _tells_before_the_flush(patch: Patch) -> None:
             remote_offset=span.offset,
             length=nbytes,
         )
-        done = self.route.channel.put(batch)
+        done = self.connection.channel.put(batch)
         while not done.done:
             yield 0
         if done.error is not None:
@@ -146,12 +142,12 @@ def _tells_before_the_flush(patch: Patch) -> None:
 
 
 def _reuses_its_own_stage_too_early(patch: Patch) -> None:
-    """A sender packs the next piece, or another destination's, into a stage that is still being put."""
+    """A sender packs another piece into a stage of its own that is still being put."""
     release = StagingRing.release
 
     def own_stage(self: StagedTransfer, nbytes: int) -> Iterator[int]:
         while self.error is None:
-            stage = self._stages.ring.allocate(nbytes, "nobody")
+            stage = self._stages.ring.allocate(nbytes, "probe")
             if stage is not None:
                 release(self._stages.ring, stage)
                 return stage
@@ -159,7 +155,7 @@ def _reuses_its_own_stage_too_early(patch: Patch) -> None:
         return None
 
     def release_of_others(self: StagingRing, stage: Stage) -> None:
-        if stage.owner != "nobody":
+        if stage.owner != "probe":
             release(self, stage)
 
     patch.setattr(StagedTransfer, "_own_stage", own_stage)
@@ -167,10 +163,10 @@ def _reuses_its_own_stage_too_early(patch: Patch) -> None:
 
 
 def _forgets_its_gathers(patch: Patch) -> None:
-    """A transfer that failed is over at once, though something still gathers for it, straight into the ring."""
+    """A failed transfer ends at once, though its gather still runs, straight into the receiver's ring."""
 
     def drain(self: StagedTransfer) -> Iterator[int]:
-        self._leave()
+        self._release_turn()
         yield from ()
 
     patch.setattr(StagedTransfer, "_drain", drain)
@@ -178,20 +174,20 @@ def _forgets_its_gathers(patch: Patch) -> None:
 
 
 def _tells_before_it_has_gathered(patch: Patch) -> None:
-    """What a missing flush is to a put."""
+    """A stage of a mapped ring is announced before the gather has ended: there, that is what the flush is to a put."""
     real = LaggingPacker.gather
 
-    def gather(self: LaggingPacker, *args: Any, checksum: bool, early: Early | None = None, **_: Any) -> Iterator[int]:
-        next(real(self, *args, checksum=checksum))  # begins, and goes on by itself
-        if early is not None:
-            raise_signal(early)
+    def gather(self: LaggingPacker, job: GatherJob) -> Iterator[int]:
+        next(real(self, replace(job, signalled=None)))  # begins the gather, which then goes on by itself
+        if job.signalled is not None:
+            raise_signal(job.signalled)
         yield 1
 
     patch.setattr(LaggingPacker, "gather", gather)
 
 
 def _does_not_wait_for_signals(patch: Patch) -> None:
-    """A stage that was called written early is unpacked at once."""
+    """A stage that was announced early is unpacked without waiting for its signal."""
     real = LaggingPacker.scatter
 
     def scatter(self: LaggingPacker, job: Scatter) -> Iterator[int]:
@@ -202,36 +198,36 @@ def _does_not_wait_for_signals(patch: Patch) -> None:
     patch.setattr(LaggingPacker, "slowness", SLOW)
 
 
-def _reuses_what_was_promised(patch: Patch) -> None:
-    """A stage whose signal nobody waits for any more is given to the next one, though its gather is under way."""
-    real = StageKeeper.release
+def _reuses_what_was_signalled(patch: Patch) -> None:
+    """A stage is granted again when its signal is no longer waited for, though the gather into it is under way."""
+    real = StagingCredits.release
 
-    def release(self: StageKeeper, *owner: Any, written: bool = True) -> None:
+    def release(self: StagingCredits, *owner: Any, written: bool = True) -> None:
         real(self, *owner)
 
-    patch.setattr(StageKeeper, "release", release)
+    patch.setattr(StagingCredits, "release", release)
     patch.setattr(LaggingPacker, "slowness", SLOW)
 
 
-PAGES, RING, BYTES = "): free, but written to", "staging ring", "wrong bytes"  # the first of pages and of slots
-ANY, ONLY, NEVER = (), ("staged",), ("slice",)  # where to look first: the verbs of the flows
+PAGES, RING, BYTES = "): free, but written to", "staging ring", "wrong bytes"  # PAGES: of pages and of slots
+ANY, ONLY, NEVER = (), ("staged",), ("slice",)  # the verbs of the flows that are searched
 
 
 @pytest.mark.parametrize(("first", "slowness"), [(0, 1.0), (12, 1.0), (24, SLOW)])
 def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, first: int, slowness: float) -> None:
-    """Under all faults, and whatever else writes to pages; no rank has memory to send from."""
+    """Under all faults, with and without verbs that write to pages; no rank has memory to send from."""
     monkeypatch.setattr(LaggingPacker, "slowness", slowness)
     staged = 0
     for seed in range(first, first + 12):
         print(f"seed {seed}")
         for verbs in (ONLY, ANY):
-            # Where other verbs than staged_put are made to write to pages, so is state.
+            # With given verbs, all but staged_put is forced to write directly, and so would state be.
             scenario = Scenario(seed, verbs=verbs, views=True, states=() if verbs is ONLY else None)
             assert scenario.run() == []
             staged += sum(ring.stages_seen for ring in scenario.rings.values())
             for rank in scenario.cluster.ranks:
                 assert rank.engine.staging.sending.taken == 0
-                lanes = {lane for route in rank.engine.routes.values() for lane in route.counters}
+                lanes = {lane for connection in rank.engine.connections.values() for lane in connection.counters}
                 assert lanes <= {"view"} or verbs is ANY
     assert staged > 30, "too little was staged to show anything"
 
@@ -252,7 +248,7 @@ def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, fir
         (_reuses_its_own_stage_too_early, BYTES, ONLY, False),
         (_forgets_its_gathers, RING, ONLY, True),
         (_does_not_wait_for_signals, BYTES, ONLY, True),
-        (_reuses_what_was_promised, RING, ONLY, True),
+        (_reuses_what_was_signalled, RING, ONLY, True),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "mapped" if value is True else "",
 )

@@ -1,31 +1,26 @@
-"""State in the simulated world: races over a slot, and protocols that are broken in ways that must be noticed."""
+"""State in the simulated world: races over a slot, and mutants of the protocol that must be noticed."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchkv_loopback import Faults
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
-
-from memory import Shadow, guarded, slot_bytes, slot_snapshot  # noqa: E402 - only now on the path
-from scenario import Scenario  # noqa: E402
-from simulation import Cluster, Place, Rank  # noqa: E402
-from torchkv_loopback import Faults  # noqa: E402
-
-from torchkv.errors import KVError, PageOutOfRange, TransferCancelled, TransferTimeout  # noqa: E402
-from torchkv.layout import KVLayout, State  # noqa: E402
-from torchkv.protocol.actions import BoundGrant  # noqa: E402
-from torchkv.protocol.receive import Receive, Writer  # noqa: E402
-from torchkv.protocol.receiver import Receiver  # noqa: E402
-from torchkv.protocol.sender import Sender  # noqa: E402
-from torchkv.work import KVWork  # noqa: E402
+from tests.helpers.references.memory import Shadow, guarded, slot_bytes, slot_snapshot
+from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from tests.helpers.simulation.scenario import Scenario
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError, PageOutOfRange, TransferCancelled, TransferTimeout
+from torchkv.layout.layout import KVLayout, State
+from torchkv.protocol.actions import BoundGrant
+from torchkv.protocol.receive_request import ReceiverRequest, Writer
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.sender import Sender
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
 STATES = (State("ssm", (4, 3), torch.int16, shard_dim=0), State("flat", (5,), torch.uint8, layers=(1,)))
@@ -47,7 +42,7 @@ def hybrid(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
 
 
 def cluster(*layouts: tuple[str, KVLayout], faults: Faults = SLOW) -> Cluster:
-    """A fresh seed; pytest shows it when the test fails."""
+    """Has a fresh seed, which pytest prints when the test fails."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     return Cluster([Place(name, layout, num_slots=4) for name, layout in layouts], seed=seed, faults=faults)
@@ -69,7 +64,7 @@ def done(*works: KVWork) -> Callable[[], bool]:
 
 
 def _abort_race(world: Cluster) -> list[str]:
-    """Of a full hit only state is in flight; the reader gives up, and gives the slot away once it may."""
+    """A full hit: only state is in flight. The receiver cancels, and reuses the slot as soon as it may."""
     writer, reader = world[0], world[1]
     memory = guarded(world, 1)
     rx = reader.recv_pages("old", [], 0, prefix_tokens=8, state_slot=2)
@@ -81,7 +76,7 @@ def _abort_race(world: Cluster) -> list[str]:
     world.run(limit=0.001)
     error = rx.exception()
     assert isinstance(error, TransferCancelled), "the call fails at once"
-    if not cancel.is_completed():  # or else the protocol is broken: nobody has vouched for the writer
+    if not cancel.is_completed():  # else the protocol is broken: nothing has proved the writer quiescent
         assert reader.quarantined(slots=True) == {2: (0,)}
         assert error.pages_safe is False
         with pytest.raises(PageOutOfRange, match=r"slot 2 is quarantined: ranks \[0\]"):
@@ -95,7 +90,7 @@ def _abort_race(world: Cluster) -> list[str]:
 
 
 def assert_transfer(world: Cluster, name: str) -> None:
-    """A fresh request works, to the byte."""
+    """A new request succeeds, and every byte is right."""
     world.observers.clear()
     memory = Shadow(world[1], np.random.default_rng())
     sources = {0: (world[0].cache.layout, slot_snapshot(world[0]), 1)}
@@ -120,10 +115,10 @@ def test_late_writes_of_a_cancelled_requests_state_never_reach_the_slots_next_ow
 
 
 def test_the_race_over_a_slot_is_real(monkeypatch: Patch) -> None:
-    """The same, with a receiver that frees at once: the next owner's state is destroyed."""
+    """Negative control: with a receiver that frees the slot at once, the next owner's state is destroyed."""
 
-    def free_at_once(self: Receiver, receive: object) -> None:
-        self._end(receive)  # type: ignore[arg-type]
+    def free_at_once(self: Receiver, req: object) -> None:
+        self._end(req)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Receiver, "_end_if_quiescent", free_at_once)
     problems = _abort_race(pair())
@@ -160,12 +155,12 @@ def test_a_writer_killed_in_the_middle_of_its_state() -> None:
 
 
 def _finish_sends_no_state(patch: Patch) -> None:
-    """What was not sent layer by layer is forgotten, and nobody asks for it."""
+    """State that was not sent layer by layer is never sent, and finish does not ask for it."""
     patch.setattr(Sender, "state_left", lambda self, request, dst: ())
 
 
 def _state_is_optional(patch: Patch) -> None:
-    """... and the receiver is content with pages."""
+    """... and the receiver does not wait for it."""
     _finish_sends_no_state(patch)
     real = Writer.missing
 
@@ -177,7 +172,7 @@ def _state_is_optional(patch: Patch) -> None:
 
 
 def _pages_count_as_state(patch: Patch) -> None:
-    """A layer is called complete as soon as its pages are."""
+    """A layer is reported complete as soon as its pages are."""
     real = Writer.missing
 
     def missing(self: Writer, layers: Collection[int] | None, num_tokens: int) -> str | None:
@@ -191,11 +186,11 @@ def _slot_is_free_at_failure(patch: Patch) -> None:
     """The pages of a failed request wait for its writers, its slot does not."""
     fail = Receiver._fail
 
-    def fail_and_free(self: Receiver, receive: Receive, error: KVError, **how: Any) -> None:
-        fail(self, receive, error, **how)
-        if not receive.ended and receive.state_slot is not None:
-            self.leases._slots.pop(receive.state_slot, None)
-            receive.state_slot = None
+    def fail_and_free(self: Receiver, req: ReceiverRequest, error: KVError, **how: Any) -> None:
+        fail(self, req, error, **how)
+        if not req.ended and req.state_slot is not None:
+            self.leases._slots.pop(req.state_slot, None)
+            req.state_slot = None
 
     patch.setattr(Receiver, "_fail", fail_and_free)
 
@@ -235,7 +230,7 @@ def test_broken_protocols_of_state_are_caught(
 
 
 def test_a_sender_that_forgets_state_never_makes_a_receive_succeed(monkeypatch: Patch) -> None:
-    """What the receiver does not have it does not take for granted: the request fails, naming the layer."""
+    """The receiver waits for the state that it is owed, and the request fails with the layer's name."""
     _finish_sends_no_state(monkeypatch)
     errors = []
     for seed in SEEDS[:8]:

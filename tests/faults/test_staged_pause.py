@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, ask, kv_world
-from lane_cases import random_fill
-from small import page_bytes, random_cache
 
-from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout, hostpack
-from torchkv.stagedtransfer import StagedTransfer
-from torchkv.staging import Stage
+from tests.helpers.harness import Ranks, ask, kv_world
+from tests.helpers.ranks.lane_transfer import random_fill
+from tests.helpers.ranks.small_cache import page_bytes, random_cache
+from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout
+from torchkv.protocol.stage_allocator import Stage
+from torchkv.staging import host_packer
+from torchkv.staging.transfer import StagedTransfer
 
 WRITER, RECEIVER, OTHER = range(3)
 PATIENCE = 40
@@ -29,7 +30,7 @@ PAGES = [3, 9, 1, 14]
 # One stage takes the whole request; two fit into the ring, one of which may be in quarantine.
 STAGED = {"TORCHKV_PATH": "staged", "TORCHKV_STAGING_RECV": str(128 << 10), "TORCHKV_STAGING_SEND": str(128 << 10)}
 # Where the writer stops. Into a ring that is mapped it stores, then also half way; else it puts.
-LANES = {"memory": (StagedTransfer, "_pack"), "memory, half": (hostpack, "_copied"), "tcp": (StagedTransfer, "_put")}
+LANES = {"memory": (StagedTransfer, "_pack"), "memory, half": (host_packer, "_copied"), "tcp": (StagedTransfer, "_put")}
 
 
 @pytest.fixture(scope="module", params=LANES)
@@ -59,13 +60,13 @@ def join(mapped: bool) -> None:
     kv = kv_world()
     kv.register(random_cache())
     if kv.rank() == WRITER:
-        route = kv._thread.call(lambda: kv._engine.route(RECEIVER))
-        assert (route.staging_view is not None) is mapped
+        connection = kv._thread.call(lambda: kv._verbs.engine.connection(RECEIVER))
+        assert (connection.staging_view is not None) is mapped
 
 
 def fresh() -> KVProcessGroup:
     """The group, with fresh bytes everywhere in this rank's cache."""
-    random_fill(kv_world()._cache, np.random.default_rng())
+    random_fill(kv_world()._verbs.cache, np.random.default_rng())
     return kv_world()
 
 
@@ -101,11 +102,11 @@ def fill_from_other() -> None:
     work = kv.staged_put("next", None, [10, 11, 12, 13], RECEIVER)
     kv.finish("next", RECEIVER).wait(PATIENCE)
     assert work.path == "staged"
-    dist.send(page_bytes(kv._cache, [10, 11, 12, 13]), RECEIVER)
+    dist.send(page_bytes(kv._verbs.cache, [10, 11, 12, 13]), RECEIVER)
 
 
 def ring_bytes(kv: KVProcessGroup) -> np.ndarray:
-    return kv._engine.staging.receiving.tensor.numpy().copy()
+    return kv._verbs.engine.staging.receiving.tensor.numpy().copy()
 
 
 def fail(kv: KVProcessGroup, how: str) -> KVError:
@@ -125,28 +126,28 @@ def fail(kv: KVProcessGroup, how: str) -> KVError:
 def quarantined_stage(kv: KVProcessGroup) -> Stage:
     use = kv.explain(OTHER).staging
     assert use["quarantined"] == use["in use"] > 0
-    with kv._engine.lock:
-        (stage,) = kv._engine.keeper.ring.stages
+    with kv._verbs.engine.lock:
+        (stage,) = kv._verbs.engine.credits.ring.stages
     return stage
 
 
 def receive_from_other(kv: KVProcessGroup) -> torch.Tensor:
     """Into the very pages of the failed request. What must be in them."""
     others = [page for page in range(16) if page not in PAGES]
-    poison, canaries = page_bytes(kv._cache, PAGES), page_bytes(kv._cache, others)
+    poison, canaries = page_bytes(kv._verbs.cache, PAGES), page_bytes(kv._verbs.cache, others)
     kv.recv_pages("next", PAGES, OTHER).wait(PATIENCE)
     expected = torch.empty_like(poison)
     dist.recv(expected, OTHER)
     assert not torch.equal(poison, expected)
-    assert torch.equal(page_bytes(kv._cache, PAGES), expected)
-    assert torch.equal(page_bytes(kv._cache, others), canaries)
+    assert torch.equal(page_bytes(kv._verbs.cache, PAGES), expected)
+    assert torch.equal(page_bytes(kv._verbs.cache, others), canaries)
     return expected
 
 
 def ring_is_empty(kv: KVProcessGroup) -> bool:
-    engine = kv._engine
+    engine = kv._verbs.engine
     with engine.changed:
-        return bool(engine.changed.wait_for(lambda: engine.keeper.ring.in_use == 0, PATIENCE))
+        return bool(engine.changed.wait_for(lambda: engine.credits.ring.in_use == 0, PATIENCE))
 
 
 def receive_and_fail(how: str) -> None:
@@ -162,7 +163,7 @@ def receive_and_fail(how: str) -> None:
     assert len(changed), "the late bytes never landed: this test has shown nothing"
     assert stage.offset <= changed.min()
     assert changed.max() < stage.end
-    assert torch.equal(page_bytes(kv._cache, PAGES), expected)
+    assert torch.equal(page_bytes(kv._verbs.cache, PAGES), expected)
 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout"])

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "group"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from harness import Ranks
+from tests.helpers.harness import Ranks
 
 HERE = Path(__file__).parent
 

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Ranks
-from lane_cases import random_fill
-from rank_parts import PATHS, READER, WRITER, check_both_ways, gpu_group, held, needs_gpus, registered_cache
-from small import NUM_PAGES, Never, meet, page_bytes
 
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import (
+    PATHS,
+    READER,
+    WRITER,
+    check_both_ways,
+    gpu_group,
+    held,
+    needs_gpus,
+    registered_cache,
+)
+from tests.helpers.ranks.lane_transfer import random_fill
+from tests.helpers.ranks.small_cache import NUM_PAGES, Never, meet, page_bytes
 from torchkv import KVCache, KVProcessGroup, KVWork, TransferCancelled, TransferTimeout
 
 WAYS = [*PATHS, pytest.param({"path": "staged"}, id="staged")]
@@ -79,16 +88,16 @@ def cancel_gated(canceller: int, options: dict[str, Any]) -> None:
                 kv.cancel("r")
             with pytest.raises(TransferCancelled, match="'r'"):
                 rx.wait(30)
-            quiet, early = kv.cancel("r"), None
+            quiet, signalled = kv.cancel("r"), None
             try:
                 quiet.wait(0.2)
-                early = page_bytes(cache, list(range(NUM_PAGES)))
+                signalled = page_bytes(cache, list(range(NUM_PAGES)))
             except TransferTimeout:  # the writer's kernel is enqueued, and waits for the gate
                 assert set(kv.quarantined()) == set(TARGET)
             meet(kv)
             nothing_lands_any_more(kv, cache, quiet)
-            if early is not None:
-                assert torch.equal(page_bytes(cache, list(range(NUM_PAGES))), early)
+            if signalled is not None:
+                assert torch.equal(page_bytes(cache, list(range(NUM_PAGES))), signalled)
         check_both_ways(kv)
 
 

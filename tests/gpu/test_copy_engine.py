@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from rank_parts import READER, WRITER, gpu_group, held, needs_gpus, registered_cache
-from small import meet, page_bytes
 
-from torchkv import KVCache, KVProcessGroup, copyengine
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import READER, WRITER, gpu_group, held, needs_gpus, registered_cache
+from tests.helpers.ranks.small_cache import meet, page_bytes
+from torchkv import KVCache, KVProcessGroup
+from torchkv.cuda import copy_engine
 
 # 32 KiB a page: 256 of them, in a row, are 8 MiB. Two layers of keys and values are as many copies as go behind a gate.
 BIG = {"num_layers": 2, "num_kv_heads": 8, "head_dim": 128}
@@ -63,7 +64,7 @@ def one_request(writer: str, reader: str, lane: str) -> None:
             expect_bytes(kv, cache, before, pages)
 
 
-@pytest.mark.skipif(copyengine.available() is not None, reason=f"no batched copies: {copyengine.available()}")
+@pytest.mark.skipif(copy_engine.available() is not None, reason=f"no batched copies: {copy_engine.available()}")
 def test_pages_in_a_row_go_by_the_copy_engines(gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(one_request, IN_A_ROW, IN_A_ROW, "copy-engine")
 
@@ -111,6 +112,6 @@ def gated_copies() -> None:
             expect_bytes(kv, cache, before, pages)
 
 
-@pytest.mark.skipif(copyengine.available() is not None, reason=f"no batched copies: {copyengine.available()}")
+@pytest.mark.skipif(copy_engine.available() is not None, reason=f"no batched copies: {copy_engine.available()}")
 def test_copies_wait_for_their_gate(gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(gated_copies)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from rank_parts import needs_gpus
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from oracle import differences, gqa
-from pack_kit import Transfer, place, stage_for, transfers
-
-from torchkv import kernels
-from torchkv.layout import KVLayout
-from torchkv.stagememory import Room
+from tests.helpers.packing import Transfer, locate_byte, stage_for, transfers
+from tests.helpers.ranks.gpu_pair import needs_gpus
+from tests.helpers.references.page_transfer import differences, gqa
+from torchkv.kernels import copies
+from torchkv.layout.layout import KVLayout
 
 GUARD = 256  # bytes around a stage
 
@@ -66,7 +59,7 @@ def check_pieces(transfer: Transfer, parts: int) -> None:
         transfer.empty(piece, layout, stage)
         torch.cuda.synchronize()
         assert transfer.first_mismatch(piece) is None
-        assert kernels.first_error(transfer.errors) is None
+        assert copies.first_error(transfer.errors) is None
 
 
 @needs_gpus(1)
@@ -95,14 +88,14 @@ def test_the_first_mismatch_is_named(family: str, monkeypatch: pytest.MonkeyPatc
         spoilt.copy_(stage)
         flipped = []
         for byte in rng.choice(layout.payload, flips, replace=False):
-            offset, order, name = place(transfer, piece, layout, int(byte))
+            offset, order, name = locate_byte(transfer, piece, layout, int(byte))
             spoilt[offset] ^= 1 << int(rng.integers(8))
             flipped.append((order, name))
         transfer.mismatches.zero_()
         transfer.empty(piece, layout, spoilt)
         torch.cuda.synchronize()
         assert transfer.first_mismatch(piece) == min(flipped)[1], (flipped, transfer.blocks)
-    assert kernels.first_error(transfer.errors) is None
+    assert copies.first_error(transfer.errors) is None
 
 
 @needs_gpus(1)
@@ -118,15 +111,14 @@ def test_a_bad_page_is_left_out_and_named(page: int, monkeypatch: pytest.MonkeyP
     transfer.dst_pages[2] = page
     transfer.empty(piece, layout, stage)
     torch.cuda.synchronize()
-    assert kernels.first_error(transfer.errors) == ("destination", 2, min(page, (1 << 31) - 1))
+    assert copies.first_error(transfer.errors) == ("destination", 2, min(page, (1 << 31) - 1))
     assert transfer.first_mismatch(piece) is None
     assert differences(transfer.target.now(), expected) == 0
     transfer.errors.zero_()
     transfer.src_pages[1] = page
-    common = {"limit_tokens": transfer.limit, "errors": transfer.errors, "blocks": 16}
-    transfer.sender.write_sums(layout, piece, transfer.ids(piece), Room.of(stage), **common)
+    transfer.sender.write_sums(transfer.args(piece, layout, transfer.ids(piece), stage, blocks=16))
     torch.cuda.synchronize()
-    assert kernels.first_error(transfer.errors) == ("source", 1, min(page, (1 << 31) - 1))
+    assert copies.first_error(transfer.errors) == ("source", 1, min(page, (1 << 31) - 1))
 
 
 @needs_gpus(1)
@@ -136,17 +128,17 @@ def test_nothing_synchronises_or_allocates(monkeypatch: pytest.MonkeyPatch) -> N
     piece, layout = transfer.everything()
     _, stage = guarded(layout.nbytes)
     for packer in (transfer.sender, transfer.receiver):
-        for variant in packer.variants(checksum=True):
+        for variant in packer.kernels_for(checksum=True):
             variant.load()
     src, dst = transfer.ids(piece), torch.tensor(transfer.dst_pages, device="cuda:0")
-    common = {"limit_tokens": transfer.limit, "errors": transfer.errors, "blocks": 16}
+    sent, received = (transfer.args(piece, layout, ids, stage, blocks=16) for ids in (src, dst))
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda._sleep(2_000_000_000)
-    transfer.sender.gather(layout, piece, src, Room.of(stage), **common)
-    transfer.sender.write_sums(layout, piece, src, Room.of(stage), **common)
-    transfer.receiver.scatter(layout, piece, dst, Room.of(stage), **common)
-    transfer.receiver.verify_sums(layout, piece, dst, Room.of(stage), **common, mismatches=transfer.mismatches)
+    transfer.sender.gather(sent)
+    transfer.sender.write_sums(sent)
+    transfer.receiver.scatter(received)
+    transfer.receiver.verify_sums(received, mismatches=transfer.mismatches)
     assert not torch.cuda.current_stream().query()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
     torch.cuda.synchronize()

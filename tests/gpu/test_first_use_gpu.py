@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from rank_parts import READER, WRITER, check_both_ways, gpu_group, needs_gpus, registered_cache, until
-from small import meet, page_bytes
 
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import READER, WRITER, check_both_ways, gpu_group, needs_gpus, registered_cache, until
+from tests.helpers.ranks.small_cache import meet, page_bytes
 from torchkv import KVCache, KVProcessGroup, TransferTimeout
-from torchkv.devicepack import PagePacker
-from torchkv.engine import Engine
+from torchkv.engine.engine import Engine
+from torchkv.staging.cuda_pack import CudaPackLauncher
 
 SOURCE, TARGET, CANARIES = [9, 2, 11, 4], [1, 14, 3, 8], [0, 5, 15]
 LARGE = {"num_layers": 8, "num_kv_heads": 8, "head_dim": 128, "page_size": 512}  # 64 MiB are sent
@@ -53,15 +53,15 @@ def send(staged: bool, request: str, pages: list[int] | torch.Tensor, kv: KVProc
 
 @contextmanager
 def streams() -> Iterator[list[bool]]:
-    """Whether each piece that this rank packs is a stream."""
-    real, seen = PagePacker.gather, []
+    """Whether each piece that this rank packs passes through a FIFO."""
+    real, seen = CudaPackLauncher.gather, []
 
-    def gather(*args: Any, stream: Any = None, **settings: Any) -> None:
-        seen.append(stream is not None)
-        real(*args, stream=stream, **settings)
+    def gather(*args: Any, fifo_args: Any = None, **settings: Any) -> None:
+        seen.append(fifo_args is not None)
+        real(*args, fifo_args=fifo_args, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagePacker, "gather", gather)
+        patch.setattr(CudaPackLauncher, "gather", gather)
         yield seen
 
 
@@ -162,7 +162,7 @@ def nothing_loaded_for_a_send() -> None:
         with torch.cuda.stream(beside):
             work = kv.send_slice(f"from {me}", None, SOURCE, other)
             if me == READER:
-                until(lambda: kv._engine._mover.gated, "the send waits")
+                until(lambda: kv._verbs.engine._scheduler.gated, "the send waits")
                 assert not work.is_completed()
             meet(kv)
             if me == WRITER:

@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from lane_cases import random_fill
-from rank_parts import PATHS, READER, WRITER, check_both_ways, gpu_group, held, needs_gpus, registered_cache, until
-from small import meet, page_bytes
 
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import (
+    PATHS,
+    READER,
+    WRITER,
+    check_both_ways,
+    gpu_group,
+    held,
+    needs_gpus,
+    registered_cache,
+    until,
+)
+from tests.helpers.ranks.lane_transfer import random_fill
+from tests.helpers.ranks.small_cache import meet, page_bytes
 from torchkv import KVCache, KVProcessGroup, KVWork, ProtocolError, TransferCancelled
-from torchkv.gate import GraphGate
+from torchkv.cuda.graph_gate import GraphGate
 
 SOURCE, TARGET = [9, 2, 11, 4], [1, 14, 3, 8]
 LONG = 2_000_000_000  # cycles: about a second
@@ -182,7 +192,7 @@ def gates_of_one_stream() -> None:
             for work in works:
                 work.wait(30)
         else:
-            stream, device = torch.cuda.Stream(), kv._engine.device
+            stream, device = torch.cuda.Stream(), kv._verbs.engine.gpu
             for number in numbers:
                 kv.prefix_tokens(f"r{number}", READER)  # else grants would come in any order, and transfers with them
             with held(stream) as (hold,):
@@ -231,7 +241,7 @@ def read_early(options: dict[str, Any]) -> None:
         poison = as_bytes(read_behind(cache, ids))  # also loads the kernels
         rx = kv.recv_pages("r", TARGET, WRITER)
         with torch.cuda.stream(stream):
-            early = read_behind(cache, ids)
+            signalled = read_behind(cache, ids)
             stream.synchronize()
             rx.wait_stream()
             late = read_behind(cache, ids)
@@ -243,7 +253,7 @@ def read_early(options: dict[str, Any]) -> None:
         behind.synchronize()
         expected = exchanged(kv, page_bytes(cache, TARGET))
         assert torch.equal(as_bytes(late), expected)
-        assert torch.equal(as_bytes(early), poison)
+        assert torch.equal(as_bytes(signalled), poison)
         assert not torch.equal(poison, expected)
         rx.wait_stream(stream)  # of a work that is over: no wait at all
         stream.synchronize()
@@ -270,10 +280,10 @@ def read_layer_early(options: dict[str, Any]) -> None:
             return
         ids = torch.tensor(TARGET, device=cache.device)
         streams = [torch.cuda.Stream() for _ in range(2)]
-        early, late, behind = [], [], [torch.cuda.Event() for _ in streams]
+        signalled, late, behind = [], [], [torch.cuda.Event() for _ in streams]
         for layer, stream in enumerate(streams):
             with torch.cuda.stream(stream):  # before any is held: loads the kernels, and memory for each stream
-                early.append([cache[name][layer][ids] for name in "kv"])
+                signalled.append([cache[name][layer][ids] for name in "kv"])
         torch.cuda.synchronize()
         rx = kv.recv_pages("r", TARGET, WRITER)
         for layer, stream in enumerate(streams):
@@ -290,7 +300,7 @@ def read_layer_early(options: dict[str, Any]) -> None:
         rx.wait(30)
         behind[1].synchronize()
         expected = exchanged(kv, page_bytes(cache, TARGET))
-        for read, same in ((late, True), (early, False)):
+        for read, same in ((late, True), (signalled, False)):
             assert torch.equal(as_bytes([read[layer][k] for k in range(2) for layer in range(2)]), expected) == same
 
 

@@ -20,12 +20,11 @@ GPUS = torch.cuda.device_count()
 if GPUS == 0:
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-import peer  # noqa: E402
-
-from torchkv import cudadriver, devicemem  # noqa: E402
+from tests.helpers.ranks import memory_peer  # noqa: E402
+from torchkv.cuda import driver, ipc  # noqa: E402
 from torchkv.errors import TransportUnavailable  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.free_memory]
 
 NBYTES = (64 << 20) + 12345
 SLACK = 16 << 20  # what the driver may keep for itself
@@ -41,7 +40,7 @@ def process(*arguments: object, **environment: str) -> Iterator[subprocess.Popen
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     child = subprocess.Popen(
-        [sys.executable, peer.__file__, *map(str, arguments)],
+        [sys.executable, "-m", memory_peer.__name__, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -75,7 +74,7 @@ def warm(*devices: int) -> None:
     """Contexts and kernels take memory too, once."""
     for device in {*devices}:
         here = torch.zeros(4096, dtype=torch.uint8, device=f"cuda:{device}")
-        peer.store(here.data_ptr(), here.clone())
+        memory_peer.store(here.data_ptr(), here.clone())
         torch.randint(0, 256, (4096,), dtype=torch.uint8, device=here.device)
         torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -89,12 +88,12 @@ def check_written(tensor: torch.Tensor, device: int) -> None:
     seed, (lo, mid, hi) = secrets.randbits(40), (tensor.numel() // 3 + 1, tensor.numel() // 2 + 3, tensor.numel() - 77)
     offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
     assert offset == 0, "share describes storages"
-    with process("writer", devicemem.share(tensor).hex(), device, seed, lo, mid, hi) as child:
+    with process("writer", ipc.share(tensor).hex(), device, seed, lo, mid, hi) as child:
         read, _, seen_on = line(child).partition(" ")
-        assert read == peer.digest(before), f"the peer read other bytes (through {seen_on})"
+        assert read == memory_peer.digest(before), f"the peer read other bytes (through {seen_on})"
         assert line(child) == "written"
         expected = before.clone()
-        expected[lo:hi] = peer.pattern(seed, hi - lo)
+        expected[lo:hi] = memory_peer.pattern(seed, hi - lo)
         assert not torch.equal(expected, before)
         assert torch.equal(tensor.cpu(), expected)
         tell(child)
@@ -107,7 +106,7 @@ def check_written(tensor: torch.Tensor, device: int) -> None:
 def test_a_peer_writes_what_it_should_and_nothing_else(owner: int, writer: int) -> None:
     warm(owner, writer)
     baseline = free(owner)
-    tensor = devicemem.allocate(NBYTES, torch.device("cuda", owner))
+    tensor = ipc.allocate(NBYTES, torch.device("cuda", owner))
     assert (tensor.device.index, tensor.untyped_storage().nbytes()) == (owner, NBYTES)
     assert baseline - free(owner) >= NBYTES
     check_written(tensor, writer)
@@ -134,10 +133,12 @@ def test_the_memory_of_a_killed_owner_lives_until_the_mapping_is_closed(owner: i
     baseline = free(owner)
     seed = secrets.randbits(40)
     with process("owner", owner, NBYTES, seed) as child:
-        mapping = devicemem.open_share(bytes.fromhex(line(child)), torch.device("cuda", writer))
+        mapping = ipc.open_share(bytes.fromhex(line(child)), torch.device("cuda", writer))
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait(60) == -signal.SIGKILL
-    assert peer.digest(peer.as_tensor(mapping.ptr, mapping.nbytes)) == peer.digest(peer.pattern(seed, NBYTES))
+    assert memory_peer.digest(memory_peer.as_tensor(mapping.ptr, mapping.nbytes)) == memory_peer.digest(
+        memory_peer.pattern(seed, NBYTES)
+    )
     assert baseline - free(owner) >= NBYTES
     mapping.close()
     torch.cuda.empty_cache()
@@ -150,7 +151,7 @@ def test_a_freed_or_ended_owner_is_an_error_not_a_hang() -> None:
         tell(child)
         assert child.wait(60) == 0
     with pytest.raises(TransportUnavailable, match="owner must be alive"):
-        devicemem.open_share(share, torch.device("cuda", 0))
+        ipc.open_share(share, torch.device("cuda", 0))
 
 
 def test_expandable_segments_are_refused_and_own_blocks_are_not() -> None:
@@ -158,18 +159,18 @@ def test_expandable_segments_are_refused_and_own_blocks_are_not() -> None:
         refused = line(child)
         assert refused.startswith("refused:")
         assert "expandable_segments:False" in refused
-        assert 0 < int(line(child)) <= devicemem.MAX_SHARE
+        assert 0 < int(line(child)) <= ipc.MAX_SHARE
         assert child.wait(60) == 0
 
 
 @pytest.mark.parametrize(("owner", "writer"), pairs())
 def test_own_memory_is_reached_from_every_gpu(owner: int, writer: int) -> None:
-    tensor = devicemem.allocate(100_000, torch.device("cuda", owner)).fill_(7)
+    tensor = ipc.allocate(100_000, torch.device("cuda", owner)).fill_(7)
     torch.cuda.synchronize(owner)
-    mapping = devicemem.open_share(devicemem.share(tensor), torch.device("cuda", writer))
+    mapping = ipc.open_share(ipc.share(tensor), torch.device("cuda", writer))
     assert mapping.ptr == tensor.data_ptr()
     fresh = torch.randint(0, 256, (50_000,), dtype=torch.uint8, device=f"cuda:{writer}")
-    peer.store(mapping.ptr + 1000, fresh)
+    memory_peer.store(mapping.ptr + 1000, fresh)
     torch.cuda.synchronize(writer)
     found = tensor.cpu()
     assert torch.equal(found[1000:51_000], fresh.cpu())
@@ -178,25 +179,25 @@ def test_own_memory_is_reached_from_every_gpu(owner: int, writer: int) -> None:
 
 
 def test_own_memory_that_was_freed_is_refused() -> None:
-    tensor = devicemem.allocate(100_000, torch.device("cuda", 0))
-    share = devicemem.share(tensor)
-    devicemem.open_share(share, torch.device("cuda", 0)).close()
+    tensor = ipc.allocate(100_000, torch.device("cuda", 0))
+    share = ipc.share(tensor)
+    ipc.open_share(share, torch.device("cuda", 0)).close()
     del tensor
     gc.collect()
-    second = devicemem.allocate(100_000, torch.device("cuda", 0))  # usually at the same address
+    second = ipc.allocate(100_000, torch.device("cuda", 0))  # usually at the same address
     with pytest.raises(TransportUnavailable, match="freed"):
-        devicemem.open_share(share, torch.device("cuda", 0))
+        ipc.open_share(share, torch.device("cuda", 0))
     assert second.numel() == 100_000
 
 
 def test_too_much_is_refused_with_numbers_and_the_gpu_still_works() -> None:
     with pytest.raises(TransportUnavailable, match=f"{1 << 45} bytes"):
-        devicemem.allocate(1 << 45, torch.device("cuda", 0))
+        ipc.allocate(1 << 45, torch.device("cuda", 0))
     assert int(torch.ones(1000, device="cuda:0").sum()) == 1000
 
 
 def test_facts() -> None:
-    facts = devicemem.gpu_facts()
+    facts = ipc.gpu_facts()
     assert len(facts) == GPUS
     for fact in facts:
         properties = torch.cuda.get_device_properties(fact.index)
@@ -210,7 +211,7 @@ def test_facts() -> None:
 
 def test_a_context_switch_leaves_the_thread_as_it_was() -> None:
     torch.cuda.set_device(0)
-    with cudadriver.context(GPUS - 1) as cuda:
-        assert int(cudadriver.check(cuda.cuCtxGetDevice(), "asking for the device")) == GPUS - 1
-    assert int(cudadriver.check(cuda.cuCtxGetDevice(), "asking for the device")) == 0
+    with driver.context(GPUS - 1) as cuda:
+        assert int(driver.check(cuda.cuCtxGetDevice(), "asking for the device")) == GPUS - 1
+    assert int(driver.check(cuda.cuCtxGetDevice(), "asking for the device")) == 0
     assert torch.cuda.current_device() == 0

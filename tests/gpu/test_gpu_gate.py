@@ -1,4 +1,4 @@
-"""Flags and gates on a real GPU. Streams are held by the host, so that nothing here depends on time."""
+"""SyncWords and gates on a real GPU. Streams are held by the host, so that nothing here depends on time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 if torch.cuda.device_count() == 0:
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from torchkv import cudadriver, devicemem, gate
-from torchkv.arguments import as_send_pages
-from torchkv.devicepages import DevicePages
+from tests.helpers.sync_words import has_passed
+from torchkv.cuda import driver, graph_gate, ipc
+from torchkv.cuda.events import RecordedEvent, event_pool, wait_on_stream
+from torchkv.cuda.page_ids import DevicePages
+from torchkv.cuda.sync_words import SyncWords
 from torchkv.errors import ProtocolError
-from torchkv.events import RecordedEvent, event_pool, wait_on_stream
-from torchkv.flags import Flags
+from torchkv.group.arguments import as_send_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -35,91 +36,91 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def flags() -> Any:
+def sync_words() -> Any:
     torch.cuda.set_device(GPU)
     # The first launch of a kernel loads it, and that waits for all streams, held ones too.
-    gate.GraphGate(1).mark(0)
+    graph_gate.GraphGate(1).mark(0)
     torch.zeros(4, dtype=torch.int32, device=GPU).to(torch.int64)
     torch.cuda.synchronize()
-    made = Flags(GPU)
+    made = SyncWords(GPU)
     yield made
     made.close()
     torch.cuda.synchronize()
 
 
-def test_a_hold_stops_a_stream_and_a_flag_tells_when_it_went_on(flags: Flags) -> None:
+def test_a_hold_stops_a_stream_and_a_flag_tells_when_it_went_on(sync_words: SyncWords) -> None:
     stream, other = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU, priority=-1)
     data = torch.zeros(SIZE, dtype=torch.int64, pin_memory=True)
     source = torch.zeros(SIZE, dtype=torch.int64, device=GPU)
     source.fill_(0)
     torch.cuda.synchronize()
     for value in range(1, 20):
-        hold = flags.hold(stream)
+        hold = sync_words.hold(stream)
         with torch.cuda.stream(stream):
             source.fill_(value)
             data.copy_(source, non_blocking=True)
-        behind, beside = flags.signal(stream), flags.signal(other)
-        until(lambda flag=beside: flag.done)
+        behind, beside = sync_words.signal(stream), sync_words.signal(other)
+        until(lambda completion=beside: completion.done)
         assert not behind.done
-        assert not hold.passed
+        assert not has_passed(hold)
         assert int(data.sum()) == (value - 1) * SIZE
         hold.open()
-        until(lambda flag=behind: flag.done)
-        assert hold.passed
+        until(lambda completion=behind: completion.done)
+        assert has_passed(hold)
         # Everything before the signal is visible to the host when the flag is.
         assert int(data.sum()) == value * SIZE
         behind.release()
         beside.release()
 
 
-def test_more_uses_than_words(flags: Flags) -> None:
+def test_more_uses_than_words(sync_words: SyncWords) -> None:
     stream = torch.cuda.current_stream()
     for _ in range(20_000):
-        flag = flags.signal(stream)
-        until(lambda flag=flag: flag.done)
-        flag.release()
+        completion = sync_words.signal(stream)
+        until(lambda completion=completion: completion.done)
+        completion.release()
 
 
-def test_close_lets_a_held_stream_go(flags: Flags) -> None:
+def test_close_lets_a_held_stream_go(sync_words: SyncWords) -> None:
     stream = torch.cuda.Stream(GPU)
-    hold = flags.hold(stream)
+    hold = sync_words.hold(stream)
     end = torch.cuda.Event()
     end.record(stream)
     assert not end.query()
-    flags.close()
+    sync_words.close()
     until(end.query)
-    assert hold.passed
+    assert has_passed(hold)
 
 
-def test_nothing_of_ours_is_captured(flags: Flags) -> None:
+def test_nothing_of_ours_is_captured(sync_words: SyncWords) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in (flags.signal, flags.hold):
+        for call in (sync_words.signal, sync_words.hold):
             with pytest.raises(ProtocolError, match="GraphGate"):
                 call(torch.cuda.current_stream())
         with pytest.raises(ProtocolError, match="GraphGate"):
-            gate.refuse_capture("send_layer('r')", 0)
+            graph_gate.refuse_capture("send_layer('r')", 0)
         with pytest.raises(ProtocolError, match="captured"):
-            gate.GraphGate(1)
+            graph_gate.GraphGate(1)
         torch.zeros(4, device=GPU).add_(1)
     graph.replay()
     torch.cuda.synchronize()
 
 
-def test_a_thread_that_ignores_captures_works_beside_one_and_does_not_break_it(flags: Flags) -> None:
+def test_a_thread_that_ignores_captures_works_beside_one_and_does_not_break_it(sync_words: SyncWords) -> None:
     event = torch.cuda.Event()
     event.record()
     found: list[object] = []
 
     def progress() -> None:
         try:
-            devicemem.make_current(GPU)
-            cudadriver.ignore_captures()
+            ipc.make_current(GPU)
+            driver.ignore_captures()
             found.append(event.query())
-            found.append(devicemem.allocate(100, GPU).numel())
-            flag = flags.signal(side)
-            until(lambda: flag.done)
-            flag.release()
+            found.append(ipc.allocate(100, GPU).numel())
+            completion = sync_words.signal(side)
+            until(lambda: completion.done)
+            completion.release()
         except BaseException as error:  # noqa: BLE001 - the main thread looks at it
             found.append(error)
 
@@ -139,42 +140,42 @@ def test_a_thread_that_ignores_captures_works_beside_one_and_does_not_break_it(f
 
 @pytest.mark.parametrize("keep_gil", [True, False])
 @pytest.mark.parametrize("own", [True, False], ids=["own-stream", "default-stream"])
-def test_a_gate_is_behind_what_was_enqueued(own: bool, keep_gil: bool, flags: Flags) -> None:
+def test_a_gate_is_behind_what_was_enqueued(own: bool, keep_gil: bool, sync_words: SyncWords) -> None:
     stream = torch.cuda.Stream(GPU) if own else torch.cuda.default_stream(GPU)
     with torch.cuda.stream(stream):
-        before = gate.record_gate(0, keep_gil=keep_gil)
-        hold = flags.hold(stream)
-        assert flags.holding
-        event = gate.record_gate(0, keep_gil=keep_gil)
+        before = graph_gate.record_gate(0, keep_gil=keep_gil)
+        hold = sync_words.hold(stream)
+        assert sync_words.holding
+        event = graph_gate.record_gate(0, keep_gil=keep_gil)
     until(before.query)
     assert not event.query()
     hold.open()
-    assert not flags.holding
+    assert not sync_words.holding
     until(event.query)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("own", [True, False], ids=["own-stream", "default-stream"])
-def test_a_gate_is_on_the_stream_of_the_gpu_that_was_asked_for(own: bool, flags: Flags) -> None:
+def test_a_gate_is_on_the_stream_of_the_gpu_that_was_asked_for(own: bool, sync_words: SyncWords) -> None:
     """And not on that of the current one."""
     stream = torch.cuda.Stream(GPU) if own else torch.cuda.default_stream(GPU)
     with torch.cuda.stream(stream):
-        hold = flags.hold(stream)
+        hold = sync_words.hold(stream)
         with torch.cuda.device(1):
-            event, elsewhere = gate.record_gate(0), gate.record_gate(1)
+            event, asynchronous = graph_gate.record_gate(0), graph_gate.record_gate(1)
             assert torch.cuda.current_device() == 1
-        until(elsewhere.query)
+        until(asynchronous.query)
         assert not event.query()
         hold.open()
         until(event.query)
 
 
-def test_a_thread_that_has_no_context_yet_records_a_gate(flags: Flags) -> None:
+def test_a_thread_that_has_no_context_yet_records_a_gate(sync_words: SyncWords) -> None:
     found: list[object] = []
 
     def record() -> None:
         try:
-            event = gate.record_gate(0)
+            event = graph_gate.record_gate(0)
             until(event.query)
             found.append("recorded")
         except BaseException as error:  # noqa: BLE001 - the main thread looks at it
@@ -187,27 +188,27 @@ def test_a_thread_that_has_no_context_yet_records_a_gate(flags: Flags) -> None:
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["ours", "PyTorch's"])
-def test_a_stream_waits_for_an_event_that_is_used_again_meanwhile(pooled: bool, flags: Flags) -> None:
+def test_a_stream_waits_for_an_event_that_is_used_again_meanwhile(pooled: bool, sync_words: SyncWords) -> None:
     """What a stream waits for is what the event had recorded when it was told to wait."""
     first, second, free = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU), torch.cuda.Stream(GPU, priority=-1)
-    hold = flags.hold(first)
+    hold = sync_words.hold(first)
     with torch.cuda.stream(first):
-        event: RecordedEvent | torch.cuda.Event = gate.record_gate(0) if pooled else torch.cuda.Event()
+        event: RecordedEvent | torch.cuda.Event = graph_gate.record_gate(0) if pooled else torch.cuda.Event()
         if isinstance(event, torch.cuda.Event):
             event.record(first)
     wait_on_stream(event, second)
-    behind = flags.signal(second)
+    behind = sync_words.signal(second)
     if isinstance(event, RecordedEvent):
         handle = event.handle
         del event
         with torch.cuda.stream(free):
-            again = gate.record_gate(0)
+            again = graph_gate.record_gate(0)
         assert again.handle == handle, "the test recorded another event"
         until(again.query)
     else:
         event.record(free)
         until(event.query)
-    beside = flags.signal(free)
+    beside = sync_words.signal(free)
     until(lambda: beside.done)
     assert not behind.done
     hold.open()
@@ -216,11 +217,11 @@ def test_a_stream_waits_for_an_event_that_is_used_again_meanwhile(pooled: bool, 
     beside.release()
 
 
-def test_gates_by_the_thousand_come_from_a_pool_that_stops_growing(flags: Flags) -> None:
+def test_gates_by_the_thousand_come_from_a_pool_that_stops_growing(sync_words: SyncWords) -> None:
     pool = event_pool(0)
     handles = set()
     for _ in range(5):
-        events = [gate.record_gate(0) for _ in range(600)]
+        events = [graph_gate.record_gate(0) for _ in range(600)]
         assert len({event.handle for event in events}) == 600
         torch.cuda.synchronize()
         assert all(event.query() for event in events)
@@ -230,12 +231,12 @@ def test_gates_by_the_thousand_come_from_a_pool_that_stops_growing(flags: Flags)
     assert len(handles) < 1200
 
 
-def test_page_ids_on_the_gpu_are_gated_by_their_own_event_and_belong_on_the_cache_s_gpu(flags: Flags) -> None:
-    device: Any = SimpleNamespace(index=0, record_gate=lambda: gate.record_gate(0))
+def test_page_ids_on_the_gpu_are_gated_by_their_own_event_and_belong_on_the_cache_s_gpu(sync_words: SyncWords) -> None:
+    device: Any = SimpleNamespace(index=0, record_gate=lambda: graph_gate.record_gate(0))
     ids = torch.tensor([3, 1, 2], dtype=torch.int32, device=GPU)
     torch.cuda.synchronize()
-    hold = flags.hold(torch.cuda.current_stream())
-    pages = as_send_pages(ids, num_pages=4, device=device, what="test")
+    hold = sync_words.hold(torch.cuda.current_stream())
+    pages = as_send_pages(ids, num_pages=4, gpu=device, operation="test")
     assert isinstance(pages, DevicePages)
     assert not pages.ready.query()
     hold.open()
@@ -244,7 +245,7 @@ def test_page_ids_on_the_gpu_are_gated_by_their_own_event_and_belong_on_the_cach
     assert pages.ids.dtype is torch.int64
     device.index = 1
     with pytest.raises(ProtocolError, match=r"cuda:0.*cuda:1"):
-        as_send_pages(ids, num_pages=4, device=device, what="test")
+        as_send_pages(ids, num_pages=4, gpu=device, operation="test")
 
 
 class Step:
@@ -253,7 +254,7 @@ class Step:
     def __init__(self) -> None:
         self.content = torch.zeros(SIZE, dtype=torch.int64, device=GPU)
         self.pages = torch.full((LAYERS, SIZE), -1, dtype=torch.int64, device=GPU)
-        self.gate = gate.GraphGate(LAYERS, GPU)
+        self.gate = graph_gate.GraphGate(LAYERS, GPU)
         self.events = [torch.cuda.Event(external=True) for _ in range(LAYERS)]
         self.side = torch.cuda.Stream(GPU)
         self._run(warm_up=True)
@@ -283,11 +284,11 @@ class Step:
             return self.pages[layer].cpu()
 
 
-def test_two_replays_each_send_their_own_bytes(flags: Flags) -> None:
+def test_two_replays_each_send_their_own_bytes(sync_words: SyncWords) -> None:
     step = Step()
     for _ in range(3):
         want = step.fresh()
-        hold = flags.hold(torch.cuda.current_stream())
+        hold = sync_words.hold(torch.cuda.current_stream())
         events = step.gate.arm()
         step.graph.replay()
         assert not any(event.query() for event in events), "open before the replay has begun"
@@ -298,7 +299,7 @@ def test_two_replays_each_send_their_own_bytes(flags: Flags) -> None:
         torch.cuda.synchronize()
 
 
-def test_an_external_event_sends_the_bytes_of_the_replay_before(flags: Flags) -> None:
+def test_an_external_event_sends_the_bytes_of_the_replay_before(sync_words: SyncWords) -> None:
     """Negative control: a sender that waits for a captured graph's events, from before the replay as ours does."""
     step = Step()
     old = step.fresh()
@@ -319,12 +320,12 @@ def test_an_external_event_sends_the_bytes_of_the_replay_before(flags: Flags) ->
         assert torch.equal(step.send(layer), want[layer])
 
 
-def test_several_arms_are_outstanding(flags: Flags) -> None:
+def test_several_arms_are_outstanding(sync_words: SyncWords) -> None:
     step = Step()
     stream = torch.cuda.current_stream()
     arms, holds = [], []
     for _ in range(3):
-        holds.append(flags.hold(stream))
+        holds.append(sync_words.hold(stream))
         arms.append(step.gate.arm())
         step.graph.replay()
     for index, hold in enumerate(holds):
@@ -335,17 +336,17 @@ def test_several_arms_are_outstanding(flags: Flags) -> None:
     torch.cuda.synchronize()
 
 
-def test_eager_marks_and_marks_in_inference_mode(flags: Flags) -> None:
+def test_eager_marks_and_marks_in_inference_mode(sync_words: SyncWords) -> None:
     with torch.inference_mode():
-        made = gate.GraphGate(2)
+        made = graph_gate.GraphGate(2)
     stream = torch.cuda.current_stream()
-    hold = flags.hold(stream)
+    hold = sync_words.hold(stream)
     made.mark(0)  # not armed, and still waiting when the next is
     events = made.arm()
-    inner = flags.hold(stream)
+    inner = sync_words.hold(stream)
     made.mark(0)
     hold.open()
-    until(lambda: hold.passed)
+    until(lambda: has_passed(hold))
     assert not any(event.query() for event in events)
     inner.open()
     until(events[0].query)
@@ -355,7 +356,7 @@ def test_eager_marks_and_marks_in_inference_mode(flags: Flags) -> None:
     until(events[1].query)
 
 
-def test_a_graph_outlives_its_gate(flags: Flags) -> None:
+def test_a_graph_outlives_its_gate(sync_words: SyncWords) -> None:
     step = Step()
     graph, seen = step.graph, step.gate._host_counts
     before = seen.clone()

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, ask, kv_world
-from lane_cases import own_device, random_fill
-from rank_parts import needs_gpus, until
-from small import NUM_PAGES, Never, page_bytes, small_layout
 
+from tests.helpers.harness import Ranks, ask, kv_world
+from tests.helpers.ranks.gpu_pair import needs_gpus, until
+from tests.helpers.ranks.lane_transfer import own_device, random_fill
+from tests.helpers.ranks.small_cache import NUM_PAGES, Never, page_bytes, small_layout
 from torchkv import KVCache, KVWork, PeerLost
 
 SURVIVOR, VICTIM, BYSTANDER = range(3)
@@ -35,7 +35,7 @@ CACHES: list[KVCache] = []  # of a rank that looks into its own
 # What stays of a process that has run: loaded kernels, the driver's own, 2 MiB of a dead peer that UCX never unmaps.
 SLACK = 128 << 20
 
-pytestmark = needs_gpus(1)
+pytestmark = [needs_gpus(1), pytest.mark.free_memory]
 
 
 def free_nbytes() -> list[int]:
@@ -128,9 +128,10 @@ def wait_and_lose() -> None:
     rx = kv.recv_pages("r", FEW, BYSTANDER)
     rx.wait_stream()
     ask("kill now")
-    engine = kv._engine
-    until(lambda: VICTIM in engine.lost and not engine._dying, "the death is noticed")
-    assert engine._closing == [engine.routes[VICTIM]], "unmapped while a stream waits"
+    engine = kv._verbs.engine
+    until(lambda: VICTIM in engine.lost, "the death is noticed")
+    until(lambda: not engine._undrained, "nothing of the dead peer is still on its way")
+    assert engine._closing == [engine.connections[VICTIM]], "unmapped while a stream waits"
     assert ask("send now") is None
     rx.wait(PATIENCE)
     torch.cuda.synchronize()

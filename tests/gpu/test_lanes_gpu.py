@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from lane_cases import Case, Report, check_reports, transfer
-from lanes_table import CASES, case, gqa, tp
-from rank_parts import needs_gpus
 
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import needs_gpus
+from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, transfer
+from tests.helpers.ranks.layout_cases import CASES, case, gqa, tp
 from torchkv.errors import TransportUnavailable
 from torchkv.transport import load_transport
 

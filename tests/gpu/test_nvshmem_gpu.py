@@ -1,4 +1,4 @@
-"""The NVSHMEM transport between two GPUs; the cases are in `nvshmem_ranks`, one process a rank."""
+"""The NVSHMEM transport between two GPUs; the cases are in `nvshmem_rank`, one process a rank."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", ["puts", "signals", "views", "streams", "memory"])
+@pytest.mark.parametrize("case", ["puts", "flushes", "views", "cancel", "memory"])
 def test_two_ranks(case: str) -> None:
-    from nvshmem_ranks import run
+    from tests.helpers.ranks.nvshmem_rank import run
 
     run(case)
 
 
 def test_a_late_rank_is_refused() -> None:
-    from nvshmem_ranks import run
+    from tests.helpers.ranks.nvshmem_rank import run
 
     run("late", 3)
 
 
 def test_a_killed_peer_holds_nobody_up() -> None:
-    from nvshmem_ranks import run
+    from tests.helpers.ranks.nvshmem_rank import run
 
     run("killed", kill=1)

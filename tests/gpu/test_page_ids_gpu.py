@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from rank_parts import PATHS, READER, WRITER, check_both_ways, gpu_group, needs_gpus, registered_cache
-from small import NUM_PAGES, meet, page_bytes
 
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import PATHS, READER, WRITER, check_both_ways, gpu_group, needs_gpus, registered_cache
+from tests.helpers.ranks.small_cache import NUM_PAGES, meet, page_bytes
 from torchkv import KVError, PageOutOfRange
 
 SOURCE, TARGET = [9, 2, 11, 4], [1, 14, 3, 8]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from rank_parts import WRITER, gpu_group, needs_gpus, registered_cache
-from released import check_released
+
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import WRITER, gpu_group, needs_gpus, registered_cache
+from tests.helpers.ranks.released import check_released
 
 SOURCE, TARGET = [9, 2, 11], [1, 14, 3]
 
@@ -29,8 +30,8 @@ def run_once(staged: bool) -> tuple[list[weakref.ref[Any]], None]:
             received.wait_stream()
             received.wait(30)
         torch.cuda.synchronize()
-        engine = kv._engine
-        kept = [cache, *cache.storages, kv, engine, engine._mover, engine.device, kv._registration._staging.packer]
+        engine = kv._verbs.engine
+        kept = [cache, *cache.storages, kv, engine, engine._scheduler, engine.gpu, kv._registration._staging.packer]
         return [weakref.ref(one) for one in kept], None
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Ranks
-from rank_parts import gpu_group, needs_gpus, until
-from small import meet, small_layout
 
-from torchkv import KVCache, KVProcessGroup, KVWork, devicepack, devicepacker, stagedtransfer
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import gpu_group, needs_gpus, until
+from tests.helpers.ranks.small_cache import meet, small_layout
+from torchkv import KVCache, KVProcessGroup, KVWork
+from torchkv.staging import cuda_pack, cuda_packer
+from torchkv.staging import transfer as staged_transfer
 
 TOKENS = 4096
 # Of rank 0 and of rank 1: 64 MiB of 2,048 bytes a token and layer, differently arranged.
@@ -30,22 +32,22 @@ def patience(polls: int, *, starving: bool = False) -> Iterator[list[int]]:
 
     starving: not all of a verb fits into the slots, so that they have to wait.
     """
-    real, begun = devicepack.PagePacker.gather, [0]
-    usual = devicepacker.PATIENCE, stagedtransfer.LARGEST_CHUNK
+    real, begun = cuda_pack.CudaPackLauncher.gather, [0]
+    usual = cuda_packer.PATIENCE, staged_transfer.LARGEST_CHUNK
 
-    def gather(*args: Any, stream: Any = None, **settings: Any) -> None:
-        begun[0] += stream is not None
-        real(*args, stream=stream, **settings)
+    def gather(*args: Any, fifo_args: Any = None, **settings: Any) -> None:
+        begun[0] += fifo_args is not None
+        real(*args, fifo_args=fifo_args, **settings)
 
-    devicepack.PagePacker.gather = gather  # type: ignore[method-assign, assignment]
-    devicepacker.PATIENCE = polls
+    cuda_pack.CudaPackLauncher.gather = gather  # type: ignore[method-assign, assignment]
+    cuda_packer.PATIENCE = polls
     if starving:
-        stagedtransfer.LARGEST_CHUNK = 64 << 10
+        staged_transfer.LARGEST_CHUNK = 64 << 10
     try:
         yield begun
     finally:
-        devicepack.PagePacker.gather = real  # type: ignore[method-assign]
-        devicepacker.PATIENCE, stagedtransfer.LARGEST_CHUNK = usual
+        cuda_pack.CudaPackLauncher.gather = real  # type: ignore[method-assign]
+        cuda_packer.PATIENCE, staged_transfer.LARGEST_CHUNK = usual
 
 
 def poison(cache: KVCache, pages: list[int], value: int) -> None:
@@ -109,7 +111,7 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...], signals: bool = Tr
     with patience(polls, starving=polls == 1) as begun, gpu_group(sm_budget=blocks) as kv:
         me, other = kv.rank(), 1 - kv.rank()
         side = Side(kv)
-        assert kv._engine.device.signals is signals
+        assert kv._verbs.engine.gpu.signals is signals
         verbs = 3 if polls > 1 else 10
         for turn in range(verbs):
             name = str(turn)
@@ -130,12 +132,12 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...], signals: bool = Tr
 
 
 @pytest.mark.parametrize("blocks", [1, 16, 132])
-@pytest.mark.parametrize("polls", [devicepacker.PATIENCE, 1], ids=["patient", "impatient"])
+@pytest.mark.parametrize("polls", [cuda_packer.PATIENCE, 1], ids=["patient", "impatient"])
 def test_every_byte(blocks: int, polls: int, gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(stream, blocks, polls, (0,))
 
 
-@pytest.mark.parametrize("polls", [devicepacker.PATIENCE, 1], ids=["patient", "impatient"])
+@pytest.mark.parametrize("polls", [cuda_packer.PATIENCE, 1], ids=["patient", "impatient"])
 def test_both_ways_at_once(polls: int, gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(stream, 132, polls, (0, 1))
 
@@ -156,15 +158,15 @@ def exchange(side: Side, name: str, src: int, dst: int) -> None:
 
 def hung_receiver() -> None:
     """Rank 1 does not unpack what rank 0 streams to it, for a while; rank 2 gets its own."""
-    with patience(devicepacker.PATIENCE, starving=True) as begun, gpu_group() as kv:
+    with patience(cuda_packer.PATIENCE, starving=True) as begun, gpu_group() as kv:
         side, me = Side(kv), kv.rank()
         for dst in (1, 2):  # loads all kernels, which must not happen while a stream is held
             exchange(side, "first", 0, dst)
         poison(side.cache, side.staged, 1)
         torch.cuda.synchronize()
         meet(kv)
-        device = kv._engine.device
-        hold = device.flags.hold(device.incoming) if me == 1 else None
+        device = kv._verbs.engine.gpu
+        hold = device.sync_words.hold(device.incoming) if me == 1 else None
         receives = side.receive("hung", 0) if me == 1 else []
         if me == 0:
             side.send("hung", 1)
@@ -173,7 +175,7 @@ def hung_receiver() -> None:
             exchange(side, f"beside {turn}", 0, 2)
         if me == 0:
             before, pauses = begun[0], 30
-            time.sleep(pauses * devicepacker.LONGEST_PAUSE)
+            time.sleep(pauses * cuda_packer.LONGEST_PAUSE)
             assert 5 < begun[0] - before <= pauses + 8, "in each pause once, but for the first ones"
         meet(kv)
         if hold is not None:
@@ -193,7 +195,7 @@ def test_a_receiver_that_hangs_is_left_alone_more_and_more(gpu_ranks: Callable[[
 def hung_sender() -> None:
     """Rank 2 waits for a piece that rank 0's GPU has been given, and does not come to; rank 1's arrive."""
     with pytest.MonkeyPatch.context() as patch, gpu_group() as kv:
-        patch.setattr(stagedtransfer, "LEAST_STREAMED", 1 << 40)  # pieces only
+        patch.setattr(staged_transfer, "LEAST_FIFO_VERB", 1 << 40)  # pieces only
         side, me = Side(kv), kv.rank()
         for name in ("first", "second"):  # loads all kernels, and only then pieces are early
             for src in (0, 1):
@@ -201,8 +203,8 @@ def hung_sender() -> None:
         poison(side.cache, side.staged, 1)
         torch.cuda.synchronize()
         meet(kv)
-        device = kv._engine.device
-        hold = device.flags.hold(device.outgoing) if me == 0 else None
+        device = kv._verbs.engine.gpu
+        hold = device.sync_words.hold(device.outgoing) if me == 0 else None
         late = [kv.recv_pages("staged late", side.staged, 0)] if me == 2 else []
         if hold is not None:
             kv.staged_put("staged late", None, side.source, 2)
@@ -237,6 +239,6 @@ def test_a_sender_that_hangs_holds_up_no_other(gpu_ranks: Callable[[int], Ranks]
 def test_where_streams_hold_each_other_up_no_gpu_waits_for_another() -> None:
     ranks = Ranks(2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     try:
-        ranks.run(stream, 16, devicepacker.PATIENCE, (0, 1), False)
+        ranks.run(stream, 16, cuda_packer.PATIENCE, (0, 1), False)
     finally:
         ranks.close()

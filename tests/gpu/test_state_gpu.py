@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Ranks
-from rank_parts import needs_gpus
-from state_parts import WAYS, Setting, hybrid, requests, tp
+
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import needs_gpus
+from tests.helpers.ranks.state_transfer import WAYS, Setting, hybrid, requests, tp
 
 SETTINGS = [
     Setting("1to1", tp((0,)), tp((2,))),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
-from harness import Ranks
-from rank_parts import needs_gpus, until
 
-from torchkv.cudadriver import num_queues
-from torchkv.device import Device
-from torchkv.streams import OTHERS, may_wait
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import needs_gpus, until
+from tests.helpers.sync_words import has_passed
+from torchkv.cuda.driver import num_queues
+from torchkv.cuda.side_streams import RESERVED_QUEUES, num_waiting_streams
+from torchkv.kernels.gpu_context import GpuContext
 
 GPU = torch.device("cuda", 0)
 
@@ -19,29 +20,29 @@ pytestmark = needs_gpus(1)
 
 def waiting_and_running() -> None:
     """All that may wait do so, and some streams of a model; those that never wait go on."""
-    device = Device(GPU, blocks=132)
+    device = GpuContext(GPU, blocks=132)
     assert device.signals
     ones = torch.ones(1 << 20, device=GPU)
     ones += 1  # loads the kernel: not while a stream is held
     torch.cuda.synchronize()
-    waiting, gated = may_wait()
+    waiting, gated = num_waiting_streams()
     with ExitStack() as stack:
-        held = [torch.cuda.Stream(GPU) for _ in range(OTHERS - 2)]
+        held = [torch.cuda.Stream(GPU) for _ in range(RESERVED_QUEUES - 2)]
         held += [claim.stream for number in range(gated) if (claim := device.claim((), f"{number}")) is not None]
         held += [stack.enter_context(device.waiting_stream(1, serial)) for serial in range(waiting)]
         assert len(set(held)) == num_queues() - 2 == 6
-        holds = [device.flags.hold(stream) for stream in held]
-        flags = []
+        holds = [device.sync_words.hold(stream) for stream in held]
+        sync_words = []
         for stream in (device.outgoing, device.incoming):
             with torch.cuda.stream(stream):
                 ones += 1
-            flags.append(device.flags.signal(stream))
-        until(lambda: all(flag.done for flag in flags), "kernels run beside streams that wait")
-        assert not any(hold.passed for hold in holds)
+            sync_words.append(device.sync_words.signal(stream))
+        until(lambda: all(completion.done for completion in sync_words), "kernels run beside streams that wait")
+        assert not any(has_passed(hold) for hold in holds)
         for hold in holds:
             hold.open()
         torch.cuda.synchronize()
-        assert all(hold.passed for hold in holds)
+        assert all(has_passed(hold) for hold in holds)
     device.close()
 
 

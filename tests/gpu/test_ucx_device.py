@@ -1,4 +1,4 @@
-"""UCX on device memory, beyond the contract suite (which runs there too: ``pytest -m gpu tests/contract``)."""
+"""UCX on device memory, beyond the conformance suite (which `test_ucx_conformance` runs)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from contract_pair import MIB, Pair, connected, slices
-from contract_world import World, device_worlds
+
+from torchkv.testing import Lane
+from torchkv.testing.ends import Ends
+from torchkv.testing.pair import MIB, Pair, connected, slices
 
 GPUS = torch.cuda.device_count()
 if GPUS == 0:
@@ -19,17 +21,22 @@ if GPUS == 0:
 pytest.importorskip("ucxx", reason="needs ucxx")
 
 
-@pytest.fixture(scope="module", params=device_worlds(), ids=lambda world: world.lane)
-def lane(request: pytest.FixtureRequest) -> Iterator[World]:
-    world: World = request.param
-    yield world
-    world.stop()
+def device_lanes(**environment: str) -> list[Lane]:
+    """UCX on the memory of one GPU, and of two where there are two."""
+    places = [("cuda:0",), ("cuda:0", "cuda:1")]
+    return [
+        Lane("ucx", environment=environment, link="cuda_ipc", devices=devices)
+        for devices in places
+        if len(devices) <= GPUS
+    ]
 
 
-@pytest.fixture
-def world(lane: World) -> Iterator[World]:
-    yield lane
-    lane.close_transports()
+@pytest.fixture(params=device_lanes(), ids=str)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(request.param)
+    yield ends
+    ends.close_transports()
+    ends.stop()
 
 
 def run_python(code: str, **variables: str) -> str:
@@ -41,15 +48,15 @@ def run_python(code: str, **variables: str) -> str:
     return done.stdout
 
 
-def check_memory_comes_back(world: World, lose: Callable[[Pair, str, int], None]) -> None:
+def check_memory_comes_back(ends: Ends, lose: Callable[[Pair, str, int], None]) -> None:
     """A mapping keeps a dead owner's memory allocated: nothing may hold one after close().
 
     lose: given a pair, the name of its far end, and the bytes of a region on both: kills that end, sees it lost.
     """
     size, slack = 256 * MIB, 32 * MIB  # slack: what UCX maps to learn that it reaches a GPU, and drivers' own
-    a = world.end("a")
-    place = int(world.devices[-1].removeprefix("cuda:"))
-    own = size if len(world.devices) == 1 else 0  # of a's own region on the GPU that is watched
+    a = ends.end("a")
+    place = int(ends.lane.devices[-1].removeprefix("cuda:"))
+    own = size if len(ends.lane.devices) == 1 else 0  # of a's own region on the GPU that is watched
 
     def free_nbytes(wanted: int, seconds: float) -> int:
         """The driver takes a dead process's memory back in its own time."""
@@ -60,7 +67,7 @@ def check_memory_comes_back(world: World, lose: Callable[[Pair, str, int], None]
 
     def lose_one(name: str, nbytes: int) -> None:
         """The channel stays open."""
-        pair = connected(world, (nbytes,), "allocate", names=("a", name))
+        pair = connected(ends, (nbytes,), "allocate", names=("a", name))
         assert a.call("view", pair.channel, 0)
         lose(pair, name, nbytes)
 
@@ -79,35 +86,33 @@ def check_memory_comes_back(world: World, lose: Callable[[Pair, str, int], None]
     assert free_nbytes(baseline - slack, 20.0) >= baseline - slack
 
 
-def test_memory_of_a_killed_peer_comes_back_from_views(world: World) -> None:
+@pytest.mark.free_memory
+def test_memory_of_a_killed_peer_comes_back_from_views(ends: Ends) -> None:
     def lose(pair: Pair, name: str, nbytes: int) -> None:
-        world.process(name).kill()
+        ends.process(name).kill()
         pair.a.call("wait_drained", pair.channel)
 
-    check_memory_comes_back(world, lose)
+    check_memory_comes_back(ends, lose)
 
 
-@pytest.mark.parametrize("unmapping", device_worlds(UCX_CUDA_IPC_CACHE="n"), ids=lambda world: world.lane)
-def test_memory_of_a_killed_peer_comes_back_from_puts_where_ucx_keeps_no_mappings(unmapping: World) -> None:
+@pytest.mark.free_memory
+@pytest.mark.parametrize("ends", device_lanes(UCX_CUDA_IPC_CACHE="n"), indirect=True, ids=str)
+def test_memory_of_a_killed_peer_comes_back_from_puts_where_ucx_keeps_no_mappings(ends: Ends) -> None:
     """By default UCX keeps them until the process ends (see `torchkv_ucx.environment`)."""
 
     def lose(pair: Pair, name: str, nbytes: int) -> None:
         pair.put(slices(8 * MIB))
         operations = pair.a.call("put", pair.channel, *slices(nbytes)), pair.a.call("flush", pair.channel)
-        unmapping.process(name).kill()
+        ends.process(name).kill()
         assert [error and error[0] for error in pair.a.call("wait", *operations)] == ["PeerLost"] * 2
 
-    try:
-        check_memory_comes_back(unmapping, lose)
-        unmapping.close_transports()
-    finally:
-        unmapping.stop()
+    check_memory_comes_back(ends, lose)
 
 
 _CONTEXTS = """
 import torch
 from torchkv_ucx import UCXTransport
-from torchkv.cudadriver import check, driver
+from torchkv.cuda.driver import check, driver
 
 def active():
     cuda = driver()

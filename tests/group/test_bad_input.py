@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from small import Never, check_transfer, random_cache, small_layout
 
 import torchkv
-from torchkv import KVError, KVProcessGroup, LayoutMismatch, PageOutOfRange, ProtocolError
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.small_cache import Never, check_transfer, random_cache, small_layout
+from tests.helpers.refusals import Bad, refuse
+from torchkv import KVProcessGroup, LayoutMismatch, PageOutOfRange, ProtocolError
 
 # What to call, the error, and words that its message must hold: what, where, and what to do.
-Bad = tuple[str, Callable[[KVProcessGroup], Any], type[KVError], tuple[str, ...]]
 
 SENDS: list[Bad] = [
     ("page-beyond", lambda kv: kv.send_pages("r", [1, 16], 1), PageOutOfRange, ("'r'", "page 16", r"\[0, 16\)")),
@@ -80,19 +79,6 @@ RECEIVES: list[Bad] = [
     ("state-slot", lambda kv: kv.recv_pages("r", [5], 0, state_slot=1), ProtocolError, ("'r'", "no state")),
     ("explain-rank", lambda kv: kv.explain(7), ProtocolError, ("explain", "7", "size 3")),
 ]
-
-
-def refuse(kv: KVProcessGroup, cases: list[Bad]) -> None:
-    for name, call, kind, words in cases:
-        with pytest.raises(KVError) as caught:
-            call(kv)
-        error = caught.value
-        assert type(error) is kind, f"{name}: {error!r}"
-        assert isinstance(error, ValueError), name
-        for word in words:
-            assert re.search(word, str(error)), f"{name}: no {word!r} in {error}"
-        assert error.pages_safe, name
-        assert not error.retryable, name
 
 
 def bad_calls() -> None:

@@ -1,4 +1,4 @@
-"""``python -m torchkv.bench pipeline`` in real processes, at a small size. No time is judged here."""
+"""``python -m benchmarks pipeline`` in real processes, at a small size. No time is judged here."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchkv.bench import pipeline_table, pipelined
-from torchkv.bench.decoder import ModelSize
-from torchkv.bench.memories import rows
+from benchmarks import pipeline_table, pipelined
+from benchmarks.decoder import ModelSize
+from benchmarks.memories import rows
 from torchkv.bench.processes import run_ranks
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "3", "--hidden", "32", "--ffn", "48", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchkv.bench", "pipeline", *SMALL, *arguments]
+    command = [sys.executable, "-m", "benchmarks", "pipeline", *SMALL, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=ROOT, check=False)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -54,11 +56,16 @@ def test_two_ranks_prefill_and_two_decode(capsys: pytest.CaptureFixture[str]) ->
     assert [line[1] for line in printed if line[:1] == ["40"]] == ["2:2"]
 
 
-def test_ranks_with_unlike_heads_and_a_byte_that_one_of_them_gets_wrong() -> None:
+def test_ranks_with_unlike_heads_and_a_byte_that_one_of_them_gets_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     size = ModelSize(layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
     setups = [pipelined.Setup(device="cpu", model=size, repeats=1, tp=tp) for tp in ((2, 1), (1, 2))]
-    # The same three processes for both: to start them takes longer than all else.
-    found = run_ranks([play, play, play_and_flip], setups, environment={"UCX_TLS": "tcp"}, apart=True)
+    # Both setups in the same three processes, because starting them takes longest.
+    found = run_ranks(
+        [print_and_play, print_and_play, play_and_flip], setups, environment={"UCX_TLS": "tcp"}, apart=True
+    )
+    out, err = capfd.readouterr()
+    assert out == "", "ranks print on stderr: stdout is for the table, or for JSON"
+    assert err.count("printed by a rank") == 3
     two_to_one, one_to_two = zip(*found, strict=True)
     check(pipeline_table._row(pipelined._result(setups[0], 40, two_to_one)), tokens=40, passes=16)
     flipped = len(list(setups[1].turns(40)))
@@ -67,7 +74,7 @@ def test_ranks_with_unlike_heads_and_a_byte_that_one_of_them_gets_wrong() -> Non
 
 
 def play(setups: Sequence[pipelined.Setup]) -> list[dict[str, Any]]:
-    """This rank's part in each of them."""
+    """This rank's part in each setup."""
     found = []
     for setup in setups:
         part = pipelined._prefill if dist.get_rank() in setup.instances["prefill"] else pipelined._decode
@@ -75,9 +82,14 @@ def play(setups: Sequence[pipelined.Setup]) -> list[dict[str, Any]]:
     return found
 
 
+def print_and_play(setups: Sequence[pipelined.Setup]) -> list[dict[str, Any]]:
+    os.write(1, b"printed by a rank\n")  # as UCX prints warnings
+    return play(setups)
+
+
 def play_and_flip(setups: Sequence[pipelined.Setup]) -> list[dict[str, Any]]:
-    """The same; but in the last of them one bit of a received page is flipped before each comparison."""
-    found = play(setups[:-1])
+    """This rank's part; in the last setup one bit of a received page is flipped before each comparison."""
+    found = print_and_play(setups[:-1])
     count = pipelined._count_wrong
 
     def flipped(rank: Any, cache: Any, *others: Any) -> int:

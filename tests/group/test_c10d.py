@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group, kv_world
-from small import random_cache, small_layout
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchkv
+from tests.helpers.harness import Ranks, kv_group, kv_world
+from tests.helpers.ranks.small_cache import random_cache, small_layout
 from torchkv import KVProcessGroup, Options
 
 ROUNDS = 200
@@ -373,7 +373,7 @@ def one_life(store: str, rank: int, size: int) -> None:
     dist.destroy_process_group()
 
 
-def lives(stores: list[str], rank: int) -> list[dict[str, Any]]:
+def reqs(stores: list[str], rank: int) -> list[dict[str, Any]]:
     """Groups made and destroyed in one process; what it owns after each."""
     owned = []
     for store in stores:
@@ -402,7 +402,7 @@ def by_rank(function: Callable[..., Any], *args: Any) -> Any:
 def test_destroying_leaves_nothing_and_a_group_can_be_made_again(tmp_path: Path) -> None:
     ranks = Ranks(2, world=False)
     stores = [str(tmp_path / f"store{number}") for number in range(4)]
-    for first, *rest in ranks.run(by_rank, lives, stores):
+    for first, *rest in ranks.run(by_rank, reqs, stores):
         # The first life loads libraries, which keep what they keep. From then on nothing may be added.
         for later in rest:
             assert later == first

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from lane_cases import Case, Report, adopted_cache, check_reports, transfer
-from lanes_table import case, gqa
-from small import NUM_PAGES, check_transfer, meet, small_layout
 
-from torchkv import registration
-from torchkv.cost import Costs
-from torchkv.route import Route
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.lane_transfer import Case, Report, adopted_cache, check_reports, transfer
+from tests.helpers.ranks.layout_cases import case, gqa
+from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, small_layout
+from torchkv.engine import registration
+from torchkv.transfer.peer_connection import Costs, PeerConnection
 
 HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}
 USUAL = Costs(descriptor=8e-6, byte=1 / 3e9, pack=1 / 6e9)
@@ -28,10 +27,10 @@ STEPS = 3
 def given(costs: Costs) -> Callable[..., Iterator[None]]:
     """In place of `probe.calibration`."""
 
-    def calibration(route: Route, *_: Any) -> Iterator[None]:
+    def calibration(connection: PeerConnection, *_: Any) -> Iterator[None]:
         for _ in range(STEPS):
             yield
-        route.costs = costs
+        connection.costs = costs
 
     return calibration
 
@@ -99,15 +98,15 @@ def explained() -> None:
         patch.setattr(registration, "calibration", given(FREE_STAGING))
         kv.register(adopted_cache(small_layout(), NUM_PAGES))
         if kv.rank() == 0:
-            engine, thread = kv._joined("test"), kv._thread
+            engine, thread = kv._verbs.engine, kv._thread
             assert thread is not None
-            first = engine.routes[1]
+            first = engine.connections[1]
             assert first.costs == FREE_STAGING, "not measured by register"
-            thread.call(lambda: engine._replace(first))  # as after a failure of its channel
+            thread.call(lambda: engine._drop_connection(first))  # as after a failure of its channel
         check_transfer(kv, 0, 1)
         if kv.rank() == 0:
-            assert engine.routes[1] is not first
-            assert engine.routes[1].costs == FREE_STAGING, "not measured when it was needed"
+            assert engine.connections[1] is not first
+            assert engine.connections[1].costs == FREE_STAGING, "not measured when it was needed"
             seen = kv.explain(1)
             assert seen.path == "staged"
             assert seen.descriptor_us == 10e6

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from lane_cases import views
-from small import meet, random_cache
 
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.lane_transfer import views
+from tests.helpers.ranks.small_cache import meet, random_cache
 from torchkv import KVCache, KVProcessGroup, KVWork
 
 

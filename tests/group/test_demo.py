@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from torchrun import DEADLINE, EXAMPLES, run_with_torchrun
 
 import torchkv
+from tests.helpers.harness import Ranks
+from tests.helpers.torchrun import DEADLINE, EXAMPLES, run_with_torchrun
 
 pytest.importorskip("transformers", reason="the demo's models come from transformers (extra 'demo')")
 
@@ -36,7 +36,6 @@ FAMILIES = {
 
 def generate_with_forks(ranks: int, arguments: tuple[str, ...]) -> tuple[list[int], list[str]]:
     """Runs the main demo; see `run_with_forks`."""
-    sys.path.insert(0, str(EXAMPLES))
     import disaggregated_generate as demo
 
     # transformers imports a model's code when it first makes one: here, and not in every rank.
@@ -47,14 +46,13 @@ def generate_with_forks(ranks: int, arguments: tuple[str, ...]) -> tuple[list[in
 
 def families_with_forks(models: tuple[str, ...], blind: bool) -> tuple[list[int], list[str]]:
     """Runs the demo of model families; see `run_with_forks`. blind: with controls that corrupt nothing."""
-    sys.path.insert(0, str(EXAMPLES))
     import model_families as demo
 
     for model in models:
         demo.models.build(demo.families.make(model).config, seed=0, device=torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if blind:
-            nothing = demo.controls.Control("nothing", torch.zeros(1))
+            nothing = demo.controls.ControlChannel("nothing", torch.zeros(1))
             patch.setattr(demo.controls, "controls", lambda *_: [nothing])
         return run_with_forks(demo.main, 2, ("--model", *models))
 
@@ -154,7 +152,6 @@ def test_corruption_that_changes_no_logit_fails_the_demo(parent: Ranks) -> None:
 def test_a_command_line_that_makes_no_sense_is_refused_with_a_reason(
     arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(DEMO.parent))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     from disagg.command_line import parse_args
@@ -167,8 +164,7 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_a_reason(
 
 
 @pytest.mark.parametrize("error", [0.002, float("nan")])
-def test_the_judge_sees_one_wrong_logit_and_one_wrong_token(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DEMO.parent))
+def test_the_judge_sees_one_wrong_logit_and_one_wrong_token(error: float) -> None:
     from disagg.generation import Generation, compare
 
     logits = torch.randn(7, 20)
@@ -183,13 +179,6 @@ def test_the_judge_sees_one_wrong_logit_and_one_wrong_token(error: float, monkey
     assert not compare(Generation([*range(7), 99], logits), reference, allowed=0.001).tokens_equal
 
 
-@pytest.fixture
-def disagg(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the examples' modules importable."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
-@pytest.mark.usefixtures("disagg")
 def test_a_layer_that_is_still_arriving_is_awaited_before_anything_of_it_is_touched() -> None:
     from disagg.paged_cache import paged_cache
 
@@ -211,7 +200,6 @@ def test_a_layer_that_is_still_arriving_is_awaited_before_anything_of_it_is_touc
     assert awaited == [0, 1]
 
 
-@pytest.mark.usefixtures("disagg")
 def test_a_first_token_other_than_the_one_sealed_is_refused() -> None:
     from disagg.early_start import confirm
 
@@ -221,7 +209,6 @@ def test_a_first_token_other_than_the_one_sealed_is_refused() -> None:
         confirm(received, 8)
 
 
-@pytest.mark.usefixtures("disagg")
 @pytest.mark.parametrize(
     ("name", "layer", "index", "value", "stray"),
     [

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchkv import doctor
-from torchkv.cudadriver import num_queues
+from torchkv.cuda.driver import num_queues
 
 SETTINGS = ("TORCHKV_TIMEOUT", "TORCHKV_NO_SUCH_THING", "CUDA_DEVICE_MAX_CONNECTIONS")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from lanes_table import gqa
-from simulation import Cluster, Place
 from torchkv_loopback import Faults
 
+from tests.helpers.ranks.layout_cases import gqa
+from tests.helpers.simulation.cluster import Cluster, Place
 from torchkv import KVWork, RingExhausted
-from torchkv.cost import Costs
-from torchkv.env import Options
+from torchkv.options import Options
+from torchkv.transfer.peer_connection import Costs
 
 RING = 1 << 14
 TIMEOUT = 3.0
@@ -27,8 +27,8 @@ def send(verb: str, *, views: bool = False) -> tuple[Cluster, KVWork, KVWork]:
     for rank in cluster.ranks:
         for storage in rank.cache.storages:
             storage.copy_(torch.from_numpy(np.random.default_rng().integers(0, 256, storage.numel(), dtype=np.uint8)))
-    assert reader.engine.keeper.ring.allocate(RING, "somebody") is not None
-    writer.engine.route(1).costs = Costs(descriptor=10.0, byte=0.0, pack=0.0)  # so that staging is cheapest
+    assert reader.engine.credits.ring.allocate(RING, "somebody") is not None
+    writer.engine.connection(1).costs = Costs(descriptor=10.0, byte=0.0, pack=0.0)  # so that staging is cheapest
     rx = reader.recv_pages("r", TARGETS, 0)
     work = writer.send_pages("r", PAGES, 1) if verb == "send_pages" else writer.staged_put("r", None, PAGES, 1)
     cluster.run(work.is_completed, limit=10 * TIMEOUT)

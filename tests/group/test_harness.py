@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Iterator
 
-import harness
 import pytest
-from harness import RankFailed, Ranks, ask
+
+from tests.helpers.harness import RankFailed, Ranks, ask
+from torchkv.testing.processes import PRELOADED
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def square(number: int) -> int:
 
 
 def preloaded() -> list[str]:
-    return [name for name in harness.PRELOADED if name not in sys.modules]
+    return [name for name in PRELOADED if name not in sys.modules]
 
 
 def wait_for_ever() -> None:
@@ -48,7 +49,7 @@ def test_values_come_back_in_rank_order(bare: Ranks) -> None:
 
 def test_the_server_has_imported_all_it_was_told_to(bare: Ranks) -> None:
     """It skips without a word what it does not find; then each rank would compile everything by itself."""
-    assert harness.PRELOADED[-1] == "warm"  # which no test imports
+    assert PRELOADED[-1] == "tests.helpers.preload"  # which no test imports
     assert bare.run(preloaded) == [[], []]
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from harness import Ranks
-from lane_cases import Case, Report, check_reports, transfer
-from lanes_table import CASES, case, gqa, tp
+
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, transfer
+from tests.helpers.ranks.layout_cases import CASES, case, gqa, tp
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from small import Gate, meet, page_bytes, random_cache
 
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.small_cache import Gate, meet, page_bytes, random_cache
 from torchkv import KVWork, ProtocolError, TransferCancelled
-from torchkv.flags import Flags
+from torchkv.cuda.sync_words import SyncWords
 
 PATIENCE = 60.0
 SOURCE, TARGET = [9, 2, 11, 4], [1, 14, 3, 8]
@@ -36,7 +36,7 @@ class _Flags:
 
 def held(rx: KVWork, *layers: int) -> list[_Hold]:
     """A hold for each of ``layers``, as if the cache were on a GPU."""
-    rx._flags = cast(Flags, _Flags())
+    rx._sync_words = cast(SyncWords, _Flags())
     stream: list[_Hold] = []
     for layer in layers:
         rx.wait_stream(cast(Any, stream), layer=layer)
@@ -51,7 +51,7 @@ def by_layer() -> None:
             gate = Gate()
             last = kv.send_layer("r", 0, SOURCE, 1, event=gate)
             meet(kv)  # layer 1 is held there, and nothing of it was sent
-            with pytest.raises(ProtocolError, match="for by receives"):
+            with pytest.raises(ProtocolError, match="only works of recv_pages have layers"):
                 kv.send_layer("r", 1, SOURCE, 1).wait_stream(layer=1)
             meet(kv)  # it has come
             gate.open.set()
@@ -68,7 +68,7 @@ def by_layer() -> None:
             assert second.passed.wait(PATIENCE)
             (at_once,) = held(rx, 1)
             assert at_once.passed.is_set()
-            del rx._flags  # on host memory
+            del rx._sync_words  # on host memory
             rx.wait_stream(layer=1)
             assert not first.passed.is_set()
             assert not rx.is_completed()
@@ -104,7 +104,7 @@ def failing() -> None:
             meet(kv)
             assert hold.passed.wait(PATIENCE)
             assert isinstance(rx.exception(), TransferCancelled)
-            del rx._flags
+            del rx._sync_words
             rx.wait_stream(layer=0)  # does not raise
             left = kv.recv_pages("never sent", [5], 0)
             (hold,) = held(left, 0)

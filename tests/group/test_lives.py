@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from small import Gate, Never, check_transfer, meet, page_bytes, random_cache
 
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.small_cache import Gate, Never, check_transfer, meet, page_bytes, random_cache
 from torchkv import (
     KVCache,
     KVError,

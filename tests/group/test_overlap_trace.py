@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from torchrun import EXAMPLES, run_with_torchrun
+
+from tests.helpers.torchrun import EXAMPLES, run_with_torchrun
 
 pytest.importorskip("transformers", reason="the example's model comes from transformers (extra 'demo')")
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from lane_cases import random_fill, views
-from small import Gate, check_transfer, meet, page_bytes, random_cache, small_layout
 from torch import nn
 
 import torchkv
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.lane_transfer import random_fill, views
+from tests.helpers.ranks.small_cache import Gate, check_transfer, meet, page_bytes, random_cache, small_layout
 from torchkv import KVCache, ProtocolError, TransferCancelled
-from torchkv.groupsize import Published
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from torchkv.pipelining.group_size import Published
 
 
 class Layer(nn.Module):
@@ -54,7 +50,7 @@ class Model(nn.Module):
 
 def expect(kv: torchkv.KVProcessGroup, writer: int, pages: list[int]) -> None:
     """This rank's ``pages`` hold what ``writer`` sends with `show`; other pages of this rank do not."""
-    cache = kv._cache
+    cache = kv._verbs.cache
     assert cache is not None
     expected = torch.empty_like(page_bytes(cache, pages))
     dist.recv(expected, writer, group=kv)
@@ -64,7 +60,7 @@ def expect(kv: torchkv.KVProcessGroup, writer: int, pages: list[int]) -> None:
 
 def show(kv: torchkv.KVProcessGroup, pages: list[int], *readers: int) -> None:
     """What the readers' pages must hold now."""
-    cache = kv._cache
+    cache = kv._verbs.cache
     assert cache is not None
     for reader in readers:
         dist.send(page_bytes(cache, pages), reader, group=kv)
@@ -382,7 +378,6 @@ def llama() -> None:
         kv.register(cache)
         source, target = [9, 2, 11], [1, 14, 3]
         if kv.rank() == 0:
-            sys.path.insert(0, str(EXAMPLES))
             from disagg.paged_cache import paged_cache
             from transformers import LlamaConfig, LlamaForCausalLM
 

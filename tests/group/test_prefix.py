@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, ask, kv_group, say
-from lane_cases import random_fill, views
-from small import Never, check_transfer, meet, page_bytes, random_cache
-from torchrun import EXAMPLES, run_with_torchrun
 
+from tests.helpers.harness import Ranks, ask, kv_group, say
+from tests.helpers.ranks.lane_transfer import random_fill, views
+from tests.helpers.ranks.small_cache import Never, check_transfer, meet, page_bytes, random_cache
+from tests.helpers.torchrun import EXAMPLES, run_with_torchrun
 from torchkv import (
     KVError,
     KVProcessGroup,
@@ -28,7 +28,7 @@ from torchkv import (
     TransferCancelled,
     TransferTimeout,
 )
-from torchkv.prefixcache import Held
+from torchkv.prefix.cache import Held
 
 EXAMPLE = EXAMPLES / "multi_turn.py"
 PAGE_SIZE = 16
@@ -54,22 +54,22 @@ def prefill(kv: KVProcessGroup, own: PrefixCache, name: str, prompt: list[int], 
     """What a prefill rank does: "computes" what it has not, sends what ``dst`` has not, whoever computed it when."""
     held = own.match(prompt)
     fresh = own.allocate(held, pages_for(prompt) - len(held.pages))
-    assert kv._cache is not None
-    for array in views(kv._cache).values():
+    assert kv._verbs is not None
+    for array in views(kv._verbs.cache).values():
         array[fresh] = np.random.default_rng().integers(0, 256, array[fresh].shape, dtype=np.uint8)
     own.insert(held, prompt)
     skip = kv.prefix_tokens(name, dst) // PAGE_SIZE
     work = kv.send_pages(name, held.pages[skip:], dst)
     kv.finish(name, dst, aux=name.encode()).wait(30)
-    dist.send(page_bytes(kv._cache, held.pages.tolist()), dst, group=kv)
+    dist.send(page_bytes(kv._verbs.cache, held.pages.tolist()), dst, group=kv)
     own.release(held)
     return work
 
 
 def check_pages(kv: KVProcessGroup, held: Held) -> None:
     """All pages of the request, shared and fresh, are those of the prefiller."""
-    assert kv._cache is not None
-    got = page_bytes(kv._cache, held.pages.tolist())
+    assert kv._verbs is not None
+    got = page_bytes(kv._verbs.cache, held.pages.tolist())
     expected = torch.empty_like(got)
     dist.recv(expected, 0, group=kv)
     assert torch.equal(got, expected)

@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from small import check_transfer, random_cache
 
 import torchkv
-from torchkv import (
-    Component,
-    KVCache,
-    KVError,
-    KVLayout,
-    LayoutMismatch,
-    ProtocolError,
-    State,
-    TransportUnavailable,
-    process_group,
-)
-from torchkv.engine import Engine
-from torchkv.progress import ProgressThread
-from torchkv.registration import Registration
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.small_cache import check_transfer, random_cache
+from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, ProtocolError, State, TransportUnavailable
+from torchkv.engine.engine import Engine
+from torchkv.engine.progress import ProgressThread
+from torchkv.engine.registration import Registration
+from torchkv.group import process_group
 
 # How rank 1's layout differs from rank 0's; the field's name and both values, as the message must show them.
 MISMATCHES: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
@@ -219,8 +210,8 @@ def test_register_none_on_every_rank(four: Ranks) -> None:
 
 
 def requires(path: str, adopted: bool) -> str:
-    from lane_cases import adopted_cache
-    from small import small_layout
+    from tests.helpers.ranks.lane_transfer import adopted_cache
+    from tests.helpers.ranks.small_cache import small_layout
 
     with kv_group(require=path) as kv:
         cache = adopted_cache(small_layout(), 8) if adopted else random_cache()
@@ -267,15 +258,16 @@ def late_to_connect() -> tuple[float, float]:
             super().warm(engine)
             moments.append(time.monotonic())
 
-        def measure_routes(self, thread: ProgressThread, engine: Engine) -> None:
+        def measure_connections(self, thread: ProgressThread, engine: Engine) -> None:
             moments.append(time.monotonic())
-            super().measure_routes(thread, engine)
+            super().measure_connections(thread, engine)
 
     with kv_group() as kv, pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "Registration", Late)
         kv.register(random_cache())
+        connections = kv._verbs.engine.connections
         for rank in range(kv.size()):
-            assert rank == kv.rank() or rank in kv._engine.routes, "not connected to a rank that sends to this one"
+            assert rank == kv.rank() or rank in connections, "not connected to a rank that sends to this one"
     connected, began = moments
     return connected, began
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from released import check_released
-from small import NUM_PAGES, small_layout
 from torch import nn
 
 import torchkv
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.released import check_released
+from tests.helpers.ranks.small_cache import NUM_PAGES, small_layout
 from torchkv import KVCache, KVWork, ProtocolError
 
 SOURCE, TARGET = [9, 2, 11], [1, 14, 3]
@@ -46,10 +46,18 @@ def run_once(way: str, options: dict[str, Any]) -> tuple[list[weakref.ref[Any]],
         cache = KVCache.empty(small_layout(), NUM_PAGES, device="cpu", group=kv)
         kv.register(cache)
         works = transfer(kv, cache, way)
-        assert kv._engine is not None
+        assert kv._verbs is not None
         staging = kv._registration._staging
         assert staging is not None
-        kept = [cache, *cache.storages, kv, kv._engine, kv._engine._mover, staging.packer, kv._registration.transport]
+        kept = [
+            cache,
+            *cache.storages,
+            kv,
+            kv._verbs.engine,
+            kv._verbs.engine._scheduler,
+            staging.packer,
+            kv._registration.transport,
+        ]
         return [weakref.ref(one) for one in kept], works
 
 

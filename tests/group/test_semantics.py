@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from lane_cases import random_fill, views
-from small import Gate, meet, page_bytes, random_cache, small_layout
 
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.lane_transfer import random_fill, views
+from tests.helpers.ranks.small_cache import Gate, meet, page_bytes, random_cache, small_layout
 from torchkv import (
     KVCache,
     LayoutMismatch,

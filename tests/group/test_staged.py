@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from lane_cases import adopted_cache, random_fill
-from small import meet, page_bytes, random_cache, small_layout
 
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.lane_transfer import adopted_cache, random_fill
+from tests.helpers.ranks.small_cache import meet, page_bytes, random_cache, small_layout
 from torchkv import ChecksumMismatch, KVProcessGroup, RingExhausted
-from torchkv.packer import HostPacker
 from torchkv.protocol.actions import Scatter
-from torchkv.stagedtransfer import StagedTransfer
+from torchkv.staging.host_packer import HostPacker
+from torchkv.staging.transfer import StagedTransfer
 
 PATIENCE = 30
 PAGES = [5, 2, 7, 0]
@@ -92,8 +92,8 @@ def pass_on(kv: KVProcessGroup, src: int, mine: torch.Tensor, dst: int) -> torch
 
 
 def check_pages(kv: KVProcessGroup, expected: torch.Tensor, canaries: torch.Tensor) -> None:
-    assert torch.equal(page_bytes(kv._cache, TARGETS), expected)
-    assert torch.equal(page_bytes(kv._cache, OTHERS), canaries)
+    assert torch.equal(page_bytes(kv._verbs.cache, TARGETS), expected)
+    assert torch.equal(page_bytes(kv._verbs.cache, OTHERS), canaries)
 
 
 # ---------------------------------------------------------------------- a full ring
@@ -245,7 +245,7 @@ def two_destinations_one_stage() -> None:
 
 def random_fill_targets(kv: KVProcessGroup) -> None:
     """Poison, and the rest of the cache as it was."""
-    cache = kv._cache
+    cache = kv._verbs.cache
     for layers in (cache.k, cache.v):
         for tensor in layers:
             tensor[TARGETS] = torch.randn(tensor[TARGETS].shape).to(tensor.dtype)
@@ -363,13 +363,13 @@ def flip(checksum: bool, choice: int) -> tuple[str, str, int] | None:
 
         def scatter(self: HostPacker, job: Scatter) -> Iterator[int]:
             rng = np.random.default_rng(choice)
-            segment = job.layout.segments[rng.integers(len(job.layout.segments))]
-            layer, pair = rng.integers(len(segment.layers)), rng.integers(segment.pairs)
-            at = segment.offset + layer * segment.layer_stride + pair * segment.slab.pair_nbytes
-            at += rng.integers(segment.slab.pair_nbytes)
+            section = job.layout.sections[rng.integers(len(job.layout.sections))]
+            layer, pair = rng.integers(len(section.layers)), rng.integers(section.pairs)
+            at = section.offset + layer * section.layer_stride + pair * section.segment.pair_nbytes
+            at += rng.integers(section.segment.pair_nbytes)
             self._receiving.tensor[job.stage.offset + int(at)] ^= 0x10
             page = TARGETS[job.piece.start + int(pair)]
-            hit.append((f"layer {segment.layers[layer]},", f"component {segment.slab.component!r},", page))
+            hit.append((f"layer {section.layers[layer]},", f"component {section.segment.component!r},", page))
             return real(self, job)
 
         if kv.rank() == 0:
@@ -431,7 +431,7 @@ def mixed(adopted: bool, other: str) -> None:
             return
         source = page_bytes(cache, PAGES)
         if kv.rank() == 0:
-            kv._forced = other
+            kv._verbs.forced_path = other
             kv.staged_put("r", 0, PAGES[:2], 1).wait(PATIENCE)
             works = [
                 kv.send_slice("r", 1, PAGES[:3], 1),
@@ -442,14 +442,14 @@ def mixed(adopted: bool, other: str) -> None:
             assert [work.path for work in works] == [other, "staged", other]
         else:
             canaries, promises = page_bytes(cache, OTHERS), []
-            keeper, real = kv._engine.keeper, kv._engine.keeper.withdraw
+            credits, real = kv._verbs.engine.credits, kv._verbs.engine.credits.withdraw
 
             def withdraw(src: int, message: Any) -> None:
-                before = keeper.promised(src, message.generation)
+                before = credits.is_ring_only(src, message.generation)
                 real(src, message)
-                promises.append((before, keeper.promised(src, message.generation)))
+                promises.append((before, credits.is_ring_only(src, message.generation)))
 
-            keeper.withdraw = withdraw
+            credits.withdraw = withdraw
             rx = kv.recv_pages("r", TARGETS, 0)
             rx.wait(PATIENCE)
             assert rx.path == "mixed"

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, ask, kv_group, say
-from small import Gate, check_transfer, meet, random_cache
-from state_parts import (
+
+import torchkv
+from tests.helpers.harness import Ranks, ask, kv_group, say
+from tests.helpers.ranks.small_cache import Gate, check_transfer, meet, random_cache
+from tests.helpers.ranks.state_transfer import (
     PAGE_SIZE,
     PATIENCE,
     STATES,
@@ -31,12 +33,10 @@ from state_parts import (
     requests,
     tp,
 )
-
-import torchkv
+from tests.helpers.refusals import Bad, refuse
 from torchkv import (
     ChecksumMismatch,
     KVCache,
-    KVError,
     KVLayout,
     KVProcessGroup,
     LayoutMismatch,
@@ -46,8 +46,8 @@ from torchkv import (
     TransferCancelled,
     TransferTimeout,
 )
-from torchkv.packer import HostPacker
 from torchkv.protocol.actions import Scatter
+from torchkv.staging.host_packer import HostPacker
 
 # ---------------------------------------------------------------------- every layout over every lane
 
@@ -275,7 +275,7 @@ def forgetful() -> None:
             kv.send_state("r", 2, 3, 1)
             with pytest.raises(ProtocolError, match=r"finish\('r'\).*layer 1's state was not sent; give state_slot"):
                 kv.finish("r", 1)
-            engine = kv._engine
+            engine = kv._verbs.engine
             assert engine is not None
             engine.sender._state_missing = lambda *args: None  # type: ignore[method-assign]
             with pytest.raises(TransferTimeout, match="'r'"):
@@ -327,10 +327,10 @@ def flip_and_receive(kv: KVProcessGroup, cache: KVCache, truth: Truth, checksum:
 
     def scatter(self: HostPacker, job: Scatter) -> Iterator[int]:
         if job.state and not hit:
-            segment = job.layout.segments[-1]
-            hit.append(segment.slab.component)
+            section = job.layout.sections[-1]
+            hit.append(section.segment.component)
             assert self._receiving is not None
-            self._receiving.tensor[job.stage.offset + segment.offset + segment.layer_nbytes - 1] ^= 0x10
+            self._receiving.tensor[job.stage.offset + section.offset + section.layer_nbytes - 1] ^= 0x10
         return real(self, job)
 
     before = contents(cache)
@@ -425,7 +425,6 @@ def test_the_slot_of_a_cancelled_request_is_free_when_its_stopped_writer_has_ans
 
 # ---------------------------------------------------------------------- bad input
 
-Bad = tuple[str, Callable[[KVProcessGroup], Any], type[KVError], tuple[str, ...]]
 
 SENDS: list[Bad] = [
     ("slot-beyond", lambda kv: kv.send_state("r", 1, 4, 1), PageOutOfRange, ("'r'", "state_slot=4", r"\[0, 4\)")),
@@ -459,8 +458,6 @@ RECEIVES: list[Bad] = [
 
 
 def bad_calls() -> None:
-    from test_bad_input import refuse
-
     with kv_group() as kv:
         cache, truth = alone(kv)
         if kv.rank() == 2:

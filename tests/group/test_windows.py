@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, kv_group
-from lane_cases import random_fill, views
-from small import NUM_PAGES, meet, page_bytes, random_cache
 
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.lane_transfer import random_fill, views
+from tests.helpers.ranks.small_cache import NUM_PAGES, meet, page_bytes, random_cache
 from torchkv import KVProcessGroup, LayoutMismatch, ProtocolError
 
 WINDOWS = {0: 40, 1: 40}  # every layer of the small layout
@@ -21,7 +21,7 @@ FIRST = 6
 
 def meet_and_compare(kv: KVProcessGroup, request: str, pages: list[int]) -> None:
     """Rank 1 receives ``pages``; those before the window, and all others, keep what they held."""
-    cache = kv._cache
+    cache = kv._verbs.cache
     assert cache is not None
     random_fill(cache, np.random.default_rng())
     kept = [page for page in range(NUM_PAGES) if page not in pages[FIRST:]]

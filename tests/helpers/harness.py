@@ -7,8 +7,6 @@ the deadline fails the test with its traceback, or with the stacks of all its th
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -26,24 +24,25 @@ import torch
 import torch.distributed as dist
 
 import torchkv
-from torchkv import hostmem
+from torchkv.host import shared_memory
+from torchkv.testing.processes import Worker, preload
 
-__all__ = ["SERVER", "RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
+__all__ = ["RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
 
 DEADLINE = 60.0
 # Collectives give up before the deadline of the call they are in, so that gloo gets to say whom it waited for.
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 EXIT_DEADLINE = 20.0
-DUMP_DEADLINE = 3.0
 
-# Forked from a server that has imported everything and started nothing: a rank is up in a fraction of a second,
-# where a fresh interpreter takes many to import torch. UCX is not preloaded, so its environment can differ.
-# One server for all tests of a pytest process: the first to start it decides what it has imported.
-SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["torchkv", "torchkv_ucx", "torch.distributed.device_mesh", "numba", "zmq", "pytest", "harness", "warm"]
-SERVER.set_forkserver_preload(PRELOADED)
+# The server that ranks are forked from has imported everything and started nothing. UCX itself is not loaded, so its
+# environment can differ from rank to rank.
+preload("torchkv", "torchkv_ucx", "torch.distributed.device_mesh", "numba", "zmq", "pytest")
+preload("tests.helpers.harness", "tests.helpers.preload")
 # Python hands sys.path on to the server only since 3.12.8 and 3.13.1, and skips without a word what it cannot import.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+ROOT = Path(__file__).parents[2]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")))
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
 
 
@@ -65,22 +64,15 @@ class Ranks:
         self.broken = ""
         self._expected: dict[int, int] = {}  # rank -> exit code that the test has declared
         self._scratch = tempfile.TemporaryDirectory(prefix="torchkv-test-")
-        scratch = Path(self._scratch.name)
-        self._stacks = [scratch / f"stacks{rank}" for rank in range(size)]
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(size):
-            ours, theirs = SERVER.Pipe()
-            store, stacks = str(scratch / "store"), str(self._stacks[rank])
-            arguments = (theirs, rank, size, store, stacks, dict(env or {}), world, apart)
-            process = SERVER.Process(target=_rank_main, args=arguments, name=f"rank{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        store = str(Path(self._scratch.name, "store"))
+        self._workers = [
+            Worker(_rank_main, rank, size, store, dict(env or {}), world, apart, name=f"rank{rank}")
+            for rank in range(size)
+        ]
+        self._pipes: list[Connection] = [worker.pipe for worker in self._workers]
 
     def pid(self, rank: int) -> int:
-        return int(self._processes[rank].pid)
+        return self._workers[rank].pid
 
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, deadline: float = DEADLINE
@@ -133,7 +125,7 @@ class Ranks:
     def expect_exit(self, rank: int, code: int) -> None:
         """Declares that ``rank`` ends by itself, with ``code``, and waits until it has."""
         self._expected[rank] = code
-        self._processes[rank].join(EXIT_DEADLINE)
+        self._workers[rank].join(EXIT_DEADLINE)
 
     def signal(self, rank: int, number: int) -> None:
         """Sends a signal; returns from SIGSTOP when every thread of the rank has stopped."""
@@ -153,13 +145,11 @@ class Ranks:
                     with suppress(BrokenPipeError):  # it has died: its exit code is looked at below
                         self._pipes[rank].send(None)
             until = time.monotonic() + EXIT_DEADLINE
-            for process in self._processes:
-                process.join(max(0.0, until - time.monotonic()))
-            late = [rank for rank, process in enumerate(self._processes) if process.exitcode is None]
+            codes = [worker.join(until - time.monotonic()) for worker in self._workers]
+            late = [rank for rank, code in enumerate(codes) if code is None]
             if late:
                 self._fail(f"ranks {late} did not exit within {EXIT_DEADLINE:g} s:\n{self._dump(late)}")
             expected = [self._expected.get(rank, 0) for rank in range(self.size)]
-            codes = [process.exitcode for process in self._processes]
             if codes != expected:
                 raise RankFailed(f"exit codes {codes}, expected {expected}")
         finally:
@@ -170,15 +160,13 @@ class Ranks:
     def _await(self, ranks: Sequence[int], until: float) -> None:
         """Returns when one of ``ranks`` has written something; fails if one has died or time is up."""
         pipes = {self._pipes[rank]: rank for rank in ranks}
-        sentinels = {
-            process.sentinel: rank for rank, process in enumerate(self._processes) if rank not in self._expected
-        }
+        sentinels = {worker.sentinel: rank for rank, worker in enumerate(self._workers) if rank not in self._expected}
         ready = multiprocessing.connection.wait([*pipes, *sentinels], max(0.0, until - time.monotonic()))
         if any(one in pipes for one in ready):
             return
         if ready:
             rank = next(sentinels[one] for one in ready if isinstance(one, int))
-            self._processes[rank].join()
+            self._workers[rank].join(EXIT_DEADLINE)
             self._fail(f"rank {rank} died with {self._end_of(rank)}")
         self._fail(f"ranks {list(ranks)} did not answer before the deadline:\n{self._dump(ranks)}")
 
@@ -186,7 +174,7 @@ class Ranks:
         try:
             kind, value = self._pipes[rank].recv()
         except EOFError:
-            self._processes[rank].join(EXIT_DEADLINE)
+            self._workers[rank].join(EXIT_DEADLINE)
             self._fail(f"rank {rank} died with {self._end_of(rank)}")
         return kind, value
 
@@ -213,21 +201,12 @@ class Ranks:
 
     def _dump(self, ranks: Sequence[int]) -> str:
         """The stacks of all threads of ``ranks``."""
-        text = ""
-        for rank in ranks:
-            if not self._processes[rank].is_alive():
-                continue
-            before = self._stacks[rank].stat().st_size
-            os.kill(self.pid(rank), signal.SIGUSR1)
-            until = time.monotonic() + DUMP_DEADLINE
-            while self._stacks[rank].stat().st_size == before and time.monotonic() < until:
-                self._processes[rank].join(0.05)
-            text += f"\nrank {rank}:\n{self._stacks[rank].read_text()[before:]}{_waits(self.pid(rank))}"
-        return text
+        stacks = {rank: self._workers[rank].stacks() for rank in ranks}
+        return "".join(f"\nrank {rank}:\n{text}" for rank, text in stacks.items() if text)
 
     def _end_of(self, rank: int) -> str:
         """How ``rank`` ended, which no test has declared, and what faulthandler wrote if it crashed."""
-        return f"exit code {self._processes[rank].exitcode}\n{self._stacks[rank].read_text()}"
+        return f"exit code {self._workers[rank].exitcode}\n{self._workers[rank].crash_report()}"
 
     def _fail(self, text: str) -> None:
         self._kill_all(text)
@@ -236,28 +215,14 @@ class Ranks:
     def _kill_all(self, why: str) -> None:
         if not self.broken:
             self.broken = f"these ranks are gone, because of an earlier failure: {why.splitlines()[0]}"
-        for process in self._processes:
-            if process.exitcode is None:
-                os.kill(process.pid, signal.SIGKILL)
+        for worker in self._workers:
+            if worker.exitcode is None:
+                os.kill(worker.pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            pipe.close()
-            if process.exitcode is None:
-                process.kill()
-            process.join()
-            process.close()
+        for worker in self._workers:
+            worker.close()
         self._scratch.cleanup()
-
-
-def _waits(pid: int) -> str:
-    """A line for each thread of a process, those without Python included, with what it waits for in the kernel."""
-    text = ""
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
-        with suppress(OSError):  # the thread has ended meanwhile, or the kernel does not tell
-            name, wait = ((task / file).read_text(encoding="ascii").strip() for file in ("comm", "wchan"))
-            text += f"thread {task.name} ({name}): {wait}\n"
-    return text
 
 
 # ---------------------------------------------------------------------- inside a rank
@@ -303,29 +268,24 @@ def kv_world() -> torchkv.KVProcessGroup:
 
 
 def _rank_main(
-    pipe: Connection, rank: int, size: int, store: str, stacks: str, env: dict[str, str], world: bool, apart: bool
+    pipe: Connection, rank: int, size: int, store: str, env: dict[str, str], world: bool, apart: bool
 ) -> None:
     global _pipe
     _pipe = pipe
     os.environ.update(env)
     if apart:
         # UCX_TLS=tcp alone does not do it: what maps memory is not UCX. `processes` has the true identity.
-        hostmem.host_identity = lambda: rank.to_bytes(32, "big")
+        shared_memory.host_identity = lambda: rank.to_bytes(32, "big")
     torch.set_num_threads(1)
-    with open(stacks, "w", encoding="utf-8") as file:
-        faulthandler.enable(file)
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        if world:
-            dist.init_process_group(
-                "torchkv", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
-            )
-        while (call := pipe.recv()) is not None:
-            function, args = call
-            try:
-                pipe.send(("returned", function(*args)))
-            except BaseException:  # noqa: BLE001 - the test that runs the function is told, whatever it was
-                pipe.send(("raised", traceback.format_exc()))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.disable()
+    if world:
+        dist.init_process_group(
+            "torchkv", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+        )
+    while (call := pipe.recv()) is not None:
+        function, args = call
+        try:
+            pipe.send(("returned", function(*args)))
+        except BaseException:  # noqa: BLE001 - the test that runs the function is told, whatever it was
+            pipe.send(("raised", traceback.format_exc()))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,28 +1,30 @@
-"""What the tests of page packers share: random pools on a device, and what stages and pages should become."""
+"""Helpers for tests of `CudaPackLauncher`: random pools on a device, and what stages and pages should become."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import Pool, differences, reference
 
-from torchkv import kernels
+from tests.helpers.references import page_transfer
+from tests.helpers.references.checksum import checksum_reference
+from tests.helpers.references.page_copy import gather_reference
+from tests.helpers.references.page_transfer import Pool, differences, reference
 from torchkv.cache import Placement
-from torchkv.checksum import checksum_reference
-from torchkv.copyreference import gather_reference
-from torchkv.devicepack import PagePacker, mismatch_slots
-from torchkv.hostpack import Mismatch
-from torchkv.layout import KVLayout
-from torchkv.pieces import Cutter, Piece, PieceLayout, piece_layout
-from torchkv.plan import PairPlan, compile_plan, page_pairs
-from torchkv.route import LocalPages
-from torchkv.slab import Slab
-from torchkv.stagememory import Room
+from torchkv.kernels import copies
+from torchkv.layout import kernel_geometry
+from torchkv.layout.descriptors import page_pairs
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import PairPlan, compile_plan
+from torchkv.layout.pieces import Cutter, Mismatch, Piece, PieceLayout, piece_layout
+from torchkv.layout.plan_segment import PlanSegment
+from torchkv.layout.stage_format import MemorySpan
+from torchkv.staging.cuda_pack import CudaPackLauncher, PieceArgs, mismatch_buffer
+from torchkv.transfer.peer_connection import LocalPages
 
 
 class Pages:
@@ -41,13 +43,13 @@ class Pages:
         )
 
     def now(self) -> Pool:
-        """What the device has written there so far."""
+        """The pool with what the device has written so far."""
         return Pool(self._pool.layout, {key: tensor.cpu().numpy() for key, tensor in self._tensors.items()})
 
 
 @dataclass
 class Transfer:
-    """From one writer into the reader's pages, by page packers."""
+    """A transfer from one writer into the reader's pages, by two launchers and a stage."""
 
     plan: PairPlan
     source: Pool
@@ -59,17 +61,17 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self._pages = Pages(self.source, self.device)
-        self.sender = PagePacker(self.plan, self._pages.local, sending=True)
-        self.receiver = PagePacker(self.plan, self.target.local, sending=False)
+        self.sender = CudaPackLauncher(self.plan, self._pages.local, sending=True)
+        self.receiver = CudaPackLauncher(self.plan, self.target.local, sending=False)
         self.limit = len(self.dst_pages) * self.plan.dst_page_size
-        self.errors, self.mismatches = kernels.error_slot(), mismatch_slots()
+        self.errors, self.mismatches = copies.error_words(), mismatch_buffer()
 
     def pieces(self, parts: int) -> Iterator[tuple[Piece, PieceLayout]]:
-        """All that is owed, in about so many pieces."""
+        """Cuts everything that is owed into about ``parts`` pieces."""
         cutter = Cutter(self.plan, self.plan.layers, 0, len(self.src_pages), limit_tokens=self.limit, checksum=True)
-        room = max(cutter.least, -(-cutter.nbytes // parts))
+        max_nbytes = max(cutter.least, -(-cutter.nbytes // parts))
         while not cutter.done:
-            piece = cutter.cut(room)
+            piece = cutter.cut(max_nbytes)
             yield piece, piece_layout(self.plan, piece, limit_tokens=self.limit, checksum=True)
 
     def everything(self) -> tuple[Piece, PieceLayout]:
@@ -79,28 +81,33 @@ class Transfer:
     def ids(self, piece: Piece) -> torch.Tensor:
         return torch.tensor(self.src_pages[piece.start : piece.start + piece.num_pages], device=self.device)
 
+    def args(
+        self, piece: Piece, layout: PieceLayout, ids: torch.Tensor, stage: torch.Tensor, **changes: Any
+    ) -> PieceArgs:
+        given = {"limit_tokens": self.limit, "errors": self.errors, "blocks": self.blocks, **changes}
+        return PieceArgs(layout=layout, piece=piece, ids=ids, stage=MemorySpan.of(stage), **given)
+
     def fill(self, piece: Piece, layout: PieceLayout, stage: torch.Tensor) -> None:
-        common = {"limit_tokens": self.limit, "errors": self.errors, "blocks": self.blocks}
-        self.sender.gather(layout, piece, self.ids(piece), Room.of(stage), **common)
-        self.sender.write_sums(layout, piece, self.ids(piece), Room.of(stage), **common)
+        args = self.args(piece, layout, self.ids(piece), stage)
+        self.sender.gather(args)
+        self.sender.write_sums(args)
 
     def empty(self, piece: Piece, layout: PieceLayout, stage: torch.Tensor) -> None:
-        common = {"limit_tokens": self.limit, "errors": self.errors, "blocks": self.blocks}
-        ids = torch.tensor(self.dst_pages, device=self.device)
-        self.receiver.scatter(layout, piece, ids, Room.of(stage), **common)
-        self.receiver.verify_sums(layout, piece, ids, Room.of(stage), **common, mismatches=self.mismatches)
+        args = self.args(piece, layout, torch.tensor(self.dst_pages, device=self.device), stage)
+        self.receiver.scatter(args)
+        self.receiver.verify_sums(args, mismatches=self.mismatches)
 
     def first_mismatch(self, piece: Piece) -> Mismatch | None:
         return self.receiver.first_mismatch(self.mismatches, piece, limit_tokens=self.limit)
 
-    def packed(self, piece: Piece, slab: Slab, layer: int) -> torch.Tensor:
-        """What one layer of a segment should look like in the stage, ``[pairs, bytes of a pair]``; by plain loops."""
+    def packed(self, piece: Piece, segment: PlanSegment, layer: int) -> torch.Tensor:
+        """What one layer of a segment should become in a stage, uint8 ``[pairs, bytes of a pair]``, by plain loops."""
         there = self.target.local
-        pages = self.source.tensors[slab.component, layer]
-        shape = kernels.geometry(
-            slab,
+        pages = self.source.tensors[segment.component, layer]
+        shape = kernel_geometry.geometry(
+            segment,
             src_page_stride=pages.shape[1],
-            dst_page_stride=there.placements[slab.component, layer].page_stride,
+            dst_page_stride=there.placements[segment.component, layer].page_stride,
             src_page_size=self.plan.src_page_size,
             dst_page_size=self.plan.dst_page_size,
             num_src_pages=len(pages),
@@ -108,19 +115,19 @@ class Transfer:
             addresses=[0],
         )
         ids, where = self.ids(piece).cpu(), {"start": piece.start, "limit_tokens": self.limit}
-        pairs = len(shape.pairs(num_src_pages=len(ids), **where))
+        pairs = len(shape.ordinals(num_src_pages=len(ids), **where))
         stage = torch.zeros(pairs * shape.pair_nbytes, dtype=torch.uint8)
         assert gather_reference([torch.from_numpy(pages.reshape(-1))], ids, stage, shape, **where) == set()
         return stage.view(pairs, shape.pair_nbytes)
 
     def staged(self, piece: Piece, layout: PieceLayout, stage: torch.Tensor) -> torch.Tensor:
-        """What ``stage`` should become, on the host: other bytes stay, the gaps too."""
+        """What ``stage`` should become, on the host. Gaps and bytes after the piece stay."""
         want = stage.to("cpu", copy=True)
-        for segment in layout.segments:
-            for i, layer in enumerate(segment.layers):
-                rows = self.packed(piece, segment.slab, layer)
-                want[segment.offset + i * segment.layer_stride :][: rows.numel()] = rows.view(-1)
-                sums = want[segment.sums + i * segment.sums_stride :][: 8 * segment.pairs].view(torch.int64)
+        for section in layout.sections:
+            for i, layer in enumerate(section.layers):
+                rows = self.packed(piece, section.segment, layer)
+                want[section.offset + i * section.layer_stride :][: rows.numel()] = rows.view(-1)
+                sums = want[section.sums + i * section.sums_stride :][: 8 * section.pairs].view(torch.int64)
                 sums[:] = torch.tensor([checksum_reference(row.numpy()) for row in rows])
         return want
 
@@ -134,11 +141,11 @@ def transfers(
     num_tokens: int = 11,
     device: str = "cpu",
 ) -> tuple[list[Transfer], Pool]:
-    """One for each writer, all into one pool of the reader; and what that pool should become.
+    """A `Transfer` for each writer, all into one pool of the reader; and what that pool should become.
 
     gap: canary bytes behind every page.
     """
-    monkeypatch.setattr(oracle, "GAP", gap)
+    monkeypatch.setattr(page_transfer, "GAP", gap)
     rng = np.random.default_rng()
 
     def pick(layout: KVLayout) -> tuple[Pool, list[int]]:
@@ -164,25 +171,25 @@ def stage_for(nbytes: int) -> torch.Tensor:
     return memory[-memory.data_ptr() % 256 :][:nbytes]
 
 
-def place(
+def locate_byte(
     transfer: Transfer, piece: Piece, layout: PieceLayout, byte: int
 ) -> tuple[int, tuple[int, int, int], Mismatch]:
-    """Of this byte of the payload: its offset in the stage, its pair's place in the order, and its name."""
-    for segment in layout.segments:
-        if byte < segment.nbytes:
+    """Of a byte of the payload: its offset in the stage, its pair's position in reporting order, its mismatch."""
+    for section in layout.sections:
+        if byte < section.nbytes:
             break
-        byte -= segment.nbytes
-    index, inside = divmod(byte, segment.layer_nbytes)
-    slab, layer = segment.slab, segment.layers[index]
+        byte -= section.nbytes
+    index, inside = divmod(byte, section.layer_nbytes)
+    segment, layer = section.segment, section.layers[index]
     pairs = page_pairs(
-        slab,
+        segment,
         num_src_pages=piece.num_pages,
         start=piece.start,
         limit_tokens=transfer.limit,
         src_page_size=transfer.plan.src_page_size,
         dst_page_size=transfer.plan.dst_page_size,
     )
-    pair = inside // slab.pair_nbytes
-    order = layer, layout.segments.index(segment), pair
-    at = segment.offset + index * segment.layer_stride + inside
-    return at, order, Mismatch(layer, slab.component, int(pairs.dst_index[pair]))
+    pair = inside // segment.pair_nbytes
+    order = layer, layout.sections.index(section), pair
+    at = section.offset + index * section.layer_stride + inside
+    return at, order, Mismatch(layer, segment.component, int(pairs.dst_index[pair]))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 
-from torchkv import prefixindex, registration
+import torchkv  # noqa: F401 - imports every module that registers compiled functions
+from torchkv.host import jit
+from torchkv.prefix import tree
 
-for module in (*registration.COMPILED, prefixindex):
-    module.warm_up()
+jit.warm_up()
+tree.warm_up()
 # They need not look through it when they collect garbage, nor copy the memory that this would touch.
 gc.freeze()

@@ -1,47 +1,47 @@
-"""Rosters and action lists for the tests of the state machines: nothing here does I/O or reads a clock."""
+"""Group maps and action lists for the tests of the state machines: nothing here does I/O or reads a clock."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 import numpy as np
-from oracle import gqa
 
+from tests.helpers.references.page_transfer import gqa
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
-from torchkv.layout import KVLayout
+from torchkv.layout.group_map import GroupMap, RankInfo
+from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import Halt, SendOp, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
-from torchkv.protocol.receive import Receive
+from torchkv.protocol.messages import Grant, Message, pack_pages
+from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
-from torchkv.protocol.stageclient import StageClient
-from torchkv.protocol.stagekeeper import StageKeeper
-from torchkv.roster import Member, Roster
-from torchkv.staging import StagingRing
-from torchkv.transport import Int64Array
-from torchkv.wire import Grant, Message, pack_pages
+from torchkv.protocol.stage_allocator import StagingRing
+from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.staging_requester import StagingRequester
 
 TIMEOUT, GRANT_TIMEOUT = 10.0, 100.0
 RING = 1 << 16
-CHANNELS = 32  # that each rank's GPU serves
+CHANNELS = 32  # FIFO channels that each rank's GPU serves
 
 Machine = Sender | Receiver | InstanceLeader
 M = TypeVar("M", bound=Message)
 
 
-def roster(rank: int, *places: tuple[str, KVLayout | None], num_pages: int = 32, num_slots: int = 0) -> Roster:
-    """Ranks 0, 1, ... with these instances and layouts, as ``rank`` sees them."""
+def group_map(rank: int, *places: tuple[str, KVLayout | None], num_pages: int = 32, num_slots: int = 0) -> GroupMap:
+    """The group map of ``rank``: ranks 0, 1, ... with these instances and layouts."""
     pool = {"num_pages": num_pages, "num_slots": num_slots, "channels": CHANNELS}
     members = [
-        Member(rank=i, incarnation=100 + i, instance=name, layout=layout, **pool)
+        RankInfo(rank=i, incarnation=100 + i, instance=name, layout=layout, **pool)
         for i, (name, layout) in enumerate(places)
     ]
-    return Roster(rank, members)
+    return GroupMap(rank, members)
 
 
-def pair(rank: int, *, writer: KVLayout | None = None, reader: KVLayout | None = None) -> Roster:
-    """Rank 0 writes, rank 1 reads."""
-    return roster(rank, ("p", writer or gqa()), ("d", reader or gqa()))
+def pair(rank: int, *, writer: KVLayout | None = None, reader: KVLayout | None = None) -> GroupMap:
+    """Rank 0 writes, rank 1 receives."""
+    return group_map(rank, ("p", writer or gqa()), ("d", reader or gqa()))
 
 
 def pages(*ids: int) -> Int64Array:
@@ -49,33 +49,33 @@ def pages(*ids: int) -> Int64Array:
 
 
 class Acts:
-    """The actions a machine asked for since the last look."""
+    """The actions that a machine has asked for since the last `Acts`."""
 
     def __init__(self, machine: Machine) -> None:
         taken, machine.actions = machine.actions, []
         self.all = taken
         self.told = [(action.rank, action.message) for action in taken if isinstance(action, Tell)]
-        self.settled = {action.ticket: action.error for action in taken if isinstance(action, Settle)}
-        self.aux = {action.ticket: action.aux for action in taken if isinstance(action, Settle)}
+        self.settled = {action.work: action.error for action in taken if isinstance(action, Settle)}
+        self.aux = {action.work: action.aux for action in taken if isinstance(action, Settle)}
         self.started = [action.op for action in taken if isinstance(action, Start)]
         self.halted = [action.op for action in taken if isinstance(action, Halt)]
 
     def tells(self, kind: type[M]) -> list[tuple[int, M]]:
         return [(rank, message) for rank, message in self.told if isinstance(message, kind)]
 
-    def error(self, ticket: str) -> KVError:
-        error = self.settled[ticket]
+    def error(self, work: str) -> KVError:
+        error = self.settled[work]
         assert error is not None
         return error
 
 
-def sender(view: Roster | None = None) -> Sender:
-    return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, stages=StageClient())
+def sender(view: GroupMap | None = None) -> Sender:
+    return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, requester=StagingRequester())
 
 
-def receiver(view: Roster | None = None, *, signals: int = 0, ring: int = RING) -> Receiver:
-    keeper = StageKeeper(StagingRing(ring), timeout=TIMEOUT, signals=signals)
-    return Receiver(view or pair(1), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, keeper=keeper)
+def receiver(view: GroupMap | None = None, *, signals: int = 0, ring: int = RING) -> Receiver:
+    credits = StagingCredits(StagingRing(ring), timeout=TIMEOUT, signals=signals)
+    return Receiver(view or pair(1), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, credits=credits)
 
 
 def grant(
@@ -97,30 +97,30 @@ def verb(
     dst: int = 1,
     prefixes: dict[int, int] | None = None,
     layers: tuple[int, ...] = (0, 1),
-    ticket: str = "send",
+    work: str = "send",
     request: str = "r",
     now: float = 0.0,
 ) -> SendOp:
-    """What the endpoint does for one verb towards one destination."""
+    """Does what `KVEndpoint` does for one verb towards one destination."""
     machine.admit(request, dst, start=start, num_pages=count)
-    op = SendOp(request, dst, {} if prefixes is None else prefixes, layers, start, count, ticket)
+    op = SendOp(request, dst, {} if prefixes is None else prefixes, layers, start, count, work)
     machine.submit(op, now)
     return op
 
 
 def send_state(
-    machine: Sender, *layers: int, dst: int = 1, ticket: str = "state", request: str = "r", now: float = 0.0
+    machine: Sender, *layers: int, dst: int = 1, work: str = "state", request: str = "r", now: float = 0.0
 ) -> SendOp:
-    """What the endpoint does for ``send_state``; several layers are what ``finish`` sends."""
+    """Does what `KVEndpoint` does for ``send_state``, or with several layers for ``finish(state_slot=)``."""
     machine.admit(request, dst, start=0, num_pages=1, state=True)
-    op = SendOp(request, dst, {}, layers, 0, 1, ticket, state=True)
+    op = SendOp(request, dst, {}, layers, 0, 1, work, state=True)
     machine.submit(op, now)
     return op
 
 
 def finish(
     machine: Sender,
-    ticket: str = "finish",
+    work: str = "finish",
     *,
     dst: int = 1,
     aux: bytes = b"",
@@ -129,12 +129,12 @@ def finish(
 ) -> None:
     machine.check_finish("r", dst, state_slot=slot)
     if slot is not None and (left := machine.state_left("r", dst)):
-        machine.submit(SendOp("r", dst, {}, left, 0, 1, ticket, state=True), now)
-    machine.finish("r", dst, aux=aux, ticket=ticket, now=now)
+        machine.submit(SendOp("r", dst, {}, left, 0, 1, work, state=True), now)
+    machine.finish("r", dst, aux=aux, work=work, now=now)
 
 
 def moved(machine: Sender, op: SendOp, *, now: float = 0.0) -> None:
-    """The driver carried ``op`` out."""
+    """Reports, as the engine does, that ``op`` was carried out."""
     machine.attest(op, op.layers, nbytes=64, path="runs")
     machine.op_finished(op, None, flushed=True, now=now)
 
@@ -147,9 +147,9 @@ def post(
     prefix: int = 0,
     slot: int | None = None,
     total: float | None = None,
-    ticket: str = "rx",
+    work: str = "rx",
     now: float = 0.0,
-) -> Receive:
+) -> ReceiverRequest:
     return machine.post(
-        request, pages(*ids), src, prefix_tokens=prefix, state_slot=slot, total=total, ticket=ticket, now=now
+        request, pages(*ids), src, prefix_tokens=prefix, state_slot=slot, total=total, work=work, now=now
     )

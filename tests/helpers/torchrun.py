@@ -12,7 +12,7 @@ import pytest
 
 __all__ = ["DEADLINE", "EXAMPLES", "run_with_torchrun"]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 100.0
 
 

@@ -1,4 +1,4 @@
-"""The cases of test_kernels.py that run the kernel: in Triton's interpreter, which wants a process of its own."""
+"""Runs what copies pages, in Triton's interpreter: in a process that test_page_copy.py starts."""
 
 from __future__ import annotations
 
@@ -7,54 +7,56 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
-import oracle
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import Pool, differences, gqa, planned, reference
-from state_oracle import compare as compare_state
 
-from torchkv import kernellaunch, kernels
-from torchkv.copyreference import copy_pages_reference, gather_reference, scatter_reference
+from tests.helpers.references import page_transfer
+from tests.helpers.references.page_copy import copy_pages_reference, gather_reference, scatter_reference
+from tests.helpers.references.page_transfer import Pool, differences, gqa, planned, reference
+from tests.helpers.references.state import compare as compare_state
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import Tile
-from torchkv.layout import KVLayout, State
-from torchkv.plan import PairPlan
-from torchkv.slab import Rows, Window
-from torchkv.slabgeometry import Geometry, Side
-from torchkv.stagememory import Room
+from torchkv.kernels import copies
+from torchkv.kernels import launch as kernel_launch
+from torchkv.kernels.launch import Tile
+from torchkv.layout import kernel_geometry
+from torchkv.layout.kernel_geometry import Geometry, PageAddressing
+from torchkv.layout.layout import KVLayout, State
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.plan_segment import StridedRuns, Stripe, Window
+from torchkv.layout.stage_format import MemorySpan
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run test_kernels.py, which starts this in the interpreter"
+assert os.environ.get("TRITON_INTERPRET") == "1", "not in the interpreter: run test_page_copy.py, which starts it"
 
-# With and without the table of rows. A tile costs the interpreter 50 ms, whatever its size; small ones make several.
+# With and without the table of rows. A tile costs the interpreter 50 ms, whatever its size. Small: to use several.
 WORD_BY_WORD, BY_ROWS = Tile(512, 4, 0), Tile(512, 4, 512)
 SMALL = {"words": Tile(128, 1, 0), "rows": Tile(128, 1, 128)}
 CANARY = 64  # bytes around every pool
 
 
 def kernel_send(seen: set[int], sabotage: Callable[[Geometry], Geometry], tile: Tile | None) -> Callable[..., None]:
-    """`oracle._send` by the kernel, or without ``tile`` by the reference; ``seen`` collects the units."""
+    """Replaces `page_transfer._send` by the kernel, or without ``tile`` by the reference. seen: collects widths."""
 
     def send(
         plan: PairPlan,
         source: Pool,
-        pages: npt.NDArray[np.int64],
+        pages: Int64Array,
         start: int,
         target: Pool,
-        dst_pages: npt.NDArray[np.int64],
+        dst_pages: Int64Array,
         written: object,
         factored: bool,
     ) -> None:
         limit = len(dst_pages) * plan.dst_page_size
         src_ids, dst_ids = torch.from_numpy(pages.copy()), torch.from_numpy(dst_pages.copy())
-        groups: dict[Geometry, list[tuple[oracle.Bytes, oracle.Bytes]]] = {}
-        for slab in plan.slabs:
-            for layer in slab.layers:
-                src, dst = source.tensors[slab.component, layer], target.tensors[slab.component, layer]
-                shape = kernels.geometry(
-                    slab,
+        groups: dict[Geometry, list[tuple[page_transfer.Bytes, page_transfer.Bytes]]] = {}
+        for segment in plan.segments:
+            for layer in segment.layers:
+                src, dst = source.tensors[segment.component, layer], target.tensors[segment.component, layer]
+                geometry = kernel_geometry.geometry(
+                    segment,
                     src_page_stride=src.shape[1],
                     dst_page_stride=dst.shape[1],
                     src_page_size=plan.src_page_size,
@@ -63,25 +65,25 @@ def kernel_send(seen: set[int], sabotage: Callable[[Geometry], Geometry], tile: 
                     num_dst_pages=len(dst),
                     addresses=[src.ctypes.data, dst.ctypes.data],
                 )
-                groups.setdefault(shape, []).append((src, dst))
-        for true_shape, jobs in groups.items():
-            seen.add(true_shape.unit)
-            shape = sabotage(true_shape)
+                groups.setdefault(geometry, []).append((src, dst))
+        for true_geometry, jobs in groups.items():
+            seen.add(true_geometry.unit)
+            geometry = sabotage(true_geometry)
             if tile is not None:
                 addresses = [(src.ctypes.data, dst.ctypes.data) for src, dst in jobs]
-                run_kernel(shape, addresses, src_ids, dst_ids, start, limit, staged=factored)
+                run_kernel(geometry, addresses, src_ids, dst_ids, start, limit, staged=factored)
                 continue
             sources, targets = (
                 [torch.from_numpy(array.reshape(-1)) for array in side] for side in zip(*jobs, strict=True)
             )
             where = {"start": start, "limit_tokens": limit}
-            assert copy_pages_reference(sources, targets, src_ids, dst_ids, shape, **where) == set()
+            assert copy_pages_reference(sources, targets, src_ids, dst_ids, geometry, **where) == set()
 
     return send
 
 
 def run_kernel(
-    shape: Geometry,
+    geometry: Geometry,
     addresses: Sequence[tuple[int, int]],
     src_ids: torch.Tensor,
     dst_ids: torch.Tensor,
@@ -91,17 +93,25 @@ def run_kernel(
     staged: bool,
     blocks: int = 3,
 ) -> None:
-    jobs, errors = torch.tensor(addresses, dtype=torch.int64), kernels.error_slot()
-    common = {"start": start, "limit_tokens": limit, "errors": errors, "blocks": blocks}
-    common |= {"first_job": 0, "num_jobs": len(jobs)}
+    errors = copies.error_words()
+    jobs = copies.CopyJobs(
+        table=torch.tensor(addresses, dtype=torch.int64),
+        geometry=geometry,
+        first_job=0,
+        num_jobs=len(addresses),
+        start=start,
+        limit_tokens=limit,
+        errors=errors,
+        blocks=blocks,
+    )
     if staged:
-        pairs = len(shape.pairs(num_src_pages=len(src_ids), start=start, limit_tokens=limit))
-        stage = aligned(len(jobs) * pairs * shape.pair_nbytes)
-        kernels.gather(jobs, src_ids, Room.of(stage), shape, **common)
-        kernels.scatter(jobs, Room.of(stage), dst_ids, shape, num_src_pages=len(src_ids), **common)
+        pairs = len(geometry.ordinals(num_src_pages=len(src_ids), start=start, limit_tokens=limit))
+        stage = aligned(len(addresses) * pairs * geometry.pair_nbytes)
+        copies.gather(jobs, src_ids, MemorySpan.of(stage))
+        copies.scatter(jobs, MemorySpan.of(stage), dst_ids, num_src_pages=len(src_ids))
     else:
-        kernels.copy_pages(jobs, src_ids, dst_ids, shape, **common)
-    assert kernels.first_error(errors) is None
+        copies.copy_pages(jobs, src_ids, dst_ids)
+    assert copies.first_error(errors) is None
 
 
 def aligned(nbytes: int) -> torch.Tensor:
@@ -115,11 +125,11 @@ def wrong_bytes(
     reader: KVLayout,
     unit: int,
     monkeypatch: pytest.MonkeyPatch,
-    sabotage: Callable[[Geometry], Geometry] = lambda shape: shape,
+    sabotage: Callable[[Geometry], Geometry] = lambda geometry: geometry,
 ) -> list[int]:
-    """Differences after copies by the reference, by the kernel straight in two calls, and through a stage."""
+    """The numbers of wrong bytes after copies by the reference, by direct kernels in two calls, and through a stage."""
     seen: set[int] = set()
-    monkeypatch.setattr(oracle, "GAP", unit)  # canaries that leave the pages aligned
+    monkeypatch.setattr(page_transfer, "GAP", unit)  # canaries that leave the pages aligned
     rng = np.random.default_rng()
 
     def pick(layout: KVLayout) -> tuple[Pool, list[int]]:
@@ -135,8 +145,8 @@ def wrong_bytes(
     two_calls = max(1, 8 // next(iter(writers.values())).page_size)  # pages of the first
     ways = (False, None, None), (False, two_calls, BY_ROWS), (True, None, WORD_BY_WORD)
     for factored, chunk, tile in ways:
-        monkeypatch.setattr(kernellaunch, "TILE", tile)
-        monkeypatch.setattr(oracle, "_send", kernel_send(seen, sabotage, tile))
+        monkeypatch.setattr(kernel_launch, "TILE", tile)
+        monkeypatch.setattr(page_transfer, "_send", kernel_send(seen, sabotage, tile))
         got, _ = planned(sources, pages, target, dst_pages, factored=factored, chunk=chunk)
         found.append(differences(got, expected))
     assert seen == {unit}
@@ -197,21 +207,23 @@ def test_every_byte_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch
 
 
 SABOTAGE: dict[str, Callable[[Geometry], Geometry]] = {
-    "base": lambda shape: replace(shape, src=replace(shape.src, base=shape.src.base ^ 16)),
-    "row stride": lambda shape: replace(shape, rows=shape.rows._replace(s1=0)),
-    "window": lambda shape: replace(shape, window=Window(1, 4, 4, 4)),
-    "page bound": lambda shape: replace(shape, dst=replace(shape.dst, page_stride=shape.dst.page_stride - 16)),
+    "base": lambda geometry: replace(geometry, src=replace(geometry.src, base=geometry.src.base ^ 16)),
+    "row stride": lambda geometry: replace(geometry, rows=geometry.rows._replace(s1=0)),
+    "window": lambda geometry: replace(geometry, stripe=geometry.stripe._replace(window=Window(1, 4, 4, 4))),
+    "page bound": lambda geometry: replace(
+        geometry, dst=replace(geometry.dst, page_stride=geometry.dst.page_stride - 16)
+    ),
 }
 
 
-@pytest.mark.parametrize("what", SABOTAGE)
-def test_a_wrong_geometry_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", SABOTAGE)
+def test_a_wrong_geometry_is_noticed(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the test above."""
     writers, reader, unit = FAMILIES["heads, many to few"]
-    assert min(wrong_bytes(writers, reader, unit, monkeypatch, SABOTAGE[what])) > 0
+    assert min(wrong_bytes(writers, reader, unit, monkeypatch, SABOTAGE[operation])) > 0
 
 
-# State: slots are pages of one token
+# State: a slot is a page of one token
 
 SSM = State("ssm", (12, 5, 2), torch.float32, shard_dim=0)
 CONV = State("conv", (3, 72), torch.bfloat16, shard_dim=1, shard_groups=(24, 24, 24))
@@ -227,13 +239,13 @@ def wrong_state(
     src: int,
     dst: int,
     monkeypatch: pytest.MonkeyPatch,
-    sabotage: Callable[[Geometry], Geometry] = lambda shape: shape,
+    sabotage: Callable[[Geometry], Geometry] = lambda geometry: geometry,
 ) -> int:
-    """Differences, straight and through a stage, as ``src`` ranks send to the last of ``dst``."""
+    """The numbers of wrong bytes, direct and through a stage, where ``src`` ranks send to the last of ``dst`` ranks."""
     seen: set[int] = set()
-    monkeypatch.setattr(oracle, "GAP", 16)
-    monkeypatch.setattr(kernellaunch, "TILE", BY_ROWS)
-    monkeypatch.setattr(oracle, "_send", kernel_send(seen, sabotage, BY_ROWS))
+    monkeypatch.setattr(page_transfer, "GAP", 16)
+    monkeypatch.setattr(kernel_launch, "TILE", BY_ROWS)
+    monkeypatch.setattr(page_transfer, "_send", kernel_send(seen, sabotage, BY_ROWS))
     writers = {rank: recurrent(rank, src, state) for rank in range(src)}
     wrong, _ = compare_state(writers, recurrent(dst - 1, dst, state), rng=np.random.default_rng())
     assert seen
@@ -249,12 +261,12 @@ def test_a_wrong_geometry_of_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert wrong_state(SSM, 2, 1, monkeypatch, SABOTAGE["base"]) > 0
 
 
-# Against the loops of copyreference.py, whatever the strides
+# Against the loops of references/page_copy.py, with any strides
 
 
 @dataclass
 class Pools:
-    """Fresh random bytes for both sides of every job, canaries around; ``want`` is what the target should become."""
+    """Random bytes for both sides of every job, with canaries around. want: what the targets should become."""
 
     num_jobs: int
     src_nbytes: int
@@ -281,17 +293,32 @@ class Pools:
 
 @dataclass(frozen=True)
 class Case:
-    """shape and the arguments of one call, with some page ids perhaps out of range."""
+    """A geometry and the arguments of one call, with some page ids perhaps out of range."""
 
-    shape: Geometry
+    geometry: Geometry
     src_ids: list[int]
     dst_ids: list[int]
     start: int
     limit: int
     num_jobs: int
 
+    def jobs(
+        self, pools: Pools, errors: torch.Tensor, *, blocks: int = 2, first: int = 0, count: int | None = None
+    ) -> copies.CopyJobs:
+        """The case's jobs from ``first`` on: all, or ``count`` of them."""
+        return copies.CopyJobs(
+            table=pools.addresses,
+            geometry=self.geometry,
+            first_job=first,
+            num_jobs=self.num_jobs - first if count is None else count,
+            start=self.start,
+            limit_tokens=self.limit,
+            errors=errors,
+            blocks=blocks,
+        )
+
     def pools(self) -> Pools:
-        sides = self.shape.src, self.shape.dst
+        sides = self.geometry.src, self.geometry.dst
         return Pools(self.num_jobs, *(side.num_pages * side.page_stride for side in sides))
 
 
@@ -312,22 +339,20 @@ def cases(draw: st.DrawFn) -> Case:
         page_stride = base + parts * tokens * token_stride + unit * draw(gaps)
         strides.append((s0, s1))
         sides.append(
-            Side(page_stride=page_stride, base=base, token_stride=token_stride, per_page=parts, num_pages=num_pages)
+            PageAddressing(
+                page_stride=page_stride, base=base, token_stride=token_stride, per_page=parts, num_pages=num_pages
+            )
         )
     (s0, s1), (d0, d1) = strides
     holders = draw(st.integers(1, 2))
     sizes = [parts * tokens for parts in per_page]
     window = draw(st.none() | st.builds(Window, st.integers(1, 4), *map(st.just, [*sizes, max(sizes)])))
-    shape = Geometry(
-        tokens=tokens,
-        holders=holders,
-        index=draw(st.integers(0, holders - 1)),
-        per_unit=max(per_page),
-        rows=Rows(n0, s0, d0, n1, s1, d1, run),
+    geometry = Geometry(
+        stripe=Stripe(tokens, max(per_page), holders, draw(st.integers(0, holders - 1)), window),
+        rows=StridedRuns(n0, s0, d0, n1, s1, d1, run),
         src=sides[0],
         dst=sides[1],
         alignment=16,
-        window=window,
     )
     dst_ids = draw(st.permutations(range(num_pages)))[: draw(st.integers(3, num_pages))]
     start = draw(st.integers(0, 1))
@@ -336,7 +361,7 @@ def cases(draw: st.DrawFn) -> Case:
         if draw(st.integers(0, 4)) == 0:
             ids[draw(st.integers(0, len(ids) - 1))] = draw(st.sampled_from([num_pages, -1, 1 << 40, -(1 << 63)]))
     limit = len(dst_ids) * per_page[1] * tokens
-    return Case(shape, src_ids, dst_ids, start, limit, draw(small))
+    return Case(geometry, src_ids, dst_ids, start, limit, draw(small))
 
 
 FEW = settings(
@@ -350,39 +375,37 @@ FEW = settings(
 @FEW
 @given(case=cases(), blocks=st.integers(1, 5))
 def test_direct_copies_are_the_reference(case: Case, tile: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILE", SMALL[tile])
-    pools, errors = case.pools(), kernels.error_slot()
+    monkeypatch.setattr(kernel_launch, "TILE", SMALL[tile])
+    pools, errors = case.pools(), copies.error_words()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit}
-    bad = copy_pages_reference(pools.sources, pools.want, src, dst, case.shape, **where)
-    jobs = {"first_job": 0, "num_jobs": case.num_jobs}
-    kernels.copy_pages(pools.addresses, src, dst, case.shape, **jobs, **where, errors=errors, blocks=blocks)
+    bad = copy_pages_reference(pools.sources, pools.want, src, dst, case.geometry, **where)
+    copies.copy_pages(case.jobs(pools, errors, blocks=blocks), src, dst)
     pools.check()
-    assert kernels.first_error(errors) in (bad or {None})
+    assert copies.first_error(errors) in (bad or {None})
 
 
 @pytest.mark.parametrize("tile", SMALL)
 @FEW
 @given(case=cases(), blocks=st.integers(1, 5))
 def test_stages_are_the_reference(case: Case, tile: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILE", SMALL[tile])
+    monkeypatch.setattr(kernel_launch, "TILE", SMALL[tile])
     pools = case.pools()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit}
-    more = {**where, "first_job": 0, "num_jobs": case.num_jobs, "blocks": blocks}
-    pairs = len(case.shape.pairs(num_src_pages=len(src), **where))
-    stage = aligned(case.num_jobs * pairs * case.shape.pair_nbytes + CANARY)
+    pairs = len(case.geometry.ordinals(num_src_pages=len(src), **where))
+    stage = aligned(case.num_jobs * pairs * case.geometry.pair_nbytes + CANARY)
     want = stage.clone()
-    bad = gather_reference(pools.sources, src, want, case.shape, **where)
-    errors = kernels.error_slot()
-    kernels.gather(pools.addresses, src, Room.of(stage), case.shape, **more, errors=errors)
+    bad = gather_reference(pools.sources, src, want, case.geometry, **where)
+    errors = copies.error_words()
+    copies.gather(case.jobs(pools, errors, blocks=blocks), src, MemorySpan.of(stage))
     assert torch.equal(stage, want)
-    assert kernels.first_error(errors) in (bad or {None})
-    bad = scatter_reference(stage, pools.want, dst, case.shape, num_src_pages=len(src), **where)
-    errors = kernels.error_slot()
-    kernels.scatter(pools.addresses, Room.of(stage), dst, case.shape, num_src_pages=len(src), **more, errors=errors)
+    assert copies.first_error(errors) in (bad or {None})
+    bad = scatter_reference(stage, pools.want, dst, case.geometry, num_src_pages=len(src), **where)
+    errors = copies.error_words()
+    copies.scatter(case.jobs(pools, errors, blocks=blocks), MemorySpan.of(stage), dst, num_src_pages=len(src))
     pools.check()
-    assert kernels.first_error(errors) in (bad or {None})
+    assert copies.first_error(errors) in (bad or {None})
 
 
 @pytest.mark.parametrize("stands_at", [0, 40, 43, 1 << 40])
@@ -390,84 +413,85 @@ def test_a_guarded_stage_is_unpacked_only_if_its_signal_says_so(stands_at: int) 
     case = plain()
     pools, signal = case.pools(), torch.tensor([stands_at])
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
-    stage = aligned(case.num_jobs * len(src) * case.shape.pair_nbytes + CANARY)
-    gather_reference(pools.sources, src, stage, case.shape, start=0, limit_tokens=case.limit)
-    more = {"start": 0, "limit_tokens": case.limit, "first_job": 0, "num_jobs": case.num_jobs, "blocks": 2}
+    stage = aligned(case.num_jobs * len(src) * case.geometry.pair_nbytes + CANARY)
+    gather_reference(pools.sources, src, stage, case.geometry, start=0, limit_tokens=case.limit)
     for value in (42, stands_at):
-        errors = kernels.error_slot()
+        errors = copies.error_words()
         guard = (signal.data_ptr(), value)
-        room = Room.of(stage)
-        kernels.scatter(pools.addresses, room, dst, case.shape, num_src_pages=6, **more, errors=errors, guard=guard)
-        assert kernels.skipped(errors) == (value != stands_at)
-        assert kernels.first_error(errors) is None
+        span = MemorySpan.of(stage)
+        copies.scatter(case.jobs(pools, errors), span, dst, num_src_pages=6, guard=guard)
+        assert copies.skipped(errors) == (value != stands_at)
+        assert copies.first_error(errors) is None
         if value == stands_at:
-            scatter_reference(stage, pools.want, dst, case.shape, num_src_pages=6, start=0, limit_tokens=case.limit)
+            scatter_reference(stage, pools.want, dst, case.geometry, num_src_pages=6, start=0, limit_tokens=case.limit)
         pools.check()
 
 
 def plain(*, num_pages: int = 6, run: int = 48, alignment: int = 16) -> Case:
     """Whole pages, shuffled, one row each."""
-    side = Side(page_stride=run + 16, base=0, token_stride=run, per_page=1, num_pages=num_pages)
-    rows = Rows(1, 0, 0, 1, 0, 0, run)
-    shape = Geometry(tokens=1, holders=1, index=0, per_unit=1, rows=rows, src=side, dst=side, alignment=alignment)
+    side = PageAddressing(page_stride=run + 16, base=0, token_stride=run, per_page=1, num_pages=num_pages)
+    rows = StridedRuns(1, 0, 0, 1, 0, 0, run)
+    geometry = Geometry(stripe=Stripe(1, 1), rows=rows, src=side, dst=side, alignment=alignment)
     src, dst = (torch.randperm(num_pages).tolist() for _ in range(2))
-    return Case(shape, src, dst, 0, num_pages, 2)
+    return Case(geometry, src, dst, 0, num_pages, 2)
 
 
 @pytest.mark.parametrize("tile", SMALL)
 @pytest.mark.parametrize(("side", "page"), [("source", 6), ("source", -(1 << 40)), ("destination", 1 << 40)])
 def test_a_bad_page_is_left_out_and_named(side: str, page: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernellaunch, "TILE", SMALL[tile])
+    monkeypatch.setattr(kernel_launch, "TILE", SMALL[tile])
     case = plain()
     position = 3
     (case.src_ids if side == "source" else case.dst_ids)[position] = page
-    pools, errors = case.pools(), kernels.error_slot()
+    pools, errors = case.pools(), copies.error_words()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
-    copy_pages_reference(pools.sources, pools.want, src, dst, case.shape, start=0, limit_tokens=6)
-    more = {"first_job": 0, "num_jobs": 2, "start": 0, "limit_tokens": 6, "blocks": 2}
-    kernels.copy_pages(pools.addresses, src, dst, case.shape, **more, errors=errors)
+    copy_pages_reference(pools.sources, pools.want, src, dst, case.geometry, start=0, limit_tokens=6)
+    copies.copy_pages(case.jobs(pools, errors), src, dst)
     pools.check()
     clipped = min(max(page, -(1 << 31)), (1 << 31) - 1)
-    assert kernels.first_error(errors) == (side, position, clipped)
+    assert copies.first_error(errors) == (side, position, clipped)
 
 
 def test_only_the_jobs_asked_for() -> None:
     case = plain()
-    pools, errors = case.pools(), kernels.error_slot()
+    pools, errors = case.pools(), copies.error_words()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
-    copy_pages_reference(pools.sources[1:], pools.want[1:], src, dst, case.shape, start=0, limit_tokens=6)
-    more = {"first_job": 1, "num_jobs": 1, "start": 0, "limit_tokens": 6, "blocks": 2}
-    kernels.copy_pages(pools.addresses, src, dst, case.shape, **more, errors=errors)
+    copy_pages_reference(pools.sources[1:], pools.want[1:], src, dst, case.geometry, start=0, limit_tokens=6)
+    copies.copy_pages(case.jobs(pools, errors, first=1), src, dst)
     pools.check()
 
 
 def test_launches_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What exceeds 32 bits is done in several launches; here ten words are too many."""
-    monkeypatch.setattr(kernellaunch, "MAX_WORDS", 9)
+    """Jobs of more than `MAX_WORDS` words take several launches; here that limit is ten words."""
+    monkeypatch.setattr(kernel_launch, "MAX_WORDS", 9)
     case = plain(run=48)
     pools = case.pools()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
-    copy_pages_reference(pools.sources, pools.want, src, dst, case.shape, start=0, limit_tokens=6)
-    run_kernel(case.shape, pools.addresses.tolist(), src, dst, 0, 6, staged=False)
+    copy_pages_reference(pools.sources, pools.want, src, dst, case.geometry, start=0, limit_tokens=6)
+    run_kernel(case.geometry, pools.addresses.tolist(), src, dst, 0, 6, staged=False)
     pools.check()
     again = case.pools()
-    copy_pages_reference(again.sources, again.want, src, dst, case.shape, start=0, limit_tokens=6)
-    run_kernel(case.shape, again.addresses.tolist(), src, dst, 0, 6, staged=True)
+    copy_pages_reference(again.sources, again.want, src, dst, case.geometry, start=0, limit_tokens=6)
+    run_kernel(case.geometry, again.addresses.tolist(), src, dst, 0, 6, staged=True)
     again.check()
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Pages 2 GiB apart: the pool is one page of real memory, reached through a page id that is large."""
+    """Pages 2 GiB apart: the pool is one page of real memory, reached through a large page id."""
     run, stride, page = 64, (1 << 31) - 16, 5
-    side = Side(page_stride=stride, base=0, token_stride=run, per_page=1, num_pages=page + 1)
-    near = Side(page_stride=run, base=0, token_stride=run, per_page=1, num_pages=1)
-    shape = Geometry(
-        tokens=1, holders=1, index=0, per_unit=1, rows=Rows(1, 0, 0, 1, 0, 0, run), src=side, dst=near, alignment=16
+    side = PageAddressing(page_stride=stride, base=0, token_stride=run, per_page=1, num_pages=page + 1)
+    near = PageAddressing(page_stride=run, base=0, token_stride=run, per_page=1, num_pages=1)
+    geometry = Geometry(
+        stripe=Stripe(1, 1),
+        rows=StridedRuns(1, 0, 0, 1, 0, 0, run),
+        src=side,
+        dst=near,
+        alignment=16,
     )
     source, target = aligned(run), aligned(run)
     assert not torch.equal(source, target)
     address = (source.data_ptr() - page * stride, target.data_ptr())
-    run_kernel(shape, [address], torch.tensor([page]), torch.tensor([0]), 0, 1, staged=False)
+    run_kernel(geometry, [address], torch.tensor([page]), torch.tensor([0]), 0, 1, staged=False)
     assert torch.equal(source, target)
 
 
@@ -475,31 +499,19 @@ def test_nothing_to_do() -> None:
     case = plain()
     pools = case.pools()
     none = torch.zeros(0, dtype=torch.int64)
-    run_kernel(case.shape, pools.addresses.tolist(), none, torch.tensor(case.dst_ids), 0, 6, staged=False)
-    run_kernel(case.shape, pools.addresses.tolist(), none, torch.tensor(case.dst_ids), 0, 6, staged=True)
+    run_kernel(case.geometry, pools.addresses.tolist(), none, torch.tensor(case.dst_ids), 0, 6, staged=False)
+    run_kernel(case.geometry, pools.addresses.tolist(), none, torch.tensor(case.dst_ids), 0, 6, staged=True)
     pools.check()
 
 
 def test_wrong_arguments_are_refused() -> None:
     case = plain()
-    pools = case.pools()
-    before = pools.addresses
-    good = {
-        "jobs": before,
-        "src_pages": torch.tensor(case.src_ids),
-        "dst_pages": torch.tensor(case.dst_ids),
-        "first_job": 0,
-        "num_jobs": 2,
-        "start": 0,
-        "limit_tokens": 6,
-        "errors": kernels.error_slot(),
-        "blocks": 2,
-    }
+    pools, errors = case.pools(), copies.error_words()
+    table, jobs = pools.addresses, case.jobs(pools, errors)
+    src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     wrong: list[tuple[str, object, str]] = [
-        ("jobs", before.to(torch.int32), "jobs must be"),
-        ("jobs", before[:, :1], "jobs must be"),
-        ("src_pages", torch.zeros(3), "src_pages must be"),
-        ("dst_pages", torch.zeros((2, 2), dtype=torch.int64), "dst_pages must be"),
+        ("table", table.to(torch.int32), "table of jobs must be"),
+        ("table", table[:, :1], "table of jobs must be"),
         ("first_job", 1, "of a table of 2"),
         ("num_jobs", 3, "of a table of 2"),
         ("num_jobs", -1, "of a table of 2"),
@@ -510,10 +522,13 @@ def test_wrong_arguments_are_refused() -> None:
     ]
     for name, value, words in wrong:
         with pytest.raises(ProtocolError, match=words):
-            kernels.copy_pages(geometry=case.shape, **{**good, name: value})
+            copies.copy_pages(replace(jobs, **{name: value}), src, dst)
+    with pytest.raises(ProtocolError, match="src_pages must be"):
+        copies.copy_pages(jobs, torch.zeros(3), dst)
+    with pytest.raises(ProtocolError, match="dst_pages must be"):
+        copies.copy_pages(jobs, src, torch.zeros((2, 2), dtype=torch.int64))
     stage = aligned(12 * 48 + 16)
-    rest = {key: value for key, value in good.items() if key not in ("dst_pages", "limit_tokens")}
     for bad in (stage[: 12 * 48 - 1], stage[1:], stage.view(torch.int16)):
         with pytest.raises(ProtocolError, match="stage"):
-            kernels.gather(stage=Room.of(bad), geometry=case.shape, limit_tokens=6, **rest)
+            copies.gather(jobs, src, MemorySpan.of(bad))
     pools.check()

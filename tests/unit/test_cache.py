@@ -1,4 +1,4 @@
-"""KVCache: shapes, adoption without a copy, and where it says that each page lies."""
+"""KVCache: shapes, adoption without a copy, and placements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, State, TransportUnavailable, hostmem
+from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, State, TransportUnavailable
+from torchkv.host import shared_memory
 
 PAGES = 5
 
@@ -49,13 +50,13 @@ def tensors(layout: KVLayout, num_pages: int = PAGES) -> dict[str, list[torch.Te
 
 
 def check_placements(cache: KVCache) -> None:
-    """Reads every page and slot back through (storage, offset, stride), as a peer would, against the tensor itself."""
+    """Reads every page and slot through its placement, as a peer does, and compares it with the tensor."""
     rng = np.random.default_rng()
     for storage in cache.storages:
         storage.copy_(torch.from_numpy(rng.integers(0, 256, storage.nbytes, dtype=np.uint8)))
     layout = cache.layout
     held = [(c.name, cache[c.name], layout.page_nbytes(c.name), cache.num_pages) for c in layout.components]
-    if cache.num_slots:  # else there are no tensors of states
+    if cache.num_slots:  # without slots, there are no tensors of states
         held += [(s.name, cache.state(s.name), layout.state_nbytes(s.name), cache.num_slots) for s in layout.states]
     seen = set()
     for name, tensors, nbytes, count in held:
@@ -87,7 +88,7 @@ def test_empty_has_the_shapes_of_the_layout(layout: KVLayout) -> None:
             assert tuple(tensor.shape) == (PAGES, *layout.page_shape(name))
             assert tensor.dtype == torch.bfloat16
     assert len(cache.storages) == 1
-    assert hostmem.share(cache.storages[0]) is not None  # peers on this host can map it
+    assert shared_memory.share(cache.storages[0]) is not None  # peers on this host can map it
     check_placements(cache)
 
 
@@ -112,7 +113,7 @@ def test_tensors_of_a_cache_do_not_overlap() -> None:
 
 
 def interleaved(layout: KVLayout) -> dict[str, list[torch.Tensor | None]]:
-    """vLLM's shape: K and V of a layer in one tensor [pages, 2, ...]."""
+    """As in vLLM: K and V of a layer in one tensor [pages, 2, ...]."""
     both = [torch.zeros(PAGES, 2, *layout.page_shape("k"), dtype=torch.bfloat16) for _ in layout.layers]
     return {"k": [t[:, 0] for t in both], "v": [t[:, 1] for t in both]}
 
@@ -172,7 +173,7 @@ def test_a_cache_of_state_alone() -> None:
 
 
 def test_adopted_state_alone_is_told_how_many_pages_the_engine_has() -> None:
-    """It takes part in grants of pages, like every rank of its instance, and no tensor of its own tells."""
+    """Like every rank of its instance it takes part in grants of pages, but none of its tensors has pages."""
     states = {"ssm": [torch.zeros(5, 4, 6)] * 2, "conv": [None, torch.zeros(5, 3).half()]}
     assert KVCache(recurrent(), {}, states=states).num_pages == 0
     assert KVCache(recurrent(), {}, states=states, num_pages=9).num_pages == 9
@@ -184,7 +185,7 @@ def test_adopted_state_alone_is_told_how_many_pages_the_engine_has() -> None:
 
 
 def test_adopted_states_may_have_gaps_between_slots_and_share_a_storage() -> None:
-    """As an engine lays them out: all of a layer's state in one record a slot, a strange number of bytes apart."""
+    """As engines lay them out: one record per slot with all states of a layer, followed by padding."""
     layout = recurrent()
     records = torch.zeros(2, 5, 4 * 6 * 4 + 3 * 2 + 10, dtype=torch.uint8)  # [layers, slots, bytes]: float32 aligned
     ssm = [record[:, : 4 * 6 * 4].view(torch.float32).view(5, 4, 6) for record in records]
@@ -223,7 +224,7 @@ def test_a_cache_of_nothing_is_refused(make: Callable[[], KVCache]) -> None:
 
 
 def test_ids_are_good_where_no_held_layer_has_pages_or_state() -> None:
-    """Every stage of a pipeline is given the same page ids and slot, whatever its layers have."""
+    """All pipeline stages are given the same page ids and slot, whatever their layers have."""
     layout = gqa(states=[State("ssm", (4,), torch.float32, layers=(2,))], layers=[0, 1])
     cache = KVCache.empty(layout, PAGES, device="cpu", num_slots=7)
     assert (cache.num_pages, cache.num_slots) == (PAGES, 7)

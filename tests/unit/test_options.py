@@ -1,4 +1,4 @@
-"""Settings: argument beats environment beats default; whatever is wrong is refused or reported, never ignored."""
+"""Options: an argument overrides the environment, which overrides the default; wrong values are refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchkv import KVError, Options, ProtocolError
-from torchkv.env import interface_from_env, seconds, warn_about_unknown_variables
+from torchkv.options import interface_from_env, seconds, warn_about_unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_seconds(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), timedelta(0), "2", b"2", None, [2]])
-def test_what_are_no_seconds(value: Any) -> None:
+def test_values_that_are_not_seconds(value: Any) -> None:
     with pytest.raises(ProtocolError, match="limit must be a positive number"):
         seconds(value, "limit")
 
@@ -145,7 +145,7 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_name(monkeypatch: pyte
 def test_known_variables_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHKV_TIMEOUT", "5")
     monkeypatch.setenv("TORCHKV_INTERFACE", "lo")
-    assert warn_about_unknown_variables() == []  # a warning would be an error here
+    assert warn_about_unknown_variables() == []  # pytest turns warnings into errors
     assert interface_from_env() == "lo"
     monkeypatch.setenv("TORCHKV_INTERFACE", "")
     assert interface_from_env() is None

@@ -1,4 +1,4 @@
-"""What programs may rely on: the public names, their parameters and their documentation."""
+"""The public API: names, parameters and docstrings."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_the_group_is_a_process_group_and_overrides_what_crashes() -> None:
     assert issubclass(KVProcessGroup, dist.ProcessGroup)
     assert "new_group" not in vars(KVProcessGroup)
     assert "split_group" in vars(KVProcessGroup)
-    # Inherited collectives hang: the trampoline keeps the GIL. Each must be forwarded in Python.
+    # Inherited collectives hang, as the pybind trampoline keeps the GIL. So each must be forwarded in Python.
     for name in ("allreduce", "broadcast", "send", "recv", "barrier", "allgather", "alltoall_base", "reduce_scatter"):
         assert name in vars(KVProcessGroup), name
 
@@ -243,7 +243,7 @@ def test_importing_registers_the_backend_once_and_loads_no_transport() -> None:
     program = (
         "import sys, importlib, torchkv, torch.distributed as dist;"
         "assert dist.Backend.TORCHKV == 'torchkv';"
-        "from torchkv.process_group import register_backend; register_backend();"
+        "from torchkv.group.process_group import register_backend; register_backend();"
         "loaded = [m for m in sys.modules if m.split('.')[0] in ('ucxx', 'libucx', 'torchkv_ucx', 'torchkv_loopback')];"
         "assert loaded == [], loaded"
     )

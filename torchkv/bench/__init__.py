@@ -1,1 +1,1 @@
-"""``python -m torchkv.bench``: measured rates of every host path, as ratios to a limit measured in the same run."""
+"""``python -m torchkv.bench``: transfer rates of every path, each as a ratio to a limit measured in the same run."""

@@ -1,4 +1,4 @@
-"""What is measured: pairs of layouts, and how much moves between them."""
+"""The host cases of the benchmark: pairs of layouts, the path between them, and the gate of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchkv.layout import KVLayout
+from torchkv.layout.layout import KVLayout
 
 __all__ = ["CASES", "Case"]
 
@@ -15,11 +15,12 @@ LAYERS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One writer, one reader, a few layers of shuffled pages.
+    """One writer and one reader; `LAYERS` layers of shuffled pages move from one to the other.
 
-    page_nbytes: bytes of a page of one component at the writer. heads_read: kv heads (of 8) that the reader holds.
-    path: forced path, or None. tls: ``UCX_TLS`` of both processes, or None for UCX's choice.
-    gate: the least acceptable ratio to ``limit``, or None if the ratio is only reported.
+    page_size: tokens of a page. head_dim: elements of a head, bfloat16. heads_read: kv heads (of 8) that the reader
+    holds. path: the forced path, or None if the cost model chooses. tls: ``UCX_TLS`` of both processes, or None for
+    UCX's default. limit: what the rate is compared with, "memcpy" or "python puts" (see `rivals`). gate: the least
+    acceptable ratio to the limit, or None if the ratio is only reported.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Case:
     gate: float | None = None
 
     def layouts(self, nbytes: int) -> tuple[KVLayout, KVLayout, int]:
-        """Writer's layout, reader's layout, and the number of pages for about ``nbytes`` of payload."""
+        """The writer's layout, the reader's, and how many pages make about ``nbytes`` of payload."""
         writer, reader = self._layout(1), self._layout(8 // self.heads_read)
         return writer, reader, max(1, nbytes // (2 * LAYERS * reader.page_nbytes("k")))
 

@@ -1,4 +1,4 @@
-"""Every run is byte-checked."""
+"""The comparison of received pages with the sender's, byte by byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ __all__ = ["count_wrong"]
 
 
 def count_wrong(source: KVCache, got: KVCache, src: torch.Tensor, dst: torch.Tensor) -> int:
-    """Bytes in pages ``dst`` of ``got``, in all layers, that differ from those heads in pages ``src`` of ``source``."""
+    """How many bytes of pages ``dst`` of ``got`` differ from pages ``src`` of ``source``, over K and V of all layers.
+
+    src, dst: int64 [pages], on the caches' device. ``got`` may hold a part of ``source``'s kv heads. Elements of both
+    caches are 2 bytes wide.
+    """
     heads = got.layout.heads
     wrong = 0
     for name in ("k", "v"):

@@ -1,4 +1,4 @@
-"""Two processes that run one case: a writer, which measures, and a reader, which checks every byte."""
+"""Runs one host case in two processes: a writer, which takes the times, and a reader, which checks every byte."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from torchkv.bench.check import count_wrong
 from torchkv.bench.processes import run_two
 from torchkv.bench.rivals import Memcpy, serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
-from torchkv.process_group import current_group
+from torchkv.group.process_group import current_group
 
 __all__ = ["Result", "fill", "run_case"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One row. Rates in 1e9 bytes/s, times in microseconds."""
+    """One row of the table. Rates in 1e9 bytes/s, times in microseconds.
+
+    nbytes, pages, layers: of one run. p50_us, p99_us: from the call of ``send_pages`` to its completion; post_us: until
+    the call returned. lane: the lane that carried the most bytes. wrong: bytes, over all runs.
+    """
 
     case: Case
     nbytes: int
@@ -48,7 +52,10 @@ class Result:
 
 
 def run_case(case: Case, *, nbytes: int, repeats: int) -> Result:
-    """Runs ``case`` in two fresh processes."""
+    """Runs ``case`` in two fresh processes. nbytes: about what one run moves. repeats: timed runs.
+
+    Raises ``KVError`` if a process fails.
+    """
     environment = {} if case.tls is None else {"UCX_TLS": case.tls}
     measured, wrong = run_two(_write, _read, case, nbytes, repeats, environment=environment, path=case.path)
     return Result(case=case, wrong=wrong, **measured)
@@ -125,7 +132,7 @@ def _read(case: Case, nbytes: int, repeats: int) -> int:
 
 
 def fill(cache: KVCache, *, seed: int) -> None:
-    """The same random bytes for the same seed, in both processes."""
+    """Fills host memory with random bytes, which depend on ``seed`` alone: every process can compute them."""
     for number, storage in enumerate(cache.storages):
         generator = np.random.default_rng((seed, number))
         array = storage.numpy()

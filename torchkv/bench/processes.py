@@ -1,9 +1,10 @@
-"""Fresh processes that form a torchkv group and run one function each."""
+"""Starts processes that form one torchkv group, runs a function in each, and collects what they return."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchkv import hostmem
-from torchkv.env import Options
 from torchkv.errors import KVError
+from torchkv.host import shared_memory
+from torchkv.options import Options
 
 __all__ = ["run_ranks", "run_two"]
 
@@ -34,7 +35,7 @@ def run_two(
     path: str | None = None,
     apart: bool = False,
 ) -> tuple[Any, Any]:
-    """`run_ranks` of ``writer``, which is rank 0, and ``reader``."""
+    """`run_ranks` with ``writer`` as rank 0 and ``reader`` as rank 1."""
     first, second = run_ranks((writer, reader), *args, environment=environment, path=path, apart=apart)
     return first, second
 
@@ -47,10 +48,11 @@ def run_ranks(
     apart: bool = False,
     deadline: float = DEADLINE,
 ) -> list[Any]:
-    """Runs each function with ``args``, in a process of its own, in the order of ranks; returns what they return.
+    """Runs ``functions[rank](*args)`` in a fresh process for each rank; returns what they return, in order of ranks.
 
-    apart: as if each were on a host of its own, so that nothing is mapped. deadline: seconds. Raises ``KVError`` with
-    the traceback of the process that failed first.
+    environment: variables to set in every process. path: ``Options.path`` of the group. apart: each process takes
+    itself for a host of its own, so that none maps another's memory. deadline: seconds. Raises ``KVError`` with the
+    traceback of the process that failed first.
     """
     context = get_context("spawn")
     ends: list[Connection] = []
@@ -88,7 +90,7 @@ def _answers(ends: Sequence[Connection], deadline: float) -> list[Any]:
         ready = wait([end for end in ends if end not in answers], max(0.0, until - time.monotonic()))
         if not ready:
             raise KVError(f"a benchmark process did not answer within {deadline:g} s")
-        # Whoever fails first: the others fail too, for want of it, and much later.
+        # In the order in which they come: the first failure is the cause, the other ranks fail later because of it.
         answers.update((end, _answer(end)) for end in ready if isinstance(end, Connection))
     return [answers[end] for end in ends]
 
@@ -97,7 +99,7 @@ def _answer(end: Connection) -> Any:
     try:
         ok, value = end.recv()
     except EOFError:
-        raise KVError("a benchmark process died without saying why") from None
+        raise KVError("a benchmark process died without a traceback") from None
     if not ok:
         raise KVError(f"a benchmark process failed:\n{value}")
     return value
@@ -105,7 +107,7 @@ def _answer(end: Connection) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What a process begins with; see `run_ranks`."""
+    """What a process needs to join the group; see `run_ranks`."""
 
     rank: int
     size: int
@@ -118,9 +120,10 @@ class _Start:
 
 def _entry(start: _Start, function: Callable[..., Any], args: tuple[Any, ...], end: Connection) -> None:
     os.environ.update(start.environment)
+    os.dup2(sys.stderr.fileno(), 1)  # UCX prints warnings on stdout, which is the parent's, for its table or its JSON
     torch.set_num_threads(1)
     if start.apart:
-        hostmem.host_identity = functools.cache(lambda: start.rank.to_bytes(32, "big"))
+        shared_memory.host_identity = functools.cache(lambda: start.rank.to_bytes(32, "big"))
     try:
         import torchkv  # noqa: F401 - registers the backend in this process
 
@@ -136,5 +139,5 @@ def _entry(start: _Start, function: Callable[..., Any], args: tuple[Any, ...], e
         dist.barrier()
         dist.destroy_process_group()
         end.send((True, value))
-    except BaseException:  # noqa: BLE001 - reported to the parent, which raises it
+    except BaseException:  # noqa: BLE001 - the parent raises it
         end.send((False, traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""What the measured rates are compared with: one thread's memcpy, and puts posted one by one from Python."""
+"""The limits that host rates are compared with: memcpy by one thread, and UCX puts posted one by one from Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PUTS = 8192
 
 
 class Memcpy:
-    """One C memcpy between two warm, private buffers; timed beside every run, as memory bandwidth varies."""
+    """One C memcpy between two private buffers that are already faulted in.
+
+    It is timed beside every run, because a machine's memory bandwidth varies.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._source = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
@@ -33,7 +36,7 @@ class Memcpy:
 
 
 class _PutParams(ctypes.Structure):
-    """``ucp_request_param_t`` with room for later fields; only the memory handle is set (bit 8)."""
+    """``ucp_request_param_t``, with spare bytes for fields of later UCX versions. mask 1 << 8: ``memh`` is set."""
 
     _fields_ = (
         ("mask", ctypes.c_uint32),
@@ -47,7 +50,7 @@ class _PutParams(ctypes.Structure):
 
 
 class _MapParams(ctypes.Structure):
-    """``ucp_mem_map_params_t``: mask 3 means address and length."""
+    """``ucp_mem_map_params_t``. mask 3: address and length are set."""
 
     _fields_ = (
         ("mask", ctypes.c_uint64),
@@ -58,7 +61,7 @@ class _MapParams(ctypes.Structure):
 
 
 class _Rival:
-    """A UCX worker of its own, with one registered buffer, as a Python program would make it with UCXX and ctypes."""
+    """A UCX worker with one registered buffer, made with UCXX and ctypes as a Python program without torchkv would."""
 
     def __init__(self, nbytes: int) -> None:
         from ucxx._lib import libucxx
@@ -80,7 +83,7 @@ class _Rival:
         params = _MapParams(3, self.buffer.ctypes.data, nbytes)
         self._check(self.ucp.ucp_mem_map(pointer(self.context.handle), ctypes.byref(params), ctypes.byref(self.memh)))
 
-    def card(self) -> list[bytes]:
+    def metadata(self) -> list[bytes]:
         """Worker address, packed rkey, buffer address."""
         rkey, size = ctypes.c_void_p(), ctypes.c_size_t()
         context = ctypes.c_void_p(self.context.handle)
@@ -88,16 +91,16 @@ class _Rival:
         address = bytes(self.worker.address.tobytes())
         return [address, ctypes.string_at(rkey.value or 0, size.value), self.buffer.ctypes.data.to_bytes(8, "little")]
 
-    def connect(self, card: list[bytes]) -> tuple[Any, ctypes.c_void_p, int]:
-        address = self._ucxx.UCXAddress.create_from_buffer(card[0])
+    def connect(self, metadata: list[bytes]) -> tuple[Any, ctypes.c_void_p, int]:
+        address = self._ucxx.UCXAddress.create_from_buffer(metadata[0])
         endpoint = self._ucxx.UCXEndpoint.create_from_worker_address(self.worker, address, endpoint_error_handling=True)
         rkey = ctypes.c_void_p()
         handle = ctypes.c_void_p(endpoint.handle)
-        self._check(self.ucp.ucp_ep_rkey_unpack(handle, card[1], ctypes.byref(rkey)))
-        return endpoint, rkey, int.from_bytes(card[2], "little")
+        self._check(self.ucp.ucp_ep_rkey_unpack(handle, metadata[1], ctypes.byref(rkey)))
+        return endpoint, rkey, int.from_bytes(metadata[2], "little")
 
     def finish(self, request: int) -> None:
-        """Waits for what a non-blocking call returned: a status or a request."""
+        """Waits for the result of a non-blocking call. request: what it returned, a status or a request pointer."""
         if request == 0:
             return
         if -100 < request < 0:
@@ -108,7 +111,7 @@ class _Rival:
         self._check(status)
 
     def close(self) -> None:
-        """Gives back what UCXX does not know of; the rest goes with the last reference."""
+        """Unmaps the buffer, which UCXX knows nothing of. UCXX frees the rest with the last reference."""
         self._check(self.ucp.ucp_mem_unmap(ctypes.c_void_p(self.context.handle), self.memh))
 
     def _check(self, status: int) -> None:
@@ -117,9 +120,12 @@ class _Rival:
 
 
 def time_python_puts(run: int, count: int = PUTS) -> float:
-    """1e9 bytes/s of ``count`` scattered puts of ``run`` bytes, posted one by one from a Python loop. Rank 0's half."""
+    """Rank 0's half: the rate of ``count`` scattered puts of ``run`` bytes each, posted one by one from a Python loop.
+
+    In 1e9 bytes/s, median of `REPEATS`.
+    """
     rival = _Rival(2 * count * run)
-    endpoint, rkey, remote = rival.connect(_receive_card())
+    endpoint, rkey, remote = rival.connect(_receive_metadata())
     params, flush = _PutParams(mask=1 << 8, memh=rival.memh.value), _PutParams()
     handle, local = int(endpoint.handle), rival.buffer.ctypes.data
     put, reference = rival.ucp.ucp_put_nbx, ctypes.byref(params)
@@ -140,9 +146,9 @@ def time_python_puts(run: int, count: int = PUTS) -> float:
 
 
 def serve_python_puts(run: int, count: int = PUTS) -> None:
-    """Rank 1's half: a buffer to write to, and progress until rank 0 is done."""
+    """Rank 1's half: registers a buffer that rank 0 writes to, and progresses UCX until rank 0 is done."""
     rival = _Rival(2 * count * run)
-    for part in rival.card():
+    for part in rival.metadata():
         dist.broadcast(torch.tensor([len(part)]), 1)
         dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 1)
     done = dist.barrier(async_op=True)
@@ -152,12 +158,12 @@ def serve_python_puts(run: int, count: int = PUTS) -> None:
     rival.close()
 
 
-def _receive_card() -> list[bytes]:
-    card: list[bytes] = []
+def _receive_metadata() -> list[bytes]:
+    metadata: list[bytes] = []
     for _ in range(3):
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, 1)
         data = torch.zeros(int(size), dtype=torch.uint8)
         dist.broadcast(data, 1)
-        card.append(data.numpy().tobytes())
-    return card
+        metadata.append(data.numpy().tobytes())
+    return metadata

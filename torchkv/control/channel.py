@@ -1,8 +1,14 @@
-"""The control channel: small messages between ranks, and whether each rank is there.
+"""The control channel: small datagrams between ranks, and whether each peer is alive.
 
-Sockets, reconnection and heartbeats are ZeroMQ's: its I/O thread is compiled and needs no GIL, so a rank whose
-Python is busy is not taken for dead. A rank counts as lost when its connection is down and does not come back;
-as dead only when its process is known to have ended, which a pidfd proves on the same host.
+Sockets, reconnection and heartbeats are ZeroMQ's: its I/O thread is compiled and needs no GIL, so a rank whose Python
+is busy is not taken for dead. Small frames between processes of one host bypass ZeroMQ (`unix_datagrams`).
+
+    FOUND --connection down for one heartbeat--> LOST --connection is back--> FOUND
+      |                                           |
+      +--process has ended (pidfd, same host)-----+--> DEAD, for good
+
+A *lost* peer may still be running, and writing to this rank's memory; a *dead* one is not. So a request that waits for
+a lost peer fails, but only the end of a process proves that it will write no more.
 """
 
 from __future__ import annotations
@@ -16,23 +22,24 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from torchkv.control.unix_datagrams import UnixDatagramChannel
 from torchkv.errors import TransportUnavailable
-from torchkv.hostlane import HostLane
-from torchkv.hostmem import host_identity
-from torchkv.network import job_interface
-from torchkv.processes import ProcessId, process_ended, watch_process
-from torchkv.wire import MAX_FRAME
+from torchkv.host.network import job_interface
+from torchkv.host.processes import ProcessId, process_ended, watch_process
+from torchkv.host.shared_memory import host_identity
+from torchkv.protocol.messages import MAX_FRAME
 
-__all__ = ["Control", "PeerEvent", "PeerState", "ZmqControl"]
+__all__ = ["ControlChannel", "PeerEvent", "PeerState", "ZmqControlChannel"]
 
-SILENT_HEARTBEATS = 5
+MISSED_HEARTBEATS = 5
 RECEIVE_BURST = 256
 QUEUE_LIMIT = 1 << 15
-# Frames that a peer sent before it went may still be on their way to our socket: let them be read first.
+# Seconds between the end of a process and the report of its death: frames that it sent before may still be on their
+# way.
 GRACE = 0.1
-LOOK_EVERY = 0.02
-_LANE, _INBOX = 1, 2  # bits of the two in `ZmqControl.fds`
-_POLLIN = int(zmq.POLLIN)  # its type is an enum, whose operators are Python
+PEER_CHECK_INTERVAL = 0.02  # seconds
+_DATAGRAMS, _INBOX = 1, 2  # the bit of each file descriptor in `ZmqControlChannel.fds`
+_POLLIN = int(zmq.POLLIN)  # a plain int: the operators of zmq's enum are Python
 
 
 class PeerState(enum.Enum):
@@ -43,38 +50,41 @@ class PeerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
+    """``rank`` is in this state now. reason: a sentence for logs and errors."""
+
     rank: int
     state: PeerState
     reason: str
 
 
-class Control(Protocol):
-    """What the engine needs: unreliable datagrams to ranks, and news of them.
+class ControlChannel(Protocol):
+    """Unreliable datagrams between ranks, and events about peers. Belongs to one thread, except for `send_at_once`.
 
-    Belongs to one thread, except for ``send_at_once``.
+    endpoint: what peers pass to `connect`. fds: file descriptors that are readable when datagrams have arrived since
+    the last `receive`. unread: whether the last `receive` has left some.
     """
 
     endpoint: str
-    fds: tuple[int, ...]  # readable when datagrams have arrived since the last `receive`
-    unread: bool  # whether that has left some
+    fds: tuple[int, ...]
+    unread: bool
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
-        """Makes ``rank`` reachable and watches it."""
+        """Makes ``rank`` reachable at its ``endpoint``, and watches its ``process``."""
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
-        """Sends these datagrams if it can; may lose any. Never blocks."""
+        """Sends ``frames``, each of which may be lost. Never blocks."""
 
     def send_at_once(self, rank: int, frames: Sequence[bytes]) -> bool:
-        """From any thread: sends these datagrams, unless only ``send`` can do that. Whether it has."""
+        """Sends ``frames`` from any thread; False, with nothing sent, if only `send` can do that now."""
 
     def receive(self, readable: int = -1) -> list[bytes]:
-        """Some of the datagrams that have arrived. Bit i of ``readable``: whether to look at ``fds[i]``."""
+        """Some of the datagrams that have arrived. readable: bit i says to read from ``fds[i]``; -1: from all."""
 
     def events(self, now: float) -> list[PeerEvent]:
-        """What changed about peers since the last call."""
+        """The peers whose state has changed since the last call."""
 
     def sleep(self, seconds: float, also: Iterable[int]) -> None:
-        """Returns when something arrives here, or on one of the file descriptors ``also``, or after ``seconds``."""
+        """Blocks until something arrives here, or a file descriptor of ``also`` is readable, or for ``seconds``."""
 
     def close(self) -> None:
         """Releases everything. Idempotent."""
@@ -82,6 +92,8 @@ class Control(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Peer:
+    """What sends to a peer, and what watches it. pidfd: None for a process of another host."""
+
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     process: ProcessId
@@ -91,30 +103,33 @@ class _Peer:
     state: PeerState = PeerState.FOUND
 
 
-class ZmqControl:
-    """`Control` over TCP. One bound socket to receive, one connected socket per peer to send."""
+class ZmqControlChannel:
+    """`ControlChannel` over ZeroMQ and TCP: one bound socket to receive, one connected socket per peer to send.
+
+    heartbeat: of Options, in seconds. Raises ``TransportUnavailable`` if this host's address cannot be bound.
+    """
 
     def __init__(self, *, heartbeat: float) -> None:
         self._heartbeat = heartbeat
-        self._lane = HostLane()
+        self._datagrams = UnixDatagramChannel()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._peers: dict[int, _Peer] = {}
         self._closed = False
-        self._look_at = 0.0
+        self._next_look = 0.0
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self.unread = False
         try:
             self._configure(self._inbox)
-            self.endpoint = f"{self._listen()} {self._lane.name}"
+            self.endpoint = f"{self._listen()} {self._datagrams.name}"
         except BaseException:
-            # A context that is dropped with an open socket blocks the garbage collector for ever.
+            # A context that is garbage-collected with an open socket blocks for ever.
             self.close()
             raise
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(self._lane.fd, zmq.POLLIN)
-        self.fds: tuple[int, ...] = (self._lane.fd, self._inbox.fileno())
+        self._poller.register(self._datagrams.fd, zmq.POLLIN)
+        self.fds: tuple[int, ...] = (self._datagrams.fd, self._inbox.fileno())
 
     def _listen(self) -> str:
         _, address = job_interface()
@@ -128,39 +143,39 @@ class ZmqControl:
         return f"tcp://{address}:{port}"
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
-        outbox: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._configure(outbox)
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._configure(socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        monitor = outbox.get_monitor_socket(events)
-        peer = _Peer(outbox, monitor, process, watch_process(process))
+        monitor = socket.get_monitor_socket(events)
+        peer = _Peer(socket, monitor, process, watch_process(process))
         self._peers[rank] = peer
         self._poller.register(monitor, zmq.POLLIN)
         if peer.pidfd is not None:
             self._poller.register(peer.pidfd, zmq.POLLIN)
-        address, _, lane = endpoint.partition(" ")
-        outbox.connect(address)
-        if lane and process.host == host_identity().hex():
-            self._lane.open(rank, lane)
+        address, _, name = endpoint.partition(" ")
+        socket.connect(address)
+        if name and process.host == host_identity().hex():
+            self._datagrams.open(rank, name)
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
-        if self._lane.send(rank, frames):
+        if self._datagrams.send(rank, frames):
             return
         try:
-            # Together: what each send costs is waking up ZeroMQ's own thread.
+            # As one multipart message, because each send wakes up ZeroMQ's I/O thread, which is what it costs.
             self._peers[rank].socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            return  # a full queue loses the frames; sessions send them again
+            return  # the queue is full: the frames are lost, and sessions send them again
 
     def send_at_once(self, rank: int, frames: Sequence[bytes]) -> bool:
-        return self._lane.send(rank, frames)
+        return self._datagrams.send(rank, frames)
 
     def receive(self, readable: int = -1) -> list[bytes]:
         if self.unread:
             readable = -1
         frames: list[bytes] = []
         self.unread = False
-        if readable & _LANE:
-            frames, self.unread = self._lane.receive()
+        if readable & _DATAGRAMS:
+            frames, self.unread = self._datagrams.receive()
         if not readable & _INBOX:
             return frames
         for _ in range(RECEIVE_BURST):
@@ -173,10 +188,10 @@ class ZmqControl:
         return frames
 
     def events(self, now: float) -> list[PeerEvent]:
-        # One look costs two system calls a peer, so a busy progress loop does not look every time round.
-        if now < self._look_at:
+        # A check costs two system calls per peer, so a busy progress loop does not check in every step.
+        if now < self._next_look:
             return []
-        self._look_at = now + LOOK_EVERY
+        self._next_look = now + PEER_CHECK_INTERVAL
         found: list[PeerEvent] = []
         for rank, peer in self._peers.items():
             self._read_monitor(peer, now)
@@ -200,12 +215,12 @@ class ZmqControl:
         for fd in extra:
             self._poller.register(fd, zmq.POLLIN)
         try:
-            # Rounded up: rounding down would turn the last millisecond of every wait into a busy loop.
+            # Rounded up: rounding down would make a busy loop of the last millisecond of every wait.
             for source, _ in self._poller.poll(int(limit * 1000) + 1):
                 if source is self._inbox:
-                    self.unread = True  # by looking, ZeroMQ has taken that news from its file descriptor
-                elif source != self._lane.fd and source not in extra:
-                    self._look_at = 0.0
+                    self.unread = True  # polling has reset ZeroMQ's file descriptor, so that will not tell again
+                elif source != self._datagrams.fd and source not in extra:
+                    self._next_look = 0.0
         finally:
             for fd in extra:
                 self._poller.unregister(fd)
@@ -217,12 +232,12 @@ class ZmqControl:
         for peer in self._peers.values():
             peer.socket.disable_monitor()
             peer.monitor.close(0)
-            # A last verdict may still be in the socket's queue; a peer that is gone will not take it.
+            # A last verdict may still be in the socket's queue: wait up to 1000 ms for a peer that is alive to take it.
             peer.socket.close(1000 if peer.state is PeerState.FOUND and peer.ended_at is None else 0)
             if peer.pidfd is not None:
                 os.close(peer.pidfd)
         self._inbox.close(0)
-        self._lane.close()
+        self._datagrams.close()
         self._context.term()
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:
@@ -232,8 +247,8 @@ class ZmqControl:
         sock.set(zmq.SNDHWM, QUEUE_LIMIT)
         sock.set(zmq.RCVHWM, QUEUE_LIMIT)
         sock.set(zmq.HEARTBEAT_IVL, interval)
-        sock.set(zmq.HEARTBEAT_TIMEOUT, SILENT_HEARTBEATS * interval)
-        sock.set(zmq.HANDSHAKE_IVL, SILENT_HEARTBEATS * interval)
+        sock.set(zmq.HEARTBEAT_TIMEOUT, MISSED_HEARTBEATS * interval)
+        sock.set(zmq.HANDSHAKE_IVL, MISSED_HEARTBEATS * interval)
         sock.set(zmq.RECONNECT_IVL, 50)
         sock.set(zmq.RECONNECT_IVL_MAX, 1000)
 
@@ -251,9 +266,9 @@ class ZmqControl:
         if peer.ended_at is None and peer.down_since is not None and now >= peer.down_since + self._heartbeat:
             return PeerState.LOST, (
                 f"does not answer: its connection broke {now - peer.down_since:.1f} s ago, after up to "
-                f"{SILENT_HEARTBEATS} heartbeats of {self._heartbeat:g} s without an answer (Options.heartbeat)"
+                f"{MISSED_HEARTBEATS} heartbeats of {self._heartbeat:g} s without an answer (Options.heartbeat)"
             )
-        # A loss stands until the connection is back, a death for ever.
+        # A lost peer stays lost until the connection is back, a dead one stays dead.
         if peer.state is PeerState.DEAD or (peer.state is PeerState.LOST and peer.down_since is not None):
             return peer.state, ""
         return (peer.state, "") if peer.ended_at is not None else (PeerState.FOUND, "answers again")

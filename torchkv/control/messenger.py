@@ -1,4 +1,4 @@
-"""What this rank and its peers say to each other: a session with each of them, over the control channel."""
+"""Sends and receives control messages: a session with each peer, over one control channel."""
 
 from __future__ import annotations
 
@@ -6,54 +6,57 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from torchkv.control import Control
+from torchkv.control.channel import ControlChannel
+from torchkv.control.session import Session
 from torchkv.errors import AuthError, ProtocolError
-from torchkv.protocol.session import Session
-from torchkv.roster import Roster
-from torchkv.wire import Frame, Message, decode_frame, encode_frame
+from torchkv.layout.group_map import GroupMap
+from torchkv.protocol.messages import ControlFrame, Message, decode_frame, encode_frame
 
-__all__ = ["Frames", "Talk"]
+__all__ = ["ControlMessenger", "FramesByRank"]
 
 log = logging.getLogger(__name__)
 
-Frames = list[tuple[int, list[Frame]]]  # by rank
+FramesByRank = list[tuple[int, list[ControlFrame]]]  # (rank, frames to send there)
 
 
-class Talk:
-    """Belongs to the engine's driver, except that callers may `say` what they got from `frames`.
+class ControlMessenger:
+    """One session per peer: numbers, encodes, sends, receives, checks and decodes messages.
 
-    The engine's lock guards the sessions: ``tell``, ``accept``, ``frames`` and ``silence`` are called under it, what
-    receives and sends is not.
+    Belongs to the progress thread, except that any thread may `send_now` frames that it got from `frames`. The engine's
+    lock guards the sessions: `tell`, `accept`, `frames` and `mark_dead` are called under it; `receive`, `send` and
+    `send_now`, which do I/O, are not.
+
+    dropped: how many frames and messages were refused. dead: ranks whose process has ended.
     """
 
-    def __init__(self, roster: Roster, key: bytes, control: Control) -> None:
-        self.dropped = 0  # frames that were no good, or whose messages were not
-        self.silent: set[int] = set()  # for ever: nothing is said to them any more
-        self._rank = roster.rank
+    def __init__(self, group_map: GroupMap, key: bytes, control: ControlChannel) -> None:
+        self.dropped = 0
+        self.dead: set[int] = set()
+        self._rank = group_map.rank
         self._key = key
         self._control = control
         self._sessions = {
-            rank: Session(roster.rank, roster.me.incarnation, member.incarnation)
-            for rank, member in roster.members.items()
-            if rank != roster.rank
+            rank: Session(group_map.rank, group_map.me.incarnation, info.incarnation)
+            for rank, info in group_map.info.items()
+            if rank != group_map.rank
         }
-        self._talking: set[int] = set()  # sessions that may have something to send
-        self._late: deque[tuple[int, list[Frame]]] = deque()  # what callers could not send
+        self._active: set[int] = set()  # ranks whose sessions may have something to send
+        self._unsent: deque[tuple[int, list[ControlFrame]]] = deque()  # left to the progress thread by `send_now`
 
     def tell(self, rank: int, message: Message) -> None:
-        """Reliably, in order; nothing if ``rank`` is dead."""
-        if rank not in self.silent:
+        """Queues ``message`` to ``rank``: delivered reliably and in order. Drops it if ``rank`` is dead."""
+        if rank not in self.dead:
             self._sessions[rank].send(message)
-            self._talking.add(rank)
+            self._active.add(rank)
 
-    def silence(self, rank: int) -> None:
-        """``rank`` is dead."""
-        self.silent.add(rank)
-        self._talking.discard(rank)
+    def mark_dead(self, rank: int) -> None:
+        """The process of ``rank`` has ended: nothing more is sent there."""
+        self.dead.add(rank)
+        self._active.discard(rank)
 
-    def hear(self, readable: int) -> list[Frame]:
-        """What has come in. readable: see `Control.receive`."""
-        frames: list[Frame] = []
+    def receive(self, readable: int) -> list[ControlFrame]:
+        """Frames that have arrived, checked and decoded. readable: see `ControlChannel.receive`."""
+        frames: list[ControlFrame] = []
         for data in self._control.receive(readable):
             try:
                 frame = decode_frame(data, self._key)
@@ -66,39 +69,41 @@ class Talk:
             frames.append(frame)
         return frames
 
-    def accept(self, frame: Frame) -> list[Message]:
-        """The messages that ``frame`` makes deliverable."""
-        if frame.source not in self.silent:
-            self._talking.add(frame.source)
+    def accept(self, frame: ControlFrame) -> list[Message]:
+        """The messages that ``frame`` makes deliverable, in order."""
+        if frame.source not in self.dead:
+            self._active.add(frame.source)
         return self._sessions[frame.source].receive(frame)
 
-    def frames(self, now: float, ranks: Iterable[int] | None = None) -> Frames:
-        """What is to be sent now, to all (also what callers could not send) or to these ``ranks``."""
-        frames: Frames = []
-        while ranks is None and self._late:
-            frames.append(self._late.popleft())
-        for rank in list(self._talking if ranks is None else ranks):
+    def frames(self, now: float, ranks: Iterable[int] | None = None) -> FramesByRank:
+        """The frames to send now, to ``ranks`` or to all peers; to all, also those that `send_now` could not send."""
+        frames: FramesByRank = []
+        while ranks is None and self._unsent:
+            frames.append(self._unsent.popleft())
+        for rank in list(self._active if ranks is None else ranks):
             session = self._sessions[rank]
             if these := session.poll(now):
                 frames.append((rank, these))
             elif session.idle:
-                self._talking.discard(rank)
+                self._active.discard(rank)
         return frames
 
-    def send(self, frames: Frames) -> None:
+    def send(self, frames: FramesByRank) -> None:
+        """Sends ``frames``. Progress thread only."""
         for rank, these in frames:
             self._control.send(rank, [encode_frame(frame, self._key) for frame in these])
 
-    def say(self, frames: Frames) -> None:
-        """The same, for any thread; the driver may have to help, so wake it afterwards."""
+    def send_now(self, frames: FramesByRank) -> None:
+        """Sends ``frames`` from any thread. Leaves some to the progress thread if it must: wake that afterwards."""
         for rank, these in frames:
             if not self._control.send_at_once(rank, [encode_frame(frame, self._key) for frame in these]):
-                self._late.append((rank, these))
+                self._unsent.append((rank, these))
 
     @property
     def next_poll(self) -> float:
-        """When there will be something to send, if nothing happens before."""
+        """When there is something to send, unless something is told or received before."""
         earliest = float("inf")
-        for rank in list(self._talking):  # a copy, which one step of the interpreter makes: callers add to the set
+        # A copy, because other threads add to the set; list() makes it in one step under the GIL.
+        for rank in list(self._active):
             earliest = min(earliest, self._sessions[rank].next_poll)
         return earliest

@@ -1,26 +1,44 @@
-"""A reliable, ordered stream of messages to one peer over frames that may be lost, doubled, late or swapped."""
+"""A session: reliable, ordered messages with one peer over frames that may be lost, duplicated, late or reordered.
+
+An outgoing message:
+
+    send --> unsent --poll--> unacknowledged --frame with ack >= its number--> done
+                                 ^        |
+                                 +--poll--+  sent again after FIRST_RETRY, then after twice as long each time, up to
+                                             LAST_RETRY; a new acknowledgement resets that
+
+An incoming message:
+
+    frame --next number--> delivered, acknowledgement due --poll--> acknowledged: with the next message that goes out,
+      |                                                             or alone after ACK_DELAY
+      +--later number--> kept until the gap is filled
+      +--earlier number, or beyond the window--> dropped, acknowledged once more
+
+Invariant: every message that was sent is delivered exactly once and in order, as long as both processes live: numbers
+never restart within a session, and a session is bound to the incarnations of both processes.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import islice
 
-from torchkv.wire import Frame, Message
+from torchkv.protocol.messages import ControlFrame, Message
 
 __all__ = ["Session"]
 
-FIRST_RETRY = 0.25
-LAST_RETRY = 2.0
-WINDOW = 1 << 14
-# Most messages are answered by one that acknowledges them too; an acknowledgement by itself waits this long for it.
+FIRST_RETRY = 0.25  # seconds
+LAST_RETRY = 2.0  # seconds
+WINDOW = 1 << 14  # messages beyond the next one that are kept while some in between are missing
+# Seconds. Most messages are answered soon, and the answer carries the acknowledgement with it, so that none goes alone.
 ACK_DELAY = 0.02
 
 
 class Session:
-    """Sequence numbers, cumulative acknowledgement, retransmission, reordering. No I/O; time is passed in.
+    """This rank's end of a session: numbers, cumulative acknowledgements, retransmission, reordering.
 
-    Both ends start when the group is registered and are bound to one incarnation of the peer: a frame of an
-    earlier or later process under the same rank is dropped.
+    No I/O; time is passed in, in seconds. Both ends begin when the group is registered. Each knows the incarnation of
+    its peer, so a frame of an earlier or later process under the same rank is dropped.
     """
 
     def __init__(self, rank: int, incarnation: int, peer_incarnation: int) -> None:
@@ -28,34 +46,35 @@ class Session:
         self._incarnation = incarnation
         self._peer_incarnation = peer_incarnation
         self._next_seq = 1
-        self._unacked: deque[tuple[int, Message]] = deque()
-        self._unsent = 0  # how many at the end of _unacked were never sent
+        self._unacked: deque[tuple[int, Message]] = deque()  # by number, ascending
+        self._unsent = 0  # how many at the end of _unacked were not sent yet
         self._retry_at = float("inf")
         self._retry_after = FIRST_RETRY
-        self._received = 0  # everything up to here was delivered
-        self._early: dict[int, Message] = {}
+        self._received = 0  # all messages up to this number were delivered
+        self._early: dict[int, Message] = {}  # received, but an earlier one is missing
         self._ack_due = False
-        self._ack_at: float | None = None  # when it goes out by itself; None: not decided
+        self._ack_at: float | None = None  # when a due acknowledgement goes out alone; None: the next poll decides
 
     @property
     def idle(self) -> bool:
-        """True if the peer has acknowledged everything, and been told that of what it sent."""
+        """Whether nothing is left to send: the peer has acknowledged everything, and no acknowledgement is due."""
         return not self._unacked and not self._ack_due
 
     @property
     def next_poll(self) -> float:
-        """When ``poll`` will have something to do, if nothing happens before."""
+        """When `poll` has something to do, unless something is sent or received before. 0.0: now."""
         if self._unsent or (self._ack_due and self._ack_at is None):
             return 0.0
         return self._retry_at if self._ack_at is None else min(self._retry_at, self._ack_at)
 
     def send(self, message: Message) -> None:
+        """Numbers ``message``; the next `poll` sends it."""
         self._unacked.append((self._next_seq, message))
         self._next_seq += 1
         self._unsent += 1
 
-    def receive(self, frame: Frame) -> list[Message]:
-        """Messages that ``frame`` makes deliverable, in the order in which they were sent."""
+    def receive(self, frame: ControlFrame) -> list[Message]:
+        """The messages that ``frame`` makes deliverable, in the order in which they were sent."""
         if frame.incarnation != self._peer_incarnation or frame.target != self._incarnation:
             return []
         if self._unacked:
@@ -72,9 +91,9 @@ class Session:
             ready.append(message)
         return ready
 
-    def poll(self, now: float) -> list[Frame]:
-        """Frames to put on the wire now: new messages, retransmissions, or an acknowledgement that has waited."""
-        frames: list[Frame] = []
+    def poll(self, now: float) -> list[ControlFrame]:
+        """The frames to send now: new messages, retransmissions, or an acknowledgement that has waited long enough."""
+        frames: list[ControlFrame] = []
         if self._unacked and now >= self._retry_at:
             frames = [self._frame(seq, message) for seq, message in self._unacked]
             self._retry_after = min(self._retry_after * 2, LAST_RETRY)
@@ -96,14 +115,15 @@ class Session:
         return frames
 
     def _acknowledged(self, ack: int) -> None:
+        """The peer has received all messages up to number ``ack``. Numbers that were never given are ignored."""
         if ack < self._unacked[0][0] or ack >= self._next_seq:
             return
         while self._unacked and self._unacked[0][0] <= ack:
             self._unacked.popleft()
         self._unsent = min(self._unsent, len(self._unacked))
         self._retry_after = FIRST_RETRY
-        # Restarted from the next poll: what remains has just been overtaken by an acknowledgement.
+        # What remains keeps its retry time; only the time after that begins anew, at FIRST_RETRY.
         self._retry_at = float("inf") if not self._unacked else self._retry_at
 
-    def _frame(self, seq: int, message: Message | None) -> Frame:
-        return Frame(self._rank, self._incarnation, self._peer_incarnation, seq, self._received, message)
+    def _frame(self, seq: int, message: Message | None) -> ControlFrame:
+        return ControlFrame(self._rank, self._incarnation, self._peer_incarnation, seq, self._received, message)

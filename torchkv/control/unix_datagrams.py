@@ -1,8 +1,9 @@
-"""A short way for small frames between processes of one host: one hop through the kernel, and nobody in between.
+"""Small control frames between processes of one host, as Unix datagrams from socket to socket.
 
-ZeroMQ hands every message to a thread of its own, on both sides; beside a small request that costs more than all the
-rest. So frames to processes of this host travel as datagrams between two Unix sockets, as long as they are small and
-there is room. They may be lost and overtake others, which sessions mend. Whether a peer is there is not asked here.
+ZeroMQ hands every message to a thread of its own, on both sides; in a small request that costs more than all the rest.
+So frames to processes of this host travel as datagrams between two Unix sockets, as long as they are small and the
+receiving socket has room. They may be lost, and may overtake frames that went over ZeroMQ; sessions put that right.
+Whether a peer is alive is not decided here.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchkv.compiled import c_function, compiled_with_gil
-from torchkv.transport import Int64Array
+from torchkv.arrays import Int64Array
+from torchkv.host.jit import at_register, c_function, compiled_with_gil
 
-__all__ = ["HostLane", "warm_up"]
+__all__ = ["UnixDatagramChannel", "warm_up"]
 
-MAX_DATAGRAM = 32 << 10  # bytes; page lists that are longer go another way, which does not mind
-BURST = 64  # datagrams read in a row, as long as they are no longer than 4 KiB on average
+MAX_DATAGRAM = 32 << 10  # bytes; longer frames, such as grants of many pages, go over ZeroMQ
+BURST = 64  # datagrams read by one call, if they have no more than 4 KiB on average
 
 _RECV = ctypes.cast(ctypes.CDLL(None).recv, ctypes.c_void_p).value or 0
 _call_recv = c_function(4, 64)
 _SIZE = struct.Struct("<I")  # before each frame
 
 
-class HostLane:
-    """One socket, to receive and to send. ``name``: what others send to, for ``open``.
+class UnixDatagramChannel:
+    """One socket, to receive and to send. Belongs to one thread, except that any thread may `send`.
 
-    Belongs to one thread, except that any thread may send.
+    name: what peers pass to `open` in order to send here. fd: readable when datagrams have arrived.
     """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self.name = f"torchkv-{secrets.token_hex(16)}"
-        # In the abstract namespace: no file that would outlive the process.
+        # In the abstract namespace, so there is no file that could outlive the process.
         self._socket.bind(b"\0" + self.name.encode())
         self._buffer = np.zeros(BURST * 4096, dtype=np.uint8)
         self._view = self._buffer.data
@@ -50,11 +51,15 @@ class HostLane:
         return self._socket.fileno()
 
     def open(self, rank: int, name: str) -> None:
-        """``rank`` is a process of this host, which receives under ``name``."""
+        """Makes ``rank``, a process of this host, reachable: its `UnixDatagramChannel` has this ``name``."""
         self._peers[rank] = b"\0" + name.encode()
 
     def send(self, rank: int, frames: Sequence[bytes]) -> bool:
-        """Whether the frames have gone this way; they may still be lost. Never blocks."""
+        """Sends ``frames`` in one datagram. False, with nothing sent, if that is not possible now. Never blocks.
+
+        Not possible: ``rank`` was not opened, the frames are longer than `MAX_DATAGRAM` together, or the receiving
+        socket is full. A datagram that was sent may still be lost.
+        """
         address = self._peers.get(rank)
         if address is None:
             return False
@@ -64,15 +69,15 @@ class HostLane:
         try:
             self._socket.sendto(data, address)
         except BlockingIOError:
-            return False  # it has not read the last ones yet
+            return False  # the peer has not read the earlier ones yet
         except OSError:
-            # Nobody has that name: the process has ended, or is in another network namespace.
+            # No socket has this name: the process has ended, or is in another network namespace.
             self._peers.pop(rank, None)
             return False
         return True
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """Frames that have arrived, and whether there may be more of them."""
+        """Frames that have arrived, and whether more of them may be waiting."""
         count = _receive(_RECV, self._socket.fileno(), self._buffer, self._sizes)
         frames: list[bytes] = []
         at = 0
@@ -86,7 +91,7 @@ class HostLane:
 
 
 def _frames(data: memoryview) -> list[bytes]:
-    """What a datagram holds; nothing of it if that is no sequence of frames."""
+    """The frames in a datagram; none if ``data`` is not a whole sequence of frames, each behind its size."""
     frames: list[bytes] = []
     at = 0
     while at + _SIZE.size <= len(data):
@@ -100,9 +105,10 @@ def _frames(data: memoryview) -> list[bytes]:
 
 @compiled_with_gil
 def _receive(recv: int, fd: int, buffer: npt.NDArray[np.uint8], sizes: Int64Array) -> int:
-    """Reads datagrams, one behind the other, until there are no more or there is no room; returns how many.
+    """Reads datagrams into ``buffer``, one behind the other, until none is left or no room is; returns how many.
 
-    In Python the end of them would be an exception, and each would let go of the GIL, which somebody else then takes.
+    sizes: gets the bytes of each. Compiled, because in Python an empty socket raises an exception, and each call
+    releases the GIL, which another thread then takes.
     """
     count, at = 0, 0
     while count < len(sizes) and at + MAX_DATAGRAM <= len(buffer):
@@ -115,6 +121,7 @@ def _receive(recv: int, fd: int, buffer: npt.NDArray[np.uint8], sizes: Int64Arra
     return count
 
 
+@at_register
 def warm_up() -> None:
-    """Compiles, or loads from disk, what the first message would otherwise wait for."""
+    """Compiles `_receive`, or loads it from disk, so that the first message does not wait for it."""
     _receive(_RECV, -1, np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.int64))

@@ -1,6 +1,6 @@
-"""Many copies in one call to the GPU's copy engines: no multiprocessor does any work for them.
+"""Batched copies by the GPU's copy engines (``cuMemcpyBatchAsync``), which leave its multiprocessors to the model.
 
-They serve copies between two GPUs, or within one, of spans large enough for half a microsecond each not to matter.
+For copies between two GPUs, or within one, of spans so long that half a microsecond for posting each does not matter.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError, TransportUnavailable
 
 __all__ = ["available", "copy_batch"]
-
-Int64Array = npt.NDArray[np.int64]
 
 _SRC_ACCESS_IN_STREAM_ORDER = 1
 _PREFER_OVERLAP_WITH_COMPUTE = 1
@@ -26,12 +24,14 @@ _CUDA_SUCCESS = 0
 
 
 class _Location(ctypes.Structure):
-    """A hint that matters for managed memory only; all zero is none."""
+    """``CUmemLocation``: a hint for managed memory; all zero is no hint."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Attributes(ctypes.Structure):
+    """``CUmemcpyAttributes``."""
+
     _fields_ = (
         ("src_access_order", ctypes.c_int),
         ("src_hint", _Location),
@@ -41,14 +41,14 @@ class _Attributes(ctypes.Structure):
 
 
 _ATTRIBUTES = _Attributes(_SRC_ACCESS_IN_STREAM_ORDER, _Location(), _Location(), _PREFER_OVERLAP_WITH_COMPUTE)
-_FIRST = ctypes.c_size_t(0)  # the attributes hold from copy 0 on
+_FIRST = ctypes.c_size_t(0)  # index of the first copy that the attributes apply to
 
-# (addresses of the arrays of destinations, sources and lengths; their length; stream) -> CUresult
+# (addresses of the arrays of destinations, sources and lengths; number of copies; stream) -> CUresult
 _Post = Callable[[int, int, int, int, int], int]
 
 
 def available() -> str | None:
-    """Why `copy_batch` cannot work here, or None."""
+    """None if `copy_batch` works here, else the reason why not."""
     try:
         _post()
     except TransportUnavailable as reason:
@@ -57,10 +57,10 @@ def available() -> str | None:
 
 
 def copy_batch(src: Int64Array, dst: Int64Array, length: Int64Array, stream: torch.cuda.Stream) -> None:
-    """Enqueues on ``stream``: ``length[i]`` bytes from address ``src[i]`` to ``dst[i]``, for all i, in any order.
+    """Enqueues copies on ``stream``: ``length[i]`` bytes from address ``src[i]`` to ``dst[i]``, for all i in any order.
 
-    All three are int64 ``[n]``. The arrays may be changed as soon as the call returns; the GIL is released meanwhile.
-    Addresses are trusted; spans must not overlap. Raises ``ProtocolError`` for arrays of the wrong kind and for the
+    src, dst, length: int64 ``[n]``; they may change as soon as the call returns. Addresses are trusted; spans must not
+    overlap. Releases the GIL during the call. Raises ``ProtocolError`` for arrays of the wrong kind and for the
     default stream, ``TransportUnavailable`` if the driver has no batched copy or refuses this one.
     """
     for array in (src, dst, length):
@@ -82,7 +82,7 @@ def copy_batch(src: Int64Array, dst: Int64Array, length: Int64Array, stream: tor
 
 @cache
 def _post() -> _Post:
-    """The driver's function. Its first form (12.8) reports the index of a bad copy, the second (13.0) does not."""
+    """The driver's function. The version of CUDA 12.8 also returns the index of a bad copy, that of 13.0 does not."""
     driver = _driver()
     attributes, first = ctypes.byref(_ATTRIBUTES), ctypes.byref(_FIRST)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -106,7 +106,7 @@ def _post() -> _Post:
 
 def _driver() -> Any:
     try:
-        # CDLL, not PyDLL: posting many copies takes long enough to let other threads run.
+        # CDLL, which releases the GIL: posting many copies takes long enough for other threads to run meanwhile.
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise TransportUnavailable(f"no CUDA driver on this machine: {error}") from error

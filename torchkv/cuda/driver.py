@@ -1,6 +1,6 @@
-"""The CUDA driver, as the modules for device memory need it: loaded on first use, every result checked.
+"""The CUDA driver API: loaded on first use, every result checked.
 
-Nothing here runs on a machine without GPUs until somebody asks for device memory; then the answer is a
+Importing this module needs no GPU. On a machine without one, the first function that needs the driver raises a
 ``TransportUnavailable`` that says what is missing.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
 
 @functools.cache
 def driver() -> Any:
-    """The initialised module ``cuda.bindings.driver``. Raises ``TransportUnavailable`` without it or without a GPU."""
+    """The module ``cuda.bindings.driver``, initialised. Raises ``TransportUnavailable`` without it or without a GPU."""
     try:
         module: Any = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -47,20 +47,20 @@ def driver() -> Any:
         ) from error
     try:
         result = module.cuInit(0)
-    except RuntimeError as error:  # what it raises where it finds no libcuda
+    except RuntimeError as error:  # raised where libcuda is missing
         raise TransportUnavailable(f"no CUDA driver on this machine ({error}); use device='cpu' here") from error
     check(result, "initialising CUDA")
     return module
 
 
-def check(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a driver call's ``(code, value, ...)``: None, the one value, or a tuple of several.
+def check(result: tuple[Any, ...], operation: str) -> Any:
+    """The values of a driver call's result ``(code, value, ...)``: None, the one value, or a tuple of several.
 
-    Raises ``TransportUnavailable`` with ``what`` and the code's name unless the call succeeded.
+    Raises ``TransportUnavailable``, with ``operation`` and the code's name, unless the call succeeded.
     """
     code, *values = result
     if int(code) != 0:
-        raise TransportUnavailable(f"{what} failed: {code.name}")
+        raise TransportUnavailable(f"{operation} failed: {code.name}")
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
@@ -82,21 +82,21 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def library() -> Any:
-    """The driver's own functions, for the few calls that are made often: the module's wrappers cost 1 to 2 us each.
+    """The driver's C functions of ``_SIGNATURES``, for frequent calls: the wrappers of `driver` cost 1 to 2 us each.
 
-    Only those of ``_SIGNATURES``. They return a code, for `check_code`, and let go of the GIL meanwhile.
+    They return a code, for `check_code`, and release the GIL during the call.
     """
     return _load(ctypes.CDLL)
 
 
 @functools.cache
 def library_with_gil() -> Any:
-    """The same functions, keeping the GIL: for the caller's thread, which would have to wait to get it back."""
+    """The functions of `library`, which keep the GIL here: for callers' threads, which would wait to get it back."""
     return _load(ctypes.PyDLL)
 
 
 def _load(kind: Callable[[str], Any]) -> Any:
-    driver()  # its reasons are clearer
+    driver()  # first, because its errors are clearer
     try:
         loaded = kind("libcuda.so.1")
         for name, types in _SIGNATURES.items():
@@ -106,20 +106,20 @@ def _load(kind: Callable[[str], Any]) -> Any:
     return loaded
 
 
-def check_code(code: int, what: str) -> None:
-    """Raises ``TransportUnavailable`` with ``what`` and the code's name unless a call of `library` succeeded."""
+def check_code(code: int, operation: str) -> None:
+    """Raises ``TransportUnavailable``, with ``operation`` and the code's name, unless ``code`` is success."""
     if code != 0:
-        check((driver().CUresult(code),), what)
+        check((driver().CUresult(code),), operation)
 
 
 def num_queues() -> int:
-    """Hardware queues of a GPU for the streams of this process: what the environment says, or CUDA's 8."""
-    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return int(said) if said.isdecimal() else 8
+    """Hardware queues of a GPU for this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, or CUDA's default, 8."""
+    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(value) if value.isdecimal() else 8
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether a stream, given by its handle, is being captured into a CUDA graph. Keeps the GIL."""
+    """Whether the stream with this handle is being captured into a CUDA graph. Keeps the GIL."""
     if stream == 0:
         return False  # CUDA never captures the default stream
     status = ctypes.c_int()
@@ -129,7 +129,7 @@ def is_capturing(stream: int) -> bool:
 
 
 def failed_with(result: tuple[Any, ...], name: str) -> bool:
-    """Whether a driver call ended with this one error, e.g. ``"CUDA_ERROR_OUT_OF_MEMORY"``."""
+    """Whether a driver call's result has the error ``name``, e.g. ``"CUDA_ERROR_OUT_OF_MEMORY"``."""
     return bool(result[0].name == name)
 
 
@@ -139,33 +139,37 @@ def device_index(device: torch.device) -> int:
         raise ProtocolError(f"a CUDA device is needed here, not {device}")
     if device.index is not None:
         return int(device.index)
-    driver()  # its reasons are clearer than those of PyTorch
+    driver()  # first, because its errors are clearer than PyTorch's
     return int(torch.cuda.current_device())
 
 
 @functools.cache
 def primary_context(index: int) -> Any:
-    """The context of ``cuda:index`` that PyTorch uses too. Raises ``TransportUnavailable`` if there is no such GPU."""
-    # Never released: PyTorch holds it as well, and for as long as the process lives.
+    """The primary context of ``cuda:index``, which PyTorch uses too.
+
+    Raises ``TransportUnavailable`` if there is no such GPU.
+    """
+    # Never released: PyTorch holds the context too, as long as the process lives.
     cuda = driver()
     device = check(cuda.cuDeviceGet(index), f"looking for cuda:{index}")
     return check(cuda.cuDevicePrimaryCtxRetain(device), f"opening cuda:{index}")
 
 
 def make_current(device: torch.device) -> None:
-    """Makes the device's primary context, the one PyTorch uses, current on the calling thread.
+    """Makes the device's primary context, which PyTorch uses too, current on the calling thread.
 
-    A new thread has none, and driver calls then fail, or build a second context on device 0.
-    Raises ``TransportUnavailable``.
+    A new thread has no current context: driver calls then fail, or make a second context on device 0. Raises
+    ``TransportUnavailable``.
     """
     index = device_index(device)
     check(driver().cuCtxSetCurrent(primary_context(index)), f"making cuda:{index} current")
 
 
 def ignore_captures() -> None:
-    """Lets the calling thread query events and allocate while *another* thread captures a CUDA graph.
+    """Allows the calling thread to query events and to allocate while *another* thread captures a CUDA graph.
 
-    For threads of our own: a capture in the default mode otherwise makes these calls fail here, and breaks itself.
+    For torchkv's own threads. Without it, a capture in the default mode makes these calls fail on all threads, and the
+    calls invalidate the capture.
     """
     cuda = driver()
     relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -174,7 +178,7 @@ def ignore_captures() -> None:
 
 @contextlib.contextmanager
 def context(index: int) -> Iterator[Any]:
-    """The driver, with the primary context of ``cuda:index`` current and captures ignored; undone at the end."""
+    """Yields the driver with the primary context of ``cuda:index`` current and captures ignored; undone at the end."""
     cuda = driver()
     where = f"switching to cuda:{index}"
     check(cuda.cuCtxPushCurrent(primary_context(index)), where)

@@ -1,8 +1,10 @@
-"""What says that a layer's pages may leave: an event of the caller's stream, or, with CUDA graphs, a count.
+"""Gates: the events that a transfer waits for before it reads a layer's pages, with and without CUDA graphs.
 
-An event in a captured graph is no gate. It tells of the newest replay that was launched, whichever that is: asked
-before the launch, it says "done" of the replay before, whose bytes are then sent; asked after the launch of the next,
-it waits for that one, which overwrites the pages. `GraphGate` counts instead.
+Without a graph the gate is an event recorded on the caller's stream (`record_gate`).
+
+An event captured in a CUDA graph cannot be a gate, because it refers to whichever replay was launched last. Queried
+before a replay is launched, it says "done" on behalf of the replay before, and the old bytes are sent. Queried after
+the next replay is launched, it waits for that one, which overwrites the pages. `GraphGate` counts replays instead.
 """
 
 from __future__ import annotations
@@ -10,70 +12,68 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from torchkv.cudadriver import context, device_index
+from torchkv.arrays import Int64Array
+from torchkv.cuda.driver import context, device_index
+from torchkv.cuda.events import RecordedEvent, event_pool, is_capturing
 from torchkv.errors import ProtocolError
-from torchkv.events import RecordedEvent, event_pool, is_capturing
 
 __all__ = ["Expectation", "GateEvent", "GraphGate", "record_gate", "refuse_capture"]
 
-Int64Array = npt.NDArray[np.int64]
-
 
 def current_device() -> int:
-    """The calling thread's current GPU; without the checks of PyTorch's own function."""
+    """Index of the calling thread's current GPU, without the checks of PyTorch's own function."""
     return int(torch._C._cuda_getDevice())
 
 
-def refuse_capture(what: str, index: int) -> None:
-    """Raises ``ProtocolError`` while the calling thread's current stream, or that of ``cuda:index``, is captured."""
-    # Both: a call that runs once, beside a capture on another GPU, is not what whoever captures there expects.
-    # They are one where that GPU is current, which is nearly always, and each question costs a caller's microsecond.
+def refuse_capture(operation: str, index: int) -> None:
+    """Raises ``ProtocolError`` while the thread's current stream is captured, on the current GPU or ``cuda:index``."""
+    # Both GPUs: code that captures on the current one expects the call to be replayed, but it would run only once.
+    # Nearly always it is ``cuda:index`` that is current; then one query is saved, a microsecond of the caller's.
     if torch.cuda.is_current_stream_capturing() or (current_device() != index and is_capturing(index)):
         raise ProtocolError(
-            f"{what}: this stream is being captured into a CUDA graph, and a transfer cannot be part of one: replays "
-            "would skip its checks. Capture torchkv.GraphGate.mark(layer), and call this with an event of "
+            f"{operation}: this stream is being captured into a CUDA graph, and a transfer cannot be part of a graph: "
+            "replays would skip its checks. Capture torchkv.GraphGate.mark(layer), and call this with an event of "
             "GraphGate.arm() before each replay"
         )
 
 
 def record_gate(index: int, *, keep_gil: bool = True) -> RecordedEvent:
-    """An event behind everything enqueued on the current stream of ``cuda:index``, whichever GPU is current.
+    """Records an event behind everything enqueued on the thread's current stream of ``cuda:index``, in a microsecond.
 
-    A microsecond, on the caller's thread. `refuse_capture` first. keep_gil: see `EventPool.record`.
+    Another GPU may be current. Call `refuse_capture` first. keep_gil: see `EventPool.record`.
     """
     return event_pool(index).record(keep_gil=keep_gil)
 
 
 class Expectation:
-    """Which count of each layer the next arm waits for. Knows no device; callers hold the lock.
+    """Computes the count of each layer that the next ``arm()`` waits for. Makes no CUDA calls; callers hold the lock.
 
-    Every count grows by one with each mark that the device executes. The n-th arm waits for the n-th step's mark, so
-    an arm's count is one above that of the arm before, except where steps went by without one: it is then also one
-    above what has been counted, and above the marks that the host has enqueued itself.
+    A layer's count grows by one with each mark that the device executes. The n-th arm waits for the mark of the n-th
+    step, so each arm waits for one more than the arm before. Steps that were not armed have grown the count further, or
+    will: so an arm also waits for at least one more than has been counted, and than the host has enqueued eagerly.
     """
 
     def __init__(self, counts: Int64Array) -> None:
-        """``counts``: int64 ``[num_layers]``, written by the device."""
+        """counts: int64 ``[num_layers]``, marks executed so far, written by the device."""
         self._counts = counts
         self._armed: Int64Array = np.zeros_like(counts)
         self._enqueued: Int64Array = np.zeros_like(counts)
 
     def marked(self, layer: int) -> None:
-        """The host has enqueued a mark itself, outside any graph."""
+        """Counts a mark that the host enqueued eagerly, outside any graph."""
         self._enqueued[layer] += 1
 
     def arm(self) -> list[int]:
-        """The next count of each layer."""
+        """The count of each layer to wait for."""
         self._armed = np.maximum(np.maximum(self._armed, self._enqueued), self._counts) + 1
         counts: list[int] = self._armed.tolist()
         return counts
 
 
 class GateEvent:
-    """Ready once a layer has been marked by the step that it was armed for: an object for ``event=``."""
+    """An ``event=`` for verbs: it has happened once the armed step has marked the layer."""
 
     __slots__ = ("_count", "_counts", "_layer")
 
@@ -83,23 +83,23 @@ class GateEvent:
         self._count = count
 
     def query(self) -> bool:
-        """Whether the step has passed the mark. One read of host memory; never a driver call."""
+        """Whether the step has executed the mark. One read of host memory; makes no driver call."""
         return bool(self._counts[self._layer] >= self._count)
 
     def __repr__(self) -> str:
         return f"GateEvent(layer={self._layer}, {self._counts[self._layer]} of {self._count})"
 
 
-# Graphs write to a gate's counts at every replay, and may outlive the gate: what was captured stays. Some hundred
-# bytes a gate.
+# Gates that were captured. A graph writes to its gate's counts at every replay and may outlive the gate, so they are
+# kept for ever: some hundred bytes each.
 _captured: dict[int, GraphGate] = {}
 
 
 class GraphGate:
     """Tells transfers when a step that runs as a CUDA graph has finished a layer.
 
-    ``mark(layer)`` behind the layer, inside the capture (or eagerly); before each replay ``arm()``, whose list holds
-    for every layer the event for ``event=`` of the verbs::
+    Call ``mark(layer)`` after each layer, inside the capture (or eagerly). Call ``arm()`` before each replay: it
+    returns the event of each layer, for ``event=`` of the verbs::
 
         gate = torchkv.GraphGate(num_layers)
         with torch.cuda.graph(graph):
@@ -113,12 +113,12 @@ class GraphGate:
             kv.send_layer(request, i, pages, dst, event=events[i])
 
     Arms and replays pair one to one, in order; several arms may be outstanding. Arm every replay, also one that sends
-    nothing (drop its events). Replays that were not armed, such as warm-ups, do no harm once they have *finished*:
-    ``arm()`` begins at the count it finds. One that is still running at ``arm()`` would be taken for the armed one:
-    synchronise first. An arm whose replay never came makes all later events late, never early.
+    nothing (drop its events). A replay that was not armed, such as a warm-up, is harmless if it has *finished* when
+    ``arm()`` is called, which continues from the current count. A replay that still runs then would be taken for the
+    armed one, so synchronise first. An arm without a replay makes all later events late, never early.
 
-    Layers are numbered 0 .. num_layers - 1, in whatever order the caller marks them, each once a step. Raises
-    ``ProtocolError`` for ``num_layers`` < 1 or during a capture, ``TransportUnavailable`` without a GPU. Thread-safe.
+    Layers are numbered 0 .. num_layers - 1 and marked once per step, in any order. Raises ``ProtocolError`` for
+    ``num_layers`` < 1 or during a capture, ``TransportUnavailable`` without a GPU. Thread-safe.
     """
 
     def __init__(self, num_layers: int, device: torch.device | str | None = None) -> None:
@@ -136,9 +136,9 @@ class GraphGate:
         self._lock = threading.Lock()
 
     def mark(self, layer: int) -> None:
-        """Enqueues, on the current stream of the device, that everything before it is done for ``layer``.
+        """Enqueues on the device's current stream: adds one to the count of ``layer``.
 
-        A kernel that adds one and a copy of 8 bytes to pinned memory, both captured where the stream is. Raises
+        That is a kernel, and a copy of 8 bytes to pinned memory; both are captured if the stream is. Raises
         ``ProtocolError`` for a layer outside 0 .. num_layers - 1.
         """
         if not 0 <= layer < self.num_layers:
@@ -147,25 +147,25 @@ class GraphGate:
         if torch.cuda.is_current_stream_capturing():
             _captured[id(self)] = self
         else:
-            # Before it is enqueued: an arm in between must not take it for its own step's.
+            # Before it is enqueued: an arm in between must not take this mark for that of its own step.
             with self._lock:
                 self._expectation.marked(layer)
         count.add_(1)
         seen.copy_(count, non_blocking=True)
 
     def arm(self) -> list[GateEvent]:
-        """Events for the next step, by layer. Call it before the replay, once for each."""
+        """The events of the next step, one per layer. Call it once before each replay."""
         with self._lock:
             counts = self._expectation.arm()
         return [GateEvent(self._counts, layer, count) for layer, count in enumerate(counts)]
 
 
 def _counters(num_layers: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros int64 ``[num_layers]`` on the device, which every mark adds to, and in pinned memory, which it updates."""
-    # Else tensors of a model's inference mode could not be written to outside of it.
+    """Counts, int64 ``[num_layers]`` zeros: on the device, where marks add to them, and copies in pinned memory."""
+    # Tensors made in inference mode could not be written to outside of it.
     with torch.inference_mode(False):
         on_device = torch.zeros(num_layers, dtype=torch.int64, device=device)
         pinned = torch.zeros(num_layers, dtype=torch.int64, pin_memory=True)
-    # Marks may come on any stream, also one that does not wait for the current one's zeros.
+    # Marks may be enqueued on any stream, also one that is not ordered behind the zeros on the current stream.
     torch.cuda.current_stream(device).synchronize()
     return on_device, pinned

@@ -1,14 +1,19 @@
-"""Device memory that other processes on the host can reach: the counterpart of `hostmem` for CUDA.
+"""CUDA IPC: device memory that other processes on the host can map, and when device memory is freed.
 
-The owner describes a tensor's storage in a few bytes (`share`); a peer maps it with `open_share`, in the context of
-the device that *its own* kernels run on. Then a kernel there stores through a plain address into the owner's memory.
-(PyTorch opens such handles in the owner's device's context instead, where no kernel of the peer's device runs.)
+The owner describes a tensor's storage in a few bytes (`share`). A peer maps the storage with `open_share`, in the
+context of the device that the *peer's* kernels run on. Such a kernel can then store to the owner's memory through a
+plain address. (PyTorch opens IPC handles in the context of the owner's device, where kernels of the peer's device
+cannot use them.)
 
-This is legacy CUDA IPC: it can export what ``cudaMalloc`` or ``cuMemAlloc`` gave, so PyTorch's default allocator, but
-neither expandable segments nor ``cudaMallocAsync``. `allocate` gives such memory whatever PyTorch's settings are.
+This is legacy CUDA IPC. It exports memory of ``cudaMalloc`` and ``cuMemAlloc``, which PyTorch's default allocator uses,
+but neither expandable segments nor memory of ``cudaMallocAsync``. `allocate` returns memory that can be exported,
+whatever PyTorch's settings are.
 
-The bytes of a share are hostile until proven otherwise. They hold a handle and an offset, never an address, and
-what the driver opened must contain the span that they claim.
+The bytes of a share come from another process and are not trusted. They hold a handle and an offset, never an address,
+and the span that they claim must lie within what the driver opened.
+
+Freeing device memory and unmapping a peer's memory wait for all streams of the GPU. Finalizers that run on any thread
+must not wait so; with `defer_frees` they only queue the call for `run_deferred_frees`.
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
-from torchkv import hostmem
-from torchkv.cudadriver import check, context, device_index, driver, failed_with, make_current, primary_context
+from torchkv.cuda.driver import check, context, device_index, driver, failed_with, make_current, primary_context
 from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.host import shared_memory
 
 __all__ = [
     "MAX_SHARE",
@@ -39,9 +44,9 @@ __all__ = [
     "Mapping",
     "allocate",
     "check_shareable",
-    "free_at_once",
-    "free_later",
-    "free_left",
+    "stop_deferring",
+    "defer_frees",
+    "run_deferred_frees",
     "gpu_facts",
     "make_current",
     "open_share",
@@ -50,7 +55,8 @@ __all__ = [
 
 MAX_SHARE = 512  # bytes
 MAX_NBYTES = 1 << 46
-# The driver carves smaller blocks out of one of this size, and IPC then exports all of it: neighbours too.
+# Sizes are rounded up to this. The driver carves smaller allocations out of a block of this size, and IPC would export
+# the whole block, neighbours included.
 GRANULE = 2 << 20
 HANDLE_NBYTES = 64
 
@@ -60,7 +66,7 @@ _REMEDY = "allocate it with torchkv.KVCache.empty, or set PYTORCH_CUDA_ALLOC_CON
 
 
 class _Block:
-    """One allocation, as PyTorch adopts it; the tensor's storage keeps this object alive."""
+    """One allocation, in the form in which PyTorch adopts foreign memory. The tensor's storage keeps it alive."""
 
     def __init__(self, ptr: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -73,20 +79,20 @@ class _Block:
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """An uninitialised uint8 tensor ``[nbytes]`` over a ``cuMemAlloc`` block of its own, which IPC can share.
+    """An uninitialised uint8 tensor ``[nbytes]`` over a ``cuMemAlloc`` allocation of its own, which IPC can share.
 
-    The block is freed with the last tensor over the storage, which waits for the device to finish; free it only
-    after all peers have closed their mappings. Raises ``ProtocolError`` if ``nbytes`` is not in 1 .. 2**46 or the
+    The allocation is freed with the last tensor over the storage, which waits for all streams of the device. Peers must
+    have closed their mappings before. Raises ``ProtocolError`` if ``nbytes`` is not in 1 .. 2**46 or the
     device is no CUDA device, ``TransportUnavailable`` where there is no such GPU or too little memory.
     """
     if not 0 < nbytes <= MAX_NBYTES:
-        raise ProtocolError(f"device memory of {nbytes} bytes asked for; must be 1 to {MAX_NBYTES}")
+        raise ProtocolError(f"cannot allocate {nbytes} bytes of device memory; the size must be 1 to {MAX_NBYTES}")
     index = device_index(device)
     reserved = -(-nbytes // GRANULE) * GRANULE
     with context(index) as cuda:
         result = cuda.cuMemAlloc(reserved)
         if failed_with(result, "CUDA_ERROR_OUT_OF_MEMORY"):
-            free_left(index)
+            run_deferred_frees(index)
             torch.cuda.empty_cache()
             result = cuda.cuMemAlloc(reserved)
         if failed_with(result, "CUDA_ERROR_OUT_OF_MEMORY"):
@@ -98,44 +104,47 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         ptr = int(check(result, f"allocating {reserved} bytes on cuda:{index}"))
     block = _Block(ptr, nbytes)
     # Not at exit: tensors may live longer than the interpreter's exit hooks, and the driver cleans up anyway.
-    weakref.finalize(block, _let_go, index, partial(_free, ptr, index)).atexit = False
+    weakref.finalize(block, _free_or_defer, index, partial(_free, ptr, index)).atexit = False
     tensor = torch.as_tensor(block, device=torch.device("cuda", index))
     assert tensor.data_ptr() == ptr, "PyTorch copied the block instead of adopting it"
     return tensor
 
 
-# By GPU: who frees, when no stream waits, what finalizers have left; and that.
-_keepers: dict[int, weakref.WeakSet[Any]] = {}
-_left: dict[int, deque[Callable[[], None]]] = {}
+# By GPU: the objects for whose sake frees are deferred, and the deferred calls.
+_deferring: dict[int, weakref.WeakSet[Any]] = {}
+_deferred: dict[int, deque[Callable[[], None]]] = {}
 
 
-def free_later(keeper: object, index: int) -> None:
-    """Until `free_at_once`, or as long as ``keeper`` lives, what is let go on ``cuda:index`` is left to `free_left`.
+def defer_frees(owner: object, index: int) -> None:
+    """From now on memory dropped on ``cuda:index`` is freed and unmapped only by `run_deferred_frees`.
 
-    Freeing and unmapping wait for all streams. Finalizers do so on whichever thread drops the last reference, or
-    happens to collect garbage, with whatever lock it has: one that the thread needs which is to let a stream go.
+    This lasts until `stop_deferring`, or until ``owner`` is collected; with several owners, until the last of them.
+
+    Freeing and unmapping wait for all streams. A finalizer runs on the thread that drops the last reference, or on one
+    that happens to collect garbage, with the locks that this thread holds. The wait is a deadlock if a stream is
+    blocked until another thread releases it, and that thread needs one of these locks.
     """
-    _keepers.setdefault(index, weakref.WeakSet()).add(keeper)
+    _deferring.setdefault(index, weakref.WeakSet()).add(owner)
 
 
-def free_at_once(keeper: object, index: int) -> None:
-    """Ends `free_later`. Idempotent."""
-    _keepers[index].discard(keeper)
+def stop_deferring(owner: object, index: int) -> None:
+    """Ends `defer_frees` for ``owner``. Idempotent."""
+    _deferring[index].discard(owner)
 
 
-def free_left(index: int) -> None:
-    """Frees and unmaps what was left on ``cuda:index``. Waits for all of its streams."""
-    left = _left.get(index, deque())
-    while left:
-        with suppress(IndexError):  # another thread was faster
-            left.popleft()()
+def run_deferred_frees(index: int) -> None:
+    """Makes the calls that were deferred on ``cuda:index``. Waits for all of its streams."""
+    deferred = _deferred.get(index, deque())
+    while deferred:
+        with suppress(IndexError):  # another thread took the last one
+            deferred.popleft()()
 
 
-def _let_go(index: int, free: Callable[[], None]) -> None:
-    """free: does not raise."""
-    _left.setdefault(index, deque()).append(free)
-    if not _keepers.get(index):
-        free_left(index)
+def _free_or_defer(index: int, free: Callable[[], None]) -> None:
+    """What finalizers call. free: frees or unmaps, and does not raise."""
+    _deferred.setdefault(index, deque()).append(free)
+    if not _deferring.get(index):
+        run_deferred_frees(index)
 
 
 def _free(ptr: int, index: int) -> None:
@@ -143,14 +152,14 @@ def _free(ptr: int, index: int) -> None:
         with context(index) as cuda:
             check(cuda.cuMemFree(ptr), "cuMemFree")
     except TransportUnavailable as error:
-        # Runs where nobody can catch it, for instance after a kernel's fault has made every call fail.
+        # Logged, not raised: this runs in finalizers. After a kernel's fault, for instance, every driver call fails.
         _log.warning("device memory at %#x on cuda:%d was not freed: %s", ptr, index, error)
 
 
 def check_shareable(tensor: torch.Tensor) -> None:
-    """Returns if `share` can describe the storage of ``tensor``.
+    """Checks that `share` can export the storage of ``tensor``.
 
-    Raises ``TransportUnavailable`` with the reason and the remedy where CUDA IPC cannot export that memory,
+    Raises ``TransportUnavailable`` with the reason and the remedy where CUDA IPC cannot export that memory, and
     ``ProtocolError`` for a tensor that is not on a GPU or has no bytes.
     """
     index, ptr, nbytes = _storage(tensor)
@@ -166,17 +175,19 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int, int]:
     return index, storage.data_ptr(), storage.nbytes()
 
 
-def _check_exportable(cuda: Any, ptr: int, nbytes: int, what: str) -> tuple[int, int]:
-    """Base and size of the one allocation around [ptr, ptr + nbytes)."""
+def _check_exportable(cuda: Any, ptr: int, nbytes: int, operation: str) -> tuple[int, int]:
+    """Base address and size of the allocation that contains [ptr, ptr + nbytes)."""
     kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    if not check(cuda.cuPointerGetAttribute(kind, ptr), f"asking the driver about {what}"):
+    if not check(cuda.cuPointerGetAttribute(kind, ptr), f"asking the driver about {operation}"):
         raise TransportUnavailable(
-            f"{what} cannot be shared with other processes: it is virtual or pooled memory (expandable segments, "
+            f"{operation} cannot be shared with other processes: it is virtual or pooled memory (expandable segments, "
             f"cudaMallocAsync), which CUDA IPC does not export; {_REMEDY}"
         )
-    base, size = (int(n) for n in check(cuda.cuMemGetAddressRange(ptr), f"looking up {what}"))
+    base, size = (int(n) for n in check(cuda.cuMemGetAddressRange(ptr), f"looking up {operation}"))
     if ptr + nbytes > base + size:
-        raise TransportUnavailable(f"{what} spans more than one allocation, of which CUDA IPC exports one; {_REMEDY}")
+        raise TransportUnavailable(
+            f"{operation} spans more than one allocation, of which CUDA IPC exports one; {_REMEDY}"
+        )
     return base, size
 
 
@@ -189,9 +200,9 @@ class _Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     version: Literal[1]
     host: _Host
     pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-    gpu: _Uuid  # that holds the memory
+    gpu: _Uuid  # of the GPU that holds the memory
     handle: _Handle  # of the whole allocation
-    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]  # of the storage in it
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]  # of the storage in the allocation
     nbytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_NBYTES)]  # of the storage
 
 
@@ -207,31 +218,31 @@ def _decode(share: bytes) -> _Share:
 
 
 _lock = threading.RLock()  # garbage collection may close a mapping inside any of the sections below
-# Handle -> where this process has that allocation, and the driver's unique number for it: the same address may
-# later belong to another.
+# Handle -> address of the allocation in this process, and the driver's unique number for it: after it is freed, the
+# address may belong to another allocation.
 _shared: dict[bytes, tuple[int, int]] = {}
 
 
 def share(tensor: torch.Tensor) -> bytes:
-    """At most ``MAX_SHARE`` bytes from which a process on this host reaches ``tensor``'s whole storage.
+    """At most ``MAX_SHARE`` bytes with which a process on this host can map ``tensor``'s whole storage.
 
-    Valid while this process holds the memory. Raises what `check_shareable` raises.
+    They are valid as long as this process holds the memory. Raises what `check_shareable` raises.
     """
     index, ptr, nbytes = _storage(tensor)
     with context(index) as cuda:
-        what = f"the storage of {nbytes} bytes on cuda:{index}"
-        base, _ = _check_exportable(cuda, ptr, nbytes, what)
-        raw = check(cuda.cuIpcGetMemHandle(base), f"exporting {what}")
+        operation = f"the storage of {nbytes} bytes on cuda:{index}"
+        base, _ = _check_exportable(cuda, ptr, nbytes, operation)
+        raw = check(cuda.cuIpcGetMemHandle(base), f"exporting {operation}")
         handle = ctypes.string_at(raw.getPtr(), HANDLE_NBYTES)
         kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        number = int(check(cuda.cuPointerGetAttribute(kind, base), f"looking up {what}"))
+        number = int(check(cuda.cuPointerGetAttribute(kind, base), f"looking up {operation}"))
         owner = _uuid(cuda, index)
     with _lock:
         _shared[handle] = (base, number)
     return msgspec.msgpack.encode(
         _Share(
             version=1,
-            host=hostmem.host_identity(),
+            host=shared_memory.host_identity(),
             pid=os.getpid(),
             gpu=owner,
             handle=handle,
@@ -247,32 +258,35 @@ def _uuid(cuda: Any, index: int) -> bytes:
 
 
 class Mapping:
-    """A peer's storage: loads and stores of ``device`` at ``[ptr, ptr + nbytes)`` reach its memory.
+    """A peer's storage: kernels on ``device`` can load from and store to ``[ptr, ptr + nbytes)``.
 
-    Memory of another process stays mapped, and alive, until ``close()`` or garbage collection, whatever becomes of
-    its owner. Memory of this process is only an address: its tensor must be kept.
+    Memory of another process stays mapped and allocated until ``close()`` or garbage collection, even if its owner
+    frees it or ends. Memory of this process is not mapped again: the caller must keep its tensor alive.
     """
 
     def __init__(self, ptr: int, nbytes: int, device: torch.device, unmap: Callable[[], None] | None) -> None:
         self.ptr = ptr
         self.nbytes = nbytes
         self.device = device
-        self._unmap = None if unmap is None else weakref.finalize(self, _let_go, device.index, unmap)
+        self._unmap = None if unmap is None else weakref.finalize(self, _free_or_defer, device.index, unmap)
         if self._unmap is not None:
             self._unmap.atexit = False
 
     def close(self) -> None:
-        """Unmaps it; nothing on the device may still touch it. Idempotent. `free_later` puts it off."""
+        """Unmaps the memory, or defers that (`defer_frees`). No kernel may use it any more. Idempotent."""
         if self._unmap is not None:
             self._unmap()
 
 
 @dataclass(slots=True)
 class _Opened:
-    """An allocation of another process, mapped once for all the storages in it."""
+    """An allocation of another process, mapped once for all the storages in it.
+
+    nbytes: from ``ptr`` to the end of the allocation. users: mappings that are not closed.
+    """
 
     ptr: int
-    room: int  # bytes from ptr to its end
+    nbytes: int
     users: int = 0
 
 
@@ -286,37 +300,41 @@ def open_share(share: bytes, device: torch.device) -> Mapping:
     ``TransportUnavailable`` with the reason where the memory cannot be reached: another host or container, no
     peer access between the two GPUs, an owner that ended or freed it.
     """
-    what = _decode(share)
+    record = _decode(share)
     index = device_index(device)
-    if what.host != hostmem.host_identity():
+    if record.host != shared_memory.host_identity():
         raise TransportUnavailable("the peer's device memory is on another host, or in another PID namespace")
     with context(index) as cuda:
-        _check_peer_access(cuda, index, what.gpu)
-        if what.pid == os.getpid():
-            return Mapping(_own_address(cuda, what, index), what.nbytes, torch.device("cuda", index), None)
+        _check_peer_access(cuda, index, record.gpu)
+        if record.pid == os.getpid():
+            return Mapping(_own_address(cuda, record, index), record.nbytes, torch.device("cuda", index), None)
         with _lock:
-            opened = _open(cuda, what, index)
+            opened = _open(cuda, record, index)
             opened.users += 1
             try:
-                _check_bounds(what, opened.room)
+                _check_bounds(record, opened.nbytes)
             except ProtocolError:
-                _close((index, what.handle))
+                _close((index, record.handle))
                 raise
     return Mapping(
-        opened.ptr + what.offset, what.nbytes, torch.device("cuda", index), lambda: _close((index, what.handle))
+        opened.ptr + record.offset,
+        record.nbytes,
+        torch.device("cuda", index),
+        lambda: _close((index, record.handle)),
     )
 
 
-def _check_bounds(what: _Share, room: int) -> None:
-    if what.offset + what.nbytes > room:
+def _check_bounds(record: _Share, nbytes: int) -> None:
+    if record.offset + record.nbytes > nbytes:
         raise ProtocolError(
-            f"device memory of process {what.pid}: bytes {what.offset} to {what.offset + what.nbytes} claimed of an "
-            f"allocation of {room}"
+            f"device memory of process {record.pid}: bytes {record.offset} to {record.offset + record.nbytes} claimed "
+            f"of an allocation of {nbytes} bytes"
         )
 
 
 def _check_peer_access(cuda: Any, index: int, gpu: bytes) -> None:
-    # A GPU that this process does not see (CUDA_VISIBLE_DEVICES) may be reached all the same: the driver will tell.
+    # Not an error if the GPU is none that this process sees (CUDA_VISIBLE_DEVICES): it may be reachable all the same,
+    # and the driver refuses the handle if it is not.
     for owner in range(int(check(cuda.cuDeviceGetCount(), "counting GPUs"))):
         if owner != index and _uuid(cuda, owner) == gpu and not _can_access(cuda, index, owner):
             raise TransportUnavailable(
@@ -330,12 +348,12 @@ def _can_access(cuda: Any, index: int, owner: int) -> bool:
     return bool(check(cuda.cuDeviceCanAccessPeer(here, there), f"asking for access of cuda:{index} to cuda:{owner}"))
 
 
-def _open(cuda: Any, what: _Share, index: int) -> _Opened:
-    key = (index, what.handle)
+def _open(cuda: Any, record: _Share, index: int) -> _Opened:
+    key = (index, record.handle)
     if key not in _opened:
-        where = f"device memory of process {what.pid} ({what.nbytes} bytes)"
+        where = f"device memory of process {record.pid} ({record.nbytes} bytes)"
         raw = cuda.CUipcMemHandle()
-        ctypes.memmove(raw.getPtr(), what.handle, HANDLE_NBYTES)
+        ctypes.memmove(raw.getPtr(), record.handle, HANDLE_NBYTES)
         flags = int(cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         try:
             ptr = int(check(cuda.cuIpcOpenMemHandle(raw, flags), f"opening {where} on cuda:{index}"))
@@ -367,24 +385,24 @@ def _close(key: tuple[int, bytes]) -> None:
             _log.warning("a peer's device memory at %#x on cuda:%d was not unmapped: %s", opened.ptr, key[0], error)
 
 
-def _own_address(cuda: Any, what: _Share, index: int) -> int:
-    """CUDA opens no handle in the process that made it, and need not: the address is valid here as it is."""
+def _own_address(cuda: Any, record: _Share, index: int) -> int:
+    """The address of a storage of this process: CUDA opens no IPC handle in the process that made it."""
     with _lock:
-        known = _shared.get(what.handle)
+        known = _shared.get(record.handle)
     if known is None or not _still_there(cuda, *known):
-        raise TransportUnavailable(f"device memory of this process ({what.nbytes} bytes) was freed, or never shared")
+        raise TransportUnavailable(f"device memory of this process ({record.nbytes} bytes) was freed, or never shared")
     base = known[0]
     kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     owner = int(check(cuda.cuPointerGetAttribute(kind, base), "asking the driver about an allocation"))
-    with context(owner):  # in any other context the driver does not find it
+    with context(owner):  # in the context of another device the driver does not find the allocation
         found, size = (int(n) for n in check(cuda.cuMemGetAddressRange(base), "looking up an allocation"))
-    _check_bounds(what, found + size - base)
+    _check_bounds(record, found + size - base)
     if owner != index:
-        # Nothing has opened a handle here, which would have done it: a kernel's first access would be its last.
+        # Opening a handle would have enabled access between the two GPUs; without it a kernel's access is a fault.
         enabled = cuda.cuCtxEnablePeerAccess(primary_context(owner), 0)
         if not failed_with(enabled, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"):
             check(enabled, f"enabling access of cuda:{index} to cuda:{owner}")
-    return base + what.offset
+    return base + record.offset
 
 
 def _still_there(cuda: Any, base: int, number: int) -> bool:
@@ -395,7 +413,7 @@ def _still_there(cuda: Any, base: int, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What doctor says about one GPU. ``peers[i]``: whether it can load from and store to the memory of cuda:i."""
+    """What the doctor reports about one GPU. ``peers[i]``: whether it can load from and store to cuda:i's memory."""
 
     index: int
     name: str

@@ -1,8 +1,10 @@
-"""A group's side streams on its GPU: which of them may wait, and for whom.
+"""The CUDA streams that a group uses beside the model's: which of them may be blocked, and by which work.
 
-A GPU has a few hardware queues, 8 unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise. CUDA gives a stream a free one
-when it has something to do; once all are taken by streams that wait, nothing else in the process runs, not even what
-these wait for (docs/measurements, 2026-11-22). So only a few side streams wait, and leave queues to the model.
+A stream is *blocked* while its next operation waits for an event, or for a word in memory, that is not there yet. A
+GPU has few hardware queues per process, 8 unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise. CUDA gives a stream a
+free queue when it has something to do, and a blocked stream keeps its queue. Once blocked streams hold all queues,
+nothing else of the process runs on that GPU, not even the operations that they wait for (docs/measurements,
+2026-11-22). So only a few side streams may be blocked, and they leave queues to the model.
 """
 
 from __future__ import annotations
@@ -14,85 +16,96 @@ from typing import Generic, TypeVar
 
 import torch
 
-from torchkv.cudadriver import num_queues
+from torchkv.cuda.driver import num_queues
 
-__all__ = ["Claim", "SideStreams", "StreamPool", "may_wait"]
+__all__ = ["StreamClaim", "SideStreams", "StreamPool", "num_waiting_streams"]
 
 S = TypeVar("S", bound=Hashable)
 
-# High: blocks of a copy kernel start as soon as any block of the model's kernels has ended.
+# High priority: blocks of a copy kernel start as soon as any block of the model's kernels has ended.
 PRIORITY = -1
-# Queues for two streams that wait for nothing, and for three of a model: it waits for transfers, too.
-OTHERS = 5
-MOST = 4  # side streams that may wait; half of them for peers
+# Queues for the two side streams that are never blocked, and for three streams of a model, which may be blocked too:
+# they wait for transfers.
+RESERVED_QUEUES = 5
+MAX_WAITING_STREAMS = 4  # side streams that may be blocked; half of them by peers
 
 
-def may_wait() -> tuple[int, int]:
-    """How many side streams may wait for signals of peers, and for events: (0, 0) with too few queues."""
-    count = max(0, min(MOST, num_queues() - OTHERS))
+def num_waiting_streams() -> tuple[int, int]:
+    """How many side streams may be blocked by signals of peers, and how many by events; (0, 0) with too few queues."""
+    count = max(0, min(MAX_WAITING_STREAMS, num_queues() - RESERVED_QUEUES))
     return count // 2, count - count // 2
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Claim(Generic[S]):
-    """What a tenant has of a `StreamPool`, until it gives it back. number: how many there were before."""
+class StreamClaim(Generic[S]):
+    """The use of one stream of a `StreamPool` by one owner, until `StreamPool.release`.
+
+    number: counts the claims of the pool. order: see `StreamPool`.
+    """
 
     stream: S
     number: int
-    tenant: Hashable
+    owner: Hashable
     order: int
 
 
 class StreamPool(Generic[S]):
-    """Streams on which work may wait: what one tenant waits for should hold up no other.
+    """Hands out streams for work that waits, so that what one owner waits for holds up no other owner's work.
 
-    order: of what a tenant waits for, if it comes in one.
+    An owner is whatever the work waits for: a peer, a request, a stream of the model. Claims of one owner share a
+    stream. order: if what an owner waits for comes in an order, a number that grows in it.
     """
 
     def __init__(self, streams: Iterable[S]) -> None:
         self._numbers = itertools.count()
-        self._claims: dict[S, list[Claim[S]]] = {stream: [] for stream in streams}
+        self._claims: dict[S, list[StreamClaim[S]]] = {stream: [] for stream in streams}
 
-    def claim(self, tenant: Hashable, order: int = 0) -> Claim[S] | None:
-        """A stream that the tenant has already, or one that nobody has; None if there is none.
+    def claim(self, owner: Hashable, order: int = 0) -> StreamClaim[S] | None:
+        """A stream that ``owner`` has claimed already, or else a free one; None if there is neither.
 
-        No stream of which the tenant waits for something later in ``order``, which may come from behind this.
+        Never a stream on which the owner already waits for something of a higher ``order``: that may come only after
+        this claim's work is done (a stream of the model may wait for it), and this work would be stuck behind the wait.
         """
-        stream = self._own_or_free(tenant, order)
-        return None if stream is None else self._given(stream, tenant, order)
+        stream = self._own_or_free(owner, order)
+        return None if stream is None else self._given(stream, owner, order)
 
-    def share(self, tenant: Hashable) -> Claim[S]:
-        """The same; if there is none, that whose first tenant has come last: no other is less likely to hang."""
-        stream = self._own_or_free(tenant, 0)
+    def share(self, owner: Hashable) -> StreamClaim[S]:
+        """As `claim`; but if there is neither, a stream of others.
+
+        Namely the one whose oldest claim is the most recent: a peer that hangs keeps its claims, so this stream is the
+        least likely to be blocked by one.
+        """
+        stream = self._own_or_free(owner, 0)
         if stream is None:
             stream = max(self._claims, key=lambda one: self._claims[one][0].number)
-        return self._given(stream, tenant, 0)
+        return self._given(stream, owner, 0)
 
-    def release(self, claim: Claim[S]) -> None:
-        """Gives it back, once."""
+    def release(self, claim: StreamClaim[S]) -> None:
+        """Ends a claim; to be called once."""
         self._claims[claim.stream].remove(claim)
 
-    def _own_or_free(self, tenant: Hashable, order: int) -> S | None:
+    def _own_or_free(self, owner: Hashable, order: int) -> S | None:
         free = None
         for stream, claims in self._claims.items():
-            own = [claim.order for claim in claims if claim.tenant == tenant]
+            own = [claim.order for claim in claims if claim.owner == owner]
             if own and order >= max(own):
                 return stream
             if not claims and free is None:
                 free = stream
         return free
 
-    def _given(self, stream: S, tenant: Hashable, order: int) -> Claim[S]:
-        claim = Claim(stream, next(self._numbers), tenant, order)
+    def _given(self, stream: S, owner: Hashable, order: int) -> StreamClaim[S]:
+        claim = StreamClaim(stream, next(self._numbers), owner, order)
         self._claims[stream].append(claim)
         return claim
 
 
 class SideStreams:
-    """Unordered with the GPU's default stream. Belongs to the progress thread.
+    """The side streams of one group on one GPU, not ordered with the default stream. Belongs to the progress thread.
 
-    outgoing, incoming: for work that waits for nothing here, and for peers but a while. waiting: for pieces that peers
-    signal. gated: for transfers whose data are not ready yet. See `may_wait` for how many there are.
+    outgoing, incoming: for work that never waits for long. FIFO kernels run on these two; they wait for peers, but give
+    up after a while. waiting: for stages that are unpacked when the peer's signal arrives. gated: for transfers whose
+    pages are not ready yet. `num_waiting_streams` says how many streams the two pools have.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,4 +113,4 @@ class SideStreams:
             return [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(count)]
 
         self.outgoing, self.incoming = streams(2)
-        self.waiting, self.gated = (StreamPool(streams(count)) for count in may_wait())
+        self.waiting, self.gated = (StreamPool(streams(count)) for count in num_waiting_streams())

@@ -1,11 +1,16 @@
 """Words in pinned host memory through which CUDA streams and the host tell each other that something is done.
 
-`Flags.signal` makes a stream write a word when it gets there; the host sees it by reading memory, with no driver call
-in its polling loop. `Flags.hold` makes a stream wait until the host writes a word, at any time, from any thread.
+They use CUDA's *stream memory operations*: a stream can write a word, or wait until a word has reached a value, in
+order with its other operations and without a kernel.
 
-Words are used again and again. Each use of a word has a value of its own, one above that of the use before, and a
-word is used again only when the device has written the last value of its last use. So no write of an earlier use can
-still be under way, and none could be taken for a later one.
+* `SyncWords.signal` makes a stream write a word when it gets there. The host polls the word in memory, without a driver
+  call, to see that everything before it on the stream is done.
+* `SyncWords.hold` makes a stream wait until the host writes a word. The host may do so at any time from any thread,
+  again without a driver call.
+
+Words are reused. Each use of a word has values of its own, which continue those of the use before, and a word is reused
+only after the device has written the last value of its last use. So no write of an earlier use can still be pending,
+and none could be taken for one of a later use.
 """
 
 from __future__ import annotations
@@ -17,42 +22,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from torchkv import cudadriver
-from torchkv.cudadriver import check, check_code, context, device_index
+from torchkv.arrays import UInt32Array
+from torchkv.cuda import driver
+from torchkv.cuda.driver import check, check_code, context, device_index
 from torchkv.errors import ProtocolError, TransportUnavailable
 
-__all__ = ["Flag", "Flags", "Hold", "WordPool"]
+__all__ = ["StreamCompletion", "SyncWords", "HostReleasedWait", "SyncWordPool"]
 
-UInt32Array = npt.NDArray[np.uint32]
-
-_COUNT = 16384  # 64 KiB of pinned memory; each word is one operation under way
+_COUNT = 16384  # words, 64 KiB of pinned memory; each operation in progress takes one
 _MASK = (1 << 32) - 1
 
 
-class WordPool:
-    """Which words are free, and which value each stands at. Knows no device; callers hold the lock."""
+class SyncWordPool:
+    """Which words are free, and which values each is used with. Makes no CUDA calls; callers hold the lock."""
 
     def __init__(self, memory: UInt32Array) -> None:
-        """``memory``: uint32 ``[n]``, which the device writes to."""
+        """memory: uint32 ``[n]``, written by the device and, in `open`, by the host."""
         self.memory = memory
-        self._free = deque(range(len(memory)))  # oldest first
-        self._last = memory.astype(np.int64).tolist()  # the value that ends a word's present or latest use
-        self._waiting: dict[int, int] = {}  # held words -> the value that opens them
-        self._dropped: deque[int] = deque()  # given back before their last value was seen
-        self._busy: set[int] = set()
+        self._free = deque(range(len(memory)))  # the longest unused first
+        self._last = memory.astype(np.int64).tolist()  # the value that ends a word's current or latest use
+        self._waiting: dict[int, int] = {}  # word that a stream waits for -> the value that ends the wait
+        self._dropped: deque[int] = deque()  # given back, but perhaps not yet at their last value
+        self._busy: set[int] = set()  # words in use, or dropped
 
     def take(self, steps: int) -> tuple[int, int]:
-        """A word, and the first of the ``steps`` values that it will go through, one by one.
+        """Begins a use: a word, and the first of the ``steps`` consecutive values that will be written to it.
 
         Raises ``ProtocolError`` (retryable) if every word is in use.
         """
         self._recycle(len(self._dropped) if not self._free else 4)
         if not self._free:
             raise ProtocolError(
-                f"{len(self.memory)} stream operations are under way already, the limit; wait for some to end",
+                f"{len(self.memory)} stream operations are in progress, which is the limit; wait for some to end",
                 retryable=True,
             )
         word = self._free.popleft()
@@ -62,46 +65,47 @@ class WordPool:
         return word, first
 
     def reached(self, word: int, value: int) -> bool:
-        """Whether the word stands at ``value`` or after, in the cyclic sense in which the device compares too."""
+        """Whether the word has reached ``value``: compared modulo 2**32, as the device compares."""
         return (int(self.memory[word]) - value) & _MASK < 1 << 31
 
     def give_back(self, word: int) -> None:
-        """The caller looks at the word no more. It is used again once its last value is there."""
+        """Ends the caller's use of the word. It is reused once its last value has been written."""
         self._dropped.append(word)
         self._recycle(1)
 
     def undo(self, word: int) -> None:
-        """Takes back a `take` of which nothing reached the device."""
+        """Reverses a `take` whose operation could not be enqueued."""
         self._waiting.pop(word, None)
         self.memory[word] = self._last[word]
         self.give_back(word)
 
     def hold(self, word: int, value: int) -> None:
-        """Notes that a stream waits for ``value`` in this word, so that `open_all` finds it."""
+        """Records that a stream waits until the word has reached ``value``."""
         self._waiting[word] = value
 
     @property
     def holding(self) -> bool:
-        """Whether a stream waits for any word. Without the lock, too."""
+        """Whether a stream waits for any word. May be read without the lock."""
         return bool(self._waiting)
 
     def open(self, word: int, value: int) -> None:
-        """Stores ``value`` if a stream still waits for it. The host stores no second time: the word moves on."""
+        """Stores ``value``, which ends the wait, unless that was done before: the word may be in another use by now."""
         if self._waiting.get(word) != value:
             return
         del self._waiting[word]
-        # One aligned store, which is atomic. It carries no data: a stream let through here reads device memory, whose
-        # writers were ordered before this call by the driver or the kernel (a message read, an event seen), so that
-        # no fence is needed here on processors that reorder stores, either.
+        # One aligned store, which is atomic. No fence is needed, not even on processors that reorder stores: the stream
+        # goes on to read device memory only, and what it reads was written before this call, ordered by the driver or
+        # the kernel (a message was read, an event was seen).
         self.memory[word] = value
         self._dropped.append(word)
 
     def open_all(self) -> None:
+        """Ends all waits."""
         for word, value in list(self._waiting.items()):
             self.open(word, value)
 
     def settled(self) -> bool:
-        """Whether the device will write to no word any more, nor wait for one."""
+        """Whether the device is done with all words: it will neither write to one nor wait for one."""
         return all(int(self.memory[word]) == self._last[word] for word in self._busy)
 
     def _recycle(self, limit: int) -> None:
@@ -114,58 +118,54 @@ class WordPool:
                 self._dropped.append(word)
 
 
-class Flag:
-    """One write of a stream, seen from the host: ``flags.words[index]`` will reach ``value``."""
+class StreamCompletion:
+    """Tells the host when a stream has reached a `SyncWords.signal`: ``SyncWords.words[index]`` then has ``value``."""
 
-    __slots__ = ("_done", "_flags", "_released", "index", "value")
+    __slots__ = ("_done", "_released", "_sync_words", "index", "value")
 
-    def __init__(self, flags: Flags, index: int, value: int) -> None:
+    def __init__(self, sync_words: SyncWords, index: int, value: int) -> None:
         self.index = index
         self.value = value
-        self._flags = flags
+        self._sync_words = sync_words
         self._done = False
         self._released = False
 
     @property
     def done(self) -> bool:
-        """Whether all work that was enqueued on the stream before the signal has ended and is visible. One read."""
+        """Whether all work enqueued on the stream before the signal is done, and its writes are visible.
+
+        One read of host memory.
+        """
         if not (self._done or self._released):
-            self._done = self._flags._pool.reached(self.index, self.value)
+            self._done = self._sync_words._pool.reached(self.index, self.value)
         return self._done
 
     def release(self) -> None:
-        """Lets the word be used again once the write is there. ``done`` stays what it last was. Idempotent."""
-        self._flags._release(self)
+        """Lets the word be reused once the stream has written it. ``done`` does not change any more. Idempotent."""
+        self._sync_words._release(self)
 
 
-class Hold:
-    """One wait of a stream, ended from the host."""
+class HostReleasedWait:
+    """A `SyncWords.hold`: one wait of a stream, which the host ends."""
 
-    __slots__ = ("_flags", "_index", "_passed", "_value")
+    __slots__ = ("_index", "_sync_words", "_value")
 
-    def __init__(self, flags: Flags, index: int, value: int) -> None:
-        self._flags = flags
+    def __init__(self, sync_words: SyncWords, index: int, value: int) -> None:
+        self._sync_words = sync_words
         self._index = index
         self._value = value
-        self._passed = False
 
     def open(self) -> None:
-        """Lets the stream go on. From any thread; no driver call; idempotent."""
-        self._flags._open(self._index, self._value)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the stream has gone on."""
-        if not self._passed:
-            self._passed = self._flags._pool.reached(self._index, (self._value + 1) & _MASK)
-        return self._passed
+        """Ends the wait. From any thread; makes no driver call; idempotent."""
+        self._sync_words._open(self._index, self._value)
 
 
-# Words that were closed or dropped while a stream had still to write to them.
-_kept: dict[int, WordPool] = {}
+# Words of closed or dropped `SyncWords` that a stream may still write to.
+_kept: dict[int, SyncWordPool] = {}
 
 
-def _retire(pool: WordPool) -> None:
+def _retire(pool: SyncWordPool) -> None:
+    """Ends all waits, and keeps the words alive until the device is done with them."""
     pool.open_all()
     _kept[id(pool)] = pool
     for key, kept in list(_kept.items()):
@@ -174,21 +174,25 @@ def _retire(pool: WordPool) -> None:
 
 
 class _Gpu:
-    """One that all groups of this process share. quiet: taken before the lock of any `Flags`, and for ``pools``."""
+    """What all groups of this process share on one GPU.
+
+    hold_lock: held while a wait begins, and by `SyncWords.no_blocked_streams`; guards ``pools``. It is taken before the
+    lock of any `SyncWords`.
+    """
 
     def __init__(self) -> None:
-        self.quiet = threading.Lock()
-        self.pools: weakref.WeakSet[WordPool] = weakref.WeakSet()
+        self.hold_lock = threading.Lock()
+        self.pools: weakref.WeakSet[SyncWordPool] = weakref.WeakSet()
 
 
 _gpus: dict[int, _Gpu] = {}
 
 
-class Flags:
-    """The words of one device. Thread-safe.
+class SyncWords:
+    """The sync words of one group on one GPU. Thread-safe.
 
-    Raises ``TransportUnavailable`` where the device or its driver lacks stream memory operations. Up to 16384
-    operations may be under way; ``close()`` ends every wait, and dropping the object does too.
+    Up to 16384 operations may be in progress. ``close()`` ends every wait; dropping the object does too. Raises
+    ``TransportUnavailable`` where the device or its driver lacks stream memory operations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -197,57 +201,59 @@ class Flags:
             self._flush = wait_flags(self._index)
             memory = _pinned_words(self._index)
             address = check(cuda.cuMemHostGetDevicePointer(memory.ctypes.data, 0), "looking up pinned memory")
-        self._library = cudadriver.library()
+        self._library = driver.library()
         self._address = int(address)
         self._lock = threading.Lock()
         self._closed = False
-        self.words = memory  # uint32: what `Flag.index` and ``Flag.value`` are about
-        self._pool = WordPool(memory)
+        self.words = memory  # uint32 ``[n]``: where a progress loop looks up a `StreamCompletion` by its index
+        self._pool = SyncWordPool(memory)
         self._gpu = _gpus.setdefault(self._index, _Gpu())
-        with self._gpu.quiet:
+        with self._gpu.hold_lock:
             self._gpu.pools.add(self._pool)
-        # Not at exit: by then no stream is left to be let go.
+        # Not at exit: no streams are left by then.
         self._retire = weakref.finalize(self, _retire, self._pool)
         self._retire.atexit = False
 
-    def signal(self, stream: torch.cuda.Stream) -> Flag:
-        """Enqueues a write after everything on ``stream``, made visible to the whole system before it.
+    def signal(self, stream: torch.cuda.Stream) -> StreamCompletion:
+        """Enqueues the write of a word on ``stream``.
 
-        The device must be current on the calling thread (`make_current`). Give the flag back with
-        ``release()``. Raises ``ProtocolError`` while the stream is being captured or when too many are under way.
+        It comes after everything enqueued so far is done and visible to the whole system. The device must be current on
+        the calling thread (`torchkv.cuda.driver.make_current`). The caller gives the completion back with
+        ``release()``. Raises ``ProtocolError`` while the stream is being captured, and a retryable one if too many
+        operations are in progress.
         """
         handle = stream.cuda_stream
         self._refuse_capture(handle)
         word, value = self._take(steps=1, hold=False)
         try:
-            # The default flags: the write comes behind a fence for all earlier writes of the stream.
+            # With default flags the driver puts a fence between earlier writes of the stream and this one.
             self._write(handle, word, value)
         except TransportUnavailable:
             self._undo(word)
             raise
-        return Flag(self, word, value)
+        return StreamCompletion(self, word, value)
 
-    def hold(self, stream: torch.cuda.Stream) -> Hold:
-        """Makes what is enqueued on ``stream`` from now on wait for ``Hold.open()``.
+    def hold(self, stream: torch.cuda.Stream) -> HostReleasedWait:
+        """Makes everything enqueued on ``stream`` from now on wait for ``HostReleasedWait.open()``.
 
-        CUDA does not know what a hold waits for. Streams may share a hardware queue, and calls that wait for the
-        whole device (freeing memory, the first launch of a kernel) wait for held streams too: nothing that must
-        happen before the hold is opened may depend on either; see `quiet`. Raises what `signal` raises; works on any
-        thread.
+        The stream is then blocked, and blocks more than itself: other streams may share its hardware queue, and driver
+        calls that wait for the whole device (freeing memory, the first launch of a kernel) wait for it too. So nothing
+        that must happen before ``open()`` may depend on such a stream or such a call; see `no_blocked_streams`. Raises
+        what `signal` raises. Any thread may call this, with any device current.
         """
         handle = stream.cuda_stream
         with context(self._index):
             self._refuse_capture(handle)
-            with self._gpu.quiet:
+            with self._gpu.hold_lock:
                 word, value = self._take(steps=2, hold=True)
             try:
                 self._wait(handle, word, value)
             except TransportUnavailable:
                 self._undo(word)
                 raise
-            held = Hold(self, word, value)
+            held = HostReleasedWait(self, word, value)
             try:
-                # The same word tells when the stream has passed, so that only then it serves again.
+                # A second value in the same word, written when the stream has passed the wait: only then is it reused.
                 self._write(handle, word, (value + 1) & _MASK)
             except TransportUnavailable:
                 held.open()
@@ -256,30 +262,31 @@ class Flags:
 
     @property
     def holding(self) -> bool:
-        """Whether any stream waits for these flags' group."""
+        """Whether any stream waits for a `HostReleasedWait` of this object."""
         return self._pool.holding
 
     @contextmanager
-    def quiet(self) -> Iterator[bool]:
-        """Yields whether no stream of this GPU waits for this process, whichever group, and lets none begin to.
+    def no_blocked_streams(self) -> Iterator[bool]:
+        """Yields whether no stream of this GPU waits for the host, on behalf of any group of this process.
 
-        For calls that wait for all streams. `hold` waits for the end of this.
+        No such wait begins inside the ``with``: `hold` blocks until it ends. For driver calls that wait for all
+        streams.
         """
-        with self._gpu.quiet:
+        with self._gpu.hold_lock:
             yield not any(pool.holding for pool in self._gpu.pools)
 
-    def _release(self, flag: Flag) -> None:
+    def _release(self, completion: StreamCompletion) -> None:
         with self._lock:
-            if not flag._released:
-                flag._released = True
-                self._pool.give_back(flag.index)
+            if not completion._released:
+                completion._released = True
+                self._pool.give_back(completion.index)
 
     def _open(self, index: int, value: int) -> None:
         with self._lock:
             self._pool.open(index, value)
 
     def close(self) -> None:
-        """Opens every hold and refuses new operations. Flags out can still be read. Idempotent."""
+        """Ends every wait and refuses new operations. Completions can still be read. Idempotent."""
         with self._lock:
             self._closed = True
             self._retire()
@@ -287,7 +294,7 @@ class Flags:
     def _take(self, *, steps: int, hold: bool) -> tuple[int, int]:
         with self._lock:
             if self._closed:
-                raise ProtocolError("these flags are closed; their group was shut down")
+                raise ProtocolError("the sync words of this group are closed: the group was shut down")
             word, value = self._pool.take(steps)
             if hold:
                 self._pool.hold(word, value)
@@ -306,7 +313,7 @@ class Flags:
         check_code(code, "holding a stream")
 
     def _refuse_capture(self, stream: int) -> None:
-        if cudadriver.is_capturing(stream):
+        if driver.is_capturing(stream):
             raise ProtocolError(
                 "this stream is being captured into a CUDA graph; transfers and waits are not captured, "
                 "only torchkv.GraphGate.mark is"
@@ -314,11 +321,11 @@ class Flags:
 
 
 def wait_flags(index: int) -> int:
-    """How a stream compares: whether the word has reached the value, and whether to flush what arrived from outside.
+    """Flags of ``cuStreamWaitValue``: wait until the word has reached the value, then flush remote writes if possible.
 
     Raises ``TransportUnavailable`` where ``cuda:index`` or its driver lacks stream memory operations.
     """
-    cuda = cudadriver.driver()
+    cuda = driver.driver()
     kinds = cuda.CUdevice_attribute
     device = check(cuda.cuDeviceGet(index), f"looking for cuda:{index}")
 
@@ -327,12 +334,12 @@ def wait_flags(index: int) -> int:
 
     if not can(kinds.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS):
         raise TransportUnavailable(
-            f"cuda:{index} or its driver has no stream memory operations, by which streams and the progress thread "
-            "signal each other; a GPU of 2017 or later and driver 525 or later have them"
+            f"cuda:{index} or its driver has no stream memory operations, by which streams and the host signal each "
+            "other; GPUs of 2017 or later with driver 525 or later have them"
         )
     reached = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
     if can(kinds.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES):
-        # Else RDMA writes that arrived before the hold was opened might not be seen by what runs behind it.
+        # Without the flush, work behind the wait might not see RDMA writes that arrived before the word was written.
         return reached | int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
     return reached
 

@@ -1,7 +1,11 @@
-"""One rank's engine: protocol, sessions and transfers put together, advanced one ``step`` at a time.
+"""One rank's engine: connects the request state machines to control messages and transfers, one ``step`` at a time.
 
-It owns no thread and reads no clock: `progress.ProgressThread` drives it in production, the loopback world in
-tests. State that callers and the driver share is guarded by ``lock``; everything else belongs to the driver.
+The engine owns no thread and reads no clock. Its driver is `progress.ProgressThread` in production, and a simulated
+world in tests. ``lock`` guards the state that callers share with the driver: the state machines (`Sender`, `Receiver`,
+`InstanceLeader`), ``lost`` and ``closed``. Everything else belongs to the driver's thread.
+
+One step: deliver received messages to the state machines; carry out the actions that they ask for (send a message,
+start or halt a transfer, unpack a stage, complete a work); advance transfers and stages; check deadlines.
 """
 
 from __future__ import annotations
@@ -11,29 +15,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
-from torchkv.control import Control, PeerEvent, PeerState
-from torchkv.env import Options
-from torchkv.errors import KVError
-from torchkv.layerwait import HeldLayers
-from torchkv.mover import Mover
-from torchkv.packer import Staging
-from torchkv.plan import PairPlan
+from torchkv.control.channel import ControlChannel, PeerEvent, PeerState
+from torchkv.control.messenger import ControlMessenger, FramesByRank
+from torchkv.engine.layer_wait import LayerStreamWaits, LayerWait
+from torchkv.engine.scheduler import LocalMemory, TransferScheduler
+from torchkv.engine.weak_callback import weakly
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError, ProtocolError
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.stageclient import StageClient
-from torchkv.protocol.stagekeeper import StageKeeper
-from torchkv.roster import Roster
-from torchkv.route import LocalPages, Route
-from torchkv.staging import StagingRing
-from torchkv.talk import Frames, Talk
-from torchkv.transport import Transport
-from torchkv.unstager import Unstager
-from torchkv.weak import weakly
-from torchkv.wire import (
+from torchkv.protocol.messages import (
     Abort,
     Alive,
     Attest,
@@ -53,117 +50,122 @@ from torchkv.wire import (
     Withdraw,
     Withdrawn,
 )
-from torchkv.work import KVWork
+from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.sender import Sender
+from torchkv.protocol.stage_allocator import StagingRing
+from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.staging.packer import Staging
+from torchkv.staging.unpacker import StageUnpacker
+from torchkv.transfer.peer_connection import PeerConnection
+from torchkv.transport.interface import Transport
 
 if TYPE_CHECKING:
-    from torchkv.device import Device
-    from torchkv.flags import Flags
+    from torchkv.cuda.sync_words import SyncWords
 
 __all__ = ["Engine"]
 
 log = logging.getLogger(__name__)
 
-TICK = 0.05
-EAGER = 0.001  # seconds that an answer may take which peers and callers usually give at once
-GATE_POLL = 0.0002  # how often a gate is looked at that only the host can watch
-_SOON = (Grant, Alive, StageAsk, Staged, StageGrant)  # its caller goes on, or the peer has done what it announced
+TICK = 0.05  # seconds between two checks of all deadlines
+REPLY_SPIN = 0.001  # seconds for which the driver should spin when a reply is due: usually it comes at once
+GATE_POLL = 0.0002  # seconds between two queries of an event that only the host can query
+# Messages that are soon followed by another one of the same request, or by a verb of the caller.
+LATENCY_CRITICAL = (Grant, Alive, StageAsk, Staged, StageGrant)
 
 
 class Engine:
-    """The moving parts of one registered rank."""
+    """One registered rank.
+
+    key: the secret that authenticates control frames. memory: this rank's pages, GPU and staging memory. connect:
+    makes the connection to a rank.
+    """
 
     def __init__(
         self,
         *,
-        roster: Roster,
+        group_map: GroupMap,
         options: Options,
         key: bytes,
         transport: Transport,
-        control: Control,
-        local: LocalPages | None,
-        connect: Callable[[int], Route],
-        device: Device | None = None,
-        staging: Staging | None = None,
+        control: ControlChannel,
+        memory: LocalMemory,
+        connect: Callable[[int], PeerConnection],
     ) -> None:
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)  # notified when a grant or a layer has arrived
-        self.roster = roster
+        self.changed = threading.Condition(self.lock)  # notified when a grant or a layer has arrived, or a call failed
+        self.group_map = group_map
         self.options = options
+        self.gpu = memory.gpu
+        self.staging = memory.staging
+        self.credits = _staging_credits(memory.staging, options.timeout)
+        self._requester = StagingRequester()
         timeouts = {"timeout": options.timeout, "grant_timeout": options.grant_timeout}
-        ring = None if staging is None else staging.receiving
-        self.keeper = StageKeeper(
-            StagingRing(0 if ring is None else ring.nbytes),
-            timeout=options.timeout,
-            signals=len(ring.signals) if staging is not None and ring is not None and staging.packer.signals else 0,
-        )
-        self._client = StageClient()
-        self.sender = Sender(roster, **timeouts, stages=self._client)
-        self.receiver = Receiver(roster, **timeouts, keeper=self.keeper)
-        self.routes: dict[int, Route] = {}
-        self.whole_pages: set[tuple[int, ...]] = set()  # ranks seen to match page for page; the callers'
-        self.lost: dict[int, str] = {}  # peers that do not answer -> why
-        self.closed = ""  # why no call is served any more
-        self._leader = InstanceLeader(roster, grant_timeout=options.grant_timeout)
+        self.sender = Sender(group_map, **timeouts, requester=self._requester)
+        self.receiver = Receiver(group_map, **timeouts, credits=self.credits)
+        self._leader = InstanceLeader(group_map, grant_timeout=options.grant_timeout)
+        self.connections: dict[int, PeerConnection] = {}
+        self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
+        self.lost: dict[int, str] = {}  # ranks that do not answer -> the reason
+        self.closed = ""  # the reason why verbs are refused; empty while the group is open
         self._transport = transport
         self._control = control
         self._connect = connect
-        self.device = device  # where the cache lies, if that is a GPU
-        self.staging = staging
-        self._talk = Talk(roster, key, control)
-        self._to_self: deque[Message] = deque()
-        self._mover = Mover(
+        self._messenger = ControlMessenger(group_map, key, control)
+        self._to_self: deque[Message] = deque()  # messages of this rank to itself
+        self._scheduler = TransferScheduler(
             sender=self.sender,
             lock=self.lock,
             options=options,
-            local=local,
-            device=device,
-            staging=staging,
-            client=self._client,
-            route=weakly(self.route),
-            broke=weakly(self._replace),
-            speak=weakly(self._speak_of_stages),
+            memory=memory,
+            requester=self._requester,
+            connection=weakly(self.connection),
+            on_broken=weakly(self._drop_connection),
+            send_stage_messages=weakly(self._send_stage_messages),
         )
-        self._unstager = Unstager(
+        self._unpacker = StageUnpacker(
             receiver=self.receiver,
             lock=self.lock,
-            packer=None if staging is None else staging.packer,
-            speak=weakly(self._speak_of_stages),
+            packer=None if memory.staging is None else memory.staging.packer,
+            send_stage_messages=weakly(self._send_stage_messages),
         )
-        self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # still to be told
-        self.eager_until = 0.0  # an answer is expected any moment: a request has just begun, or is about to end
-        self.held_layers = HeldLayers()
-        self._news = False  # something may have changed for those who wait for ``changed``: news came, a call failed
-        self._broken: dict[int, list[Route]] = {}  # replaced routes, which still show when a dead peer has drained
-        self._closing: list[Route] = []  # to dead peers
-        self._unwatched: set[int] = set()  # peers with a grant but no route: nobody sees their last writes land
-        self._dying: set[int] = set()  # dead peers whose last writes may still land
+        self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # works to complete once the lock is free
+        self._news = False  # whether threads that wait for ``changed`` should look again
+        self.layer_stream_waits = LayerStreamWaits()
+        self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
+        # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
+        self._broken: dict[int, list[PeerConnection]] = {}
+        self._unwatched: set[int] = set()  # writers without a connection: nothing shows when their writes have drained
+        self._undrained: set[int] = set()  # dead ranks whose last writes may still land here
+        self._closing: list[PeerConnection] = []  # connections to dead ranks, to be closed by `run_deferred_frees`
         self._next_tick = 0.0
-        self._now = 0.0  # when the present step began
+        self._now = 0.0  # the time of the current step
 
     # ------------------------------------------------------------------ driving
 
     def step(self, now: float, *, heard: int = -1, moved: bool = True) -> bool:
-        """Advances everything without blocking. True if anything happened, so that another step is worth it.
+        """Advances everything without blocking. True if anything happened: then another step may find more to do.
 
-        heard: on which file descriptors of the control channel something may have arrived, a bit each. moved: whether
-        the transport may have anything to do that it has not armed for.
+        heard: bit i is set if the control channel's file descriptor i may be readable. moved: whether the transport's
+        file descriptor was readable; if not, the transport is only progressed for transfers that need it, and on ticks.
         """
         self._now = now
-        busy = self._hear(now, heard) if heard else False
-        if (events := self._control.events(now)) or self._dying:
-            busy |= self._look_at_peers(events, now)
+        busy = self._receive_messages(now, heard) if heard else False
+        if (events := self._control.events(now)) or self._undrained:
+            busy |= self._follow_peers(events, now)
         busy |= self._settle(now)
-        if moved or self._mover.posting or now >= self._next_tick:
+        if moved or self._scheduler.posting or now >= self._next_tick:
             busy |= self._transport.progress()
         if self.moving:
-            busy |= self._mover.open_gates(now)
-            busy |= self._mover.advance(now)
-            if self._unstager.advance(now):
+            busy |= self._scheduler.open_gates(now)
+            busy |= self._scheduler.advance(now)
+            if self._unpacker.advance(now):
                 busy = self._news = True
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
-            self.let_go()
+            self.run_deferred_frees()
             with self.lock:
                 self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
@@ -172,29 +174,30 @@ class Engine:
         return busy
 
     def _settle(self, now: float) -> bool:
-        """Carries out what the state machines ask for, and lets everybody know. True if there was anything."""
+        """Carries out the state machines' actions, sends messages, completes works. True if there were any."""
         with self.lock:
             performed = self._perform(now)
-            frames = self._talk.frames(now)
+            frames = self._messenger.frames(now)
         if frames:
-            self._talk.send(frames)
-        # Last, and the peers before the callers here: whoever is woken wants the GIL, which this thread holds.
+            self._messenger.send(frames)
+        # Last, after the peers have been told: a woken thread of this process competes with this one for the GIL.
         if self._settled or self._news:
             self._announce()
         return performed or bool(frames)
 
-    def _speak_of_stages(self) -> None:
-        """In the middle of a step: a stage that is full or free, and of which nobody knows, carries nothing."""
+    def _send_stage_messages(self) -> None:
+        """Sends messages about stages in the middle of a step, because a stage is idle until its peer knows of it."""
         with self.lock:
-            for rank, message in self._take_credits():
+            for rank, message in self._take_stage_messages():
                 self._tell(rank, message, self._now)
-            frames = self._talk.frames(self._now)
-        self._talk.send(frames)
+            frames = self._messenger.frames(self._now)
+        self._messenger.send(frames)
 
-    def hurry(self, now: float) -> Frames:
-        """The grants just posted, for the caller to `say` without the lock: to wake the driver would take longer.
+    def take_grants(self, now: float) -> FramesByRank:
+        """The frames of the grants just posted. Under the lock; the caller passes them to `send_now` without the lock.
 
-        Under the lock. Leaves to the driver what only that can do: another action than to tell, or making a route.
+        A caller sends its grants itself because waking the driver takes longer. Returns nothing, and leaves all to the
+        driver, if an action is no message, or if a writer has no connection yet: only the driver can make one.
         """
         tells: list[Tell] = []
         for action in self.receiver.actions:
@@ -204,118 +207,136 @@ class Engine:
         self.receiver.actions = []
         for tell in tells:
             self._tell(tell.rank, tell.message, now)
-        return self._talk.frames(now, {tell.rank for tell in tells if tell.rank != self.roster.rank})
+        return self._messenger.frames(now, {tell.rank for tell in tells if tell.rank != self.group_map.rank})
 
-    def say(self, frames: Frames) -> None:
-        """Any thread."""
-        self._talk.say(frames)
+    def send_now(self, frames: FramesByRank) -> None:
+        """Sends what `take_grants` returned. Any thread."""
+        self._messenger.send_now(frames)
 
     def next_wake(self, now: float) -> float:
-        """Seconds until ``step`` has something to do on its own."""
-        wake = min(self._next_tick, self._talk.next_poll)
-        if self._mover.gated:
+        """Seconds until ``step`` has something to do even if nothing arrives."""
+        wake = min(self._next_tick, self._messenger.next_poll)
+        if self._scheduler.gated:
             wake = min(wake, now + GATE_POLL)
-        if self.device is not None:
-            wake = min(wake, self.device.pause_ends)
+        if self.gpu is not None:
+            wake = min(wake, self.gpu.pause_ends)
         return max(0.0, wake - now)
 
     @property
     def dropped_frames(self) -> int:
-        return self._talk.dropped
+        return self._messenger.dropped
 
     @property
-    def flags(self) -> Flags | None:
-        """Through which streams wait for works, if the cache lies on a GPU."""
-        return None if self.device is None else self.device.flags
+    def sync_words(self) -> SyncWords | None:
+        """The words through which CUDA streams wait for works; None if the cache lies in host memory."""
+        return None if self.gpu is None else self.gpu.sync_words
 
     @property
     def moving(self) -> bool:
-        """Whether transfers are under way, which only the transport's progress advances."""
-        return self._mover.moving or self._unstager.busy
+        """Whether transfers or stages are under way, so that ``step`` has to be called again and again."""
+        return self._scheduler.moving or self._unpacker.busy
 
-    def route(self, rank: int) -> Route:
-        """The way to ``rank``, made on first use. Driver's thread only."""
-        if rank not in self.routes:
-            self.routes[rank] = self._connect(rank)
-        return self.routes[rank]
+    def connection(self, rank: int) -> PeerConnection:
+        """The connection to ``rank``, made on first use. Driver's thread only."""
+        if rank not in self.connections:
+            self.connections[rank] = self._connect(rank)
+        return self.connections[rank]
+
+    def layer_wait(self, req: ReceiverRequest, layer: int) -> LayerWait:
+        """A wait for one layer of ``req``. Any thread. Raises ``ProtocolError`` for a layer this rank does not hold."""
+        layout = self.group_map.me.layout
+        assert layout is not None  # a rank without a cache cannot receive
+        if layer not in layout.layers:
+            raise ProtocolError(f"request {req.request!r}: this rank does not hold layer {layer!r}")
+        return LayerWait(
+            req,
+            layer,
+            changed=self.changed,
+            is_done=partial(self.receiver.layer_done, req, layer),
+            closed=lambda: self.closed,
+            stream_waits=self.layer_stream_waits,
+        )
 
     def prepare(self, rank: int) -> None:
-        """Does before the first request to ``rank`` what it would otherwise have to wait for."""
-        for plan in self._likely_plans(self.roster.rank, self.roster.siblings, rank):
-            self._mover.prepare(plan, self.route(rank))
+        """Loads what requests to ``rank`` need (kernels, tables, staging memory), so that the first is not delayed."""
+        for plan in self._likely_plans(self.group_map.rank, self.group_map.siblings, rank):
+            self._scheduler.prepare(plan, self.connection(rank))
 
     def prepare_to_receive(self, rank: int) -> None:
-        """The same for requests from ``rank``, which may be staged."""
+        """Loads what unpacking the stages of requests from ``rank`` needs."""
         if self.staging is None or self.staging.receiving is None:
             return
-        siblings = self.roster.instances[self.roster.members[rank].instance]
-        for plan in self._likely_plans(rank, siblings, self.roster.rank):
-            self.staging.packer.prepare(plan, sending=False, checksum=self.roster.members[rank].checksum)
+        siblings = self.group_map.instances[self.group_map.info[rank].instance]
+        for plan in self._likely_plans(rank, siblings, self.group_map.rank):
+            self.staging.packer.prepare(plan, sending=False, checksum=self.group_map.info[rank].checksum)
 
     def _likely_plans(self, writer: int, siblings: tuple[int, ...], reader: int) -> Iterator[PairPlan]:
-        """Of requests from a whole instance, and of those from one rank, where that has all that the reader holds."""
-        roster = self.roster
-        choices = [roster.contributing(siblings, reader)]
-        if choices[0] != (writer,) and roster.gap((writer,), reader) is None:
+        """Plans of requests written by the whole instance, and by ``writer`` alone if it holds all that is needed."""
+        group_map = self.group_map
+        choices = [group_map.contributing(siblings, reader)]
+        if choices[0] != (writer,) and group_map.gap((writer,), reader) is None:
             choices.append((writer,))
         for writers in choices:
-            yield from roster.plan(writer, writers, reader).parts
+            yield from group_map.plan(writer, writers, reader).parts
 
     def staging_use(self, rank: int) -> dict[str, int]:
-        """Bytes of staging memory; see `Explanation`. Driver's thread only."""
+        """Bytes of staging memory by use; see `Explanation.staging`. Driver's thread only."""
         with self.lock:
             return {
                 "send": 0 if self.staging is None else self.staging.sending.taken,
-                "recv": self.keeper.ring.capacity,
-                "in use": self.keeper.ring.in_use,
-                "quarantined": self.keeper.ring.quarantined,
-                "peer": self.roster.members[rank].staging,
+                "recv": self.credits.ring.capacity,
+                "in use": self.credits.ring.in_use,
+                "quarantined": self.credits.ring.quarantined,
+                "peer": self.group_map.info[rank].staging,
             }
 
-    def _replace(self, route: Route) -> None:
-        """A channel broke under a transfer. A later request gets a new one, if the peer is still there.
+    def _drop_connection(self, connection: PeerConnection) -> None:
+        """The connection's channel broke under a transfer: the next transfer gets a new connection. See ``_broken``."""
+        if self.connections.get(connection.rank) is connection:
+            self._broken.setdefault(connection.rank, []).append(self.connections.pop(connection.rank))
 
-        The old one stays open: were the peer dead, it would be what shows that the peer's own writes have landed.
+    def fail_all(self, error: KVError, now: float) -> None:
+        """Fails every pending call with ``error``: the group is being destroyed.
+
+        The driver then steps until the engine is no longer ``moving``, or for as long as it can wait, and calls
+        `end_all`.
         """
-        if self.routes.get(route.rank) is route:
-            self._broken.setdefault(route.rank, []).append(self.routes.pop(route.rank))
-
-    def abandon(self, error: KVError, now: float) -> None:
-        """Fails every pending call, because the group goes away. Then step until not ``moving``, and say farewell."""
         with self.lock:
             self.closed = str(error)
-            self.sender.abandon(error)
-            self.receiver.abandon(error)
+            self.sender.fail_all(error)
+            self.receiver.fail_all(error)
             self._perform(now)
         self._news = True
         self._announce()
 
-    def farewell(self, error: KVError, now: float) -> None:
-        """Ends what is left, and tells peers what this rank can no longer write to."""
+    def end_all(self, error: KVError, now: float) -> None:
+        """Ends what is left after `fail_all`. Tells receivers which of their pages this rank can no longer write to."""
         with self.lock:
-            self.sender.farewell(error)
+            self.sender.end_all(error)
         self._settle(now)
 
     # ------------------------------------------------------------------ control
 
-    def _hear(self, now: float, readable: int) -> bool:
-        frames = self._talk.hear(readable)
+    def _receive_messages(self, now: float, readable: int) -> bool:
+        frames = self._messenger.receive(readable)
         if not frames:
             return False
         with self.lock:
             for frame in frames:
-                for message in self._talk.accept(frame):
+                for message in self._messenger.accept(frame):
                     self._news = True
                     try:
                         self._handle(frame.source, message, now)
                     except KVError as error:
-                        self._talk.dropped += 1
-                        log.warning("rank %d ignored a message of rank %d: %s", self.roster.rank, frame.source, error)
+                        self._messenger.dropped += 1
+                        log.warning(
+                            "rank %d ignored a message of rank %d: %s", self.group_map.rank, frame.source, error
+                        )
         return True
 
     def _handle(self, src: int, message: Message, now: float) -> None:
-        if isinstance(message, _SOON):
-            self.eager_until = now + EAGER
+        if isinstance(message, LATENCY_CRITICAL):
+            self.spin_until = now + REPLY_SPIN
         match message:
             case Grant():
                 self.sender.on_grant(src, message, now)
@@ -324,7 +345,7 @@ class Engine:
             case Seal():
                 self.receiver.on_seal(src, message, now)
             case Verdict():
-                self.eager_until = now
+                self.spin_until = now
                 self.sender.on_verdict(src, message)
             case Revoke():
                 self.sender.on_revoke(src, message, now)
@@ -349,55 +370,59 @@ class Engine:
             case Withdraw():
                 self.receiver.on_withdraw(src, message)
             case StageGrant():
-                peer = self.roster.members[src]
-                self._client.on_grant(src, message, peer.staging, peer.signals)
+                peer = self.group_map.info[src]
+                self._requester.on_grant(src, message, peer.staging, peer.signals)
             case StageDenied():
-                self._client.on_denied(src, message, self.roster.members[src].staging)
+                self._requester.on_denied(src, message, self.group_map.info[src].staging)
             case Withdrawn():
-                self._client.on_withdrawn(src, message.generation)
+                self._requester.on_withdrawn(src, message.generation)
 
-    def _look_at_peers(self, events: Sequence[PeerEvent], now: float) -> bool:
+    def _follow_peers(self, events: Sequence[PeerEvent], now: float) -> bool:
+        """Reacts to peers that were lost or found, and to the last writes of dead peers having drained."""
         for event in events:
             self._on_peer(event, now)
-        for rank in list(self._dying):
-            if self._drained(rank) and not self._mover.moves_to(rank):
-                self._dying.discard(rank)
+        for rank in list(self._undrained):
+            if self._drained(rank) and not self._scheduler.moves_to(rank):
+                self._undrained.discard(rank)
                 self._closing += self._broken.pop(rank, [])
-                if rank in self.routes:  # its memory is mapped here, and would outlive its process
-                    self._closing.append(self.routes[rank])
-                self.let_go()
+                if rank in self.connections:  # it maps the dead process's memory, which closing it releases
+                    self._closing.append(self.connections[rank])
+                self.run_deferred_frees()
                 if self._closing:
-                    log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self.roster.rank)
+                    log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self.group_map.rank)
                 with self.lock:
                     self.receiver.peer_dead(rank, now)
                 self._news = True
         return bool(events)
 
-    def let_go(self) -> None:
-        """Closes the routes of dead peers, on a GPU if it is `Device.quiet`, and frees what was left; else later."""
-        with nullcontext(True) if self.device is None else self.device.quiet() as quiet:
+    def run_deferred_frees(self) -> None:
+        """Closes connections to dead ranks and frees the GPU memory whose release was deferred.
+
+        Both wait for all streams of the GPU. While a stream waits for this rank or for a peer, nothing is done.
+        """
+        with nullcontext(True) if self.gpu is None else self.gpu.no_blocked_streams() as quiet:
             while quiet and self._closing:
                 self._closing.pop().close()
-            if quiet and self.device is not None:
-                self.device.free_left()
+            if quiet and self.gpu is not None:
+                self.gpu.run_deferred_frees()
 
     def _drained(self, rank: int) -> bool:
-        """Whether nothing that the dead ``rank`` wrote can land here any more."""
-        routes = self._broken.get(rank, []) + ([self.routes[rank]] if rank in self.routes else [])
-        return rank not in self._unwatched and all(r.channel is None or r.channel.drained for r in routes)
+        """Whether none of the writes of the dead ``rank`` can land here any more."""
+        connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
+        return rank not in self._unwatched and all(c.channel is None or c.channel.drained for c in connections)
 
     def _watched(self, rank: int) -> bool:
-        return rank in self.routes and rank not in self._unwatched
+        return rank in self.connections and rank not in self._unwatched
 
     def _watch(self, rank: int) -> None:
-        """Before ``rank`` may write here: the route on which its last writes could be seen to land, if it dies."""
+        """Connects to ``rank`` before it may write here: if it dies, the connection shows when its writes drained."""
         try:
-            self.route(rank)
+            self.connection(rank)
         except (KVError, OSError) as error:
             self._unwatched.add(rank)
             log.warning(
-                "rank %d: no route to writer %d (%s): if it dies, its pages stay quarantined",
-                self.roster.rank,
+                "rank %d: no connection to writer %d (%s): if that rank dies, the pages it writes to stay quarantined",
+                self.group_map.rank,
                 rank,
                 error,
             )
@@ -405,7 +430,7 @@ class Engine:
             self._unwatched.discard(rank)
 
     def _on_peer(self, event: PeerEvent, now: float) -> None:
-        log.info("rank %d: %s", self.roster.rank, event.reason)
+        log.info("rank %d: %s", self.group_map.rank, event.reason)
         with self.lock:
             if event.state is PeerState.FOUND:
                 self.lost.pop(event.rank, None)
@@ -418,14 +443,14 @@ class Engine:
             self._leader.peer_lost(event.rank, now)
             if event.state is PeerState.DEAD:
                 self.sender.peer_dead(event.rank)
-                self._dying.add(event.rank)
-                self._talk.silence(event.rank)
+                self._undrained.add(event.rank)
+                self._messenger.mark_dead(event.rank)
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ actions
 
     def _perform(self, now: float) -> bool:
-        """Carries out what the state machines asked for. Under the lock."""
+        """Carries out the state machines' actions until there are no more. Under the lock."""
         performed = False
         while (actions := self._take_actions()) or self._to_self:
             performed = True
@@ -433,14 +458,11 @@ class Engine:
                 self._act(action, now)
             while self._to_self:
                 self._news = True
-                self._handle(self.roster.rank, self._to_self.popleft(), now)
+                self._handle(self.group_map.rank, self._to_self.popleft(), now)
         return performed
 
     def _announce(self) -> None:
-        """Wakes those who wait for something, and runs the callbacks of completed works.
-
-        The latter without the lock, because they may call verbs.
-        """
+        """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
         while self._settled:
             work, error, aux = self._settled.popleft()
             if work._settle(error, aux):
@@ -448,24 +470,24 @@ class Engine:
         if self._news:
             self._news = False
             with self.lock:
-                self.held_layers.open()
+                self.layer_stream_waits.release()
                 self.changed.notify_all()
 
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []
-        if self._client.outbox or self.keeper.outbox:
-            # First: a stage must be known to be written before a seal says that this was everything.
-            taken += [Tell(rank, message) for rank, message in self._take_credits()]
+        if self._requester.outbox or self.credits.outbox:
+            # First: the receiver must know of the last stage before it reads the seal.
+            taken += [Tell(rank, message) for rank, message in self._take_stage_messages()]
         for machine in (self.sender, self.receiver, self._leader):
             if machine.actions:
                 taken += machine.actions
                 machine.actions = []
         return taken
 
-    def _take_credits(self) -> list[tuple[int, Message]]:
-        taken = [*self._client.outbox, *self.keeper.outbox]
-        self._client.outbox, self.keeper.outbox = [], []
-        return taken
+    def _take_stage_messages(self) -> list[tuple[int, Message]]:
+        messages = [*self._requester.outbox, *self.credits.outbox]
+        self._requester.outbox, self.credits.outbox = [], []
+        return messages
 
     def _act(self, action: Action, now: float) -> None:
         match action:
@@ -473,24 +495,33 @@ class Engine:
                 self._tell(action.rank, action.message, now)
             case Settle():
                 self._news |= action.error is not None
-                self._settled.append((action.ticket, action.error, action.aux))
+                self._settled.append((action.work, action.error, action.aux))
             case Account():
-                action.ticket._account(action.nbytes, action.path)
+                action.work._account(action.nbytes, action.path)
             case Start():
-                self._mover.start(action.op, action.grant)
+                self._scheduler.start(action.op, action.grant)
             case Halt():
-                self._mover.halt(action.op)
+                self._scheduler.halt(action.op)
             case Scatter():
-                self._unstager.start(action)
+                self._unpacker.start(action)
 
     def _tell(self, rank: int, message: Message, now: float) -> None:
-        if rank == self.roster.rank:
+        if rank == self.group_map.rank:
             self._to_self.append(message)
-        elif rank not in self._talk.silent:
+        elif rank not in self._messenger.dead:
             if isinstance(message, Grant) and not self._watched(rank):
                 self._watch(rank)
             if isinstance(message, (Grant, Seal)):
-                self.eager_until = now + EAGER
+                self.spin_until = now + REPLY_SPIN
             elif isinstance(message, Verdict):
-                self.eager_until = now
-            self._talk.tell(rank, message)
+                self.spin_until = now
+            self._messenger.tell(rank, message)
+
+
+def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:
+    """Who may use which part of this rank's staging ring; an empty ring if it has none."""
+    if staging is None or staging.receiving is None:
+        return StagingCredits(StagingRing(0), timeout=timeout, signals=0)
+    ring = staging.receiving
+    signals = len(ring.signals) if staging.packer.signals else 0
+    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=signals)

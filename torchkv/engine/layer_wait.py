@@ -1,87 +1,93 @@
-"""Waiting for one layer of a receive: on the calling thread, or on a CUDA stream."""
+"""Waits for one layer of a `recv_pages` request: on the calling thread, or on a CUDA stream."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from weakref import ref
 
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
 if TYPE_CHECKING:
-    from torchkv.engine import Engine
-    from torchkv.flags import Hold
-    from torchkv.protocol.receive import Receive
+    from torchkv.cuda.sync_words import HostReleasedWait
+    from torchkv.protocol.receive_request import ReceiverRequest
 
-__all__ = ["HeldLayers", "LayerWait", "layer_wait"]
-
-
-def layer_wait(engine: ref[Engine], receive: Receive, layer: int) -> LayerWait:
-    """For a work that its caller keeps, and which must not keep the group. Raises ``ProtocolError`` if that is gone."""
-    alive = engine()
-    if alive is None:
-        raise ProtocolError(f"request {receive.request!r}, layer {layer!r}: the group was destroyed")
-    return LayerWait(alive, receive, layer)
+__all__ = ["LayerStreamWaits", "LayerWait"]
 
 
 class LayerWait:
-    """One layer of one receive. Raises ``ProtocolError`` if this rank does not hold it."""
+    """Waits for one layer of one request.
 
-    def __init__(self, engine: Engine, receive: Receive, layer: int) -> None:
-        layout = engine.roster.me.layout
-        assert layout is not None  # else it could not receive
-        if layer not in layout.layers:
-            raise ProtocolError(f"request {receive.request!r}: this rank does not hold layer {layer!r}")
-        self._engine, self._receive, self._layer = engine, receive, layer
+    changed: notified when a layer arrives or a request fails. Its lock guards ``is_done`` and ``stream_waits``.
+    is_done: whether all bytes of the layer have arrived; raises the request's error. closed: the reason why verbs are
+    refused, or an empty string while the group is open.
+    """
+
+    def __init__(
+        self,
+        req: ReceiverRequest,
+        layer: int,
+        *,
+        changed: threading.Condition,
+        is_done: Callable[[], bool],
+        closed: Callable[[], str],
+        stream_waits: LayerStreamWaits,
+    ) -> None:
+        self._req, self._layer = req, layer
+        self._changed = changed
+        self._is_done = is_done
+        self._closed = closed
+        self._stream_waits = stream_waits
 
     def wait(self, limit: float | None) -> None:
-        """Blocks until the layer is here. Raises the request's error, ``TransferTimeout`` after ``limit`` seconds."""
-        engine, request = self._engine, self._receive.request
+        """Blocks until the layer has arrived, for ``limit`` seconds at most; None: until it arrives or fails.
+
+        Raises the request's error, ``TransferTimeout``, and ``ProtocolError`` if the group is destroyed.
+        """
+        request = self._req.request
         deadline = None if limit is None else time.monotonic() + min(limit, threading.TIMEOUT_MAX)
-        with engine.changed:
-            while not self._done():
-                if engine.closed:
-                    raise ProtocolError(f"request {request!r}, layer {self._layer}: {engine.closed}")
+        with self._changed:
+            while not self._is_done():
+                if reason := self._closed():
+                    raise ProtocolError(f"request {request!r}, layer {self._layer}: {reason}")
                 left = None if deadline is None else deadline - time.monotonic()
-                if not engine.changed.wait(left) and left is not None:
+                if not self._changed.wait(left) and left is not None:
                     raise TransferTimeout(
-                        f"request {request!r}: layer {self._layer} is not complete after {limit:g} s; it goes on",
-                        pages_safe=lambda: self._receive.ended,
+                        f"request {request!r}: layer {self._layer} is not complete after {limit:g} s; the request "
+                        f"goes on",
+                        pages_safe=lambda: self._req.ended,
                     )
 
-    def hold(self, hold: Hold) -> None:
-        """Opens ``hold`` when the layer is here or the request has failed; at once if that is so now."""
-        with self._engine.lock:
-            self._engine.held_layers.add(self, hold)
+    def release_stream(self, stream_wait: HostReleasedWait) -> None:
+        """Releases the stream once the layer has arrived or the request has failed; at once if it has already."""
+        with self._changed:
+            self._stream_waits.add(self, stream_wait)
 
     def over(self) -> bool:
-        """Whether the layer is here, or the request has failed. Under the engine's lock."""
+        """Whether the layer has arrived or the request has failed. Under the lock of ``changed``."""
         with suppress(KVError):
-            return self._done()
+            return self._is_done()
         return True
 
-    def _done(self) -> bool:
-        return self._engine.receiver.layer_done(self._receive, self._layer)
 
-
-class HeldLayers:
-    """Streams that wait for layers. Under the engine's lock."""
+class LayerStreamWaits:
+    """CUDA streams that wait for layers. Under the engine's lock."""
 
     def __init__(self) -> None:
-        self._holds: list[tuple[LayerWait, Hold]] = []
+        self._pending: list[tuple[LayerWait, HostReleasedWait]] = []
 
-    def add(self, wait: LayerWait, hold: Hold) -> None:
-        self._holds.append((wait, hold))
-        self.open()
+    def add(self, wait: LayerWait, stream_wait: HostReleasedWait) -> None:
+        self._pending.append((wait, stream_wait))
+        self.release()
 
-    def open(self) -> None:
-        """Lets those go on that have nothing to wait for any more."""
+    def release(self) -> None:
+        """Releases the streams whose layer has arrived or whose request has failed."""
         left = []
-        for wait, hold in self._holds:
+        for wait, stream_wait in self._pending:
             if wait.over():
-                hold.open()
+                stream_wait.open()
             else:
-                left.append((wait, hold))
-        self._holds = left
+                left.append((wait, stream_wait))
+        self._pending = left

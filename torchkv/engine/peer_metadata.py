@@ -1,4 +1,7 @@
-"""What a rank publishes when it registers: who it is, what it holds, how to reach it. Hostile until checked."""
+"""What a rank publishes in ``register``: its identity, layout and pages, and how to reach it.
+
+Bytes of peers are not trusted: every field has bounds, and `PeerMetadata.info` checks that pages lie in their regions.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,23 @@ import msgspec
 
 from torchkv.cache import KVCache, Placement
 from torchkv.errors import ProtocolError, make_error
-from torchkv.layout import KVLayout
-from torchkv.processes import ProcessId
-from torchkv.roster import Member
-from torchkv.staging import signal_offset
-from torchkv.transport import Region
+from torchkv.host.processes import ProcessId
+from torchkv.layout import codec
+from torchkv.layout.group_map import RankInfo
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.stage_format import signal_offset
+from torchkv.transport.interface import Region
 
-__all__ = ["MAX_CARD", "Card", "PlacementCard", "RegionCard", "placement_cards", "region_card"]
+__all__ = [
+    "MAX_METADATA",
+    "PeerMetadata",
+    "PlacementMetadata",
+    "RegionMetadata",
+    "placement_metadata",
+    "region_metadata",
+]
 
-MAX_CARD = 64 << 20
+MAX_METADATA = 64 << 20
 MAX_NBYTES = 1 << 46
 
 Offset = Annotated[int, msgspec.Meta(ge=0, le=MAX_NBYTES)]
@@ -24,12 +35,16 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class RegionCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RegionMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A memory region that peers may write to. descriptor: opaque bytes for the transport."""
+
     descriptor: Annotated[bytes, msgspec.Meta(max_length=4096)]
     nbytes: Offset
 
 
-class PlacementCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class PlacementMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where the pages (or state slots) of one component and layer lie: a byte offset in a region, and a byte stride."""
+
     component: Name
     layer: Count
     region: Count
@@ -37,8 +52,12 @@ class PlacementCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     page_stride: Offset
 
 
-class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's answer in ``register``. A rank that could not take part sends ``error_kind`` and ``error_text``."""
+class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank publishes in ``register``. A rank that failed before sends ``error_kind`` and ``error_text``.
+
+    regions: first those of the cache's storages, then the staging ring (if ``staging`` is not 0), then the scratch
+    memory in which peers measure rates.
+    """
 
     rank: Count
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -50,14 +69,14 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     layout: Annotated[bytes, msgspec.Meta(max_length=64 << 10)] = b""
     num_pages: Count = 0
     num_slots: Count = 0
-    staging: Offset = 0  # bytes of its staging ring, which is the last region but one
-    signals: Count = 0  # right behind that ring
-    channels: Count = 0  # of a stream through that ring
-    checksum: bool = False  # whether it sends checksums
-    device: Name = ""  # type of the memory that the pages lie in
-    secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # of the lowest rank: keys the control channel
-    regions: Annotated[list[RegionCard], msgspec.Meta(max_length=1 << 16)] = []
-    placements: Annotated[list[PlacementCard], msgspec.Meta(max_length=1 << 20)] = []
+    staging: Offset = 0  # bytes of the staging ring, which is the last region but one
+    signals: Count = 0  # how many signals follow the ring in its region
+    channels: Count = 0  # FIFO channels that the rank serves for pieces streamed through a stage
+    checksum: bool = False  # whether the rank sends checksums
+    device: Name = ""  # torch device type of the memory with the pages
+    secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # that of the lowest rank authenticates control frames
+    regions: Annotated[list[RegionMetadata], msgspec.Meta(max_length=1 << 16)] = []
+    placements: Annotated[list[PlacementMetadata], msgspec.Meta(max_length=1 << 20)] = []
     error_kind: Name = ""
     error_text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
@@ -65,32 +84,34 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(data: bytes) -> Card:
-        """Raises ``ProtocolError`` for anything that is no card."""
-        if len(data) > MAX_CARD:
-            raise ProtocolError(f"registration card of {len(data)} bytes, the limit is {MAX_CARD}")
+    def decode(data: bytes) -> PeerMetadata:
+        """Raises ``ProtocolError`` for bytes that are no registration metadata."""
+        if len(data) > MAX_METADATA:
+            raise ProtocolError(f"registration metadata of {len(data)} bytes, the limit is {MAX_METADATA}")
         try:
-            return msgspec.msgpack.decode(data, type=Card)
+            return msgspec.msgpack.decode(data, type=PeerMetadata)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"registration card does not decode: {error}; run one version of torchkv") from error
+            raise ProtocolError(
+                f"registration metadata does not decode: {error}; run one version of torchkv on all ranks"
+            ) from error
 
     def raise_error(self) -> None:
-        """Raises what this rank reported, if it reported a failure."""
+        """Raises the error that this rank reported, if any."""
         if self.error_kind:
             raise make_error(self.error_kind, f"rank {self.rank} could not register: {self.error_text}")
 
-    def member(self) -> Member:
-        """Raises ``ProtocolError`` unless every page and slot lies inside its region."""
+    def info(self) -> RankInfo:
+        """The rank as the group sees it. Raises ``ProtocolError`` if a page, slot or stage lies outside its region."""
         staging = signal_offset(self.staging, self.signals) if self.signals else self.staging
         if staging and (len(self.regions) < 2 or staging > self.regions[-2].nbytes):
             raise ProtocolError(
-                f"rank {self.rank}: its card's staging ring of {self.staging} bytes and {self.signals} signals is "
-                "no region of it"
+                f"rank {self.rank}: its staging ring of {self.staging} bytes and {self.signals} signals does not fit "
+                "into the region that it published"
             )
-        layout = KVLayout.decode(self.layout) if self.layout else None
+        layout = codec.decode(self.layout) if self.layout else None
         if layout is not None:
             self._check_placements(layout)
-        return Member(
+        return RankInfo(
             rank=self.rank,
             incarnation=self.incarnation,
             instance=self.instance,
@@ -104,7 +125,8 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         )
 
     def placement_map(self) -> dict[tuple[str, int], Placement]:
-        states = {state.name for state in KVLayout.decode(self.layout).states}
+        """(component or state, global layer id) -> placement."""
+        states = {state.name for state in codec.decode(self.layout).states}
         return {
             (p.component, p.layer): Placement(
                 p.region, p.offset, p.page_stride, self.num_slots if p.component in states else self.num_pages
@@ -118,24 +140,24 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         expected = {(c.name, layer) for c in layout.components for layer in layout.component_layers(c.name)}
         expected |= {(s.name, layer) for s in layout.states for layer in layout.state_layers(s.name)}
         if {(p.component, p.layer) for p in self.placements} != expected:
-            raise ProtocolError(f"rank {self.rank}: its card's placements do not fit its layout")
+            raise ProtocolError(f"rank {self.rank}: its published placements do not fit its layout")
         for p in self.placements:
-            count, what, nbytes = (pages | slots)[p.component]
+            count, unit, nbytes = (pages | slots)[p.component]
             end = p.offset + (count - 1) * p.page_stride + nbytes
             if not count or p.region >= len(self.regions) or end > self.regions[p.region].nbytes:
                 raise ProtocolError(
-                    f"rank {self.rank}: {count} {what} of {p.component!r}, layer {p.layer}, end at byte {end}, "
+                    f"rank {self.rank}: {count} {unit} of {p.component!r}, layer {p.layer}, end at byte {end}, "
                     f"outside its region {p.region}"
                 )
 
 
-def placement_cards(cache: KVCache) -> list[PlacementCard]:
-    """A cache's placements; regions are its storages, registered in order."""
+def placement_metadata(cache: KVCache) -> list[PlacementMetadata]:
+    """The placements of a cache. Region i is storage i: storages are registered first, in order."""
     return [
-        PlacementCard(component, layer, place.storage, place.offset, place.page_stride)
+        PlacementMetadata(component, layer, place.storage, place.offset, place.page_stride)
         for (component, layer), place in cache.placements.items()
     ]
 
 
-def region_card(region: Region) -> RegionCard:
-    return RegionCard(region.descriptor(), region.nbytes)
+def region_metadata(region: Region) -> RegionMetadata:
+    return RegionMetadata(region.descriptor(), region.nbytes)

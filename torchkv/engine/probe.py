@@ -1,4 +1,7 @@
-"""Measuring a route's limit, and what puts cost on it, in the scratch memory that every rank registers for this."""
+"""Measures connections: the rate of bulk bytes, and what puts cost. Every rank registers scratch memory for this.
+
+A measurement is a generator whose steps run on the progress thread, so that it serves requests in between.
+"""
 
 from __future__ import annotations
 
@@ -11,95 +14,106 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torchkv import copyengine, hostcopy
-from torchkv.cost import GPU_PACK_SECONDS, Costs
+from torchkv.arrays import Int64Array
+from torchkv.cuda import copy_engine
 from torchkv.errors import KVError, TransferTimeout
-from torchkv.progress import ProgressThread
-from torchkv.route import Route
-from torchkv.slab import Rows
-from torchkv.transport import Batch, Int64Array, Region, RemoteView
+from torchkv.host import copy_loops
+from torchkv.layout.plan_segment import StridedRuns
+from torchkv.transfer.path_cost import GPU_PACK_SECONDS
+from torchkv.transfer.peer_connection import Costs, PeerConnection
+from torchkv.transport.interface import Batch, Region, RemoteView
 
 if TYPE_CHECKING:
-    from torchkv.device import Device
+    from torchkv.engine.progress import ProgressThread
+    from torchkv.kernels.gpu_context import GpuContext
 
 __all__ = ["PROBE_BYTES", "calibration", "measure"]
 
 log = logging.getLogger(__name__)
 
-PROBE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # by the memory's device type
-REPEATS = 8
-TIMEOUT = 10.0
+PROBE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # bytes of scratch memory, by the device type of the cache
+REPEATS = 8  # of a rate: the best one counts
+TIMEOUT = 10.0  # seconds for a rate
 
-# What is measured of puts: the best of so many rounds, of which each has one put, many short ones and one of all the
-# scratch memory. On a slow link the first must do.
+# Costs of puts: the best of several rounds counts. A round is one short put, many of them, and one of all the scratch
+# memory.
 ROUNDS = 5
-FEW_ROUNDS = 3  # of a host that is busy, where one round alone says little
-BUDGET = 0.03  # seconds after which no other round begins, once there were a few
-PATIENCE = 0.2  # the same before that
-# What nothing beats. A measurement below that was disturbed; then descriptors seem free, and nothing is staged.
-LEAST_PUT = 0.05e-6  # seconds
+FEW_ROUNDS = 3  # on a busy host, one round alone says little
+BUDGET = 0.03  # no further round begins after so many seconds, once there were FEW_ROUNDS
+PATIENCE = 0.2  # no further round begins after so many seconds in any case: a slow link gets one round
+# Least costs in seconds, per put and per byte. A lower measurement was disturbed. Without them descriptors could seem
+# free, and nothing would be staged.
+LEAST_PUT = 0.05e-6
 LEAST_BYTE = 1e-12
 GIVE_UP = 2.0  # seconds, for one put
-SHORT = 512
-MANY = 512
-SPACING = 2 * SHORT  # so that no transport can merge them
-# The progress thread waits for a put no longer than this at a time; shorter puts are timed without its other work.
-SPIN = 0.0005
+SHORT = 512  # bytes of a short put
+MANY = 512  # short puts in a batch
+SPACING = 2 * SHORT  # apart, so that no transport can merge them
+SPIN = 0.0005  # seconds that a step waits for a put; puts that take less are timed without the thread's other work
 
 _Progress = Callable[[], bool]  # `Transport.progress`
 _Timed = Generator[None, None, float]  # yields while it works, returns seconds
 
 
 def measure(
-    thread: ProgressThread, route: Route, source: Region, target: int, *, stores: bool, device: Device | None = None
+    thread: ProgressThread,
+    connection: PeerConnection,
+    source: Region,
+    target: int,
+    *,
+    stores: bool,
+    gpu: GpuContext | None = None,
 ) -> float:
-    """The best rate to a peer in GB/s (1e9 bytes/s). Called from any thread but the progress thread.
+    """The best rate to a peer in GB/s (1e9 bytes/s). Not for the progress thread.
 
-    source: this rank's scratch region. target: index of the peer's. stores: measure stores, else puts, although the
-    scratch memory is mapped: the pages may not be. device: this rank's GPU, if they lie on one.
+    source: this rank's scratch region. target: index of the peer's scratch region. stores: measure stores into the
+    mapped region, as direct transfers make them; else puts. gpu: this rank's GPU, if the cache lies on one.
     Raises ``TransferTimeout``, ``PeerLost``.
     """
-    steps = thread.call(lambda: _probe(route, source, target, stores, device, thread.transport.progress))
+    steps = thread.call(lambda: _probe(connection, source, target, stores, gpu, thread.transport.progress))
     deadline = time.monotonic() + TIMEOUT
-    # Step by step, so that the progress thread can serve requests in between.
     while (rate := thread.call(lambda: next(steps))) is None:
         if time.monotonic() > deadline:
-            raise TransferTimeout(f"no rate to rank {route.rank} could be measured within {TIMEOUT:g} s")
+            raise TransferTimeout(f"no rate to rank {connection.rank} could be measured within {TIMEOUT:g} s")
     return rate
 
 
-def calibration(route: Route, source: Region, target: int, progress: _Progress) -> Iterator[None]:
-    """Measures ``route.costs``. Each step takes half a millisecond at most, on the progress thread.
+def calibration(connection: PeerConnection, source: Region, target: int, progress: _Progress) -> Iterator[None]:
+    """Measures ``connection.costs``. Each step takes about half a millisecond at most.
 
-    source: this rank's scratch region. target: index of the peer's. What cannot be measured is left for `cost` to
-    assume: it would be wrong to fail a transfer for that, and if the channel is broken, the transfer will tell.
+    source: this rank's scratch region. target: index of the peer's scratch region. If the measurement fails, the costs
+    stay unknown and `path_cost` assumes some: no transfer has to fail for that, and over a broken channel it fails by
+    itself.
     """
     one, many, bulk = _puts(source, target, 1), _puts(source, target, MANY), _whole(source, target)
     try:
-        yield from _put(route, one, progress, limit=GIVE_UP)  # the first put of a channel may have to set it up
+        yield from _put(connection, one, progress, limit=GIVE_UP)  # not measured: the first put may set up the channel
         best = [float("inf")] * 3
         began = time.perf_counter()
         for rounds in range(1, ROUNDS + 1):
             for number, batch in enumerate((one, many, bulk)):
-                best[number] = min(best[number], (yield from _put(route, batch, progress, limit=GIVE_UP)))
+                best[number] = min(best[number], (yield from _put(connection, batch, progress, limit=GIVE_UP)))
             if time.perf_counter() - began > (BUDGET if rounds >= FEW_ROUNDS else PATIENCE):
                 break
     except KVError as error:
-        log.warning("what puts to rank %d cost could not be measured, and is assumed: %s", route.rank, error)
+        log.warning("the cost of puts to rank %d could not be measured, so it is assumed: %s", connection.rank, error)
         return
     pack = _host_pack_seconds() if source.device.type == "cpu" else GPU_PACK_SECONDS
-    route.costs = _costs(*best, bulk_nbytes=source.nbytes, pack=pack)
+    connection.costs = _costs(*best, bulk_nbytes=source.nbytes, pack=pack)
 
 
 def _costs(one: float, many: float, bulk: float, *, bulk_nbytes: int, pack: float) -> Costs:
-    """From the seconds of one short put, of ``MANY`` and of one of ``bulk_nbytes`` bytes, each flushed."""
+    """one, many, bulk: seconds of one short put, of ``MANY``, and of one of ``bulk_nbytes`` bytes, with the flush.
+
+    pack: seconds per byte to gather or scatter short runs.
+    """
     byte = max((bulk - one) / bulk_nbytes, LEAST_BYTE)
     return Costs(descriptor=max((many - one) / (MANY - 1) - SHORT * byte, LEAST_PUT), byte=byte, pack=pack)
 
 
 @functools.cache
 def _host_pack_seconds() -> float:
-    """What gathering a byte costs on this host: slices of 512 bytes, of one head in eight, from shuffled pages."""
+    """Seconds per byte to gather on this host: runs of 512 bytes, one head of eight, from pages in random order."""
     tokens, stride, pairs = 16, 8 * SHORT, 128
     pages = np.ones(pairs * tokens * stride, np.uint8)
     packed = np.ones(pairs * tokens * SHORT, np.uint8)
@@ -108,31 +122,36 @@ def _host_pack_seconds() -> float:
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        rows = Rows(1, 0, 0, tokens, stride, SHORT, SHORT)
-        hostcopy.copy_pairs(pages.ctypes.data, packed.ctypes.data, src, dst, 0, pairs, rows)
+        rows = StridedRuns(1, 0, 0, tokens, stride, SHORT, SHORT)
+        copy_loops.copy_pairs(pages.ctypes.data, packed.ctypes.data, src, dst, 0, pairs, rows)
         best = min(best, time.perf_counter() - began)
     return best / packed.nbytes
 
 
 def _probe(
-    route: Route, source: Region, target: int, stores: bool, device: Device | None, progress: _Progress
+    connection: PeerConnection,
+    source: Region,
+    target: int,
+    stores: bool,
+    gpu: GpuContext | None,
+    progress: _Progress,
 ) -> Iterator[float | None]:
-    """Yields None while it works, at last the best rate over a few repeats. What it writes means nothing."""
+    """Yields None while it measures, and at last the best rate in GB/s. The bytes that it writes have no meaning."""
     best = 0.0
-    view = route.views[target] if stores else None
+    view = connection.views[target] if stores else None
     for _ in range(REPEATS):
         if view is None:
-            seconds = yield from _put(route, _whole(source, target), progress)
-        elif device is None:
+            seconds = yield from _put(connection, _whole(source, target), progress)
+        elif gpu is None:
             seconds = yield from _store(source, view)
         else:
-            seconds = yield from _copy(source, view, device)
+            seconds = yield from _copy(source, view, gpu)
         best = max(best, source.nbytes / seconds / 1e9)
     yield best
 
 
 def _puts(source: Region, target: int, count: int) -> Batch:
-    """So many short puts."""
+    """``count`` short puts."""
     offset = np.arange(count, dtype=np.int64) * SPACING
     return Batch(
         np.full(count, source.index), offset, np.full(count, target), offset, np.full(count, SHORT, dtype=np.int64)
@@ -140,23 +159,24 @@ def _puts(source: Region, target: int, count: int) -> Batch:
 
 
 def _whole(source: Region, target: int) -> Batch:
+    """One put of all the scratch memory."""
     return Batch.one(
         local_region=source.index, local_offset=0, remote_region=target, remote_offset=0, length=source.nbytes
     )
 
 
-def _put(route: Route, batch: Batch, progress: _Progress, *, limit: float = TIMEOUT) -> _Timed:
-    """Raises ``TransferTimeout``, ``PeerLost``."""
-    assert route.channel is not None
+def _put(connection: PeerConnection, batch: Batch, progress: _Progress, *, limit: float = TIMEOUT) -> _Timed:
+    """A put and its flush. Raises ``TransferTimeout`` after ``limit`` seconds, ``PeerLost``."""
+    assert connection.channel is not None
     began = time.perf_counter()
-    put = route.channel.put(batch)
-    flush = route.channel.flush()
+    put = connection.channel.put(batch)
+    flush = connection.channel.flush()
     spun = began
     while not (put.done and flush.done):
         now = time.perf_counter()
         if now - began > limit:
             put.cancel()
-            raise TransferTimeout(f"{batch.nbytes} bytes to rank {route.rank} took more than {limit:g} s")
+            raise TransferTimeout(f"{batch.nbytes} bytes to rank {connection.rank} took more than {limit:g} s")
         if now - spun > SPIN:
             yield
             spun = time.perf_counter()
@@ -167,18 +187,20 @@ def _put(route: Route, batch: Batch, progress: _Progress, *, limit: float = TIME
 
 
 def _store(source: Region, view: RemoteView) -> _Timed:
+    """Stores of the host into the peer's mapped scratch memory."""
     began = time.perf_counter()
-    hostcopy.copy_spans(source.ptr, view.ptr, _one(0), _one(0), _one(source.nbytes), 0, 1)
+    copy_loops.copy_spans(source.ptr, view.ptr, _one(0), _one(0), _one(source.nbytes), 0, 1)
     seconds = time.perf_counter() - began
     yield
     return seconds
 
 
-def _copy(source: Region, view: RemoteView, device: Device) -> _Timed:
-    stream = device.open_stream
+def _copy(source: Region, view: RemoteView, gpu: GpuContext) -> _Timed:
+    """A copy by the GPU into the peer's mapped scratch memory."""
+    stream = gpu.unblocked_stream
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record(stream)
-    copyengine.copy_batch(_one(source.ptr), _one(view.ptr), _one(source.nbytes), stream)
+    copy_engine.copy_batch(_one(source.ptr), _one(view.ptr), _one(source.nbytes), stream)
     ended.record(stream)
     while not ended.query():
         yield

@@ -1,4 +1,8 @@
-"""The progress thread: one per registered group, owner of its transport, its sockets and its engine."""
+"""The progress thread: one per registered group. Owns the group's transport and sockets, and drives its engine.
+
+Each turn runs the calls that other threads queued, then one `Engine.step`. If there is nothing more to do, the thread
+*rests* while verbs come often (see `torchkv.host.spin_wait`), and *sleeps* in a system call otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from torchkv import idle
-from torchkv.control import Control
-from torchkv.engine import Engine
+from torchkv.control.channel import ControlChannel
+from torchkv.engine.engine import Engine
 from torchkv.errors import KVError, TransferCancelled
-from torchkv.transport import Transport
+from torchkv.host import spin_wait
+from torchkv.transport.interface import Transport
 
 __all__ = ["ProgressThread", "Waker"]
 
@@ -26,40 +30,42 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ATTENTIVE = 0.1  # seconds after a call during which the next one finds the thread awake
-REST = 0.005  # seconds between two looks at everything else while it rests
-DRAIN = 1.0  # seconds that a closing group gives its transfers to stop
-_TRANSPORT, _EVERYTHING = 1, -1  # a bit for each file descriptor with news: first the transport's, then control's
+ATTENTIVE = 0.1  # seconds after a wake-up for which the thread rests instead of sleeping
+REST = 0.005  # longest rest in seconds: then the engine is stepped even if nothing has arrived
+DRAIN = 1.0  # seconds for which a closing group waits until its transfers have stopped
+# Bit i says whether file descriptor i may be readable: 0 is the transport's, the others are the control channel's.
+_TRANSPORT, _EVERYTHING = 1, -1
 
-# PyDLL keeps the GIL during the call. os.eventfd_write would release it, and the thread just woken would take it
-# and run while the caller waits: 20 us and more on the caller's thread, for a system call of one.
+# PyDLL keeps the GIL during the call. os.eventfd_write would release it, and the woken thread would take it and run
+# while the caller waits: 20 us and more on the caller's thread, instead of the 1 us of the system call.
 _libc = ctypes.PyDLL(None)
 _libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 class Waker:
-    """Wakes the progress thread: one store while it rests, a system call when it sleeps; see `idle`."""
+    """Wakes the progress thread: by one store while it rests, by a system call while it sleeps. See `spin_wait`."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asleep = False
-        self.word = np.zeros(1, dtype=np.int64)  # not 0: somebody has called
-        self._word = self.word.data  # the same, to which Python has a shorter way
+        self.word = np.zeros(1, dtype=np.int64)  # not 0: there was a call since `answer`
+        self._word = self.word.data  # the same memory; Python stores faster into a memoryview than into an array
 
     def wake(self) -> None:
+        """Any thread. Part of every verb's cost."""
         self._word[0] = 1
         if self.asleep:
             self.asleep = False
             _libc.eventfd_write(self.fd, 1)
 
     def answer(self) -> bool:
-        """Whether somebody has called since the last time. To be asked before looking for what they want."""
+        """Whether `wake` was called since the last time. Ask this before looking for work, else a call gets lost."""
         called = self._word[0] != 0
         self._word[0] = 0
         return called
 
     def clear(self) -> None:
-        """The thread has slept, and is awake."""
+        """To be called by the thread when it has slept."""
         self.asleep = False
         try:
             os.eventfd_read(self.fd)
@@ -67,7 +73,7 @@ class Waker:
             return  # something else ended the sleep
 
     def close(self) -> None:
-        # A late `wake` must not write to whoever is given this number next.
+        # A late `wake` must not write to the file that gets this descriptor's number next.
         self.asleep = False
         fd, self.fd = self.fd, -1
         os.close(fd)
@@ -83,28 +89,28 @@ class _Call(Generic[T]):
     def run(self) -> None:
         try:
             self.future.set_result(self._function())
-        except Exception as error:  # noqa: BLE001 - whatever it raised belongs to the caller who waits for it
+        except Exception as error:  # noqa: BLE001 - any error is raised again in the calling thread
             self.future.set_exception(error)
 
 
 class ProgressThread:
-    """Runs an engine's steps, and sleeps when there are none to run.
+    """Runs an engine's steps on a thread of its own.
 
-    The transport and the control channel are made on this thread, by ``make``, because both belong to the thread
-    that makes them. ``call`` runs a function there; the engine is added once the group knows its members.
+    make: makes the transport and the control channel. Runs on this thread, because both belong to the thread that makes
+    them. ``engine`` is set during registration, once the metadata of all ranks is known.
     """
 
-    def __init__(self, name: str, make: Callable[[], tuple[Transport, Control]]) -> None:
+    def __init__(self, name: str, make: Callable[[], tuple[Transport, ControlChannel]]) -> None:
         self.waker = Waker()
         self.engine: Engine | None = None
         self._make = make
         self._calls: deque[_Call[Any]] = deque()
         self._stopping = False
-        self._news = _EVERYTHING  # since the last turn
-        self._rest_until = 0.0  # callers were here lately: rest lightly
-        self._ready: Future[tuple[Transport, Control]] = Future()
+        self._readable = _EVERYTHING  # file descriptors that may be readable; see _TRANSPORT
+        self._rest_until = 0.0  # until then rest instead of sleeping, because a verb was called lately
+        self._ready: Future[tuple[Transport, ControlChannel]] = Future()
         self._crash: BaseException | None = None
-        # A daemon, so that a program that never destroys its group can still exit.
+        # A daemon thread, so that a program that never destroys its group can exit.
         self._thread = threading.Thread(target=self._run, name=f"torchkv-{name}", daemon=True)
         self._thread.start()
         try:
@@ -115,14 +121,14 @@ class ProgressThread:
             raise
 
     def call(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` on the progress thread and returns or raises what it does."""
+        """Runs ``function`` on the progress thread. Returns its result, or raises its error."""
         call = _Call(function)
         self._calls.append(call)
         self.waker.wake()
         return call.future.result()
 
     def stop(self) -> None:
-        """Fails what is pending, closes transport and sockets, ends the thread. Idempotent."""
+        """Fails pending calls, closes the transport and the sockets, and ends the thread. Idempotent."""
         if self._thread.is_alive():
             self._stopping = True
             self.waker.wake()
@@ -131,7 +137,7 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
-            idle.begin()
+            spin_wait.begin()
             transport, control = self._make()
         except BaseException as error:  # noqa: BLE001 - handed to the constructor, which raises it
             self._ready.set_exception(error)
@@ -146,20 +152,20 @@ class ProgressThread:
         finally:
             self._close(transport, control)
 
-    def _turn(self, transport: Transport, control: Control) -> None:
+    def _turn(self, transport: Transport, control: ControlChannel) -> None:
         now = time.monotonic()
         if self.waker.answer():
             self._rest_until = now + ATTENTIVE
         while self._calls:
             self._calls.popleft().run()
-            self._news = _EVERYTHING
+            self._readable = _EVERYTHING
         engine = self.engine
-        news, self._news = self._news, _EVERYTHING
+        readable, self._readable = self._readable, _EVERYTHING
         if engine is None:
             busy = again = transport.progress()
             wait = 1.0
         else:
-            busy = engine.step(now, heard=-1 if control.unread else news >> 1, moved=news & _TRANSPORT != 0)
+            busy = engine.step(now, heard=-1 if control.unread else readable >> 1, moved=readable & _TRANSPORT != 0)
             again = busy and engine.moving
             wait = engine.next_wake(time.monotonic())
         if again or wait <= 0 or control.unread:
@@ -167,44 +173,48 @@ class ProgressThread:
         fd = transport.arm()
         if fd is None:
             return
-        device = None if engine is None else engine.device
-        spin = 0.0 if engine is None else engine.eager_until - now
-        if device is not None and device.in_flight:
-            awaited = [(flag.index, flag.value) for flag in device.in_flight]
-            spin = REST if device.soon else spin
-            self._rest((fd, *control.fds), words=device.flags.words, awaited=awaited, seconds=REST, spin=spin)
+        gpu = None if engine is None else engine.gpu
+        spin = 0.0 if engine is None else engine.spin_until - now
+        if gpu is not None and gpu.completions:
+            awaited = [(completion.index, completion.value) for completion in gpu.completions]
+            spin = REST if gpu.copy_completions else spin
+            self._rest((fd, *control.fds), words=gpu.sync_words.words, awaited=awaited, seconds=REST, spin=spin)
         elif wait < REST or now < self._rest_until or spin > 0:
             self._rest((fd, *control.fds), seconds=min(wait, REST), spin=spin)
         else:
             self._sleep(control, fd, wait)
 
-    def _rest(self, fds: tuple[int, ...], **what: Any) -> None:
-        self._news = idle.rest(self.waker.word, fds, **what)
+    def _rest(self, fds: tuple[int, ...], **operation: Any) -> None:
+        self._readable = spin_wait.rest(self.waker.word, fds, **operation)
 
-    def _sleep(self, control: Control, fd: int, wait: float) -> None:
+    def _sleep(self, control: ControlChannel, fd: int, wait: float) -> None:
         self.waker.asleep = True
-        # Whoever called before `asleep` was set did not write to the file descriptor: look once more.
+        # A `wake` before `asleep` was set did not write to the file descriptor, but it set the word.
         if not self.waker.word[0]:
             control.sleep(wait, (self.waker.fd, fd))
         self.waker.clear()
 
-    def _close(self, transport: Transport, control: Control) -> None:
+    def _close(self, transport: Transport, control: ControlChannel) -> None:
         engine, self.engine = self.engine, None
         self._stopping = True
         reason = "the group was destroyed" if self._crash is None else f"the progress thread failed: {self._crash!r}"
         if engine is not None:
             gone = TransferCancelled(reason)
-            engine.abandon(gone, time.monotonic())
+            engine.fail_all(gone, time.monotonic())
             deadline = time.monotonic() + DRAIN
             while self._crash is None and engine.moving and time.monotonic() < deadline:
                 engine.step(time.monotonic())
-            engine.farewell(gone, time.monotonic())
-            if engine.device is not None:
-                engine.device.close()
+            engine.end_all(gone, time.monotonic())
+            if engine.gpu is not None:
+                engine.gpu.close()
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
         for close in (
-            *((engine.let_go, *(route.close for route in engine.routes.values())) if engine else ()),
+            *(
+                (engine.run_deferred_frees, *(connection.close for connection in engine.connections.values()))
+                if engine
+                else ()
+            ),
             transport.close,
             control.close,
         ):

@@ -1,52 +1,53 @@
-"""``register``: every rank publishes its card, checks everybody else's, and builds its engine. All or none."""
+"""The steps of ``register``: register memory, publish metadata, check that of all ranks, build and warm up the engine.
+
+`KVProcessGroup.register` calls them in order, and exchanges metadata between them.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from torchkv import arguments, checksum, descriptors, hostcopy, hostlane, idle, wire
 from torchkv.cache import KVCache
-from torchkv.card import Card, placement_cards, region_card
-from torchkv.control import Control
-from torchkv.cost import Choice
-from torchkv.engine import Engine
-from torchkv.env import Options
+from torchkv.control.channel import ControlChannel
+from torchkv.engine.engine import Engine
+from torchkv.engine.peer_metadata import PeerMetadata, placement_metadata, region_metadata
+from torchkv.engine.probe import PROBE_BYTES, calibration, measure
+from torchkv.engine.progress import ProgressThread
+from torchkv.engine.scheduler import LocalMemory
+from torchkv.engine.weak_callback import weakly
 from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
-from torchkv.layout import KVLayout
-from torchkv.packer import HostPacker, Staging
-from torchkv.probe import PROBE_BYTES, calibration, measure
-from torchkv.processes import this_process
-from torchkv.progress import ProgressThread
-from torchkv.protocol import leases
-from torchkv.roster import Roster
-from torchkv.route import LocalPages, Route, StageTarget
-from torchkv.stagememory import SendStages, StageMemory
-from torchkv.staging import MAX_CHANNELS, SIGNALS, signal_offset
-from torchkv.transport import Channel, Region, RemoteView, Transport, load_transport
-from torchkv.weak import weakly
+from torchkv.host import jit
+from torchkv.host.processes import this_process
+from torchkv.layout import codec
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.stage_format import MAX_CHANNELS, SIGNALS, signal_offset
+from torchkv.options import Options
+from torchkv.staging.host_packer import HostPacker
+from torchkv.staging.memory import SendStages, StageMemory
+from torchkv.staging.packer import Staging
+from torchkv.transfer.path_cost import Choice, choose
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection, StageTarget
+from torchkv.transport.interface import Channel, Region, RemoteView, Transport, load_transport
 
 if TYPE_CHECKING:
-    from torchkv.device import Device
+    from torchkv.kernels.gpu_context import GpuContext
 
-__all__ = ["Exchange", "Registration", "choose_transport", "failure_card", "new_incarnation", "new_secret"]
+__all__ = ["Registration", "choose_transport", "failure_metadata", "new_incarnation", "new_secret"]
 
-# Gives every rank's bytes to every rank, in rank order. Collective.
-Exchange = Callable[[bytes], Sequence[bytes]]
-
-COMPILED = (hostcopy, descriptors, arguments, idle, checksum, leases, hostlane, wire)  # machine code for all ranks
-AUTO = ("ucx",)
+AUTO = ("ucx",)  # the transports that Options(transport="auto") tries
 
 
 def choose_transport(name: str) -> type[Transport]:
-    """The transport class for ``Options.transport``. Raises ``TransportUnavailable`` with every reason."""
+    """The transport class for ``Options.transport``. Raises ``TransportUnavailable`` with the reasons."""
     reasons: list[str] = []
     for candidate in AUTO if name == "auto" else (name,):
         cls = load_transport(candidate)
@@ -59,9 +60,11 @@ def choose_transport(name: str) -> type[Transport]:
 
 @dataclass(kw_only=True)
 class Registration:
-    """Local facts of one rank's registration, and the steps in which it becomes an engine.
+    """One rank's registration: the steps from a cache to an engine, and what is measured afterwards.
 
-    All methods run on the thread that owns transport and control.
+    Methods run on the thread that owns ``transport`` and ``control``, except for those that take a `ProgressThread`:
+    these run on any other thread. instance: name of the serving instance. secret: candidate for the group's key, which
+    is the secret of the lowest rank.
     """
 
     rank: int
@@ -69,21 +72,24 @@ class Registration:
     cache: KVCache | None
     options: Options
     transport: Transport
-    control: Control
+    control: ControlChannel
     incarnation: int
     secret: bytes
 
     def __post_init__(self) -> None:
-        self._regions: list[Region] = []  # as published: the cache's storages, the staging ring, memory for probes
-        self._cards: dict[int, Card] = {}
-        self.device: Device | None = None  # where the cache lies, if that is a GPU
+        self._regions: list[Region] = []  # in the published order: the cache's storages, staging ring, scratch memory
+        self._metadata_of: dict[int, PeerMetadata] = {}
+        self.gpu: GpuContext | None = None  # None if the cache lies in host memory
         self._staging: Staging | None = None
-        self._probe_memory: torch.Tensor | None = None
-        self._calibrates = False  # routes made from now on are to be measured when they are first needed
+        self._probe_memory: torch.Tensor | None = None  # the scratch memory
+        self._calibrates = False  # whether the costs of connections made from now on are measured on first use
 
-    def card(self) -> Card:
-        """Registers the cache's memory and describes this rank. Raises ``TransportUnavailable``."""
-        card = Card(
+    def metadata(self) -> PeerMetadata:
+        """Registers this rank's memory, and returns what the rank publishes.
+
+        Raises ``TransportUnavailable``, and ``LayoutMismatch`` for a layout with state and a cache without slots.
+        """
+        metadata = PeerMetadata(
             rank=self.rank,
             incarnation=self.incarnation,
             instance=self.instance,
@@ -93,7 +99,7 @@ class Registration:
             secret=self.secret,
         )
         if self.cache is None:
-            return card
+            return metadata
         if self.cache.layout.stateful and not self.cache.num_slots:
             names = ", ".join(state.name for state in self.cache.layout.states)
             raise LayoutMismatch(
@@ -107,138 +113,144 @@ class Registration:
                 f"{', '.join(sorted(self.transport.capabilities.devices))} here; see python -m torchkv.doctor"
             )
         if device.type == "cuda":
-            # Here, because a host without GPUs need not have what it brings with it.
-            from torchkv.device import Device
+            # Imported here because it imports Triton, which a rank without a GPU need not have.
+            from torchkv.kernels.gpu_context import GpuContext
 
-            self.device = Device(device, blocks=self.options.sm_budget)
+            self.gpu = GpuContext(device, blocks=self.options.sm_budget)
         for storage in self.cache.storages:
             self._regions.append(self.transport.register(storage))
         ring: StageMemory | None = None
         if self.options.staging_recv:
-            waits = self.device is None or self.device.signals
+            waits = self.gpu is None or self.gpu.signals
             signals = SIGNALS if self.transport.capabilities.signals and waits else 0
             ring, region = self._stage_memory(self.options.staging_recv, signals=signals)
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
-        for module in COMPILED:
-            module.warm_up()
+        jit.warm_up()
         _collect_garbage()
         self._staging = self._make_staging(ring)
         return msgspec.structs.replace(
-            card,
+            metadata,
             address=self.transport.address(),
-            layout=self.cache.layout.encode(),
+            layout=codec.encode(self.cache.layout),
             num_pages=self.cache.num_pages,
             num_slots=self.cache.num_slots,
             device=device.type,
             staging=0 if ring is None else ring.nbytes,
             signals=0 if ring is None else len(ring.signals),
-            channels=self._staging.packer.channels if ring is not None and len(ring.signals) else 0,
+            channels=self._staging.packer.fifo_channels if ring is not None and len(ring.signals) else 0,
             checksum=self.options.checksum,
-            regions=[region_card(region) for region in self._regions],
-            placements=placement_cards(self.cache),
+            regions=[region_metadata(region) for region in self._regions],
+            placements=placement_metadata(self.cache),
         )
 
-    def engine(self, cards: Sequence[Card]) -> Engine:
-        """Checks all cards and connects the control channel. Raises ``LayoutMismatch``, ``ProtocolError``."""
-        for card in cards:
-            card.raise_error()
-        self._check_cards(cards)
-        self._cards = {card.rank: card for card in cards}
-        roster = Roster(self.rank, [card.member() for card in cards])
-        roster.check()
-        for card in cards:
-            if card.rank != self.rank:
-                self.control.connect(card.rank, card.endpoint, card.process)
+    def engine(self, all_metadata: Sequence[PeerMetadata]) -> Engine:
+        """Checks the metadata of all ranks, connects the control channel to them, and builds the engine.
+
+        Raises the error that a rank reported, ``LayoutMismatch``, ``TransportUnavailable``, ``ProtocolError``.
+        """
+        for metadata in all_metadata:
+            metadata.raise_error()
+        self._check_metadata(all_metadata)
+        self._metadata_of = {metadata.rank: metadata for metadata in all_metadata}
+        group_map = GroupMap(self.rank, [metadata.info() for metadata in all_metadata])
+        group_map.check()
+        for metadata in all_metadata:
+            if metadata.rank != self.rank:
+                self.control.connect(metadata.rank, metadata.endpoint, metadata.process)
         return Engine(
-            roster=roster,
+            group_map=group_map,
             options=self.options,
-            key=min(cards, key=lambda card: card.rank).secret,
+            key=min(all_metadata, key=lambda metadata: metadata.rank).secret,
             transport=self.transport,
             control=self.control,
-            local=self._local_pages(),
+            memory=LocalMemory(pages=self._local_pages(), gpu=self.gpu, staging=self._staging),
             connect=self._connect,
-            device=self.device,
-            staging=self._staging,
         )
 
     def warm(self, engine: Engine) -> None:
-        """Makes the routes that requests will need, and refuses what ``Options.require`` rules out."""
+        """Makes the connections that requests will need, and loads kernels and memory for them.
+
+        Raises ``TransportUnavailable`` if a connection cannot be made, or cannot take the path ``Options.require``.
+        """
         if self.cache is None:
             return
-        if self.device is not None:
+        if self.gpu is not None:
             engine.prepare(self.rank)  # copies within this rank
-        for rank, member in engine.roster.members.items():
-            if rank == self.rank or member.layout is None or member.instance == self.instance:
+        for rank, info in engine.group_map.info.items():
+            if rank == self.rank or info.layout is None or info.instance == self.instance:
                 continue
-            if engine.roster.owes(rank):
-                route = engine.route(rank)
-                route.path(forced=self.options.require, page_for_page=True)
+            if engine.group_map.owes(rank):
+                connection = engine.connection(rank)
+                connection.path(forced=self.options.require, page_for_page=True)
                 engine.prepare(rank)
-            if engine.roster.contributing((rank,), self.rank):
-                engine.route(rank)  # also with nothing to prepare: nobody should have to connect later
+            if engine.group_map.contributing((rank,), self.rank):
+                engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request
                 engine.prepare_to_receive(rank)
 
-    def measure(self, thread: ProgressThread, route: Route) -> float:
-        """The rate to a peer's scratch memory in GB/s, as its pages are written. Not for the progress thread."""
-        target = len(self._cards[route.rank].regions) - 1
-        stores = route.channel is None or (route.direct and self.options.forced_path in (None, "direct"))
-        return measure(thread, route, self._regions[-1], target, stores=stores, device=self.device)
+    def measure(self, thread: ProgressThread, connection: PeerConnection) -> float:
+        """The rate to a peer in GB/s (1e9 bytes/s), by stores or puts, as transfers do. Not for the progress thread."""
+        target = len(self._metadata_of[connection.rank].regions) - 1
+        stores = connection.channel is None or (connection.direct and self.options.forced_path in (None, "direct"))
+        return measure(thread, connection, self._regions[-1], target, stores=stores, gpu=self.gpu)
 
-    def calibrate(self, thread: ProgressThread, route: Route) -> None:
-        """Measures what puts cost on ``route``, unless that is known. Not to be called on the progress thread."""
-        if route.channel is None or route.costs is not None:
+    def calibrate(self, thread: ProgressThread, connection: PeerConnection) -> None:
+        """Measures what puts cost on ``connection``, unless that is known. Not for the progress thread."""
+        if connection.channel is None or connection.costs is not None:
             return
-        thread.call(lambda: self._plan_calibration(route))
-        while not thread.call(route.calibrated):  # step by step, so that it serves requests in between
+        thread.call(lambda: self._plan_calibration(connection))
+        while not thread.call(connection.calibrated):  # one step per call: the thread serves requests in between
             continue
 
-    def choose(self, engine: Engine, route: Route, tokens: int) -> Choice:
-        """What would be chosen for all layers of ``tokens`` tokens in scattered pages, if nothing is forced."""
-        plan = engine.roster.plan(self.rank, engine.roster.contributing(engine.roster.siblings, route.rank), route.rank)
+    def choose(self, engine: Engine, connection: PeerConnection, tokens: int) -> Choice:
+        """The path that a transfer of all layers of ``tokens`` tokens in scattered pages would take, with its costs."""
+        plan = engine.group_map.plan(
+            self.rank, engine.group_map.contributing(engine.group_map.siblings, connection.rank), connection.rank
+        )
         local = self._local_pages()
         assert local is not None
         size = max(plan.src_page_size, plan.dst_page_size)
         tokens = -(-tokens // size) * size
-        return route.choose(
+        return choose(
             plan,
-            local,
             plan.layers,
+            local=local,
+            connection=connection,
             start=0,
             num_pages=tokens // plan.src_page_size,
             limit_tokens=tokens,
             runs=None,
-            ring=0 if self._staging is None else route.ring(self._staging.sending.ring.capacity),
+            ring=0 if self._staging is None else connection.ring(self._staging.sending.ring.capacity),
         )
 
-    def measure_routes(self, thread: ProgressThread, engine: Engine) -> None:
-        """Measures the routes there are: what puts cost, where paths are chosen by that, and rates if asked for.
+    def measure_connections(self, thread: ProgressThread, engine: Engine) -> None:
+        """Measures all connections: the cost of puts if paths depend on it, the rate if ``Options.min_gbps`` is set.
 
-        Those made later are measured when a transfer first needs it. Where no thread drives the engine, as on a virtual
-        clock, nothing is measured and costs are assumed. Raises ``TransportUnavailable`` if a route is slower than
-        ``Options.min_gbps``.
+        Connections made later are measured by the first transfer that needs the costs. Without this call, as in
+        simulations on a virtual clock, costs are assumed. Raises ``TransportUnavailable`` for a connection that is
+        slower than ``Options.min_gbps``.
         """
         if self.cache is not None and self.options.forced_path is None:
             self._calibrates = True
-            for rank, route in list(engine.routes.items()):
-                if engine.roster.owes(rank) and not route.direct:
-                    self.calibrate(thread, route)
+            for rank, connection in list(engine.connections.items()):
+                if engine.group_map.owes(rank) and not connection.direct:
+                    self.calibrate(thread, connection)
         if self.options.min_gbps is None:
             return
-        for rank, route in engine.routes.items():
-            if route.channel is None:
+        for rank, connection in engine.connections.items():
+            if connection.channel is None:
                 continue
-            rate = self.measure(thread, route)
+            rate = self.measure(thread, connection)
             if rate < self.options.min_gbps:
-                lane = thread.call(lambda route=route: route.lane)  # type: ignore[misc]  # a default argument
+                lane = thread.call(lambda connection=connection: connection.lane)  # type: ignore[misc]  # a default argument
                 raise TransportUnavailable(
                     f"the link to rank {rank} ({lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
                     f"{self.options.min_gbps:g}; see explain({rank}) for why it is no better, or lower the limit"
                 )
 
     def release(self) -> None:
-        """Lets go of the memory that was taken for this group, after its thread has ended."""
+        """Releases the memory that was allocated for this group. To be called after its thread has ended."""
         if self._staging is not None:
             self._staging.release()
         self._probe_memory = None
@@ -246,22 +258,24 @@ class Registration:
 
     # ------------------------------------------------------------------ inside
 
-    def _plan_calibration(self, route: Route) -> None:
-        if route.calibration is None:
-            target = len(self._cards[route.rank].regions) - 1
-            route.calibration = calibration(route, self._regions[-1], target, self.transport.progress)
+    def _plan_calibration(self, connection: PeerConnection) -> None:
+        if connection.calibration is None:
+            target = len(self._metadata_of[connection.rank].regions) - 1
+            connection.calibration = calibration(connection, self._regions[-1], target, self.transport.progress)
 
-    def _check_cards(self, cards: Sequence[Card]) -> None:
-        if [card.rank for card in cards] != list(range(len(cards))):
-            raise ProtocolError(f"registration cards of ranks {[card.rank for card in cards]}, expected one per rank")
-        names = {card.transport for card in cards}
+    def _check_metadata(self, all_metadata: Sequence[PeerMetadata]) -> None:
+        if [metadata.rank for metadata in all_metadata] != list(range(len(all_metadata))):
+            raise ProtocolError(
+                f"registration metadata of ranks {[metadata.rank for metadata in all_metadata]}, expected one per rank"
+            )
+        names = {metadata.transport for metadata in all_metadata}
         if len(names) != 1:
             raise TransportUnavailable(f"ranks chose different transports: {sorted(names)}; set Options.transport")
-        devices = {card.device: card.rank for card in cards if card.device}
+        devices = {metadata.device: metadata.rank for metadata in all_metadata if metadata.device}
         if len(devices) > 1:
             where = ", ".join(f"{device} (rank {rank})" for device, rank in sorted(devices.items()))
             raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
-        if len(cards[0].secret) < 16:
+        if len(all_metadata[0].secret) < 16:
             raise ProtocolError("rank 0 published no secret for the control channel")
 
     def _stage_memory(self, nbytes: int, *, signals: int = 0) -> tuple[StageMemory, Region]:
@@ -270,7 +284,7 @@ class Registration:
         tensor = self.transport.allocate(end, self.cache.device)
         words = tensor[first:end].view(torch.int64).view(signals, 2 * MAX_CHANNELS).zero_()
         if words.is_cuda and signals:
-            torch.cuda.synchronize(words.device)  # before any peer may raise one
+            torch.cuda.synchronize(words.device)  # zeroed before any peer may write one
         region = self.transport.register(tensor)
         return StageMemory(tensor[:nbytes], region.index, words), region
 
@@ -281,12 +295,12 @@ class Registration:
         local = self._local_pages()
         assert local is not None
         sending = SendStages(self.options.staging_send, weakly(self._send_memory))
-        if self.device is None:
+        if self.gpu is None:
             return Staging(HostPacker(local, ring), sending, ring)
-        # Here, because it brings Triton with it, which a rank without a GPU need not have.
-        from torchkv.devicepacker import DevicePacker
+        # Imported here for the same reason as `GpuContext`.
+        from torchkv.staging.cuda_packer import CudaPacker
 
-        return Staging(DevicePacker(local, ring, device=self.device), sending, ring)
+        return Staging(CudaPacker(local, ring, device=self.gpu), sending, ring)
 
     def _local_pages(self) -> LocalPages | None:
         if self.cache is None:
@@ -300,19 +314,19 @@ class Registration:
             regions=[region.index for region in self._regions],
         )
 
-    def _connect(self, rank: int) -> Route:
-        """Made on first use, because most pairs of a large group never talk."""
-        card = self._cards[rank]
-        layout = card.member().layout
+    def _connect(self, rank: int) -> PeerConnection:
+        """The connection to ``rank``. Raises ``LayoutMismatch``, ``ProtocolError``, ``TransportUnavailable``."""
+        metadata = self._metadata_of[rank]
+        layout = metadata.info().layout
         if layout is None:
             raise LayoutMismatch(f"rank {rank} registered no cache")
         if rank == self.rank:
             views: list[RemoteView | None] = [RemoteView(r.ptr, r.nbytes, r.device) for r in self._regions]
-            return self._route(card, layout, None, views)
-        channel = self.transport.connect(card.address, [region.descriptor for region in card.regions])
+            return self._connection(metadata, layout, None, views)
+        channel = self.transport.connect(metadata.address, [region.descriptor for region in metadata.regions])
         views = []
         why = ""
-        for index, region in enumerate(card.regions):
+        for index, region in enumerate(metadata.regions):
             view = channel.view(index)
             if view is not None and view.nbytes < region.nbytes:
                 channel.close()
@@ -322,28 +336,35 @@ class Registration:
             if view is None and not why:
                 why = channel.why_no_view(index)
             views.append(view)
-        route = self._route(card, layout, channel, views, why)
-        if self._calibrates and not route.direct:
-            self._plan_calibration(route)
-        return route
+        connection = self._connection(metadata, layout, channel, views, why)
+        if self._calibrates and not connection.direct:
+            self._plan_calibration(connection)
+        return connection
 
-    def _route(
-        self, card: Card, layout: KVLayout, channel: Channel | None, views: list[RemoteView | None], no_view: str = ""
-    ) -> Route:
-        return Route(
-            rank=card.rank,
+    def _connection(
+        self,
+        metadata: PeerMetadata,
+        layout: KVLayout,
+        channel: Channel | None,
+        views: list[RemoteView | None],
+        no_view: str = "",
+    ) -> PeerConnection:
+        return PeerConnection(
+            rank=metadata.rank,
             layout=layout,
-            placements=card.placement_map(),
+            placements=metadata.placement_map(),
             channel=channel,
             views=views,
-            staging=StageTarget(len(card.regions) - 2, card.staging, card.channels) if card.staging else None,
+            staging=StageTarget(len(metadata.regions) - 2, metadata.staging, metadata.channels)
+            if metadata.staging
+            else None,
             no_view=no_view,
         )
 
 
-def failure_card(rank: int, incarnation: int, error: Exception) -> Card:
-    """What a rank publishes that cannot take part, so that no other rank waits for it."""
-    return Card(
+def failure_metadata(rank: int, incarnation: int, error: Exception) -> PeerMetadata:
+    """What a rank publishes if it cannot take part, because the other ranks wait for its metadata."""
+    return PeerMetadata(
         rank=rank,
         incarnation=incarnation,
         instance="",
@@ -355,18 +376,20 @@ def failure_card(rank: int, incarnation: int, error: Exception) -> Card:
 
 @functools.cache
 def _collect_garbage() -> None:
-    """Once a process, and now: Python's first full collection takes some 0.2 s where torch is loaded, for all threads.
+    """Runs Python's full garbage collection now, once a process, so that it does not run amid the first requests.
 
-    It comes when as many objects again as a quarter of all have been made since the one before: if that was long ago,
-    amid the first requests.
+    With torch loaded it takes about 0.2 s, in which all threads stand still. Python starts one when as many objects as
+    a quarter of all have been made since the last one.
     """
     if gc.isenabled():
         gc.collect()
 
 
 def new_secret() -> bytes:
+    """A key of 32 random bytes."""
     return secrets.token_bytes(32)
 
 
 def new_incarnation() -> int:
+    """A random number that tells this registration of a rank from earlier ones."""
     return secrets.randbits(62)

@@ -1,7 +1,12 @@
-"""Executes what the protocol has started: waits for its data, chooses its path, advances it, reports its end."""
+"""Executes the sender's started operations (`SendOp`): waits for their events, chooses paths, advances transfers.
+
+An op is *gated* until the events of its source pages are ready and its path is known. It then becomes a `Transfer`,
+which is *queued* until it may begin, *active* while it is advanced, and at its end reported to the `Sender`.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,42 +16,51 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from torchkv.copytransfer import CopyTransfer
-from torchkv.cost import runs_between
-from torchkv.devicepages import DevicePages
-from torchkv.env import Options
+from torchkv.arrays import Int64Array
+from torchkv.cuda.events import StreamEvent
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransferTimeout
-from torchkv.events import StreamEvent
-from torchkv.packer import Staging
-from torchkv.plan import PairPlan
+from torchkv.host.copy_loops import STEP_BYTES
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.options import Options
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.sender import Sender
-from torchkv.protocol.stageclient import StageClient
-from torchkv.puttransfer import PutTransfer
-from torchkv.route import LocalPages, Route
-from torchkv.stagedtransfer import StagedTransfer
-from torchkv.transfer import STEP_BYTES, Transfer
-from torchkv.transport import Int64Array
+from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.staging.packer import Staging
+from torchkv.staging.transfer import StagedTransfer
+from torchkv.transfer.base import Transfer, TransferContext
+from torchkv.transfer.host_copy import HostCopyTransfer
+from torchkv.transfer.path_cost import choose, runs_between
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
+from torchkv.transfer.put import PutTransfer
 
 if TYPE_CHECKING:
-    from torchkv.device import Device
-    from torchkv.jobs import JobTable
+    from torchkv.kernels.gpu_context import GpuContext
+    from torchkv.transfer.copy_tables import BaseAddressTable, BaseAddressTables
 
-__all__ = ["Event", "Mover", "SendPayload"]
+__all__ = ["Event", "LocalMemory", "SourcePages", "TransferScheduler"]
 
-MAX_ACTIVE = 64
-MAX_STEPS = 32  # pieces of one transfer in a row: a round of everything else costs as much as several small ones
+trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+_STARTED = "request %r to rank %d: transfer of layers %s started: %s"
+_ATTESTED = "request %r to rank %d: layers %s attested, %d bytes"
+_STAGED = "request %r to rank %d: %d bytes are in its staging ring"
+
+MAX_ACTIVE = 64  # transfers that are advanced in turn
+MAX_STEPS = 32  # steps of one transfer in a row: a turn of everything else costs as much as several small steps
 
 
 class Event(Protocol):
-    """Anything that says when data is ready; `torch.cuda.Event` is one."""
+    """Says whether data is ready, as `torch.cuda.Event` does."""
 
     def query(self) -> bool: ...
 
 
 @dataclass(slots=True)
-class SendPayload:
-    """What is needed to execute a `SendOp`: this rank's page ids, what gates them, the path to take."""
+class SourcePages:
+    """The source of a `SendOp`. pages: this rank's page ids (for state: its slot). path: the forced path, or None.
+
+    event: says when the pages may be read; None means now.
+    """
 
     pages: Int64Array | DevicePages
     event: Event | None
@@ -54,28 +68,39 @@ class SendPayload:
 
     @property
     def gates(self) -> list[Event]:
-        """Everything that must have happened before the pages may be read."""
+        """The events that must be ready before the pages, and page ids on a GPU, may be read."""
         gates = [] if self.event is None else [self.event]
         return [*gates, self.pages.ready] if isinstance(self.pages, DevicePages) else gates
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalMemory:
+    """A rank's own memory. pages: None without a cache. gpu: None for a cache in host memory. staging: as pages."""
+
+    pages: LocalPages | None
+    gpu: GpuContext | None
+    staging: Staging | None
+
+
 @dataclass(eq=False, slots=True)
 class _Gated:
-    """Started, and waiting for its data. path: taken over ``route``, once it is known. may_stage: whether it can be
-    the staged one."""
+    """A started op that waits for its gates.
+
+    path: the chosen path over ``connection``; None until it is known. may_stage: whether the staged path may be chosen.
+    """
 
     op: SendOp
     grant: BoundGrant
     may_stage: bool = True
-    route: Route | None = None
+    connection: PeerConnection | None = None
     path: str | None = None
 
 
-class Mover:
+class TransferScheduler:
     """The transfers of one rank. Belongs to the driver's thread; ``lock`` guards ``sender``, which callers share.
 
-    route: gives the way to a rank. broke: told of a route whose channel broke under a transfer. speak: sends what
-    ``client`` has to say.
+    connection: gives the connection to a rank. on_broken: called with a connection whose channel broke under a
+    transfer. send_stage_messages: sends what ``requester`` has queued for receivers.
     """
 
     def __init__(
@@ -84,134 +109,141 @@ class Mover:
         sender: Sender,
         lock: threading.Lock,
         options: Options,
-        local: LocalPages | None,
-        device: Device | None,
-        staging: Staging | None,
-        client: StageClient,
-        route: Callable[[int], Route],
-        broke: Callable[[Route], None],
-        speak: Callable[[], None],
+        memory: LocalMemory,
+        requester: StagingRequester,
+        connection: Callable[[int], PeerConnection],
+        on_broken: Callable[[PeerConnection], None],
+        send_stage_messages: Callable[[], None],
     ) -> None:
-        self.device = device
         self._sender = sender
         self._lock = lock
         self._timeout = options.timeout
         self._forced = options.forced_path
         self._checksum = options.checksum
-        self._local = local
-        self._staging = staging
-        self._client = client
-        self._route = route
-        self._broke = broke
-        self._speak = speak
+        self._local = memory.pages
+        self.gpu = memory.gpu
+        self._staging = memory.staging
+        self._requester = requester
+        self._connection = connection
+        self._on_broken = on_broken
+        self._send_stage_messages = send_stage_messages
         self._gated: list[_Gated] = []
-        self._queue: deque[Transfer] = deque()  # those that have not begun
-        self._admissible = False  # whether some of them may be able to by now
+        self._queue: deque[Transfer] = deque()  # transfers that have not begun
+        self._admissible = False  # whether a queued transfer may be able to begin, since something has changed
         self._active: deque[Transfer] = deque()
-        self._moved_at: dict[Transfer, float] = {}
-        self._by_op: dict[SendOp, Transfer] = {}
-        self._posting = 0  # how many of these post to the transport
+        self._by_op: dict[SendOp, Transfer] = {}  # queued and active
+        self._moved_at: dict[Transfer, float] = {}  # active -> when it last made progress
+        self._posting = 0  # how many of these need the transport's progress
+        self._tables: BaseAddressTables | None = None  # of a rank on a GPU
 
     @property
     def moving(self) -> bool:
-        """Whether transfers are under way, or waiting for their gates."""
+        """Whether there are any ops: gated, queued or active."""
         return bool(self._gated or self._by_op)
 
     @property
     def posting(self) -> bool:
-        """Whether transfers are under way that wait for the transport's progress."""
+        """Whether a transfer needs the transport's progress."""
         return self._posting > 0
 
     @property
     def pending(self) -> int:
-        """How many verbs are not over yet."""
+        """How many ops are gated, queued or active."""
         return len(self._gated) + len(self._by_op)
 
     @property
     def gated(self) -> bool:
-        """Whether a gate has to be looked at again and again."""
+        """Whether there are gates that the host has to query again and again."""
         return bool(self._gated)
 
     def moves_to(self, rank: int) -> bool:
-        """Whether a transfer to ``rank`` is under way."""
+        """Whether a transfer to ``rank`` is queued or active."""
         return any(op.dst == rank for op in self._by_op)
 
-    def will_stage(self, route: Route) -> bool:
-        """Whether transfers on this route are likely to be staged."""
-        if route.channel is None or not self._ring(route):
+    def will_stage(self, connection: PeerConnection) -> bool:
+        """Whether transfers on this connection are likely to be staged."""
+        if connection.channel is None or not self._ring(connection):
             return False
-        return self._forced == "staged" or not route.direct
+        return self._forced == "staged" or not connection.direct
 
-    def _ring(self, route: Route) -> int:
-        """Bytes of the smaller of the two rings at the ends of ``route``; 0 if nothing can be staged."""
-        return 0 if self._staging is None else route.ring(self._staging.sending.ring.capacity)
+    def _ring(self, connection: PeerConnection) -> int:
+        """Bytes of staging memory that transfers on ``connection`` can use; 0 if nothing can be staged."""
+        return 0 if self._staging is None else connection.ring(self._staging.sending.ring.capacity)
 
-    def prepare(self, plan: PairPlan, route: Route) -> None:
-        """Loads what transfers of ``plan`` may need: later it might have to wait; see `Device.quiet`."""
-        if route.channel is not None and self._ring(route):
+    def prepare(self, plan: PairPlan, connection: PeerConnection) -> None:
+        """Loads what transfers of ``plan`` may need. Loading waits for all streams, so it is done before requests come.
+
+        See `GpuContext.no_blocked_streams`.
+        """
+        if connection.channel is not None and self._ring(connection):
             assert self._staging is not None
-            if self.will_stage(route) and route.staging_view is None:
+            if self.will_stage(connection) and connection.staging_view is None:
                 self._staging.sending.take()
             self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
-        if self.device is not None and route.direct:
-            self._load(self._table(plan, route))
+        if self.gpu is not None and connection.direct:
+            self._load(self._table(plan, connection))
 
-    def _jobs(self, plan: PairPlan, route: Route) -> JobTable | None:
-        """What kernels copy by; None if these are not loaded yet, and it is not `Device.quiet`."""
-        assert self.device is not None
-        table = self._table(plan, route)
+    def _jobs(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable | None:
+        """The table that kernels copy by, with its kernels loaded; None while a blocked stream forbids loading them."""
+        assert self.gpu is not None
+        table = self._table(plan, connection)
         if not table.is_loaded:
-            with self.device.quiet() as quiet:
+            with self.gpu.no_blocked_streams() as quiet:
                 if not quiet:
                     return None
                 self._load(table)
         return table
 
-    def _table(self, plan: PairPlan, route: Route) -> JobTable:
-        if (table := route.job_table(plan)) is not None:
+    def _table(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable:
+        if self._tables is None:
+            # Imported here because it imports Triton, which a rank without a GPU need not have.
+            from torchkv.transfer.copy_tables import BaseAddressTables
+
+            assert self._local is not None
+            self._tables = BaseAddressTables(self._local)
+        if (table := self._tables.known(plan, connection)) is not None:
             return table
-        # Here, because it brings Triton with it, which a rank without a GPU need not have.
-        from torchkv.jobs import JobTable
+        assert self.gpu is not None
+        with self.gpu.on_side_stream("make tables"):
+            return self._tables.of(plan, connection)
 
-        assert self.device is not None
-        assert self._local is not None
-        with self.device.beside_the_model("make tables"):
-            return JobTable.of(plan, self._local, route)
-
-    def _load(self, table: JobTable) -> None:
-        assert self.device is not None
-        with self.device.beside_the_model("load kernels"):
+    def _load(self, table: BaseAddressTable) -> None:
+        assert self.gpu is not None
+        with self.gpu.on_side_stream("load kernels"):
             table.load()
 
     def start(self, op: SendOp, grant: BoundGrant) -> None:
+        """Takes on ``op``. Its end is reported to the sender exactly once, by ``op_finished``."""
         self._gated.append(_Gated(op, grant))
 
     def halt(self, op: SendOp) -> None:
+        """Stops the transfer of ``op``, whose request has failed. A gated op ends in the next `open_gates`."""
         transfer = self._by_op.get(op)
         if transfer is not None:
             transfer.halt()
             self._admissible = True
 
     def open_gates(self, now: float) -> bool:
-        """Turns started ops into transfers as soon as their data are ready."""
+        """Turns gated ops into transfers once their gates have opened. True if any has."""
         if not self._gated:
             return False
         waiting: list[_Gated] = []
-        gated, self._gated = self._gated, []
-        for one in gated:
-            op = one.op
+        candidates, self._gated = self._gated, []
+        for gated in candidates:
+            op = gated.op
             error: KVError | None = None
             try:
                 if not self._sender.wants(op):
                     error = TransferTimeout(f"request {op.request!r} failed before its event was ready")
-                elif (transfer := self._transfer(one)) is None:
-                    waiting.append(one)
+                elif (transfer := self._transfer(gated)) is None:
+                    waiting.append(gated)
                     continue
                 else:
                     self._by_op[op] = transfer
                     self._posting += transfer.posts
                     self._queue.append(transfer)
                     self._admissible = True
+                    trace.debug(_STARTED, op.request, op.dst, op.layers, gated.path)
                     continue
             except KVError as raised:
                 error = raised
@@ -220,62 +252,79 @@ class Mover:
             with self._lock:
                 self._sender.op_finished(op, error, flushed=True, now=now)
         self._gated.extend(waiting)
-        return len(waiting) < len(gated)
+        return len(waiting) < len(candidates)
 
     def _transfer(self, gated: _Gated) -> Transfer | None:
-        """The transfer that executes its op, or None while its gate is shut."""
+        """The transfer of a gated op; None while its gates are shut, or something it needs is not ready.
+
+        Raises `KVError` if the transfer cannot begin, and whatever ``event.query()`` raises.
+        """
         assert self._local is not None
         op, grant = gated.op, gated.grant
-        payload: SendPayload = op.payload
-        route = self._route(op.dst)
-        if gated.path is None or gated.route is not route:
-            gated.route, gated.path = route, self._path(gated, route)
+        source_pages: SourcePages = op.source_pages
+        connection = self._connection(op.dst)
+        if gated.path is None or gated.connection is not connection:
+            gated.connection, gated.path = connection, self._path(gated, connection)
         path = gated.path
         if path is None:
             return None
-        if path != "staged" and route.channel is not None and not self._may_write_pages(grant):
+        if path != "staged" and connection.channel is not None and not self._may_write_pages(grant):
             return None
-        if self.device is not None and path == "direct" and route.channel is not None:
-            return self._kernel_transfer(op, grant, payload, route, payload.pages)
-        for gate in payload.gates:
+        if self.gpu is not None and path == "direct" and connection.channel is not None:
+            return self._kernel_transfer(op, grant, source_pages, connection, source_pages.pages)
+        for gate in source_pages.gates:
             if not gate.query():
                 return None
         if path == "staged":
-            return self._staged_transfer(op, grant, payload, route)
-        pages = self._on_host(op, payload.pages) if isinstance(payload.pages, DevicePages) else payload.pages
+            return self._staged_transfer(op, grant, source_pages, connection)
+        pages = (
+            self._on_host(op, source_pages.pages) if isinstance(source_pages.pages, DevicePages) else source_pages.pages
+        )
         if pages is None:
             return None
-        if route.channel is None and np.intersect1d(pages, grant.pages).size:
+        if connection.channel is None and np.intersect1d(pages, grant.pages).size:
             raise ProtocolError(
                 f"request {op.request!r}: a local copy from pages {pages[:4].tolist()}... into themselves; "
                 f"give recv_pages other pages than those that are sent"
             )
         if path != "direct":
-            return PutTransfer(
-                op, grant, pages=pages, path=path, local=self._local, route=route, report=partial(self._attest, op)
-            )
-        if self.device is not None:
-            return self._kernel_transfer(op, grant, payload, route, pages)
-        return CopyTransfer(op, grant, pages=pages, local=self._local, route=route, report=partial(self._attest, op))
+            return PutTransfer(self._context(op, grant, connection, pages), path=path)
+        if self.gpu is not None:
+            return self._kernel_transfer(op, grant, source_pages, connection, pages)
+        return HostCopyTransfer(self._context(op, grant, connection, pages))
 
-    def _path(self, gated: _Gated, route: Route) -> str | None:
-        """The path that is forced, or costs least; None while nobody knows yet what the route costs."""
+    def _context(
+        self, op: SendOp, grant: BoundGrant, connection: PeerConnection, pages: Int64Array | DevicePages
+    ) -> TransferContext:
+        assert self._local is not None
+        return TransferContext(
+            op=op,
+            grant=grant,
+            pages=pages,
+            local=self._local,
+            connection=connection,
+            report=partial(self._attest, op),
+        )
+
+    def _path(self, gated: _Gated, connection: PeerConnection) -> str | None:
+        """The forced path, or the one that costs least; None while the connection's costs are still being measured."""
         assert self._local is not None
         op, grant = gated.op, gated.grant
-        payload: SendPayload = op.payload
-        path = route.path(forced=payload.path, page_for_page=grant.plan.page_for_page)
-        if payload.path is not None or path == "direct":
+        source_pages: SourcePages = op.source_pages
+        path = connection.path(forced=source_pages.path, page_for_page=grant.plan.page_for_page)
+        if source_pages.path is not None or path == "direct":
             return path
-        ring = self._ring(route) if gated.may_stage else 0
+        ring = self._ring(connection) if gated.may_stage else 0
         if not ring:
             return path
-        if not route.calibrated():
+        if not connection.calibrated():
             return None
-        pages = payload.pages
-        return route.choose(
+        pages = source_pages.pages
+        return choose(
             grant.plan,
-            self._local,
             op.layers,
+            local=self._local,
+            connection=connection,
             start=op.start,
             num_pages=op.num_pages,
             limit_tokens=grant.num_tokens,
@@ -284,80 +333,81 @@ class Mover:
         ).path
 
     def _may_write_pages(self, grant: BoundGrant) -> bool:
-        """Whether the receiver does not rely (any more) on this rank's word to write to its staging ring only."""
-        with self._lock:
-            return self._client.go_direct(grant.dst, grant.generation)
+        """Whether this rank may write to the receiver's pages.
 
-    def _staged_transfer(self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route) -> Transfer | None:
-        """None if memory must be taken first, which may free other memory, and it is not `Device.quiet`."""
+        A writer that promised to write to the receiver's staging ring only must withdraw the promise first.
+        """
+        with self._lock:
+            return self._requester.go_direct(grant.dst, grant.generation)
+
+    def _staged_transfer(
+        self, op: SendOp, grant: BoundGrant, source_pages: SourcePages, connection: PeerConnection
+    ) -> Transfer | None:
+        """None if send staging memory must be allocated first but a stream is blocked: allocating may free memory."""
         assert self._local is not None
         assert self._staging is not None
         stages = self._staging.sending
-        if self.device is not None and route.staging_view is None and stages.ring.capacity and not stages.taken:
-            with self.device.quiet() as quiet:
+        if self.gpu is not None and connection.staging_view is None and stages.ring.capacity and not stages.taken:
+            with self.gpu.no_blocked_streams() as quiet:
                 if not quiet:
                     return None
                 stages.take()
         return StagedTransfer(
-            op,
-            grant,
-            pages=payload.pages,
-            client=self._client,
+            self._context(op, grant, connection, source_pages.pages),
+            requester=self._requester,
             lock=self._lock,
             stages=stages,
             packer=self._staging.packer,
             checksum=self._checksum,
-            local=self._local,
-            route=route,
-            report=partial(self._attest, op),
-            speak=self._speak,
+            send_stage_messages=self._send_stage_messages,
         )
 
     def _on_host(self, op: SendOp, pages: DevicePages) -> Int64Array | None:
-        """This rank's page ids; None while they are on their way from the GPU."""
-        assert self.device is not None
+        """This rank's page ids in host memory; None while they are being copied from the GPU."""
+        assert self.gpu is not None
         assert self._local is not None
         num_pages = self._local.num_pages
-        stream = self.device.open_stream
-        return pages.on_host(stream, num_pages=num_pages, what=f"request {op.request!r} to rank {op.dst}")
+        stream = self.gpu.unblocked_stream
+        return pages.on_host(stream, num_pages=num_pages, operation=f"request {op.request!r} to rank {op.dst}")
 
     def _kernel_transfer(
-        self, op: SendOp, grant: BoundGrant, payload: SendPayload, route: Route, pages: Int64Array | DevicePages
+        self,
+        op: SendOp,
+        grant: BoundGrant,
+        source_pages: SourcePages,
+        connection: PeerConnection,
+        pages: Int64Array | DevicePages,
     ) -> Transfer | None:
-        """A transfer whose stream waits for the gate; None if the gate can only be watched from here, and is shut.
+        """A transfer by kernels, whose stream waits for the gates.
 
-        Also as long as nothing can be loaded that it needs.
+        None while a shut gate is no CUDA event, which only the host can query; while no stream is free to wait; and
+        while the kernels cannot be loaded.
         """
-        # Here for the reason that `_table` has.
-        from torchkv.kerneltransfer import KernelTransfer
+        # Imported here because it imports Triton, as in `_table`.
+        from torchkv.transfer.cuda_copy import CudaCopyTransfer
 
-        assert self.device is not None
+        assert self.gpu is not None
         assert self._local is not None
-        jobs = self._jobs(grant.plan, route)
+        jobs = self._jobs(grant.plan, connection)
         if jobs is None:
             return None
         waits: list[StreamEvent] = []
-        for gate in payload.gates:
+        for gate in source_pages.gates:
             if gate.query():
                 continue
             if not isinstance(gate, StreamEvent):
                 return None
             waits.append(gate)
-        claim = self.device.claim(waits, op.request) if waits else None
+        claim = self.gpu.claim(waits, op.request) if waits else None
         if waits and claim is None:
             return None
-        return KernelTransfer(
-            op,
-            grant,
-            pages=pages,
+        return CudaCopyTransfer(
+            self._context(op, grant, connection, pages),
             waits=waits,
             opened=lambda: self._on_gate_opened(op),
             claim=claim,
-            jobs=jobs,
-            device=self.device,
-            local=self._local,
-            route=route,
-            report=partial(self._attest, op),
+            table=jobs,
+            device=self.gpu,
         )
 
     def _on_gate_opened(self, op: SendOp) -> None:
@@ -365,11 +415,15 @@ class Mover:
             self._sender.announce(op)
 
     def _attest(self, op: SendOp, layers: tuple[int, ...], nbytes: int, path: str) -> None:
+        if layers:
+            trace.debug(_ATTESTED, op.request, op.dst, layers, nbytes)
+        else:  # the receiver knows by itself which layers it has unpacked
+            trace.debug(_STAGED, op.request, op.dst, nbytes)
         with self._lock:
             self._sender.attest(op, layers, nbytes=nbytes, path=path if nbytes else "none")
 
     def advance(self, now: float) -> bool:
-        """A bounded step of active transfers, in turn. True if anything moved."""
+        """Advances active transfers in turn, by about ``STEP_BYTES`` in all. True if anything moved."""
         moved = False
         self._admit(now)
         budget = STEP_BYTES
@@ -394,23 +448,23 @@ class Mover:
         return moved
 
     def _admit(self, now: float) -> None:
-        """Lets transfers begin, in their order. One that waits for others to end is in nobody's way, at no cost."""
+        """Begins queued transfers in their order. One that cannot begin yet does not hold up those behind it."""
         if not self._admissible:
             return
         self._admissible = False
-        behind: deque[Transfer] = deque()
+        kept: deque[Transfer] = deque()
         while self._queue and len(self._active) < MAX_ACTIVE:
             transfer = self._queue.popleft()
             if transfer.error is None and not transfer.admit():
-                behind.append(transfer)
+                kept.append(transfer)
                 continue
             self._moved_at[transfer] = now
             self._active.append(transfer)
-        if behind:
-            self._queue.extendleft(reversed(behind))
+        if kept:
+            self._queue.extendleft(reversed(kept))
 
     def _advance(self, transfer: Transfer, budget: int) -> int:
-        """Some steps of one transfer: about ``budget`` bytes, in not too many pieces. Returns the bytes moved."""
+        """Advances one transfer by about ``budget`` bytes, in at most ``MAX_STEPS`` steps. Returns the bytes moved."""
         total = 0
         for _ in range(MAX_STEPS):
             nbytes = transfer.advance()
@@ -425,10 +479,10 @@ class Mover:
         del self._moved_at[transfer]
         self._admissible = True
         if not transfer.flushed:
-            self._broke(transfer.route)
-        elsewhere = transfer.flushed and not transfer.torn and transfer.op.payload.path is None
-        if isinstance(transfer.error, RingExhausted) and elsewhere:
-            # It need not have been this path: again, as a whole, on another. What is there already changes nothing.
+            self._on_broken(transfer.connection)
+        chose_path = transfer.op.source_pages.path is None
+        if isinstance(transfer.error, RingExhausted) and chose_path and transfer.flushed and not transfer.truncated:
+            # The staged path was chosen, not forced: start again on another one. Pages that arrived are written again.
             self._gated.append(_Gated(transfer.op, transfer.grant, may_stage=False))
             return
         with self._lock:

@@ -1,7 +1,8 @@
-"""Callbacks that keep nobody alive.
+"""Callbacks from a part to its owner that do not keep the owner alive.
 
-A group owns the memory of its ring and of its cache. It goes with the last reference to it, not when Python happens to
-look for cycles: an engine that makes a new group needs that memory then, and to free it waits for the whole GPU.
+A group must be freed with the last reference to it, not at Python's next search for reference cycles: it owns the
+memory of its staging ring and of its cache, an engine that makes a new group needs that memory at once, and freeing GPU
+memory waits for the whole GPU.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ R = TypeVar("R")
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """A bound method without a reference to its object, for somebody whom that object owns, and outlives."""
+    """``method`` without a strong reference to its object. For an object that the method's object owns and outlives."""
     known = WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         alive = known()
-        assert alive is not None, "called by somebody whose owner is gone"
+        assert alive is not None, "the callback's object was freed before the object that calls it"
         return alive(*args, **kwargs)
 
     return call

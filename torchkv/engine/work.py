@@ -1,4 +1,4 @@
-"""The handle of a pending call."""
+"""KVWork: the handle that every verb returns."""
 
 from __future__ import annotations
 
@@ -16,89 +16,93 @@ import torch.distributed as dist
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
 if TYPE_CHECKING:
-    from torchkv.flags import Flags, Hold
-    from torchkv.layerwait import LayerWait
+    from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
+    from torchkv.engine.layer_wait import LayerWait
 
 __all__ = ["KVWork"]
 
-# Guards the making and resolving of futures and latches, of all works: both are rare and brief.
-_futures = threading.Lock()
+# Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
+_completing = threading.Lock()
 
 
 class KVWork(dist.Work):
-    """A `torch.distributed.Work` for KV transfers; completes exactly once, successfully or with a `KVError`.
+    """A `torch.distributed.Work` of a KV verb. Completes exactly once, successfully or with a `KVError`.
 
     bytes: KV bytes moved so far.
-    path: ``runs``, ``slices``, ``staged``, ``direct``, ``none`` (nothing had to move) or ``mixed``.
-    seconds: from the call to completion (so far, while pending).
-    aux: for receives, the bytes that the sender attached to ``finish``; empty before completion.
+    path: ``runs``, ``slices``, ``staged``, ``direct``, ``mixed`` (several of them) or ``none`` (no bytes moved).
+    seconds: from the call to the completion, or until now while pending.
+    aux: of ``recv_pages``, the bytes that the sender passed to ``finish``; empty until completion.
     """
 
-    # Where every work begins, kept by the class: setting them one by one costs the caller of a verb a microsecond.
+    # Defaults are class attributes: to set them in __init__ would cost the caller of a verb a microsecond.
     bytes: int = 0
     aux: builtins.bytes = b""
-    _parts = 0
+    _parts = 0  # parts that have not settled: a send has one part per destination
     _reading = 0  # parts that still read the source pages
-    _layer: Callable[[int], LayerWait] | None = None  # of receives
+    _layer: Callable[[int], LayerWait] | None = None  # of recv_pages: the wait for a global layer id
     _ended: float | None = None
     _paths: frozenset[str] = frozenset()
     _error: KVError | None = None
-    # Whether the request's pages may be reused, for a wait that runs out; receives put their own here.
+    # Of recv_pages: whether the request's pages may be reused; for the error of a wait that times out.
     _pages_safe: Callable[[], bool] | None = None
     _future: torch.futures.Future[Any] | None = None
     _is_done = False
-    # Held until completion, and made by the first who waits for that: most works are never waited for one by one.
+    # Locks that are held until the work has completed, or its source has been read. Made by the first thread that
+    # waits: most works are never waited for one by one.
     _latch: threading.Lock | None = None
-    _source_latch: threading.Lock | None = None  # the same, of the source pages
-    _flags: Flags | None = None  # of the GPU that the cache lies on
-    _holds: tuple[Hold, ...] = ()  # streams that wait for this work
+    _source_latch: threading.Lock | None = None
+    _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
+    _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
 
-    def __init__(self, what: str, *, flags: Flags | None = None) -> None:
-        dist.Work.__init__(self)  # super() takes half a microsecond more
-        self._what = what
+    def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
+        dist.Work.__init__(self)  # half a microsecond faster than super()
+        self._operation = operation
         self._began = time.perf_counter()
-        if flags is not None:
-            self._flags = flags
+        if sync_words is not None:
+            self._sync_words = sync_words
 
     # ------------------------------------------------------------------ torch.distributed.Work
 
     def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
-        """Blocks until completion; True on success.
+        """Blocks until the operation has completed. Returns True.
 
-        ``timeout``: a timedelta, or seconds; zero means the operation's own deadline. Raises the error with which
-        the operation failed, or ``TransferTimeout`` when ``timeout`` runs out, which leaves the request alive.
+        timeout: a timedelta, or seconds; zero stands for the operation's own deadline. Raises the error with which the
+        operation failed, and ``TransferTimeout`` when ``timeout`` runs out: the request then goes on.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         if not self._wait_done(limit):
             raise TransferTimeout(
-                f"{self._what}: not complete after wait({limit:g} s); the request goes on",
+                f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
                 pages_safe=self._pages_safe or self._ended_safely,
             )
         if self._error is not None:
-            # Without the traceback of earlier waits, which would grow with each of them.
+            # The traceback of earlier waits is dropped, because it would grow with each wait.
             raise self._error.with_traceback(None)
         return True
 
     def is_completed(self) -> bool:
+        """Whether the operation has succeeded or failed."""
         return self._is_done
 
     def is_success(self) -> bool:
+        """Whether the operation has succeeded."""
         return self._is_done and self._error is None
 
     def exception(self) -> KVError | None:
-        """The error with which the operation failed; None if it succeeded or is still under way."""
+        """The error with which the operation failed; None if it succeeded or is pending."""
         return self._error if self._is_done else None
 
     def result(self) -> list[torch.Tensor]:
-        """KV transfers have no result tensors."""
+        """An empty list: KV transfers have no result tensors."""
         return []
 
     def synchronize(self) -> None:
+        """As `wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that completes with this work, with its error if it fails."""
-        with _futures:
+        """A future that completes with this work: with an empty list, or with the work's error."""
+        with _completing:
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self._is_done:
@@ -109,20 +113,23 @@ class KVWork(dist.Work):
 
     @property
     def path(self) -> str:
+        """The path that the bytes took; see the class."""
         paths = self._paths - {"none"}
         return "none" if not paths else next(iter(paths)) if len(paths) == 1 else "mixed"
 
     @property
     def seconds(self) -> float:
+        """Seconds from the call to the completion; see the class."""
         return (time.perf_counter() if self._ended is None else self._ended) - self._began
 
     def wait_source(self, timeout: timedelta | float = timedelta(0)) -> bool:
-        """Blocks until the source pages may be overwritten. Like ``wait``, which it may precede: with staging, it does.
+        """Blocks until the source pages may be overwritten. Returns True.
 
-        Raises as ``wait`` does; once the pages have been read, it no longer matters here what becomes of the rest.
+        This may be before the work completes: staged transfers have read the pages once they have packed them. Takes
+        and raises what `wait` does. If the transfer fails after the pages have been read, nothing is raised here.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        with _futures:
+        with _completing:
             if not self._reading and (self._parts or self._is_done):
                 return True
             if self._source_latch is None and not self._is_done and self._reading:
@@ -134,16 +141,18 @@ class KVWork(dist.Work):
         return self.wait(timeout)
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None, *, layer: int | None = None) -> None:
-        """Orders what is enqueued on ``stream`` from now on after this work; never raises for a failed one.
+        """Makes ``stream`` wait for this work: whatever is enqueued on it from now on runs after the work completed.
 
-        stream: default, the current one. layer: for receives, only after that layer (a global id). A failed request
-        releases the stream too: check ``exception()`` before using results. What the transfer depends on must not load
-        kernels or free memory meanwhile, in this process: CUDA waits for all streams then. On host memory the calling
-        thread is the stream, so this blocks it. Raises ``ProtocolError`` while the stream is being captured (a replay
-        would wait for this work, not for the one of its own step), and as `wait_layer` does.
+        stream: None stands for the current stream. layer: of ``recv_pages``, wait for this layer (a global id) only.
+        Never raises the error of a failed work: a failure releases the stream too, so check ``exception()`` before
+        using results. Whatever the transfer depends on must not load kernels or free GPU memory in this process until
+        the stream is released: CUDA waits for all streams then. For a cache in host memory, blocks the calling thread.
+
+        Raises ``ProtocolError`` while the stream is being captured (each replay would wait for this work, instead of
+        the work of its own step), and as `wait_layer` does.
         """
         wait = None if layer is None else self._layer_wait(layer)
-        if self._flags is None:
+        if self._sync_words is None:
             if wait is None:
                 self._wait_done(0)
             else:
@@ -152,20 +161,21 @@ class KVWork(dist.Work):
             return
         if self._is_done:
             return
-        hold = self._flags.hold(torch.cuda.current_stream() if stream is None else stream)
+        stream_wait = self._sync_words.hold(torch.cuda.current_stream() if stream is None else stream)
         if wait is not None:
-            wait.hold(hold)
+            wait.release_stream(stream_wait)
             return
-        with _futures:
+        with _completing:
             if not self._is_done:
-                self._holds += (hold,)
+                self._stream_waits += (stream_wait,)
                 return
-        hold.open()
+        stream_wait.open()
 
     def wait_layer(self, layer: int, timeout: timedelta | float = timedelta(0)) -> bool:
-        """For receives: blocks until every byte of ``layer`` (a global id) is in its pages.
+        """Of ``recv_pages``: blocks until every byte of ``layer`` (a global id) is in its pages. Returns True.
 
-        Raises as ``wait`` does, and ``ProtocolError`` for a layer this rank does not hold or a send's work.
+        Takes and raises what `wait` does. Also raises ``ProtocolError`` for a layer that this rank does not hold, and
+        for the work of another verb.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self._layer_wait(layer).wait(limit if limit > 0 else None)
@@ -173,7 +183,7 @@ class KVWork(dist.Work):
 
     def _layer_wait(self, layer: int) -> LayerWait:
         if self._layer is None:
-            raise ProtocolError(f"{self._what}: single layers are waited for by receives; wait for the whole work")
+            raise ProtocolError(f"{self._operation}: only works of recv_pages have layers; wait for the whole work")
         return self._layer(layer)
 
     # ------------------------------------------------------------------ for the engine
@@ -182,14 +192,14 @@ class KVWork(dist.Work):
         return self._is_done and (self._error is None or self._error.pages_safe)
 
     def _expect(self, parts: int) -> None:
-        """How many parts must settle; with none, the work is complete. Called once, before any can settle."""
+        """Sets the number of parts that must settle. Without any, the work is complete. Called once, before any."""
         self._parts = self._reading = parts
         if parts == 0:
             self._complete()
 
     def _release_source(self) -> None:
-        """One part has read the last of the source pages."""
-        with _futures:
+        """One part has read all of its source pages."""
+        with _completing:
             self._reading -= 1
             if self._reading == 0 and self._source_latch is not None and not self._is_done:
                 self._source_latch.release()
@@ -199,9 +209,9 @@ class KVWork(dist.Work):
         self._paths |= {path}
 
     def _settle(self, error: KVError | None, aux: builtins.bytes = b"") -> bool:
-        """One part is over. The first error decides; completion waits for all parts. True if it was the last.
+        """One part has ended. The work completes with the last part, and fails with the first error of any part.
 
-        The engine then calls `_announce`, which may run callbacks, without holding any lock.
+        True if the work is complete. The engine then calls `_announce` without holding a lock.
         """
         assert self._parts > 0
         self._error = self._error or error
@@ -212,27 +222,27 @@ class KVWork(dist.Work):
         return self._is_done
 
     def _complete(self) -> None:
-        with _futures:
+        with _completing:
             self._ended = time.perf_counter()
             self._is_done = True
             if self._latch is not None:
                 self._latch.release()
             if self._source_latch is not None and self._reading:
                 self._source_latch.release()
-            for hold in self._holds:
-                hold.open()
-            self._holds = ()
+            for stream_wait in self._stream_waits:
+                stream_wait.open()
+            self._stream_waits = ()
 
     def _announce(self) -> None:
-        """Resolves the future, if somebody has asked for it. Its callbacks may call any verb."""
-        with _futures:
+        """Completes the future, if there is one. This runs its callbacks, which may call any verb."""
+        with _completing:
             future = self._future
         if future is not None and not future.done():
             self._resolve(future)
 
     def _wait_done(self, limit: float) -> bool:
-        """Blocks until completion, or for ``limit`` seconds if that is positive. Whether it is complete."""
-        with _futures:
+        """Blocks until completion, for ``limit`` seconds at most if that is positive. Whether the work is complete."""
+        with _completing:
             if self._is_done:
                 return True
             if self._latch is None:
@@ -250,7 +260,7 @@ class KVWork(dist.Work):
 
 
 def _await(latch: threading.Lock, limit: float) -> bool:
-    """Whether the latch was released, within ``limit`` seconds if that is positive."""
+    """Waits for the latch's release, for ``limit`` seconds at most if that is positive. Whether it was released."""
     released = latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX) if limit > 0 else -1)
     if released:
         latch.release()  # for the next waiter

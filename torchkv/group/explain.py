@@ -1,4 +1,4 @@
-"""`KVProcessGroup.explain`: how a peer is reached, and why not better."""
+"""`KVProcessGroup.explain`: how this rank reaches a peer, and why not by a better path."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchkv.cost import Choice, Costs
-from torchkv.route import Counter, Route
+from torchkv.transfer.path_cost import Choice
+from torchkv.transfer.peer_connection import Costs, Counter, PeerConnection
 
 if TYPE_CHECKING:
-    from torchkv.engine import Engine
-    from torchkv.progress import ProgressThread
-    from torchkv.registration import Registration
+    from torchkv.engine.engine import Engine
+    from torchkv.engine.progress import ProgressThread
+    from torchkv.engine.registration import Registration
 
 __all__ = ["Explanation", "explain"]
 
-TYPICAL_TOKENS = 1024
+TYPICAL_TOKENS = 1024  # of the request that the reported path is chosen for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """How this rank reaches a peer. ``str()`` is one readable line; ``as_dict()`` is for programs.
 
+    peer, instance: the peer's group rank, and the name of its serving instance. transport: the transport's name.
     path: what ``send_pages`` would take for all layers of 1,024 tokens in scattered pages: ``direct``, ``runs``,
-    ``slices``, ``staged``, or ``none`` if nothing is owed.
-    link: what carries the bytes. why: why not a better path, or empty.
-    limit_gbps: measured rate of bulk bytes on this link, in 1e9 bytes/s; None if nothing is owed.
-    descriptor_us, put_gbps, pack_gbps: by what the path is chosen where pages are not mapped: measured microseconds of
-    each put beside its bytes, and rates of bytes put in bulk, and gathered or scattered; else None.
-    notes: what else is worth knowing, such as memory taken beyond what the cache needs.
-    lanes: by lane, what it has carried so far. lost: why the peer counts as lost, or empty.
-    staging: bytes of staging memory: ``send`` and ``recv``, what this rank has taken to send from and for its ring,
-    what is ``in use`` and ``quarantined`` of the ring, and the ``peer`` 's ring.
+    ``slices``, ``staged``, or ``none`` if this rank holds nothing that the peer holds.
+    link: what carries the bytes. why: why the path is no better one; may be empty.
+    limit_gbps: measured rate of bulk bytes in 1e9 bytes/s; None if nothing is sent to the peer, or if it is lost.
+    descriptor_us, put_gbps, pack_gbps: the costs by which the path is chosen if the peer's pages are not mapped here:
+    microseconds per put besides its bytes, rate of bytes in bulk puts, rate of gathering or scattering short runs in
+    1e9 bytes/s. None where they are not needed.
+    lanes: lane -> what it has carried so far. lost: why the peer counts as lost, or empty.
+    dropped_frames: control frames of any peer that this rank dropped because they were malformed or not allowed.
+    staging: bytes of staging memory: ``send`` (allocated to send from), ``recv`` (this rank's ring), ``in use`` and
+    ``quarantined`` (of this ring), ``peer`` (the peer's ring).
+    notes: other facts worth knowing, such as memory taken beyond what the cache needs.
     """
 
     peer: int
@@ -68,9 +71,12 @@ class Explanation:
 def explain(
     thread: ProgressThread, engine: Engine, registration: Registration, rank: int, *, notes: Sequence[str] = ()
 ) -> Explanation:
-    """Runs on the caller's thread; everything about routes is asked of the progress thread."""
-    roster = engine.roster
-    member = roster.members[rank]
+    """Explains ``rank``. Runs on the caller's thread, and asks the progress thread for everything that it owns.
+
+    notes: what the group has noted so far. Raises ``TransferTimeout``, ``PeerLost`` if the rate cannot be measured.
+    """
+    group_map = engine.group_map
+    member = group_map.info[rank]
     common: dict[str, Any] = {
         "peer": rank,
         "instance": member.instance,
@@ -80,34 +86,35 @@ def explain(
         "staging": thread.call(lambda: engine.staging_use(rank)),
         "notes": tuple(notes),
     }
-    if not roster.owes(rank):
+    if not group_map.owes(rank):
         return Explanation(
             path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
         )
-    route = thread.call(lambda: engine.route(rank))
-    lane = thread.call(lambda: route.lane)
-    limit = None if common["lost"] else registration.measure(thread, route)
+    connection = thread.call(lambda: engine.connection(rank))
+    lane = thread.call(lambda: connection.lane)
+    limit = None if common["lost"] else registration.measure(thread, connection)
     forced = engine.options.forced_path
-    path = route.path(forced=forced, page_for_page=roster.page_for_page(rank))
-    why = "" if path == "direct" else route.no_view or f"Options.path={forced!r}"
+    path = connection.path(forced=forced, page_for_page=group_map.page_for_page(rank))
+    why = "" if path == "direct" else connection.no_view or f"Options.path={forced!r}"
     if path != "direct" and not common["lost"]:
-        registration.calibrate(thread, route)
+        registration.calibrate(thread, connection)
     if path != "direct" and forced is None:
-        choice = registration.choose(engine, route, TYPICAL_TOKENS)
+        choice = registration.choose(engine, connection, TYPICAL_TOKENS)
         why = f"{why}; {_reason(choice, path)}"
         path = choice.path
     return Explanation(
         path=path,
-        link=_link(route, path, lane),
+        link=_link(connection, path, lane),
         why=why,
         limit_gbps=limit,
-        lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in route.counters.items()},
-        **_costs(route.costs),
+        lanes={lane: Counter(c.transfers, c.spans, c.nbytes) for lane, c in connection.counters.items()},
+        **_costs(connection.costs),
         **common,
     )
 
 
 def _reason(choice: Choice, puts: str) -> str:
+    """Why ``choice`` was made, in words. puts: the path to compare with, ``runs`` or ``slices``."""
     load = choice.load
     text = f"{TYPICAL_TOKENS} tokens as {load.descriptors} {puts} would take {1e3 * choice.put:.3g} ms"
     if choice.staged is None:
@@ -126,17 +133,17 @@ def _costs(costs: Costs | None) -> dict[str, Any]:
 
 
 def _gbps(byte: float) -> float:
-    """byte: seconds of one. 0 is possible only where a transport's costs are given, not measured."""
+    """byte: seconds per byte; never measured as 0, but tests set such costs."""
     return 1e-9 / byte if byte else float("inf")
 
 
-def _link(route: Route, path: str, lane: str) -> str:
-    if route.channel is None:
+def _link(connection: PeerConnection, path: str, lane: str) -> str:
+    if connection.channel is None:
         return "local copy"
     if path == "direct":
-        view = next(view for view in route.views if view is not None)
-    elif path == "staged" and route.staging_view is not None:
-        view = route.staging_view
+        view = next(view for view in connection.views if view is not None)
+    elif path == "staged" and connection.staging_view is not None:
+        view = connection.staging_view
     else:
         return lane
     return "shared memory" if view.device.type == "cpu" else "peer GPU memory"

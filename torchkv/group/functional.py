@@ -1,4 +1,4 @@
-"""The verbs as functions, in torch.distributed's style: ``torchkv.send_pages(..., group=None)``."""
+"""The methods of `KVProcessGroup` as functions, in torch.distributed's style: ``torchkv.finish(..., group=None)``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchkv.arguments import Layers, Pages
 from torchkv.cache import KVCache
-from torchkv.endpoint import Peers
-from torchkv.explain import Explanation
-from torchkv.process_group import current_group
-from torchkv.work import KVWork
+from torchkv.engine.work import KVWork
+from torchkv.group.arguments import Layers, Pages, Peers
+from torchkv.group.explain import Explanation
+from torchkv.group.process_group import current_group
 
 __all__ = [
     "cancel",

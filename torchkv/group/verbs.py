@@ -1,10 +1,14 @@
-"""The KV verbs of one rank: what `KVProcessGroup` offers beyond c10d, usable without c10d in tests."""
+"""The KV verbs of one registered rank, without c10d: argument checks, then one call into the protocol, under one lock.
+
+`KVProcessGroup` delegates to a `Verbs` object and documents the public methods. Tests use `Verbs` without c10d.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,32 +16,51 @@ from weakref import ref
 
 import numpy as np
 
-from torchkv import arguments, gate
-from torchkv.arguments import Layers, Pages, Peers
+from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
-from torchkv.devicepages import DevicePages
-from torchkv.engine import Engine
-from torchkv.env import Options, seconds
+from torchkv.control.messenger import FramesByRank
+from torchkv.cuda import graph_gate
+from torchkv.cuda.page_ids import DevicePages
+from torchkv.engine.engine import Engine
+from torchkv.engine.layer_wait import LayerWait
+from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
-from torchkv.layerwait import layer_wait
-from torchkv.layout import KVLayout
-from torchkv.mover import SendPayload
-from torchkv.progress import Waker
+from torchkv.group import arguments
+from torchkv.group.arguments import Layers, Pages, Peers
+from torchkv.layout.layout import KVLayout
+from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
-from torchkv.transport import Int64Array
-from torchkv.work import KVWork
+from torchkv.protocol.receive_request import ReceiverRequest
 
-__all__ = ["KVEndpoint", "Peers"]
+__all__ = ["Verbs"]
+
+trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+_QUEUED = "request %r to ranks %s: %s queued, layers %s, %d pages or slots"
 
 
-class KVEndpoint:
-    """The verbs, over an engine that something else drives. All methods are thread-safe."""
+class Verbs:
+    """The verbs of one rank. All methods are thread-safe; the public ones are documented in `KVProcessGroup`.
 
-    _options: Options
-    _forced: str | None  # Options.forced_path
-    _engine: Engine | None
-    _cache: KVCache | None
-    _waker: Waker | None
+    engine: the rank's engine, which a progress thread (or a test) drives. cache: None for a rank that registered
+    without one. wake: tells the driver that there is something to do. clock: the time in seconds that the driver
+    passes to ``engine.step``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache | None,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.forced_path = engine.options.forced_path
+        self._layout = None if cache is None else cache.layout
+        self._wake = wake
+        self._clock = clock
 
     # ------------------------------------------------------------------ receiver
 
@@ -51,236 +74,94 @@ class KVEndpoint:
         state_slot: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
-        """Grants ``pages`` to a request and returns the work that completes when all of it is in them.
-
-        request: non-empty, at most 128 bytes in UTF-8. pages: own page ids, in order of position after the prefix.
-        src: a group rank, a list of them, or an instance name. prefix_tokens: tokens this rank already holds.
-        state_slot: own slot that gets the request's state, if the layout has any. timeout: one total deadline, in
-        seconds, instead of ``Options.grant_timeout`` and ``Options.timeout``.
-
-        Raises ``PageOutOfRange`` (repeated, out of range, leased or quarantined), ``LayoutMismatch`` (``src`` does
-        not hold every byte this rank does), ``ProtocolError`` (name in use, bad argument), ``PeerLost``.
-        """
-        engine, layout = self._registered("recv_pages")
+        layout = self._layout or self.layout("recv_pages")
+        engine = self.engine
         request = arguments.as_request(request)
-        what = f"recv_pages({request!r})"
-        work = KVWork(what, flags=engine.flags)
+        operation = f"recv_pages({request!r})"
+        work = KVWork(operation, sync_words=engine.sync_words)
         work._expect(1)
         try:
-            array = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+            array = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
             if type(prefix_tokens) is not int or prefix_tokens:
-                prefix_tokens = arguments.as_count(prefix_tokens, what=what, name="prefix_tokens")
-            total = None if timeout is None else seconds(timeout, f"{what}: timeout")
-            slot = self._checked_slot(what, state_slot, layout)
-            stateful = layout.stateful
-            if slot is None and stateful:
-                raise ProtocolError(f"{what}: this layout has state; give state_slot, the slot that it goes to")
-            ranks = engine.roster.resolve(src, what, "src")
-            if (gap := engine.roster.gap(ranks, engine.roster.rank)) is not None:
-                raise LayoutMismatch(f"{what}: {gap}; name every rank that holds a part in src")
-            now = self._now()
-            with engine.lock:
-                if engine.closed:
-                    self._check_open(engine, what)
-                if engine.lost:
-                    self._check_alive(engine, engine.roster.contributing(ranks, engine.roster.rank), what)
-                receive = engine.receiver.post(
-                    request,
-                    array,
-                    ranks,
-                    prefix_tokens=prefix_tokens,
-                    state_slot=slot if stateful else None,
-                    total=total,
-                    ticket=work,
-                    now=now,
-                )
-                frames = engine.hurry(now)
+                prefix_tokens = arguments.as_count(prefix_tokens, operation=operation, name="prefix_tokens")
+            total = None if timeout is None else seconds(timeout, f"{operation}: timeout")
+            slot = self.checked_slot(operation, state_slot, layout)
+            if slot is None and layout.stateful:
+                raise ProtocolError(f"{operation}: this layout has state; give state_slot, the slot that it goes to")
+            ranks = self._checked_writers(src, operation)
+            req, frames = self._post(
+                request, array, ranks, prefix_tokens, slot if layout.stateful else None, total, work
+            )
         except KVError as error:
             with engine.lock:
                 engine.receiver.refuse(request, error)
             self._wake()
             raise
-        engine.say(frames)
-        work._pages_safe = lambda: receive.ended
-        work._layer = partial(layer_wait, ref(engine), receive)
+        engine.send_now(frames)
+        work._pages_safe = lambda: req.ended
+        work._layer = partial(_layer_wait, ref(engine), req)
         self._wake()
         return work
+
+    def _checked_writers(self, src: Peers, operation: str) -> tuple[int, ...]:
+        """The ranks of ``src``. Raises ``LayoutMismatch`` if together they do not hold every byte of this rank."""
+        group_map = self.engine.group_map
+        ranks = group_map.resolve(src, operation, "src")
+        if (gap := group_map.gap(ranks, group_map.rank)) is not None:
+            raise LayoutMismatch(f"{operation}: {gap}; name every rank that holds a part in src")
+        return ranks
+
+    def _post(
+        self,
+        request: str,
+        pages: Int64Array,
+        ranks: tuple[int, ...],
+        prefix_tokens: int,
+        state_slot: int | None,
+        total: float | None,
+        work: KVWork,
+    ) -> tuple[ReceiverRequest, FramesByRank]:
+        """Leases ``pages`` and grants them to ``ranks``. The frames are those for `Engine.send_now`."""
+        engine, operation, now = self.engine, f"recv_pages({request!r})", self._clock()
+        with engine.lock:
+            if engine.closed:
+                self.check_open(operation)
+            if engine.lost:
+                self.check_alive(engine.group_map.contributing(ranks, engine.group_map.rank), operation)
+            req = engine.receiver.post(
+                request,
+                pages,
+                ranks,
+                prefix_tokens=prefix_tokens,
+                state_slot=state_slot,
+                total=total,
+                work=work,
+                now=now,
+            )
+            return req, engine.take_grants(now)
 
     # ------------------------------------------------------------------ sender
 
     def send_layer(
         self, request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
     ) -> KVWork:
-        """Sends one layer to a destination whose layout matches page for page.
-
-        layer: global id. Otherwise as `send_pages`. Raises ``LayoutMismatch`` if heads, page size or order differ.
-        """
         arguments.check_one_layer("send_layer", request, layer)
         return self._send("send_layer", request, layer, pages, dst, start, event, page_for_page=True)
 
     def send_slice(
         self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
     ) -> KVWork:
-        """Sends only the bytes that both sides hold, for any pair of layouts. Otherwise as `send_pages`."""
         return self._send("send_slice", request, layers, pages, dst, start, event)
 
     def staged_put(
         self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
     ) -> KVWork:
-        """Sends through staging memory: gathered here, put in bulk into the receiver's ring, scattered there.
-
-        Whatever becomes of this rank, nothing of it can land on the receiver's pages once the request has failed. The
-        work completes when the bytes are visible in the receiver's ring; ``work.wait_source()`` returns as soon as
-        they are gathered. Otherwise as `send_pages`. Fails with ``RingExhausted`` if the receiver's ring stays full
-        for ``Options.timeout``. A destination that is this rank itself is copied to directly.
-        """
         return self._send("staged_put", request, layers, pages, dst, start, event, staged=True)
 
     def send_pages(
-        self,
-        request: str,
-        pages: Pages,
-        dst: Peers,
-        *,
-        layers: Layers = None,
-        start: int = 0,
-        event: Any = None,
+        self, request: str, pages: Pages, dst: Peers, *, layers: Layers = None, start: int = 0, event: Any = None
     ) -> KVWork:
-        """Sends pages to any destination, on the path that costs least. Never blocks.
-
-        pages: own page ids in order of position. dst: a group rank, a list of them, or an instance name.
-        layers: a global id, several, or None for all held. start: how many own pages after the receiver's prefix
-        the first of ``pages`` lies. event: a recorded ``torch.cuda.Event``, or any object with ``query() -> bool``,
-        that says when the pages may be read; None means the current CUDA stream as it is now (on a host: now).
-        Page ids in a CUDA tensor are read in stream order and must stay unchanged until the work is done.
-
-        The work completes when the bytes are visible in the receiver's pages and the source may be overwritten.
-        Raises ``PageOutOfRange``, ``ProtocolError``, the error of an earlier failure of this request.
-        """
         return self._send("send_pages", request, layers, pages, dst, start, event)
-
-    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None) -> KVWork:
-        """Sends a layer's state as soon as it is final: all states that ``layer`` has, from slot ``state_slot``.
-
-        layer: global id; of a layer without state nothing moves. dst, event: as for `send_pages`, also when the work
-        completes and what is raised. What was not sent like this, ``finish(state_slot=)`` sends.
-        """
-        arguments.check_one_layer("send_state", request, layer)
-        return self._send_state(request, layer, state_slot, dst, event)
-
-    def _send_state(self, request: str, layers: Layers, state_slot: int, dst: Peers, event: Any) -> KVWork:
-        engine, layout = self._registered("send_state")
-        request = arguments.as_request(request)
-        what = f"send_state({request!r})"
-        held = arguments.as_layers(layers, layout, what=what)
-        slot = self._checked_slot(what, state_slot, layout)
-        if slot is None:
-            raise ProtocolError(f"{what}: state_slot=None; give the slot that holds the request's state")
-        ranks = engine.roster.targets(dst, what)
-        payload = self._slot_payload(engine, slot, ranks, event, what)
-        work = KVWork(what, flags=engine.flags)
-        with engine.lock:
-            self._check_open(engine, what)
-            for rank in ranks:
-                engine.sender.admit(request, rank, 0, 1, state=True)
-            self._check_alive(engine, ranks, what)
-            work._expect(len(ranks))
-            for rank in ranks:
-                self._submit_state(engine, request, rank, held, work, payload)
-        self._wake()
-        return work
-
-    def finish(self, request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
-        """Seals the request: nothing more will be sent. The work succeeds when every ``dst`` has succeeded.
-
-        aux: at most 64 KiB, delivered as ``rx.aux``. state_slot: own slot with the state of all layers of which
-        `send_state` has not sent it; it is read as ``send_pages`` reads pages, behind the current CUDA stream. Raises
-        ``ProtocolError`` naming the first layer and page, or state, that is owed and was not sent; the request then
-        stays open.
-        """
-        engine, layout = self._registered("finish")
-        request = arguments.as_request(request)
-        what = f"finish({request!r})"
-        data = arguments.as_aux(aux, what=what)
-        slot = self._checked_slot(what, state_slot, layout)
-        owed = engine.roster.targets(dst, what)
-        payload = None if slot is None else self._slot_payload(engine, slot, owed, None, what)
-        work = KVWork(what, flags=engine.flags)
-        with engine.lock:
-            if engine.closed:
-                self._check_open(engine, what)
-            for rank in owed:
-                engine.sender.check_finish(request, rank, state_slot=slot)
-            if engine.lost:
-                self._check_alive(engine, owed, what)
-            left: dict[int, tuple[int, ...]] = {}
-            if payload is not None:
-                left = {rank: held for rank in owed if (held := engine.sender.state_left(request, rank))}
-            work._expect(len(owed) + len(left))
-            for rank in owed:
-                if payload is not None and rank in left:
-                    self._submit_state(engine, request, rank, left[rank], work, payload)
-                engine.sender.finish(request, rank, aux=data, ticket=work, now=self._now())
-        self._wake()
-        return work
-
-    def prefix_tokens(self, request: str, dst: Peers) -> int:
-        """Tokens that the receiver already holds. Blocks until it has granted, or raises ``TransferTimeout``."""
-        engine, _ = self._registered("prefix_tokens")
-        request = arguments.as_request(request)
-        what = f"prefix_tokens({request!r})"
-        ranks = engine.roster.targets(dst, what)
-        if not ranks:
-            raise LayoutMismatch(f"{what}: this rank holds nothing that {dst!r} holds, so no grant will come")
-        deadline = time.monotonic() + min(self._options.grant_timeout, threading.TIMEOUT_MAX)
-        with engine.lock:
-            self._check_open(engine, what)
-            for rank in ranks:
-                engine.sender.begin(request, rank, self._now())
-            self._check_alive(engine, ranks, what)
-            self._wake()
-            while True:
-                self._check_open(engine, what)
-                known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
-                if None not in known:
-                    if len(ranks) > 1:
-                        engine.sender.check_prefixes(request, ranks)
-                    return int(known[0] or 0)
-                if not engine.changed.wait(deadline - time.monotonic()):
-                    raise TransferTimeout(
-                        f"{what}: rank {ranks[known.index(None)]} has not posted recv_pages within "
-                        f"{self._options.grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
-                    )
-
-    # ------------------------------------------------------------------ either side
-
-    def cancel(self, request: str) -> KVWork:
-        """Fails the request here and at its peers. Idempotent; does nothing for an ended or unknown request.
-
-        The work completes when nothing of the request can land any more: on a receiver when every writer has
-        drained, on a sender when this rank's own writes have.
-        """
-        engine = self._joined("cancel")
-        request = arguments.as_request(request)
-        work = KVWork(f"cancel({request!r})")
-        with engine.changed:
-            if engine.closed:  # every request ended with the group
-                work._expect(0)
-                return work
-            pending = engine.sender.cancel(request, work, self._now()) + engine.receiver.cancel(request, work)
-            work._expect(len(pending))
-            engine.changed.notify_all()
-        self._wake()
-        return work
-
-    def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
-        """Pages, or state ``slots``, of failed requests that may still be written to -> the group ranks that may."""
-        engine = self._joined("quarantined")
-        with engine.lock:
-            leases = engine.receiver.leases
-            return leases.quarantined_slots() if slots else leases.quarantined()
-
-    # ------------------------------------------------------------------ inside
 
     def _send(
         self,
@@ -295,122 +176,236 @@ class KVEndpoint:
         page_for_page: bool = False,
         staged: bool = False,
     ) -> KVWork:
-        # The caller's critical path: what is plain already is not looked at by a function.
-        engine, layout = self._registered(verb)
+        # The caller's critical path: a value that already has its plain form is checked here, without a call.
+        layout = self._layout or self.layout(verb)
+        engine = self.engine
         request = arguments.as_request(request)
-        what = f"{verb}({request!r})"
-        device = engine.device
+        operation = f"{verb}({request!r})"
+        gpu = engine.gpu
         ids: Int64Array | DevicePages
-        if device is None:
-            ids = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
+        if gpu is None:
+            ids = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
         else:
-            gate.refuse_capture(what, device.index)
-            ids = arguments.as_send_pages(pages, num_pages=engine.roster.me.num_pages, device=device, what=what)
-        held = arguments.as_layers(layers, layout, what=what)
+            graph_gate.refuse_capture(operation, gpu.index)
+            ids = arguments.as_send_pages(pages, num_pages=engine.group_map.me.num_pages, gpu=gpu, operation=operation)
+        held = arguments.as_layers(layers, layout, operation=operation)
         if type(start) is not int or start:
-            start = arguments.as_count(start, what=what, name="start")
-        ready = event if event is None else arguments.as_event(event, what=what)
-        ranks = engine.roster.targets(dst, what)
+            start = arguments.as_count(start, operation=operation, name="start")
+        ready = event if event is None else arguments.as_event(event, operation=operation)
+        ranks = engine.group_map.targets(dst, operation)
         if page_for_page and ranks not in engine.whole_pages:
-            self._check_page_for_page(engine, ranks, what, "use send_slice or send_pages")
+            self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
             if len(ranks) == 1:
                 engine.whole_pages.add(ranks)
-        forced = "staged" if staged else self._forced
+        forced = "staged" if staged else self.forced_path
         if forced is not None:
-            self._check_forced_path(engine, ranks, what, forced)
-        # Page ids on the GPU bring an event of their own, behind the same stream.
-        if device is not None and ready is None and not isinstance(ids, DevicePages):
-            ready = device.record_gate()
-        work = KVWork(what) if device is None else KVWork(what, flags=device.flags)
-        # One payload and one record of prefixes for all destinations: nobody changes the former.
-        payload = SendPayload(ids, ready, forced)
+            self._check_forced_path(ranks, operation, forced)
+        # Page ids on the GPU come with an event of their own, recorded on the same stream.
+        if gpu is not None and ready is None and not isinstance(ids, DevicePages):
+            ready = gpu.record_gate()
+        work = KVWork(operation) if gpu is None else KVWork(operation, sync_words=gpu.sync_words)
+        # All destinations share the source pages, which do not change, and the record of prefixes.
+        source_pages = SourcePages(ids, ready, forced)
         prefixes: dict[int, int] = {}
-        num_pages = len(ids)
-        sender = engine.sender
-        now = self._now()
+        num_pages, sender, now = len(ids), engine.sender, self._clock()
         with engine.lock:
             if engine.closed:
-                self._check_open(engine, what)
-            for rank in ranks:  # first: a tombstone repeats its own error
+                self.check_open(operation)
+            for rank in ranks:  # before everything else: a request that has failed raises its own error again
                 sender.admit(request, rank, start, num_pages)
             if engine.lost:
-                self._check_alive(engine, ranks, what)
+                self.check_alive(ranks, operation)
             if len(ranks) > 1:
                 sender.check_prefixes(request, ranks)
             work._expect(len(ranks))
+            if trace.isEnabledFor(logging.DEBUG):
+                trace.debug(_QUEUED, request, ranks, verb, held, num_pages)
             for rank in ranks:
-                sender.submit(SendOp(request, rank, prefixes, held, start, num_pages, work, payload), now)
+                sender.submit(SendOp(request, rank, prefixes, held, start, num_pages, work, source_pages), now)
         self._wake()
         return work
 
-    def _joined(self, verb: str) -> Engine:
-        if self._engine is None:
-            raise ProtocolError(
-                f"{verb}: no cache is registered; call register(cache) on every rank of the group first"
-            )
-        return self._engine
+    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None) -> KVWork:
+        arguments.check_one_layer("send_state", request, layer)
+        return self.send_states(request, layer, state_slot, dst, event)
 
-    def _registered(self, verb: str) -> tuple[Engine, KVLayout]:
-        engine, cache = self._engine or self._joined(verb), self._cache
-        if cache is None:
+    def send_states(self, request: str, layers: Layers, state_slot: int, dst: Peers, event: Any) -> KVWork:
+        """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
+        layout = self._layout or self.layout("send_state")
+        engine = self.engine
+        request = arguments.as_request(request)
+        operation = f"send_state({request!r})"
+        held = arguments.as_layers(layers, layout, operation=operation)
+        slot = self.checked_slot(operation, state_slot, layout)
+        if slot is None:
+            raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
+        ranks = engine.group_map.targets(dst, operation)
+        source_pages = self._slot_source(slot, ranks, event, operation)
+        work = KVWork(operation, sync_words=engine.sync_words)
+        with engine.lock:
+            self.check_open(operation)
+            for rank in ranks:
+                engine.sender.admit(request, rank, 0, 1, state=True)
+            self.check_alive(ranks, operation)
+            work._expect(len(ranks))
+            trace.debug(_QUEUED, request, ranks, "send_state", held, 1)
+            for rank in ranks:
+                self._submit_state(request, rank, held, work, source_pages)
+        self._wake()
+        return work
+
+    def finish(self, request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
+        layout = self._layout or self.layout("finish")
+        engine = self.engine
+        request = arguments.as_request(request)
+        operation = f"finish({request!r})"
+        data = arguments.as_aux(aux, operation=operation)
+        slot = self.checked_slot(operation, state_slot, layout)
+        ranks = engine.group_map.targets(dst, operation)
+        source_pages = None if slot is None else self._slot_source(slot, ranks, None, operation)
+        work = KVWork(operation, sync_words=engine.sync_words)
+        with engine.lock:
+            if engine.closed:
+                self.check_open(operation)
+            for rank in ranks:
+                engine.sender.check_finish(request, rank, state_slot=slot)
+            if engine.lost:
+                self.check_alive(ranks, operation)
+            states: dict[int, tuple[int, ...]] = {}  # rank -> layers whose state is still to be sent
+            if source_pages is not None:
+                states = {rank: held for rank in ranks if (held := engine.sender.state_left(request, rank))}
+            work._expect(len(ranks) + len(states))
+            trace.debug("request %r to ranks %s: finish queued", request, ranks)
+            for rank in ranks:
+                if source_pages is not None and rank in states:
+                    self._submit_state(request, rank, states[rank], work, source_pages)
+                engine.sender.finish(request, rank, aux=data, work=work, now=self._clock())
+        self._wake()
+        return work
+
+    def prefix_tokens(self, request: str, dst: Peers) -> int:
+        self.layout("prefix_tokens")
+        engine = self.engine
+        request = arguments.as_request(request)
+        operation = f"prefix_tokens({request!r})"
+        ranks = engine.group_map.targets(dst, operation)
+        if not ranks:
+            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
+        grant_timeout = engine.options.grant_timeout
+        deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
+        with engine.lock:
+            self.check_open(operation)
+            for rank in ranks:
+                engine.sender.begin(request, rank, self._clock())
+            self.check_alive(ranks, operation)
+            self._wake()
+            while True:
+                self.check_open(operation)
+                known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
+                if None not in known:
+                    if len(ranks) > 1:
+                        engine.sender.check_prefixes(request, ranks)
+                    return int(known[0] or 0)
+                if not engine.changed.wait(deadline - time.monotonic()):
+                    raise TransferTimeout(
+                        f"{operation}: rank {ranks[known.index(None)]} has not posted recv_pages within "
+                        f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
+                    )
+
+    # ------------------------------------------------------------------ either side
+
+    def cancel(self, request: str) -> KVWork:
+        engine = self.engine
+        request = arguments.as_request(request)
+        work = KVWork(f"cancel({request!r})")
+        with engine.changed:
+            if engine.closed:  # every request ended with the group
+                work._expect(0)
+                return work
+            pending = engine.sender.cancel(request, work, self._clock()) + engine.receiver.cancel(request, work)
+            work._expect(len(pending))
+            engine.changed.notify_all()
+        self._wake()
+        return work
+
+    def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
+        engine = self.engine
+        with engine.lock:
+            leases = engine.receiver.leases
+            return leases.quarantined_slots() if slots else leases.quarantined()
+
+    # ------------------------------------------------------------------ checks
+
+    def layout(self, verb: str) -> KVLayout:
+        """This rank's layout. Raises ``ProtocolError`` if it registered no cache."""
+        if self._layout is None:
             raise ProtocolError(f"{verb}: this rank registered no cache; pass one to register()")
-        return engine, cache.layout
+        return self._layout
 
-    def _check_open(self, engine: Engine, what: str) -> None:
-        if engine.closed:
-            raise ProtocolError(f"{what}: {engine.closed}")
+    def check_open(self, operation: str) -> None:
+        """Raises ``ProtocolError`` if the group was destroyed. Under the engine's lock."""
+        if self.engine.closed:
+            raise ProtocolError(f"{operation}: {self.engine.closed}")
 
-    def _check_alive(self, engine: Engine, ranks: Sequence[int], what: str) -> None:
+    def check_alive(self, ranks: Sequence[int], operation: str) -> None:
+        """Raises ``PeerLost`` if one of ``ranks`` does not answer. Under the engine's lock."""
+        lost = self.engine.lost
         for rank in ranks:
-            if rank in engine.lost:
-                raise PeerLost(f"{what}: {engine.lost[rank]}; use another rank, or make a new group")
+            if rank in lost:
+                raise PeerLost(f"{operation}: {lost[rank]}; use another rank, or make a new group")
 
-    def _check_page_for_page(self, engine: Engine, ranks: Sequence[int], what: str, advice: str) -> None:
-        for rank in ranks:
-            if not engine.roster.page_for_page(rank):
-                raise LayoutMismatch(
-                    f"{what}: {advice}: the pages of this rank and of rank {rank} differ in heads, page size or order, "
-                    f"so whole pages cannot be sent"
-                )
-
-    def _check_forced_path(self, engine: Engine, ranks: tuple[int, ...], what: str, forced: str) -> None:
-        if forced == "runs":
-            self._check_page_for_page(engine, ranks, what, f"leave Options.path unset, it is {forced!r}")
-        for rank in ranks:
-            route = engine.routes.get(rank)  # not made yet towards siblings; then the transfer itself finds out
-            if route is not None:
-                route.path(forced=forced, page_for_page=True)
-
-    def _checked_slot(self, what: str, state_slot: int | None, layout: KVLayout) -> int | None:
+    def checked_slot(self, operation: str, state_slot: int | None, layout: KVLayout) -> int | None:
+        """``state_slot`` as an int. Raises ``ProtocolError``, and ``PageOutOfRange`` if the cache has no such slot."""
         if state_slot is None:
             return None
         if not layout.states:
-            raise ProtocolError(f"{what}: state_slot={state_slot!r}, but this layout has no state; leave it out")
-        assert self._cache is not None
-        slot = arguments.as_count(state_slot, what=what, name="state_slot")
-        if layout.stateful and slot >= self._cache.num_slots:  # of no use elsewhere: a stage without such layers
-            raise PageOutOfRange(f"{what}: state_slot={slot} is outside this cache's [0, {self._cache.num_slots})")
+            raise ProtocolError(f"{operation}: state_slot={state_slot!r}, but this layout has no state; leave it out")
+        assert self.cache is not None
+        slot = arguments.as_count(state_slot, operation=operation, name="state_slot")
+        # A pipeline stage without stateful layers has no slots; callers pass it the same state_slot as the others.
+        if layout.stateful and slot >= self.cache.num_slots:
+            raise PageOutOfRange(f"{operation}: state_slot={slot} is outside this cache's [0, {self.cache.num_slots})")
         return slot
 
-    def _slot_payload(self, engine: Engine, slot: int, ranks: tuple[int, ...], event: Any, what: str) -> SendPayload:
-        """What sends the slot once its state is final: it has one id, as a page has."""
-        device, forced = engine.device, self._forced
-        ready = arguments.as_event(event, what=what)
-        if forced not in (None, "runs"):  # what is cut unlike on both sides goes in slices even so
-            self._check_forced_path(engine, ranks, what, forced)
-        if device is not None:
-            gate.refuse_capture(what, device.index)
-            ready = device.record_gate() if ready is None else ready
-        return SendPayload(np.array([slot], dtype=np.int64), ready, forced)
+    def _check_page_for_page(self, ranks: Sequence[int], operation: str, advice: str) -> None:
+        for rank in ranks:
+            if not self.engine.group_map.page_for_page(rank):
+                raise LayoutMismatch(
+                    f"{operation}: {advice}: the pages of this rank and of rank {rank} differ in heads, page size or "
+                    f"order, so whole pages cannot be sent"
+                )
+
+    def _check_forced_path(self, ranks: tuple[int, ...], operation: str, forced: str) -> None:
+        if forced == "runs":
+            self._check_page_for_page(ranks, operation, f"leave Options.path unset, it is {forced!r}")
+        for rank in ranks:
+            # Connections within an instance are made on first use; then the transfer itself fails.
+            if (connection := self.engine.connections.get(rank)) is not None:
+                connection.path(forced=forced, page_for_page=True)
+
+    # ------------------------------------------------------------------ state
+
+    def _slot_source(self, slot: int, ranks: tuple[int, ...], event: Any, operation: str) -> SourcePages:
+        """The source of a state transfer: the slot id takes the place of page ids."""
+        gpu, forced = self.engine.gpu, self.forced_path
+        ready = arguments.as_event(event, operation=operation)
+        if forced not in (None, "runs"):  # state that is sharded differently goes as slices even if runs are forced
+            self._check_forced_path(ranks, operation, forced)
+        if gpu is not None:
+            graph_gate.refuse_capture(operation, gpu.index)
+            ready = gpu.record_gate() if ready is None else ready
+        return SourcePages(np.array([slot], dtype=np.int64), ready, forced)
 
     def _submit_state(
-        self, engine: Engine, request: str, rank: int, layers: tuple[int, ...], work: KVWork, payload: SendPayload
+        self, request: str, rank: int, layers: tuple[int, ...], work: KVWork, source_pages: SourcePages
     ) -> None:
-        engine.sender.submit(SendOp(request, rank, {}, layers, 0, 1, work, payload, state=True), self._now())
+        op = SendOp(request, rank, {}, layers, 0, 1, work, source_pages, state=True)
+        self.engine.sender.submit(op, self._clock())
 
-    def _now(self) -> float:
-        return time.monotonic()
 
-    def _wake(self) -> None:
-        if self._waker is not None:
-            self._waker.wake()
+def _layer_wait(engine: ref[Engine], req: ReceiverRequest, layer: int) -> LayerWait:
+    """A work keeps this function, and must not keep the group alive. Raises ``ProtocolError`` once it is destroyed."""
+    alive = engine()
+    if alive is None:
+        raise ProtocolError(f"request {req.request!r}, layer {layer!r}: the group was destroyed")
+    return alive.layer_wait(req, layer)

@@ -1,17 +1,18 @@
-"""The checksum of one page pair of one component and layer: what it is, and how the host computes it.
+"""The checksum of one page pair of one component and layer: its definition, and its computation on the host.
 
-Of the pair's packed bytes (row after row, see `torchkv.pieces`), as little-endian words W_j of four bytes, the last one
-filled up with zeros:
+The pair's packed bytes (row after row, see `torchkv.layout.pieces`) are read as little-endian words W_j of four bytes,
+the last one padded with zeros. The checksum is
 
     seed(nbytes) + sum of W_j * K_j  mod 2**64,    K_j = splitmix64(j) | 1,    seed(n) = splitmix64(2**64 - 1 - n)
 
-It is a sum, so words may be added up in any order and at any width, by many threads, on a GPU as on a host; it does not
-depend on where pages lie. The seed makes a stage that nobody wrote, all zeros, a wrong one.
+Since it is a sum, words may be added in any order and several at once, by many threads, on a GPU as well as on a host.
+It does not depend on where pages lie. Because of the seed, the all-zero bytes and sums of a stage that was never
+written do not match.
 
-What it detects: any change within one word for certain, since an odd K_j has an inverse. A change of several words,
-such as rows exchanged or left out, goes unnoticed with a chance of about 2**-63, or 2**-(63 - b) if every word changed
-by a multiple of 2**b (b is at most 31). It is no message authentication code: whoever can write the bytes can write the
-sum that belongs to them.
+It detects any change within one word, since an odd K_j has an inverse. A change of several words, such as rows
+exchanged or left out, goes undetected with a probability of about 2**-63, or 2**-(63 - b) if every word changed by a
+multiple of 2**b (b is at most 31). It is not a message authentication code: a process that can write the bytes can also
+write the matching sum.
 """
 
 from __future__ import annotations
@@ -21,19 +22,16 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from torchkv.compiled import compiled
+from torchkv.arrays import Int64Array, UInt64Array
 from torchkv.errors import ProtocolError
-from torchkv.hostcopy import prefetch
+from torchkv.host.copy_loops import prefetch
+from torchkv.host.jit import at_register, compiled
 
-__all__ = ["PagePattern", "checksum_reference", "keys", "page_sums", "seed", "warm_up"]
-
-Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
+__all__ = ["PagePattern", "keys", "page_sums", "seed", "warm_up"]
 
 WORD_NBYTES = 4
 _LINE = 64  # bytes of a cache line
@@ -42,7 +40,7 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 
 class PagePattern(NamedTuple):
-    """Where the packed bytes of a pair lie in its page: for a < n0, b < n1, ``run`` bytes at a * s0 + b * s1."""
+    """Where the packed bytes of a pair lie in its page: for a < n0, b < n1, ``run`` bytes at offset a * s0 + b * s1."""
 
     n0: int
     s0: int
@@ -52,7 +50,7 @@ class PagePattern(NamedTuple):
 
 
 def seed(nbytes: int) -> int:
-    """What the sum over a pair of ``nbytes`` bytes begins with."""
+    """The value that the sum over a pair of ``nbytes`` bytes starts with, in [0, 2**64)."""
     return int(_splitmix64(np.array([_MASK - nbytes], np.uint64))[0])
 
 
@@ -63,37 +61,26 @@ def keys(count: int) -> UInt64Array:
 
 @cache
 def _keys(bits: int) -> UInt64Array:
-    """2**bits keys: as many tables as there are sizes, and all together twice the largest."""
+    """The first 2**bits keys. Powers of two, so that all cached tables together are at most twice the largest."""
     table = _splitmix64(np.arange(1 << bits, dtype=np.uint64)) | np.uint64(1)
     table.flags.writeable = False
     return table
 
 
 def _splitmix64(number: UInt64Array) -> UInt64Array:
-    """One step of the SplitMix64 generator from each state."""
+    """One step of the SplitMix64 generator, from each of the states ``number``."""
     mixed = number + np.uint64(_GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX1)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX2)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def checksum_reference(packed: npt.NDArray[np.uint8]) -> int:
-    """The definition in plain numpy. packed: uint8 ``[nbytes]``. As a signed number, as it is stored."""
-    count = -(-len(packed) // WORD_NBYTES)
-    filled = np.zeros(count * WORD_NBYTES, np.uint8)
-    filled[: len(packed)] = packed
-    total = seed(len(packed))
-    for word, key in zip(filled.view("<u4").tolist(), keys(count).tolist(), strict=True):
-        total += word * key
-    total &= _MASK
-    return total - (total >> 63 << 64)
-
-
 def page_sums(ptr: int, offsets: Int64Array, first: int, last: int, pattern: PagePattern, sums: Int64Array) -> None:
-    """Stores the checksum of pair i in ``sums[i]`` for ``first <= i < last``. Runs without the GIL.
+    """Stores the checksum of pair i in ``sums[i]``, int64 ``[n]``, for ``first <= i < last``. Releases the GIL.
 
-    ptr, offsets: pair i begins at address ``ptr + offsets[i]``, int64 ``[n]`` in bytes; its bytes lie there by
-    ``pattern``. Addresses are trusted. Raises ``ProtocolError`` for arrays of the wrong kind and counts out of range.
+    ptr, offsets: pair i begins at address ``ptr + offsets[i]``; offsets are int64 ``[n]``, in bytes. pattern: where the
+    bytes of a pair lie from there. Addresses are trusted. Raises ``ProtocolError`` for arrays of the wrong kind and
+    counts out of range.
     """
     if min(pattern.n0, pattern.n1, pattern.run) < 0:
         raise ProtocolError(f"{pattern}: n0, n1 and run must not be negative")
@@ -103,22 +90,24 @@ def page_sums(ptr: int, offsets: Int64Array, first: int, last: int, pattern: Pag
     if not 0 <= first <= last <= min(len(offsets), len(sums)):
         raise ProtocolError(f"pairs {first}..{last} of {len(offsets)} offsets and {len(sums)} sums")
     view = offsets.view()
-    view.flags.writeable = False  # numba would compile anew for each mixture of read-only and writable
+    view.flags.writeable = False  # always, because numba compiles read-only and writable arrays separately
     nbytes = pattern.n0 * pattern.n1 * pattern.run
     start = seed(nbytes)
     _sums(ptr, view, first, last, *pattern, keys(-(-nbytes // WORD_NBYTES)), start - (start >> 63 << 64), sums)
 
 
+@at_register
 def warm_up() -> None:
-    """Loads the compiled kernel, or compiles it (seconds, once per machine where a cache can be written)."""
+    """Loads the compiled function, or compiles it (seconds, once per machine where a cache can be written)."""
     none = np.zeros(0, np.int64)
     page_sums(0, none, 0, 0, PagePattern(0, 0, 0, 0, 0), none)
 
 
 def _loads(bits: int) -> Callable[[int, int], Any]:
-    """For compiled code: element ``index`` of unsigned ``bits``-bit numbers from address ``base`` on, however aligned.
+    """For compiled code: a function that loads element ``index`` of the unsigned ``bits``-bit integers at ``base``.
 
-    The address goes through a pointer and an index, not through integers: only so can the loop be vectorised.
+    ``base`` may have any alignment. LLVM vectorises the loop only if the address is a pointer and an index, not a sum
+    of integers.
     """
 
     def declare(_typing: Any, base: Any, index: Any) -> Any:
@@ -154,13 +143,13 @@ def _sums(
 ) -> None:
     for i in range(first, last):
         total = np.uint64(start)
-        at = 0  # in the packed bytes
+        at = 0  # offset in the packed bytes
         for a in range(n0):
             for b in range(n1):
                 row = ptr + offsets[i] + a * s0 + b * s1
                 if b + 1 < n1:
                     for ahead in range(s1, s1 + run, _LINE):
-                        prefetch(row + ahead)  # the processor cannot guess the next row of a strided page
+                        prefetch(row + ahead)  # the hardware prefetcher cannot predict the next row of a strided page
                 if run % 4 == 0:
                     here = keys[at // 4 : (at + run) // 4]
                     for j in range(len(here)):

@@ -1,18 +1,18 @@
 """Strided copies between addresses of this process, compiled, without the GIL.
 
-A page transfer between host pools is bound by memory, so what counts is how the bytes travel:
+A page transfer between host pools is bound by memory bandwidth, so these copies use:
 
-* Non-temporal stores. An ordinary store first reads the line that it overwrites and leaves it in the cache; a
-  receiver's pool is far larger than any cache.
-* Two runs in turn, four lines each. Pages are scattered, so each begins with misses in cache and TLB; a second,
-  independent run keeps the memory busy meanwhile. Four runs, or single lines in turn, were slower: too many
+* Non-temporal stores. An ordinary store first reads the cache line that it overwrites, and leaves it in the cache;
+  a receiver's pool is far larger than any cache.
+* Two runs alternately, four lines each. Pages are scattered, so each begins with misses in cache and TLB; a second,
+  independent run keeps the memory busy meanwhile. Four runs, or single lines alternately, were slower: too many
   half-filled write-combining buffers.
-* Prefetching the first lines of the next two pages, and the next row of a strided source: the processor cannot
-  guess either.
+* Prefetches of the first lines of the next two pages, and of the next row of a strided source, which the hardware
+  prefetcher cannot predict.
 * No library memcpy for long runs to unaligned addresses: where it uses ``rep movsb`` that costs a factor of five.
 
-Addresses are plain integers. Nothing here checks them against any region: that is the caller's duty. Source and
-destination must not overlap.
+Addresses are plain integers. The caller must check them against regions; nothing here does. Source and destination must
+not overlap.
 """
 
 from __future__ import annotations
@@ -22,24 +22,30 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from torchkv.compiled import compiled
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
+from torchkv.host.jit import at_register, compiled
 
-__all__ = ["Int64Array", "Rows", "copy_pairs", "copy_spans", "prefetch", "warm_up"]
+__all__ = ["SHORT_RUN", "STEP_BYTES", "StridedRuns", "copy_pairs", "copy_spans", "prefetch", "warm_up"]
 
-Int64Array = npt.NDArray[np.int64]
-Rows = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
+StridedRuns = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
+
+# One step of a host copy. It takes about two milliseconds: short enough for the progress thread to stay responsive, and
+# long compared with the tenth of a millisecond that the rest of the thread's loop takes.
+STEP_BYTES = 16 << 20
+
+# Bytes. Many rows shorter than this are worth merging before they are copied.
+SHORT_RUN = 4096
 
 _DTYPE = np.dtype(np.int64)
 _LINE = 64  # bytes of a cache line
-_TURN = 4 * _LINE  # of two runs copied in turn, so much of one before the other
-_STREAM_MIN = 128  # bytes; shorter runs go through ordinary stores
-_AHEAD = 8 * _LINE  # prefetch so much of the next runs; the hardware prefetcher takes over from there
+_TURN = 4 * _LINE  # bytes copied of one run before it is the other's turn
+_NONTEMPORAL_MIN = 128  # bytes; shorter runs are copied with ordinary stores
+_AHEAD = 8 * _LINE  # bytes prefetched of the next runs; the hardware prefetcher takes over from there
 
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -53,7 +59,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _instruction(declare: Callable[..., Any]) -> Callable[..., None]:
-    """What compiled code calls: all arguments int64, no result. ``declare`` returns what emits the LLVM code."""
+    """An intrinsic for compiled code: all arguments int64, no result. ``declare`` returns `_emits` of its LLVM code."""
     return cast(Callable[..., None], intrinsic(declare))
 
 
@@ -76,8 +82,8 @@ def _memcpy(_typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 
 @_instruction
-def _stream_line(_typing: Any, dst: Any, src: Any) -> Any:
-    """Copies one line past the cache; ``dst`` must be a multiple of 64, ``src`` need not."""
+def _nontemporal_line(_typing: Any, dst: Any, src: Any) -> Any:
+    """Copies one cache line with non-temporal stores; ``dst`` must be a multiple of 64, ``src`` need not."""
 
     def emit(builder: Any, dst: Any, src: Any) -> None:
         pointer = _VECTOR.as_pointer()
@@ -96,7 +102,7 @@ def _stream_line(_typing: Any, dst: Any, src: Any) -> Any:
 
 @_instruction
 def prefetch(_typing: Any, address: Any) -> Any:
-    """A hint; harmless at any address, mapped or not."""
+    """Prefetches a cache line. A hint: harmless at any address, mapped or not."""
 
     def emit(builder: Any, address: Any) -> None:
         signature = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
@@ -109,12 +115,12 @@ def prefetch(_typing: Any, address: Any) -> Any:
 
 @_instruction
 def _fence(_typing: Any) -> Any:
-    """Orders the streamed bytes before any later store, such as the one that says "the bytes are there"."""
+    """Orders non-temporal stores before any later store, such as the one that publishes the bytes."""
 
     def emit(builder: Any) -> None:
         builder.fence("seq_cst")
         if _IS_X86:
-            # LLVM's fence becomes a locked instruction here, which is not promised to order non-temporal stores.
+            # LLVM's fence becomes a locked instruction on x86, which need not order non-temporal stores.
             sfence = builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), ()))
             builder.call(sfence, ())
 
@@ -123,14 +129,14 @@ def _fence(_typing: Any) -> Any:
 
 @compiled
 def _copy_one(dst: int, src: int, nbytes: int) -> None:
-    if nbytes < _STREAM_MIN:
+    if nbytes < _NONTEMPORAL_MIN:
         _memcpy(dst, src, nbytes)
         return
     done = -dst & (_LINE - 1)
     if done > 0:
         _memcpy(dst, src, done)
     while done + _LINE <= nbytes:
-        _stream_line(dst + done, src + done)
+        _nontemporal_line(dst + done, src + done)
         done += _LINE
     if done < nbytes:
         _memcpy(dst + done, src + done, nbytes - done)
@@ -138,16 +144,16 @@ def _copy_one(dst: int, src: int, nbytes: int) -> None:
 
 @compiled
 def _copy_two(dst0: int, src0: int, dst1: int, src1: int, nbytes: int) -> None:
-    if nbytes < _STREAM_MIN or (dst0 | dst1) & (_LINE - 1) != 0:
+    if nbytes < _NONTEMPORAL_MIN or (dst0 | dst1) & (_LINE - 1) != 0:
         _copy_one(dst0, src0, nbytes)
         _copy_one(dst1, src1, nbytes)
         return
     done = 0
     while done + _TURN <= nbytes:
         for at in range(done, done + _TURN, _LINE):
-            _stream_line(dst0 + at, src0 + at)
+            _nontemporal_line(dst0 + at, src0 + at)
         for at in range(done, done + _TURN, _LINE):
-            _stream_line(dst1 + at, src1 + at)
+            _nontemporal_line(dst1 + at, src1 + at)
         done += _TURN
     if done < nbytes:
         _copy_one(dst0 + done, src0 + done, nbytes - done)
@@ -156,7 +162,7 @@ def _copy_two(dst0: int, src0: int, dst1: int, src1: int, nbytes: int) -> None:
 
 @compiled
 def _prefetch_run(dst: int, src: int, nbytes: int) -> None:
-    prefetch(dst)  # one line, for the sake of its TLB entry
+    prefetch(dst)  # one line, to load its TLB entry
     for at in range(0, min(nbytes, _AHEAD), _LINE):
         prefetch(src + at)
 
@@ -212,7 +218,7 @@ def _spans(
         k = min(i + 1, last - 1)
         for j in range(i + 2, min(i + 4, last)):
             _prefetch_run(dst_ptr + dst_off[j], src_ptr + src_off[j], length[j])
-        # Two spans go in turn for as long as both last, then the rest of the longer one.
+        # Two spans alternately up to the length of the shorter one, then the rest of the longer one.
         both = min(length[i], length[k]) if i < k else 0
         _copy_two(dst_ptr + dst_off[i], src_ptr + src_off[i], dst_ptr + dst_off[k], src_ptr + src_off[k], both)
         for j in range(i, k + 1):
@@ -221,15 +227,15 @@ def _spans(
 
 
 def copy_pairs(
-    src_ptr: int, dst_ptr: int, src_off: Int64Array, dst_off: Int64Array, first: int, last: int, rows: Rows
+    src_ptr: int, dst_ptr: int, src_off: Int64Array, dst_off: Int64Array, first: int, last: int, rows: StridedRuns
 ) -> None:
-    """Copies the same pattern of runs between each pair of pages ``first <= i < last``.
+    """Copies the runs described by ``rows`` between each pair of pages ``first <= i < last``.
 
     src_off, dst_off: int64 ``[n]``, byte offsets of the pages from the addresses ``src_ptr`` and ``dst_ptr``.
     rows: ``(n0, s0, d0, n1, s1, d1, run)``. For a < n0 and b < n1, ``run`` bytes go from offset
     ``src_off[i] + a * s0 + b * s1`` to ``dst_off[i] + a * d0 + b * d1``; strides are in bytes.
 
-    When it returns, the bytes are visible to every thread and process that learns of it. Runs must not overlap.
+    When this has returned, any thread or process that is told so sees the bytes. Runs must not overlap.
     Raises ``ProtocolError`` for offsets of the wrong kind and for counts out of range.
     """
     if rows[0] < 0 or rows[3] < 0 or rows[6] < 0:
@@ -251,15 +257,16 @@ def copy_spans(
     _spans(src_ptr, dst_ptr, src_off, dst_off, length, first, last)
 
 
+@at_register
 def warm_up() -> None:
-    """Loads the compiled kernels, or compiles them (seconds, once per machine where a cache can be written)."""
+    """Loads the compiled functions, or compiles them (seconds, once per machine where a cache can be written)."""
     none = np.zeros(0, np.int64)
     copy_pairs(0, 0, none, none, 0, 0, (0, 0, 0, 0, 0, 0, 0))
     copy_spans(0, 0, none, none, none, 0, 0)
 
 
 def _checked(first: int, last: int, *arrays: Int64Array) -> list[Int64Array]:
-    """Offsets as the kernels expect them."""
+    """The arrays as the compiled functions expect them. Raises ``ProtocolError`` for arrays of the wrong kind."""
     for array in arrays:
         if array.dtype != _DTYPE or array.ndim != 1 or not array.flags.c_contiguous:
             raise ProtocolError(
@@ -267,5 +274,5 @@ def _checked(first: int, last: int, *arrays: Int64Array) -> list[Int64Array]:
             )
     if not 0 <= first <= last <= min(map(len, arrays)):
         raise ProtocolError(f"entries {first}..{last} of offset arrays of lengths {[len(a) for a in arrays]}")
-    # numba would compile the kernel anew for each mixture of read-only and writable arrays; most are writable.
+    # numba compiles a function separately for each mixture of read-only and writable arrays; most are writable.
     return [array if array.flags.writeable else array.copy() for array in arrays]

@@ -1,4 +1,4 @@
-"""Machine code from Python functions: no compiler at installation, and none of Python's per-step cost at run time."""
+"""Python functions compiled to machine code by numba, on first use: no compiler is needed at installation."""
 
 from __future__ import annotations
 
@@ -6,25 +6,40 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
-import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-__all__ = ["c_function", "compiled", "compiled_with_gil", "monotonic_ns"]
+from torchkv.arrays import Int64Array
+
+__all__ = ["at_register", "c_function", "compiled", "compiled_with_gil", "monotonic_ns", "warm_up"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def compiled(function: _F) -> _F:
-    """Runs without the GIL. Compiled at its first call, then kept on disk where numba finds a place to keep it."""
+    """Compiles ``function`` at its first call, to run without the GIL. Cached on disk where numba can write a cache."""
     return _compile(function, nogil=True)
 
 
 def compiled_with_gil(function: _F) -> _F:
-    """The same, but keeps the GIL: for the caller's thread, where letting go of it means waiting to get it back."""
+    """As `compiled`, but keeps the GIL: for callers' threads, which would have to wait to get it back."""
     return _compile(function, nogil=False)
+
+
+_warm_ups: list[Callable[[], None]] = []
+
+
+def at_register(function: Callable[[], None]) -> Callable[[], None]:
+    """Decorates a function that calls a module's compiled functions once, so that `warm_up` compiles or loads them."""
+    _warm_ups.append(function)
+    return function
+
+
+def warm_up() -> None:
+    """Compiles the functions of all modules imported so far, or loads them from disk. Later calls take microseconds."""
+    for function in _warm_ups:
+        function()
 
 
 def _compile(function: _F, *, nogil: bool) -> _F:
@@ -36,10 +51,10 @@ def _compile(function: _F, *, nogil: bool) -> _F:
 
 
 def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
-    """``call(address, *arguments)`` for compiled code: a C function of ``arity`` integer or pointer arguments.
+    """For compiled code: ``call(address, *arguments)`` calls a C function with ``arity`` integer or pointer arguments.
 
-    The address arrives as a plain integer, so the machine code does not depend on where the library was loaded and
-    can be kept on disk between runs. result_bits: 0 (void), 8, 32 or 64; signed: how a narrower result is widened.
+    The address is an argument, so the machine code does not depend on where the library was loaded and can be cached on
+    disk. result_bits: 0 (void), 8, 32 or 64. signed: how a narrower result is widened to 64 bits.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -54,7 +69,7 @@ def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
         return builder.sext(value, word) if signed else builder.zext(value, word)
 
     signature = types.int64(*[types.int64] * (arity + 1))
-    # numba reads the parameters off the function it is given, so each arity needs one of its own.
+    # numba takes the parameters from the signature of the given function, so each arity needs its own.
     made: dict[int, Callable[..., Any]] = {
         1: lambda typing, f, a: (signature, codegen),
         2: lambda typing, f, a, b: (signature, codegen),
@@ -71,8 +86,8 @@ _call_clock = c_function(2, 32)
 
 
 @compiled
-def monotonic_ns(clock_gettime: int, scratch: npt.NDArray[np.int64]) -> int:
-    """For compiled code: the monotonic clock in ns. clock_gettime: address of libc's function; scratch: of length 2."""
+def monotonic_ns(clock_gettime: int, scratch: Int64Array) -> int:
+    """For compiled code: the monotonic clock in ns. clock_gettime: address of libc's function. scratch: two int64."""
     _call_clock(clock_gettime, _CLOCK_MONOTONIC, scratch.ctypes.data)
     now: int = scratch[0] * 1_000_000_000 + scratch[1]
     return now

@@ -1,4 +1,4 @@
-"""Which network interface a job runs on: everything that listens binds this one and no other."""
+"""The network interface of a job: every socket that listens is bound to this one only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import socket
 import struct
 
-from torchkv.env import interface_from_env
 from torchkv.errors import TransportUnavailable
+from torchkv.options import interface_from_env
 
 __all__ = ["Interface", "job_interface"]
 
@@ -21,10 +21,11 @@ LOOPBACK: Interface = ("lo", "127.0.0.1")
 
 
 def job_interface() -> Interface:
-    """The interface named by ``TORCHKV_INTERFACE`` (its name, or an IPv4 address of it); loopback for a job that fits
-    one host; else the one from which packets to ``MASTER_ADDR`` leave.
+    """The interface that listening sockets bind to.
 
-    Raises ``TransportUnavailable`` if there is no such interface, or no route.
+    The one that ``TORCHKV_INTERFACE`` names, by its name or IPv4 address; without it, loopback if all ranks run on one
+    host (``WORLD_SIZE`` equals ``LOCAL_WORLD_SIZE``), else the interface that routes to ``MASTER_ADDR``. Raises
+    ``TransportUnavailable`` if there is no such interface, or no route.
     """
     wanted = interface_from_env()
     if wanted is None:
@@ -53,10 +54,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """The local IPv4 address from which packets to ``host`` leave."""
+    """The local IPv4 address that packets to ``host`` are sent from."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # a datagram socket: finds the route, sends nothing
+            probe.connect((host, 9))  # connecting a datagram socket looks up the route and sends nothing
         except OSError as error:
             raise TransportUnavailable(
                 f"MASTER_ADDR={host!r} cannot be reached over IPv4 ({error}); set TORCHKV_INTERFACE"

@@ -1,4 +1,4 @@
-"""A peer's process, as the kernel knows it: to see that it has ended, and with it everything it could write."""
+"""Watching a peer's process: once the kernel reports its end, nothing of it can write to shared memory any more."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Annotated
 
 import msgspec
 
-from torchkv.hostmem import host_identity
+from torchkv.host.shared_memory import host_identity
 
 __all__ = ["ProcessId", "process_ended", "process_started", "this_process", "watch_process"]
 
 
 class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process, unmistakably: its PID namespace and boot, its pid, and when it started (in clock ticks)."""
+    """Identifies one process, also after its pid was reused.
+
+    host: `host_identity` in hexadecimal. started: when the process started, in clock ticks.
+    """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
     pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
@@ -24,18 +27,20 @@ class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def process_started(pid: int) -> int:
     """When process ``pid`` of this host started, in clock ticks. Raises ``OSError`` if there is none."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        # The command name, in parentheses, may hold anything; fields are counted from behind it.
+        # The command name, in parentheses, may contain anything, so fields are counted from its closing parenthesis.
         return int(file.read().rpartition(")")[2].split()[19])
 
 
 def this_process() -> ProcessId:
+    """The identity of the calling process."""
     return ProcessId(host_identity().hex(), os.getpid(), process_started(os.getpid()))
 
 
 def watch_process(process: ProcessId) -> int | None:
-    """A pidfd that turns readable when ``process`` has ended, all its threads included. The caller closes it.
+    """A pidfd that becomes readable when all threads of ``process`` have ended. The caller closes it.
 
-    None if it runs on another host or in another PID namespace, where only its own word proves anything.
+    None if the process cannot be watched from here: it runs on another host or in another PID namespace, or the kernel
+    refuses. Then nothing but the process's own messages can prove that it writes no more.
     """
     if process.host != host_identity().hex():
         return None
@@ -56,12 +61,12 @@ def watch_process(process: ProcessId) -> int | None:
 
 
 def process_ended(fd: int) -> bool:
-    """Whether the process behind a `watch_process` descriptor has ended."""
+    """Whether the process of a `watch_process` file descriptor has ended."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def _always_readable() -> int:
-    """Stands for a process that had ended before it could be watched."""
+    """A file descriptor in place of the pidfd of a process that had ended before it could be watched."""
     return os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -1,12 +1,12 @@
-"""Shared host memory that dies with its holders.
+"""Shared host memory that the kernel frees with the last process that uses it.
 
-A segment is an anonymous memory file (``memfd``), mapped by its owner and, through ``/proc/<pid>/fd/<fd>``, by
-peers on the same host. It has no name in any file system, so nothing stays behind however its holders end: the
+A shared segment is an anonymous memory file (``memfd``). Its owner maps it, and so do peers on the same host, through
+``/proc/<pid>/fd/<fd>``. It has no name in any file system, so nothing is left behind even if its users are killed: the
 kernel frees it with the last mapping and the last file descriptor.
 
-The owner publishes a few bytes (`share`), the peer opens them (`open_segment`). Those bytes are hostile until
-proven otherwise, and the numbers in them may since have been given to another process or file. So what is opened
-must show the segment's random name, its inode and its size, and must be sealed against shrinking: otherwise its
+The owner describes a segment in a few bytes (`share`), with which a peer maps it (`open_segment`). The bytes come from
+another process and are not trusted; and the pid and the file descriptor in them may have been reused. So the opened
+file must have the segment's random name, its inode and its size, and must be sealed against shrinking: otherwise its
 owner could kill a peer (SIGBUS) by truncating it.
 """
 
@@ -40,8 +40,8 @@ _MAX_NBYTES = 1 << 46  # half of what a 47-bit user address space can map
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-# The mmap module would do, but its objects each hold a file descriptor for life: with a segment per layer and
-# peer that runs into the usual limit of 1024.
+# Not Python's mmap module: its objects each keep a file descriptor open, and with a segment per layer and peer that
+# reaches the usual limit of 1024.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -60,7 +60,7 @@ _Bytes = ctypes.Array[ctypes.c_uint8]
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """What `share` tells about a segment of this process."""
+    """A segment of this process, as `share` describes it."""
 
     fd: int
     inode: int
@@ -68,19 +68,20 @@ class _Owned:
     token: bytes
 
 
-# Base address -> the mapping, kept alive by the tensor's storage. Weak, because an entry must not outlive its
-# mapping: the same address may next belong to a tensor that is not ours.
+# Base address -> the mapping, which the tensor's storage keeps alive. Weak, because an entry must not outlive its
+# mapping: afterwards the address may belong to other memory.
 _mappings: weakref.WeakValueDictionary[int, _Bytes] = weakref.WeakValueDictionary()
 
 
 def allocate(nbytes: int) -> torch.Tensor:
     """A zero-filled uint8 tensor ``[nbytes]`` over a new segment, aligned to at least 4096 bytes.
 
-    Memory is committed at first touch and freed with the last tensor over the storage and the last peer's mapping.
-    Raises ``ProtocolError`` if ``nbytes`` is not in 1 .. 2**46, ``TransportUnavailable`` if the kernel refuses.
+    The kernel commits memory at first touch, and frees it with the last tensor over the storage and the last peer's
+    mapping. Raises ``ProtocolError`` if ``nbytes`` is not in 1 .. 2**46, and ``TransportUnavailable`` if the kernel
+    refuses.
     """
     if not 0 < nbytes <= _MAX_NBYTES:
-        raise ProtocolError(f"host memory of {nbytes} bytes asked for; must be 1 to {_MAX_NBYTES}")
+        raise ProtocolError(f"cannot allocate {nbytes} bytes of host memory; the size must be 1 to {_MAX_NBYTES}")
     token = secrets.token_bytes(16)
     try:
         fd = os.memfd_create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -98,7 +99,7 @@ def allocate(nbytes: int) -> torch.Tensor:
             "check the limits on open files (ulimit -n), address space and memory"
         ) from error
     mapping = (ctypes.c_uint8 * nbytes).from_address(ptr)
-    # Not at exit: tensors may live longer than the interpreter's exit hooks, and the kernel cleans up anyway.
+    # Not at exit: tensors may outlive the interpreter's exit hooks, and the kernel frees the memory anyway.
     weakref.finalize(mapping, _release, ptr, nbytes, fd).atexit = False
     mapping.owned = _Owned(fd, inode, nbytes, token)  # type: ignore[attr-defined]
     _mappings[ptr] = mapping
@@ -108,8 +109,8 @@ def allocate(nbytes: int) -> torch.Tensor:
 def share(tensor: torch.Tensor) -> bytes | None:
     """The descriptor (``DESCRIPTOR_NBYTES`` bytes) of the segment under ``tensor``'s whole storage.
 
-    None if the storage was not made by `allocate` in this process. It is valid while this process holds the
-    segment.
+    None if the storage was not made by `allocate` in this process. The descriptor is valid as long as this process
+    holds the segment.
     """
     if tensor.device.type != "cpu":
         return None
@@ -123,9 +124,9 @@ def share(tensor: torch.Tensor) -> bytes | None:
 
 
 class Segment:
-    """A peer's segment mapped into this process: loads and stores at ``[ptr, ptr + nbytes)`` reach its memory.
+    """A peer's segment, mapped into this process at ``[ptr, ptr + nbytes)``.
 
-    It stays mapped, and its memory alive, until ``close()`` or garbage collection, whatever becomes of the owner.
+    It stays mapped and allocated until ``close()`` or garbage collection, even if its owner frees it or ends.
     """
 
     def __init__(self, ptr: int, nbytes: int) -> None:
@@ -135,7 +136,7 @@ class Segment:
         self._unmap.atexit = False
 
     def close(self) -> None:
-        """Unmaps the segment; no load or store may touch it afterwards. Idempotent."""
+        """Unmaps the segment, which must not be accessed any more. Idempotent."""
         self._unmap()
 
 
@@ -175,11 +176,11 @@ def open_segment(descriptor: bytes) -> Segment:
 
 
 def _verify(path_fd: int, where: str, *, token: bytes, inode: int, nbytes: int) -> None:
-    # On the O_PATH descriptor: nothing can be swapped between this check and the use, and merely looking at what
-    # a reused number now stands for has no side effect (opening a FIFO or a device has).
+    # Checked on an O_PATH descriptor: the file cannot be exchanged between this check and its use, and opening a reused
+    # number this way has no side effect (opening a named pipe or a device would have).
     link = os.readlink(f"/proc/self/fd/{path_fd}")
     if link != f"/memfd:{_name(token)} (deleted)":
-        raise TransportUnavailable(f"{where} was freed: the number now stands for another file")
+        raise TransportUnavailable(f"{where} was freed: the file descriptor now refers to another file")
     found = os.fstat(path_fd)
     if (found.st_ino, found.st_size) != (inode, nbytes):
         raise TransportUnavailable(
@@ -193,7 +194,7 @@ def _name(token: bytes) -> str:
 
 @functools.cache
 def host_identity() -> bytes:
-    """32 bytes, equal for two processes iff a pid means the same to both: one boot of one kernel, one PID namespace."""
+    """32 bytes that are equal for two processes iff they share a PID namespace, in the same boot of the same kernel."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         boot = file.read()
     namespace = os.readlink("/proc/self/ns/pid")
@@ -214,8 +215,8 @@ def _map(fd: int, nbytes: int) -> int:
     if ptr == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap: {os.strerror(code)}")
-    # Advice only: scattered pages run out of TLB entries without huge pages, but a kernel built without them is
-    # free to refuse.
+    # Without huge pages, scattered KV pages need more TLB entries than there are. Failure is ignored: a kernel may be
+    # built without huge pages, and everything works all the same.
     _libc.madvise(ptr, nbytes, mmap.MADV_HUGEPAGE)
     return int(ptr)
 

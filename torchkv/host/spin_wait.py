@@ -1,12 +1,15 @@
-"""How the progress thread waits: without the GIL, and lightly while requests are under way.
+"""How the progress thread waits while requests are active: without the GIL, and so that waking it is one store.
 
-A sleeping thread is woken by a system call, which in a virtual machine takes a hundred microseconds from whoever makes
-it: the caller of ``send_layer``, once a layer. So as long as verbs come, the thread rests in compiled code instead: it
-spins for a moment, then takes naps of some microseconds, and looks at words in memory in between. To wake it is one
-store. It spins for longer where an answer is due: then the core that it keeps from falling asleep would otherwise take
-longer to wake up than the answer takes. While it spins it offers its core to others, and stops if one takes it. The
-words that a GPU writes when a kernel ends are watched in the same way; asking the driver would take its lock, which the
-model's own launches need.
+Waking a sleeping thread takes a system call, which in a virtual machine costs the calling thread a hundred
+microseconds: the caller of ``send_layer``, once per layer. So as long as verbs come, the progress thread waits in
+compiled code (`rest`). It spins for a moment, then sleeps for some microseconds at a time, and reads words in memory in
+between. One store to a word wakes it.
+
+It spins for longer while a peer's answer is due: an idle core would take longer to wake up than the answer takes to
+arrive. While it spins, it offers its core to other threads, and stops spinning if one takes it.
+
+The words that a GPU writes when a kernel is done are watched in the same way. Querying the driver instead would take
+its lock, which the model's own launches need.
 """
 
 from __future__ import annotations
@@ -20,22 +23,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from torchkv.compiled import c_function, compiled, monotonic_ns
-from torchkv.transport import Int64Array
+from torchkv.arrays import Int64Array, UInt32Array
+from torchkv.host.jit import at_register, c_function, compiled, monotonic_ns
 
 __all__ = ["begin", "rest", "warm_up"]
 
-# Nanoseconds that it spins anyway; not at all where the caller, its model and this thread share so few cores.
+# The shortest time to spin, in nanoseconds; 0 where the caller, its model and this thread share few cores.
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0
-NAP = 50_000
-CROWDED = 20_000  # so long away from a core that was offered: somebody else needs it
-# Seconds after which a thread that computes in Python hands the GIL to one that waits for it. Python's 5 ms are what a
-# layer would take to begin its journey if its caller goes on in Python. It is a setting of the whole process.
+NAP = 50_000  # nanoseconds of one sleep between two looks at the words
+CROWDED = 20_000  # nanoseconds; if yielding the core takes longer, another thread needs it
+# Seconds after which a thread that runs Python code must hand the GIL to one that waits for it. With Python's default,
+# 5 ms, a layer would start so late if its caller goes on in Python. This setting is the whole process's.
 SWITCH_INTERVAL = 0.0005
-_TIMER_SLACK = 1_000  # else the kernel rounds each nap up, by as much again
-_LOOK = 16  # rounds over the words between two looks at the file descriptors, which are system calls
+_TIMER_SLACK = 1_000  # nanoseconds; with the default, the kernel may double the length of a nap
+_LOOK = 16  # looks at the words per look at the file descriptors, which is a system call
 
 _NONE = np.zeros(0, dtype=np.uint32)
 _NOWHERE = np.zeros(0, dtype=np.int64)
@@ -49,7 +51,7 @@ _call_yield = c_function(1, 32)  # its argument is ignored
 
 
 def begin() -> None:
-    """For the thread that will rest: it wakes from naps in time, and gets the GIL soon when it has."""
+    """Prepares the calling thread for `rest`: it wakes up on time, and then gets the GIL soon."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
     if _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_TIMERSLACK)")
@@ -58,9 +60,9 @@ def begin() -> None:
 @compiled
 def _rest(
     wake: Int64Array,
-    words: npt.NDArray[np.uint32],
+    words: UInt32Array,
     indices: Int64Array,
-    values: npt.NDArray[np.uint32],
+    values: UInt32Array,
     fds: Int64Array,
     functions: Int64Array,
     spin: int,
@@ -77,16 +79,16 @@ def _rest(
             if wake[0] != 0:
                 called = True
             for i in range(len(indices)):
-                # Wrapping difference: whether the word has reached the value, however often it has gone round.
+                # A difference modulo 2**32: whether the word has reached the value, even if it has wrapped around.
                 if np.int32(words[indices[i]] - values[i]) >= 0:
                     called = True
             if called:
-                limit[1] = 0  # the file descriptors are looked at even so, or frequent calls would hide them
+                limit[1] = 0  # the file descriptors are polled even so, else frequent verbs would starve them
                 break
         if _call_poll(functions[0], fds.ctypes.data, len(fds), limit.ctypes.data, 0) > 0:
             readable = 0
             for i in range(len(fds)):
-                if fds[i] >> 48 != 0:  # what the kernel found, the last member of a struct pollfd
+                if fds[i] >> 48 != 0:  # revents, the last member of a struct pollfd
                     readable |= 1 << i
             return readable
         passed = monotonic_ns(functions[1], clock) - began
@@ -102,7 +104,7 @@ def _rest(
 
 @lru_cache(maxsize=64)
 def _polled(fds: tuple[int, ...]) -> Int64Array:
-    """An array of C's ``struct pollfd``, which is eight bytes."""
+    """The file descriptors as an array of C's ``struct pollfd``, of eight bytes each."""
     return np.frombuffer(bytearray().join(struct.pack("=ihh", fd, select.POLLIN, 0) for fd in fds), np.int64)
 
 
@@ -112,15 +114,17 @@ def rest(
     *,
     seconds: float,
     spin: float = 0.0,
-    words: npt.NDArray[np.uint32] = _NONE,
+    words: UInt32Array = _NONE,
     awaited: Sequence[tuple[int, int]] = (),
 ) -> int:
-    """Returns soon after one of these, or at the latest after ``seconds``:
+    """Waits without the GIL until one of these is true, but at most ``seconds``:
 
-    ``wake[0]`` is not 0; ``words[index]`` has reached a value, for any of the ``awaited`` (index, value); a file
-    descriptor is readable. Bit i of the result: whether ``fds[i]`` is, also if something else has ended the rest.
+    * ``wake[0]`` is not 0;
+    * ``words[index]`` has reached ``value`` for any (index, value) in ``awaited``, modulo 2**32;
+    * a file descriptor of ``fds`` is readable.
 
-    For the first ``spin`` seconds at least it keeps its core, unless another thread wants that.
+    Returns a bit mask: bit i is set if ``fds[i]`` is readable, whatever ended the wait. spin: seconds, at least, before
+    the thread sleeps for the first time, unless another thread needs the core.
     """
     indices, values = _NOWHERE, _NONE
     if awaited:
@@ -130,6 +134,7 @@ def rest(
     return int(_rest(wake, words, indices, values, _polled(fds), _FUNCTIONS, *times))
 
 
+@at_register
 def warm_up() -> None:
-    """Compiles, or loads from disk, what the first verb would otherwise wait for."""
+    """Compiles the function, or loads it from disk, so that the first verb need not wait for it."""
     rest(np.ones(1, dtype=np.int64), (), seconds=0)

@@ -1,10 +1,13 @@
-"""The GPU kernel that sums page pairs, in Triton: `torchkv.checksum` says what, `torchkv.sumlaunch` launches it.
+"""The Triton kernel that computes the checksums of page pairs.
 
-The words of a pair are numbered in packed order, row after row, wherever its page lies. A tile is equally numbered
-words, its columns, of several pairs: each key is then computed once for all of them, where it would otherwise take more
-instructions than all the rest.
+`torchkv.host.checksum` defines the checksum; `torchkv.kernels.checksum_launch` launches the kernel.
 
-There are no atomics: each block remembers the first mismatch that it meets, and stores it in a slot of its own.
+The words of a pair are numbered in packed order, row after row, wherever its page lies. A tile consists of words with
+the same numbers, its columns, of several pairs. So each key is computed once for all these pairs; computed per word,
+keys would take more instructions than everything else.
+
+The kernel uses no atomics: each block keeps the first mismatch that it finds, and stores it in a buffer entry of its
+own.
 """
 
 from __future__ import annotations
@@ -12,12 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchkv.pagecopy import div, locate, report
+from torchkv.kernels.page_copy import div, locate, report
 
 __all__ = ["NUM_INTEGERS", "VERIFY", "WRITE", "sum_pairs"]
 
-# What becomes of the sums. Also on which side of the transfer the pages are, as columns of a job table: the sender
-# writes sums, the receiver verifies them.
+# Modes: the sender writes sums, the receiver verifies them. The number is also the side's column in the job table.
 WRITE, VERIFY = 0, 1
 
 NUM_INTEGERS = 32  # runtime parameters of the kernel; the rest are constants
@@ -30,7 +32,7 @@ _NONE = tl.constexpr((1 << 63) - 1)
 
 @triton.jit
 def _key(number):
-    """K_j of `torchkv.checksum`."""
+    """K_j of `torchkv.host.checksum`."""
     mixed = number.to(tl.uint64) + _GOLDEN
     mixed = (mixed ^ (mixed >> 30)) * _MIX1
     mixed = (mixed ^ (mixed >> 27)) * _MIX2
@@ -39,13 +41,13 @@ def _key(number):
 
 @triton.jit
 def _keep(slot, code):
-    """Stores ``code`` in ``slot``, if there is one, unless a smaller one is there; 0 stands for none."""
+    """Stores ``code`` at address ``slot``, unless it is ``_NONE`` or a smaller code is there already; 0 is no code."""
     place = slot.to(tl.pointer_type(tl.int64))
     known = tl.load(place, mask=code < _NONE, other=0)
     tl.store(place, tl.where(known == 0, code, tl.minimum(known, code)), mask=code < _NONE)
 
 
-# None of the integers is specialised on: one compiled variant serves every layout and request.
+# Triton specialises on none of the integers, so that one compiled kernel serves every layout and request.
 @triton.jit(do_not_specialize=range(NUM_INTEGERS))
 def sum_pairs(
     jobs: tl.int64,
@@ -87,11 +89,13 @@ def sum_pairs(
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One block takes every ``num_programs``-th tile of ``PAIRS`` items, which are the pairs of job after job.
+    """Computes one sum per item. The items are the pairs of the first job, then those of the second, and so on.
 
-    Item i's sum is ``sums[i]``. In the job table, the column of this side holds the address, the other one the job's
-    number in the order in which mismatches are told; a mismatch's code is ``(number << 31 | rank) + 1``, where rank
-    counts from the first of this launch. The rest as for `torchkv.pagecopy.copy`; s0 and s1 are this side's strides.
+    Each block takes every ``num_programs``-th tile of ``PAIRS`` items. The sum of item i is ``sums[i]``.
+
+    jobs: the column of this side holds a job's base address, the other column its number in the order in which
+    mismatches are reported. The code of a mismatch is ``(number << 31 | rank) + 1``, where rank counts this launch's
+    pairs of a job. s0, s1: this side's strides. The other arguments as for `page_copy.copy`.
     """
     dtype: tl.constexpr = tl.uint32 if UNIT >= 4 else tl.uint16 if UNIT == 2 else tl.uint8
     ELEMENTS: tl.constexpr = UNIT // 4 if UNIT >= 4 else 1  # four-byte words of a word
@@ -116,7 +120,8 @@ def sum_pairs(
         of_job = jobs.to(tl.pointer_type(tl.int64)) + job * 2
         begin = tl.load(of_job + MODE) + offset + base
 
-        # Columns first: of two dimensions that look alike, Triton gives neighbouring threads the first.
+        # Columns are the first dimension: of two dimensions that look alike, Triton lays neighbouring threads along the
+        # first, so that these load neighbouring words.
         total = tl.zeros((COLUMNS, PAIRS), tl.uint64)
         first = 0
         while first < words:

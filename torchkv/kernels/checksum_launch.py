@@ -1,4 +1,4 @@
-"""Launches of the checksum kernel: its arguments, its tile, and compiling ahead of time."""
+"""Launches of the checksum kernel: its arguments, its tile sizes, and which compiled kernel a geometry needs."""
 
 from __future__ import annotations
 
@@ -7,31 +7,36 @@ from typing import NamedTuple
 
 import triton
 
-from torchkv import checksum, pagesum
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import divisor, shape
-from torchkv.slabgeometry import Geometry
-from torchkv.variants import Variant
+from torchkv.host import checksum
+from torchkv.kernels import checksum as checksum_kernel
+from torchkv.kernels.compiled import CompiledKernel
+from torchkv.kernels.launch import divisor, kernel_params
+from torchkv.layout.kernel_geometry import Geometry
 
-__all__ = ["SumAddresses", "launch_sums", "sum_variant"]
+__all__ = ["SumAddresses", "launch_sums", "sum_kernel"]
 
 
 class SumTile(NamedTuple):
-    """words: that a block sums at once. columns: at most so many of one pair. warps: that do it."""
+    """words: of a tile, which a block sums at once. columns: the most of them from one pair. warps: of a block."""
 
     words: int
     columns: int
     warps: int
 
 
-# As much in flight as in a tile of the copy kernel, and a column for every thread: it computes the column's keys once.
+# As many words as in a tile of the copy kernel. One column per thread, which computes the column's keys once.
 TILE = SumTile(2048, 256, 8)
 
-MAX_ITEMS = 1 << 30  # sums of one launch: counted in 32 bits, with room for a tile more
+MAX_ITEMS = 1 << 30  # sums of one launch: with one tile more they still count in 32 bits
 
 
 class SumAddresses(NamedTuple):
-    """Of the job table's first row, the page ids, the first sum, the slots for mismatches and the error slot."""
+    """Device addresses of one launch.
+
+    jobs: the first row of the job table. ids: page ids. sums: the first sum. mismatches: one int64 per block, or 0 when
+    sums are written. errors: see `torchkv.kernels.copies.error_words`.
+    """
 
     jobs: int
     ids: int
@@ -40,29 +45,33 @@ class SumAddresses(NamedTuple):
     errors: int
 
 
-class _Shape(NamedTuple):
-    """What a geometry contributes to a launch. seed: of its checksums. integers: from ``words`` on."""
+class _SumParams(NamedTuple):
+    """What a geometry contributes to a launch.
+
+    seed: that the sums begin with. integers: the kernel's runtime arguments from ``words`` on.
+    """
 
     seed: int
     integers: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
-def _shape(geometry: Geometry, mode: int) -> _Shape:
-    what = shape(geometry)
+def _sum_params(geometry: Geometry, mode: int) -> _SumParams:
+    params = kernel_params(geometry)
     _, s0, d0, n1, s1, d1, _ = geometry.rows
-    side = geometry.src if mode == pagesum.WRITE else geometry.dst
+    side = geometry.src if mode == checksum_kernel.WRITE else geometry.dst
+    stripe = geometry.stripe
     seed = checksum.seed(geometry.pair_nbytes)
     integers = (
-        what.words_per_pair,
-        what.words_per_row,
-        *divisor(what.words_per_row),
+        params.words_per_pair,
+        params.words_per_row,
+        *divisor(params.words_per_row),
         n1,
         *divisor(n1),
-        *((s0, s1) if mode == pagesum.WRITE else (d0, d1)),
-        *divisor(geometry.per_unit),
-        geometry.index * geometry.per_unit,
-        geometry.per_unit * (geometry.holders - 1),
+        *((s0, s1) if mode == checksum_kernel.WRITE else (d0, d1)),
+        *divisor(stripe.per_unit),
+        stripe.holder * stripe.per_unit,
+        stripe.per_unit * (stripe.holders - 1),
         side.per_page,
         *divisor(side.per_page),
         geometry.tokens * side.token_stride,
@@ -70,22 +79,23 @@ def _shape(geometry: Geometry, mode: int) -> _Shape:
         side.base,
         side.num_pages,
     )
-    return _Shape(seed - (seed >> 63 << 64), integers)
+    return _SumParams(seed - (seed >> 63 << 64), integers)
 
 
 def _constants(geometry: Geometry, mode: int) -> tuple[int, ...]:
-    what, tile = shape(geometry), TILE
-    columns = min(max(triton.next_power_of_2(what.words_per_pair), 32), tile.columns)
-    return mode, what.unit, what.rows, int(what.parts), tile.words // columns, columns
+    params, tile = kernel_params(geometry), TILE
+    columns = min(max(triton.next_power_of_2(params.words_per_pair), 32), tile.columns)
+    return mode, params.unit, params.rows, int(params.parts), tile.words // columns, columns
 
 
 def launch_sums(
     mode: int, geometry: Geometry, addresses: SumAddresses, *, num_jobs: int, ranks: range, start: int, blocks: int
 ) -> None:
-    """Enqueues the sums of the pairs of these ranks, for ``num_jobs`` jobs, on the current stream of this device.
+    """Enqueues the checksums of ``num_jobs`` jobs on the current stream of the current device.
 
-    mode: ``pagesum.WRITE`` or ``VERIFY``. start: the first page id's position, in pages of this side. blocks: thread
-    blocks at most. Raises ``ProtocolError`` for counts out of range; addresses are not checked.
+    mode: ``checksum.WRITE`` or ``VERIFY`` of `torchkv.kernels`. ranks: positions in the writer's stripe of the page
+    pairs. start: the first page id's position, in pages of this side. blocks: the largest number of thread blocks.
+    Raises ``ProtocolError`` for counts out of range; addresses are not checked.
     """
     if blocks < 1:
         raise ProtocolError(f"blocks must be at least 1, not {blocks}")
@@ -94,22 +104,24 @@ def launch_sums(
         raise ProtocolError(f"{items} checksums in one launch are more than {MAX_ITEMS}; use smaller stages")
     if not items:
         return
-    what = _shape(geometry, mode)
+    params = _sum_params(geometry, mode)
     integers = (
         *addresses,
-        what.seed,
+        params.seed,
         items,
         len(ranks),
         *divisor(len(ranks)),
         ranks.start,
         start,
-        *what.integers,
+        *params.integers,
     )
-    variant = sum_variant(geometry, mode)
-    *_, pairs, _ = variant.constants
-    variant.launch(min(blocks, -(-items // pairs)), integers)
+    kernel = sum_kernel(geometry, mode)
+    *_, pairs, _ = kernel.constants
+    kernel.launch(min(blocks, -(-items // pairs)), integers)
 
 
-def sum_variant(geometry: Geometry, mode: int) -> Variant:
-    """What sums of ``geometry`` launch."""
-    return Variant(pagesum.sum_pairs, pagesum.NUM_INTEGERS, _constants(geometry, mode), TILE.warps)
+def sum_kernel(geometry: Geometry, mode: int) -> CompiledKernel:
+    """The compiled kernel that checksums of ``geometry`` need."""
+    return CompiledKernel(
+        checksum_kernel.sum_pairs, checksum_kernel.NUM_INTEGERS, _constants(geometry, mode), TILE.warps
+    )

@@ -1,4 +1,4 @@
-"""Compiled variants of the Triton kernels: loaded ahead of time, and launched without Triton's dispatcher."""
+"""Compiled Triton kernels: loaded ahead of time, and launched without Triton's dispatcher where that was tested."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-__all__ = ["Variant"]
+__all__ = ["CompiledKernel"]
 
-# A compiled kernel can be called without Triton's dispatcher, which takes longer to look at the type of each argument
-# than a layer takes to copy. Which arguments it then expects is no documented interface and has changed before, so
-# versions that this was not tried on get the ordinary launch.
+# Triton's dispatcher inspects the type of each argument, which takes longer than copying a layer. A compiled kernel can
+# be called without it. Which arguments it then expects is not documented and has changed before, so versions other than
+# the tested one get the ordinary launch.
 CALLS_COMPILED = triton.__version__.split("+")[0].rpartition(".")[0] == "3.6"
 
-# By the kernel's identity, because hashing it takes longer than all else here: kernels live as long as their modules.
+# Keyed by the identity of the kernel, because hashing a kernel takes longer than the rest of a launch. Identities stay
+# valid: kernels are module globals.
 _loaded: dict[tuple[int, int, tuple[int, ...], int], Any] = {}
 
 
-class Variant(NamedTuple):
-    """``kernel`` for these ``constants``, run by blocks of ``warps`` warps, on the current device.
+class CompiledKernel(NamedTuple):
+    """A Triton kernel for given constants and block size, on the current device.
 
-    All of the kernel's parameters are ``num_integers`` runtime ones, annotated, and behind them the constants.
+    kernel: its parameters are ``num_integers`` annotated runtime parameters, then ``constants``. warps: of a block.
     """
 
     kernel: Any
@@ -31,19 +32,23 @@ class Variant(NamedTuple):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether `launch` only launches."""
+        """Whether `launch` need not compile or load anything."""
         return not self._is_compiled or self._key in _loaded
 
     def load(self) -> None:
-        """Compiles it, and loads it onto the device, which waits for all of its streams. Enqueues nothing.
+        """Compiles the kernel and loads it onto the device. Enqueues nothing.
 
-        Slow the first time on a machine; after that Triton finds the variant on disk.
+        Loading waits for all streams of the device. Compiling is slow, but after the first time on a machine Triton
+        finds the compiled kernel on disk.
         """
         if self._is_compiled:
             self._compiled()
 
     def launch(self, blocks: int, integers: tuple[int, ...]) -> None:
-        """Enqueues so many blocks on the current stream. Loads it first if need be."""
+        """Enqueues ``blocks`` thread blocks on the current stream. Loads the kernel first if it is not loaded.
+
+        integers: the values of the runtime parameters.
+        """
         if not CALLS_COMPILED or not self._is_compiled:
             self.kernel[(blocks,)](*integers, *self.constants, num_warps=self.warps)
             return
@@ -51,7 +56,7 @@ class Variant(NamedTuple):
 
     @property
     def _is_compiled(self) -> bool:
-        return isinstance(self.kernel, triton.JITFunction)  # else it is the interpreter's
+        return isinstance(self.kernel, triton.JITFunction)  # Triton's interpreter has a class of its own
 
     @property
     def _key(self) -> tuple[int, int, tuple[int, ...], int]:
@@ -61,8 +66,8 @@ class Variant(NamedTuple):
         key = self._key
         if (known := _loaded.get(key)) is not None:
             return known
-        # The width of an argument comes from its annotation, so zeros will do.
+        # Zeros will do: the width of an argument comes from its annotation, not from the value.
         compiled = self.kernel.warmup(*[0] * self.num_integers, *self.constants, grid=(1,), num_warps=self.warps)
-        _ = compiled[(1, 1, 1)]  # this is where Triton loads the code
+        _ = compiled[(1, 1, 1)]  # Triton loads the code when this is first asked for
         _loaded[key] = compiled
         return compiled

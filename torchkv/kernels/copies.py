@@ -1,57 +1,104 @@
-"""Page copies by a GPU kernel: straight into a peer's pages, into a packed stage, or out of one.
+"""Copies of pages by one GPU kernel: straight into a peer's pages, into a packed stage, or out of a packed stage.
 
-Here arguments are checked; `torchkv.pagecopy` is the kernel, `torchkv.copyreference` says the same in plain loops.
+This module checks the arguments of a copy. `torchkv.kernels.launch` turns them into a launch, and
+`torchkv.kernels.page_copy` is the kernel. The tests compare it with plain loops
+(``tests/helpers/references/page_copy.py``).
 
-A few blocks must fill the link, so each has much in flight: many warps with several 16-byte loads each.
+A *job* is one (layer, component). One launch copies the same page pairs of several jobs.
 
-Page ids come from device memory and are checked there. A pair with a bad id is left out, and its code is stored where
-`first_error` finds it.
+Page ids are read from device memory and checked by the kernel. It skips a pair with a bad id, and stores a code in the
+``errors`` argument (`error_words`), which `first_error` decodes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from torchkv import pagecopy
-from torchkv.copyreference import BadPage
 from torchkv.errors import ProtocolError
-from torchkv.kernellaunch import Addresses, Flow, launch, launch_stream, shape, variants
-from torchkv.slabgeometry import Geometry, Side, geometry
-from torchkv.stagememory import Room
-from torchkv.staging import CHUNK_UNIT, MAX_CHANNELS
+from torchkv.kernels import page_copy
+from torchkv.kernels.launch import Addresses, FifoArgs, kernel_params, launch, launch_fifo
+from torchkv.layout.kernel_geometry import BadPage, Geometry
+from torchkv.layout.stage_format import CHUNK_UNIT, MAX_CHANNELS, MemorySpan
 
 __all__ = [
-    "BadPage",
-    "Geometry",
-    "Side",
-    "Flow",
-    "check_stream",
+    "CopyJobs",
+    "check_fifo",
     "copy_pages",
-    "error_slot",
+    "error_words",
     "first_error",
     "gather",
-    "geometry",
     "moved",
     "scatter",
     "skipped",
     "unfinished",
-    "variants",
 ]
 
-MAX_IDS = (1 << 29) - 2  # page ids of a call: what fits in an error code
+MAX_IDS = (1 << 29) - 2  # page ids of a call: the position of an id must fit in an error code
 
 
-def error_slot() -> torch.Tensor:
-    """A fresh ``errors`` argument: int64 ``[2]``, zeros, in pinned host memory where there is a GPU."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyJobs:
+    """Which jobs a call copies, and which page pairs of each.
+
+    table: int64 ``[n, 2]`` in device memory, the source and destination base address of each job. Rows
+    [first_job, first_job + num_jobs) are copied.
+    geometry: that the jobs have in common.
+    start: the first sender page's position, in sender pages after the prefix.
+    limit_tokens: tokens of the grant; pairs beyond them are left out.
+    errors: see `error_words`.
+    blocks: the largest number of thread blocks. A few blocks must fill the link, so each is large: many warps with
+    several 16-byte loads each.
+
+    Tensors must stay unchanged until the kernel is done. The kernel checks page ids, but trusts addresses.
+    """
+
+    table: torch.Tensor
+    geometry: Geometry
+    first_job: int
+    num_jobs: int
+    start: int
+    limit_tokens: int
+    errors: torch.Tensor
+    blocks: int
+
+    def ranks(self, num_src_pages: int) -> range:
+        """Positions in the writer's stripe of the page pairs in ``num_src_pages`` sender pages from ``start`` on."""
+        return self.geometry.ordinals(num_src_pages=num_src_pages, start=self.start, limit_tokens=self.limit_tokens)
+
+    def check(self) -> int:
+        """Returns the address of the first job's row.
+
+        Raises ``ProtocolError`` for tensors of the wrong kind and counts out of range.
+        """
+        table, errors, end = self.table, self.errors, self.first_job + self.num_jobs
+        if table.dtype is not torch.int64 or not table.is_contiguous() or table.dim() != 2 or table.shape[1] != 2:
+            raise ProtocolError(
+                f"the table of jobs must be contiguous int64 [n, 2], not {table.dtype} of shape {tuple(table.shape)}"
+            )
+        if not 0 <= self.first_job <= end <= table.shape[0]:
+            raise ProtocolError(f"jobs {self.first_job}..{end} of a table of {table.shape[0]}")
+        if self.blocks < 1 or self.start < 0:
+            raise ProtocolError(f"blocks must be at least 1 and start at least 0, not {self.blocks} and {self.start}")
+        if errors.dtype is not torch.int64 or errors.numel() not in (1, 2):
+            raise ProtocolError(f"errors must hold one int64 or two, not {errors.dtype} of shape {tuple(errors.shape)}")
+        return table.data_ptr() + 16 * self.first_job
+
+
+def error_words() -> torch.Tensor:
+    """A fresh ``errors`` argument: int64 ``[2]``, zeros, in pinned host memory where there is a GPU.
+
+    The first word is for bad page ids (`first_error`) and stages that were not written (`skipped`). The second word is
+    for FIFO kernels (`unfinished`, `moved`).
+    """
     return torch.zeros(2, dtype=torch.int64, pin_memory=torch.cuda.is_available())
 
 
 def first_error(errors: torch.Tensor) -> BadPage | None:
-    """One of the bad page ids that the kernels given ``errors`` have met, or None. Read it after they are done."""
+    """One of the bad page ids that kernels with these ``errors`` met, or None. Read it after the kernels are done."""
     code = int(errors[0])
-    if code in (0, pagecopy.SKIPPED):
+    if code in (0, page_copy.SKIPPED):
         return None
     page = code & 0xFFFFFFFF
     return BadPage(
@@ -62,141 +109,112 @@ def first_error(errors: torch.Tensor) -> BadPage | None:
 
 
 def skipped(errors: torch.Tensor) -> bool:
-    """Whether a `scatter` given ``errors`` found its stage not written. Read it after the kernels are done."""
-    return int(errors[0]) == pagecopy.SKIPPED
+    """Whether a guarded `scatter` found its stage not written. Read it after the kernels are done."""
+    return int(errors[0]) == page_copy.SKIPPED
 
 
 def unfinished(errors: torch.Tensor) -> bool:
-    """Whether a stream's kernel given ``errors`` has chunks left. Read it after the kernels are done.
+    """Whether a block of a FIFO kernel gave up before its last chunk. Read it after the kernels are done.
 
-    It is the second word, which hides no bad page in the first, and stays: zero ``errors[1]`` before the next launch.
+    It is in the second word, so that it hides no bad page in the first. Zero ``errors[1]`` before the next launch.
     """
-    return int(errors[1]) & 0xFFFFFFFF == pagecopy.UNFINISHED
+    return int(errors[1]) & 0xFFFFFFFF == page_copy.UNFINISHED
 
 
 def moved(errors: torch.Tensor) -> bool:
-    """Whether a stream's kernels given ``errors`` have moved a chunk at least; reset in the same way."""
-    return int(errors[1]) >> 32 == pagecopy.MOVED
+    """Whether FIFO kernels moved at least one chunk since ``errors[1]`` was zeroed."""
+    return int(errors[1]) >> 32 == page_copy.MOVED
 
 
-def copy_pages(
-    jobs: torch.Tensor,
-    src_pages: torch.Tensor,
-    dst_pages: torch.Tensor,
-    geometry: Geometry,
-    *,
-    first_job: int,
-    num_jobs: int,
-    start: int,
-    limit_tokens: int,
-    errors: torch.Tensor,
-    blocks: int,
-) -> None:
-    """Copies the stripe of sender pages [start, start + len(src_pages)) of each job straight into the other's pages.
+def copy_pages(jobs: CopyJobs, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+    """Copies the sender's pages straight into the receiver's: of each job, those pairs that are in the writer's stripe.
 
-    Enqueued on the current stream of the current device. jobs: int64 ``[n, 2]``, source and destination base address
-    of each; rows [first_job, first_job + num_jobs) are done. src_pages, dst_pages: int64 ids of the call's and of the
-    grant's pages. limit_tokens: tokens of the grant. errors: see `error_slot`. blocks: thread blocks at most.
-    All tensors stay unchanged until the kernel is done; addresses are trusted, page ids are not.
-    Raises ``ProtocolError`` for tensors of the wrong kind and counts out of range.
+    Enqueued on the current stream of the current device. src_pages: int64 ids of the sender pages
+    [start, start + len(src_pages)). dst_pages: int64 ids of the grant's pages. Raises ``ProtocolError`` for tensors of
+    the wrong kind and counts out of range.
     """
     _check_ids("src_pages", src_pages)
     _check_ids("dst_pages", dst_pages)
-    ranks = geometry.pairs(num_src_pages=src_pages.numel(), start=start, limit_tokens=limit_tokens)
-    _check_grant(geometry, dst_pages, limit_tokens)
-    first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
-    where = Addresses(
-        jobs=first, src_ids=src_pages.data_ptr(), dst_ids=dst_pages.data_ptr(), stage=0, errors=errors.data_ptr()
+    _check_grant(jobs, dst_pages)
+    addresses = Addresses(
+        jobs=jobs.check(),
+        src_ids=src_pages.data_ptr(),
+        dst_ids=dst_pages.data_ptr(),
+        stage=0,
+        errors=jobs.errors.data_ptr(),
     )
-    launch(pagecopy.DIRECT, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=blocks)
+    _launch(page_copy.DIRECT, jobs, addresses, jobs.ranks(src_pages.numel()))
 
 
 def gather(
-    jobs: torch.Tensor,
+    jobs: CopyJobs,
     src_pages: torch.Tensor,
-    stage: Room,
-    geometry: Geometry,
+    stage: MemorySpan,
     *,
-    first_job: int,
-    num_jobs: int,
-    start: int,
-    limit_tokens: int,
-    errors: torch.Tensor,
-    blocks: int,
-    stream: Flow | None = None,
+    fifo_args: FifoArgs | None = None,
     first_chunk: int = 0,
 ) -> None:
     """Packs what `copy_pages` would copy into ``stage``: job after job, pair after pair, row after row.
 
     stage: at least ``num_jobs * pairs * pair_nbytes`` bytes that the current device reaches, aligned to
-    ``geometry.unit``. The rest, and errors, as for `copy_pages`; the second column of ``jobs`` is not read.
+    ``geometry.unit``. The kernel does not read the second column of ``jobs.table``. Stream, ids and errors as for
+    `copy_pages`.
 
-    stream: packs into the slots of a stream instead, while a `scatter` unpacks them; then ``stage`` needs
-    ``stream.shape.nbytes`` bytes, the same memory on both sides, ``errors`` two words, and ``blocks`` does not count.
-    `unfinished` says whether to launch it again. first_chunk: chunks of the jobs that are packed before, by launches
-    before this one, with the same ``state``.
+    fifo_args: passes the bytes chunk by chunk through a FIFO in ``stage`` to a `scatter` that runs at the same time.
+    Then ``stage`` needs ``fifo_args.fifo.nbytes`` bytes, the same memory on both sides; ``jobs.errors`` must hold two
+    words; and there are as many blocks as channels, whatever ``jobs.blocks`` says. If `unfinished`, launch it again.
+    first_chunk: chunks in the FIFO before these jobs' first, packed by earlier launches with the same ``state``.
     """
     _check_ids("src_pages", src_pages)
-    ranks = geometry.pairs(num_src_pages=src_pages.numel(), start=start, limit_tokens=limit_tokens)
-    if stream is not None:
-        _check_stream(stream, errors, first_chunk)
-    _check_stage(geometry, stage, num_jobs * len(ranks), stream)
-    first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
-    where = Addresses(jobs=first, src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=errors.data_ptr())
-    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start, "blocks": blocks}
-    _launch(pagecopy.GATHER, geometry, where, stream, first_chunk, **given)
+    ranks = jobs.ranks(src_pages.numel())
+    _check_stage(jobs, stage, len(ranks), fifo_args, first_chunk)
+    addresses = Addresses(
+        jobs=jobs.check(), src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=jobs.errors.data_ptr()
+    )
+    _launch(page_copy.GATHER, jobs, addresses, ranks, fifo_args, first_chunk)
 
 
 def scatter(
-    jobs: torch.Tensor,
-    stage: Room,
+    jobs: CopyJobs,
+    stage: MemorySpan,
     dst_pages: torch.Tensor,
-    geometry: Geometry,
     *,
     num_src_pages: int,
-    first_job: int,
-    num_jobs: int,
-    start: int,
-    limit_tokens: int,
-    errors: torch.Tensor,
-    blocks: int,
     guard: tuple[int, int] = (0, 0),
-    stream: Flow | None = None,
+    fifo_args: FifoArgs | None = None,
     first_chunk: int = 0,
 ) -> None:
     """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
 
-    guard: (address, value) of an int64 word in device memory; unless it holds that value, nothing is unpacked, and
-    `skipped` says so. (0, 0): the stage is written. stream, first_chunk: as for `gather`; a stream has no guard. The
-    rest, and errors, as for `copy_pages`; the first column of ``jobs`` is not read.
+    guard: (address, value) of an int64 word in device memory. Unless the word holds that value when the kernel runs,
+    the kernel unpacks nothing, and `skipped` says so. (0, 0): no guard, the stage is known to be written. A FIFO has no
+    guard. fifo_args, first_chunk: as for `gather`. The kernel does not read the first column of ``jobs.table``. Stream,
+    ids and errors as for `copy_pages`.
     """
     _check_ids("dst_pages", dst_pages)
-    _check_grant(geometry, dst_pages, limit_tokens)
-    ranks = geometry.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens)
-    if stream is not None:
-        _check_stream(stream, errors, first_chunk)
-    _check_stage(geometry, stage, num_jobs * len(ranks), stream)
-    first = _check_launch(jobs, errors, first_job=first_job, num_jobs=num_jobs, start=start, blocks=blocks)
-    where = Addresses(first, 0, dst_pages.data_ptr(), stage.ptr, errors.data_ptr(), *guard)
-    assert stream is None or guard == (0, 0), "a stream with a guard"
-    given: dict[str, Any] = {"num_jobs": num_jobs, "ranks": ranks, "start": start, "blocks": blocks}
-    _launch(pagecopy.SCATTER, geometry, where, stream, first_chunk, **given)
+    _check_grant(jobs, dst_pages)
+    ranks = jobs.ranks(num_src_pages)
+    _check_stage(jobs, stage, len(ranks), fifo_args, first_chunk)
+    assert fifo_args is None or guard == (0, 0), "a FIFO with a guard"
+    addresses = Addresses(jobs.check(), 0, dst_pages.data_ptr(), stage.ptr, jobs.errors.data_ptr(), *guard)
+    _launch(page_copy.SCATTER, jobs, addresses, ranks, fifo_args, first_chunk)
 
 
 def _launch(
     mode: int,
-    geometry: Geometry,
-    where: Addresses,
-    stream: Flow | None,
-    first_chunk: int,
-    *,
-    blocks: int,
-    **given: Any,
+    jobs: CopyJobs,
+    addresses: Addresses,
+    ranks: range,
+    fifo_args: FifoArgs | None = None,
+    first_chunk: int = 0,
 ) -> None:
-    if stream is None:
-        launch(mode, geometry, where, **given, blocks=blocks)
+    geometry, num_jobs, start = jobs.geometry, jobs.num_jobs, jobs.start
+    if fifo_args is None:
+        launch(mode, geometry, addresses, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
     else:
-        launch_stream(mode, geometry, where, stream, **given, first_chunk=first_chunk)
+        launch_fifo(
+            mode, geometry, addresses, fifo_args, first_chunk=first_chunk, num_jobs=num_jobs, ranks=ranks, start=start
+        )
 
 
 def _check_ids(name: str, ids: torch.Tensor) -> None:
@@ -207,49 +225,37 @@ def _check_ids(name: str, ids: torch.Tensor) -> None:
         )
 
 
-def _check_grant(geometry: Geometry, dst_pages: torch.Tensor, limit_tokens: int) -> None:
-    if limit_tokens > (room := dst_pages.numel() * geometry.dst.per_page * geometry.tokens):
-        raise ProtocolError(f"a grant of {limit_tokens} tokens has dst_pages for {room} tokens only")
+def _check_grant(jobs: CopyJobs, dst_pages: torch.Tensor) -> None:
+    capacity = dst_pages.numel() * jobs.geometry.dst.per_page * jobs.geometry.tokens
+    if jobs.limit_tokens > capacity:
+        raise ProtocolError(f"a grant of {jobs.limit_tokens} tokens has dst_pages for {capacity} tokens only")
 
 
-def _check_stage(geometry: Geometry, stage: Room, pairs: int, stream: Flow | None) -> None:
-    need = pairs * shape(geometry).pair_nbytes if stream is None else stream.shape.nbytes
+def _check_stage(
+    jobs: CopyJobs, stage: MemorySpan, pairs_per_job: int, fifo_args: FifoArgs | None, first_chunk: int
+) -> None:
+    params, pairs = kernel_params(jobs.geometry), jobs.num_jobs * pairs_per_job
+    if fifo_args is None:
+        need, content = pairs * params.pair_nbytes, f"{pairs} page pairs"
+    else:
+        check_fifo(fifo_args)
+        if first_chunk < 0:
+            raise ProtocolError(f"first_chunk must be at least 0, not {first_chunk}")
+        if jobs.errors.numel() != 2:
+            raise ProtocolError(f"errors of a FIFO must hold two int64, not {jobs.errors.numel()}")
+        need, content = fifo_args.fifo.nbytes, f"a FIFO of {fifo_args.fifo.channels} channels"
     if stage.nbytes < need:
-        what = f"{pairs} page pairs" if stream is None else f"a stream of {stream.shape.channels} channels"
-        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {what}, which take {need}")
-    if stage.ptr % (unit := shape(geometry).unit):
-        raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
+        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {content}, which take {need}")
+    if stage.ptr % params.unit:
+        raise ProtocolError(f"a stage for this geometry must be aligned to {params.unit} bytes, not at {stage.ptr:#x}")
 
 
-def check_stream(stream: Flow) -> None:
-    """Raises ``ProtocolError`` for numbers that no stream has. Addresses and ``base`` are trusted."""
-    chunk, channels = stream.shape
+def check_fifo(fifo_args: FifoArgs) -> None:
+    """Raises ``ProtocolError`` for counts that no FIFO has. Addresses and ``base`` are trusted."""
+    chunk, channels = fifo_args.fifo
     if not 1 <= channels <= MAX_CHANNELS:
-        raise ProtocolError(f"a stream of {channels} channels; at least 1 and at most {MAX_CHANNELS}")
+        raise ProtocolError(f"a FIFO of {channels} channels; at least 1 and at most {MAX_CHANNELS}")
     if not CHUNK_UNIT <= chunk < 1 << 31 or chunk % CHUNK_UNIT:
         raise ProtocolError(f"chunks of {chunk} bytes; a multiple of {CHUNK_UNIT} below 2 GiB")
-    if stream.patience < 1:
-        raise ProtocolError(f"patience must be at least 1, not {stream.patience}")
-
-
-def _check_stream(stream: Flow, errors: torch.Tensor, first_chunk: int) -> None:
-    check_stream(stream)
-    if first_chunk < 0:
-        raise ProtocolError(f"first_chunk must be at least 0, not {first_chunk}")
-    if errors.numel() != 2:
-        raise ProtocolError(f"errors of a stream must hold two int64, not {errors.numel()}")
-
-
-def _check_launch(
-    jobs: torch.Tensor, errors: torch.Tensor, *, first_job: int, num_jobs: int, start: int, blocks: int
-) -> int:
-    """Address of the first job's row in ``jobs``."""
-    if jobs.dtype is not torch.int64 or not jobs.is_contiguous() or jobs.dim() != 2 or jobs.shape[1] != 2:
-        raise ProtocolError(f"jobs must be contiguous int64 [n, 2], not {jobs.dtype} of shape {tuple(jobs.shape)}")
-    if not 0 <= first_job <= first_job + num_jobs <= jobs.shape[0]:
-        raise ProtocolError(f"jobs {first_job}..{first_job + num_jobs} of a table of {jobs.shape[0]}")
-    if blocks < 1 or start < 0:
-        raise ProtocolError(f"blocks must be at least 1 and start at least 0, not {blocks} and {start}")
-    if errors.dtype is not torch.int64 or errors.numel() not in (1, 2):
-        raise ProtocolError(f"errors must hold one int64 or two, not {errors.dtype} of shape {tuple(errors.shape)}")
-    return jobs.data_ptr() + 16 * first_job
+    if fifo_args.max_polls < 1:
+        raise ProtocolError(f"max_polls must be at least 1, not {fifo_args.max_polls}")

@@ -1,4 +1,10 @@
-"""What one rank's transfers share on its GPU: side streams, completion flags and uploaded page ids."""
+"""What one rank's transfers share on its GPU: side streams, completions, uploaded page ids and error words.
+
+It also knows whether any stream is *blocked* by torchkv: by a wait that the host of this process must end
+(`torchkv.cuda.sync_words`), or by a wait for a signal word that a peer's GPU writes (`GpuContext.await_signal`). Some
+driver calls wait for all streams of a GPU. The progress thread makes such calls only under
+`GpuContext.no_blocked_streams`.
+"""
 
 from __future__ import annotations
 
@@ -12,159 +18,175 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
-from torchkv import cudadriver, devicemem, gate, kernels
+from torchkv.cuda import driver, graph_gate, ipc
+from torchkv.cuda.events import RecordedEvent, StreamEvent, event_pool
+from torchkv.cuda.page_ids import PageIdUploads
+from torchkv.cuda.side_streams import SideStreams, StreamClaim, num_waiting_streams
+from torchkv.cuda.sync_words import StreamCompletion, SyncWords, wait_flags
 from torchkv.errors import KVError, TransportUnavailable
-from torchkv.events import RecordedEvent, StreamEvent, event_pool
-from torchkv.flags import Flag, Flags, wait_flags
-from torchkv.streams import Claim, SideStreams, may_wait
-from torchkv.uploads import Uploads
+from torchkv.kernels import copies
 
-__all__ = ["Device", "check_alive", "launching"]
+__all__ = ["GpuContext", "check_alive", "launching"]
 
 log = logging.getLogger(__name__)
 
-MAX_ACTIVE = 256
+PREALLOCATED_ERRORS = 256  # error words, allocated ahead of time; transfers beyond them allocate their own
 
-# Of all groups of this process, by GPU. Looked at and added to in `Flags.quiet` only, which is the GPU's.
-_devices: dict[int, weakref.WeakSet[Device]] = {}
+# The contexts of all groups of this process, by GPU. Read and changed only under `SyncWords.no_blocked_streams`.
+_contexts: dict[int, weakref.WeakSet[GpuContext]] = {}
 
 
 @contextmanager
-def launching(stream: torch.cuda.Stream, what: str) -> Iterator[None]:
-    """Enqueues on ``stream``. Raises ``TransportUnavailable`` for what CUDA or Triton refuse."""
+def launching(stream: torch.cuda.Stream, operation: str) -> Iterator[None]:
+    """Makes ``stream`` current. Raises ``TransportUnavailable`` for errors of CUDA and Triton.
+
+    operation: what the GPU is asked to do, in the error message: "the GPU refused to ...".
+    """
     try:
         with torch.cuda.stream(stream):
             yield
     except KVError:
         raise
-    except (RuntimeError, OSError) as error:  # the latter from where Triton keeps what it has compiled
-        raise TransportUnavailable(f"the GPU refused to {what}: {error}") from error
+    except (RuntimeError, OSError) as error:  # OSError: Triton could not use its cache of compiled kernels
+        raise TransportUnavailable(f"the GPU refused to {operation}: {error}") from error
 
 
 def check_alive(stream: torch.cuda.Stream) -> None:
-    """Raises ``TransportUnavailable`` if the GPU has failed: then no flag behind anything on ``stream`` rises."""
+    """Raises ``TransportUnavailable`` if the GPU has failed: then no completion on ``stream`` will ever be done."""
     try:
         stream.query()
     except RuntimeError as error:
         raise TransportUnavailable(f"the GPU failed: {error}") from error
 
 
-class Device:
-    """Made and used by the progress thread of one rank; ``flags``, ``index`` and `record_gate` are the callers' too.
+class GpuContext:
+    """One rank's GPU, as its progress thread uses it. Other threads use only ``sync_words``, ``index``, `record_gate`.
 
-    ``blocks`` bounds the thread blocks of each copy kernel (``Options.sm_budget``). signals: whether its streams may
-    wait for those of peers.
+    blocks: the largest number of thread blocks of a copy kernel (``Options.sm_budget``). signals: whether streams may
+    wait for signals of peers (`await_signal`); False where there are too few hardware queues.
+    outgoing, incoming: streams that are never blocked for long, see `SideStreams`. FIFO gathers run on the one, FIFO
+    scatters on the other, one after the other: two at once would share the link and end at the same time, with no third
+    one ready to follow.
+    completions: those that the progress thread polls. copy_completions: those of them behind copies that can run now;
+    for their sake the thread spins instead of sleeping.
     """
 
     def __init__(self, device: torch.device, *, blocks: int) -> None:
         self.device = device
-        self.index = cudadriver.device_index(device)
+        self.index = driver.device_index(device)
         self.blocks = blocks
         self.activate()
-        self._library = cudadriver.library()
-        self._until_reached = wait_flags(self.index)
-        event_pool(self.index)  # so that no caller has to fill it
-        self.flags = Flags(device)
-        self.in_flight: set[Flag] = set()  # what the progress thread has to look at
-        self.soon: set[Flag] = set()  # those of them that wait for copies only: their end is worth a core
+        self._library = driver.library()
+        self._wait_flags = wait_flags(self.index)
+        event_pool(self.index)  # made here, so that no caller's thread has to
+        self.sync_words = SyncWords(device)
+        self.completions: set[StreamCompletion] = set()
+        self.copy_completions: set[StreamCompletion] = set()
         self._streams = SideStreams(device)
-        # For gathers and scatters of streamed pieces: two at once would share the link, and end at the same time, when
-        # no third is there yet.
         self.outgoing, self.incoming = self._streams.outgoing, self._streams.incoming
-        # One, so that two kernels that wait for nothing never take twice the budget; unless that is the whole GPU: the
-        # next kernel may as well begin while the last blocks of the one before end.
-        self._in_turn = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
-        self._open = itertools.cycle([self.outgoing, self.incoming][: self._in_turn])
-        self._awaited: dict[int, int] = {}  # words that streams wait for -> the value
-        with self.flags.quiet():
-            _devices.setdefault(self.index, weakref.WeakSet()).add(self)
-        devicemem.free_later(self, self.index)
-        self._pauses: list[float] = []  # when they end
-        self.signals = may_wait()[0] > 0
+        # How many copy kernels may overlap, those of FIFOs aside. One, so that they never exceed the budget of blocks.
+        # Two where the budget is the whole GPU: the next kernel may begin while the last blocks of the one before end.
+        self._num_overlapping = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
+        self._unblocked = itertools.cycle([self.outgoing, self.incoming][: self._num_overlapping])
+        self._awaited: dict[int, int] = {}  # address of a signal word that a stream waits for -> the awaited value
+        with self.sync_words.no_blocked_streams():
+            _contexts.setdefault(self.index, weakref.WeakSet()).add(self)
+        ipc.defer_frees(self, self.index)
+        self._pauses: list[float] = []  # ends of all pauses, by ``time.monotonic``
+        self.signals = num_waiting_streams()[0] > 0
         if not self.signals:
             log.warning(
-                "CUDA_DEVICE_MAX_CONNECTIONS=%d makes streams of %s hold each other up: staged transfers are slower, "
-                "and streams that wait for them (wait_stream) may keep them from ending; unset it, or set 32",
-                cudadriver.num_queues(),
+                "CUDA_DEVICE_MAX_CONNECTIONS=%d is too few hardware queues: streams of %s block each other. Staged "
+                "transfers are slower, and a stream that waits for a transfer (wait_stream) may keep it from ending; "
+                "unset the variable, or set it to 32",
+                driver.num_queues(),
                 device,
             )
-        self.uploads = Uploads(device)
-        self._errors = list(torch.zeros((MAX_ACTIVE, 2), dtype=torch.int64, pin_memory=True))
+        self.uploads = PageIdUploads(device)
+        self._errors = list(torch.zeros((PREALLOCATED_ERRORS, 2), dtype=torch.int64, pin_memory=True))
 
     def activate(self) -> None:
-        """Makes the GPU current on the calling thread."""
-        cudadriver.make_current(self.device)
+        """Makes the GPU current on the calling thread, and lets it work while other threads capture CUDA graphs."""
+        driver.make_current(self.device)
         torch.cuda.set_device(self.device)
-        cudadriver.ignore_captures()
+        driver.ignore_captures()
 
     def record_gate(self) -> RecordedEvent:
-        """An event behind everything that the calling thread's current stream of this GPU has been given."""
-        # Recording into a full queue waits for the GPU, and the GPU may wait for a hold that only the progress thread
-        # opens, for which it needs the GIL.
-        return gate.record_gate(self.index, keep_gil=not self.flags.holding)
+        """Records an event behind everything enqueued on the calling thread's current stream of this GPU."""
+        # With a full queue, recording waits for the GPU. If a stream waits for the host, the GPU may be waiting for the
+        # progress thread, which needs the GIL. So it is kept only if no stream does.
+        return graph_gate.record_gate(self.index, keep_gil=not self.sync_words.holding)
 
     @property
-    def open_stream(self) -> torch.cuda.Stream:
-        """For work that waits for nothing; perhaps another one each time."""
-        return next(self._open)
+    def unblocked_stream(self) -> torch.cuda.Stream:
+        """A stream for work that waits for nothing; not always the same one."""
+        return next(self._unblocked)
 
     @contextmanager
     def waiting_stream(self, src: int, serial: int) -> Iterator[torch.cuda.Stream]:
-        """For work that waits for a signal of rank ``src``, and for nothing here. Ranks share streams if they must.
+        """A stream for work that waits for a signal of rank ``src``. Ranks share streams if there are too few.
 
-        serial: of the piece; neighbours have two streams, if they may run at the same time.
+        serial: of the piece. Where copy kernels may overlap, consecutive pieces get different streams.
         """
-        tenant = src, serial % self._in_turn
-        claim = self._streams.waiting.share(tenant)
+        owner = src, serial % self._num_overlapping
+        claim = self._streams.waiting.share(owner)
         try:
             yield claim.stream
         finally:
             self._streams.waiting.release(claim)
 
     def raise_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Enqueues the write of a signal word, of this rank or a peer, behind everything on ``stream``, and a fence."""
+        """Enqueues the write of a signal word of this rank or a peer, fenced behind everything on ``stream``."""
         code = self._library.cuStreamWriteValue64_v2(stream.cuda_stream, address, value, 0)
-        cudadriver.check_code(code, "raising a signal")
+        driver.check_code(code, "raising a signal")
 
     def await_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Lets ``stream`` wait until the word of this rank at ``address`` has reached ``value``."""
-        code = self._library.cuStreamWaitValue64_v2(stream.cuda_stream, address, value, self._until_reached)
-        cudadriver.check_code(code, "waiting for a signal")
+        """Makes ``stream`` wait until the signal word at ``address``, in this rank's memory, has reached ``value``."""
+        code = self._library.cuStreamWaitValue64_v2(stream.cuda_stream, address, value, self._wait_flags)
+        driver.check_code(code, "waiting for a signal")
         self._awaited[address] = value
 
-    def dismiss(self, stream: torch.cuda.Stream, address: int) -> None:
-        """Lets go what waits for that word, if anything does, by a value at which it leaves the stage alone."""
+    def abandon_signal(self, stream: torch.cuda.Stream, address: int) -> None:
+        """Ends the wait for the word at ``address``, if a stream waits for it. To be called before `forget_signal`.
+
+        It enqueues on ``stream`` the write of a value above the awaited one. The wait ends, but the scatter behind it
+        finds that its guard does not hold the awaited value, and unpacks nothing.
+        """
         if (value := self._awaited.get(address)) is not None:
             self.raise_signal(stream, address, value + 1)
 
     def forget_signal(self, address: int) -> None:
-        """No stream waits for it any more."""
+        """Records that no stream waits for the word at ``address`` any more."""
         self._awaited.pop(address, None)
 
     @contextmanager
-    def quiet(self) -> Iterator[bool]:
-        """Yields whether no stream of this GPU waits for a rank of this process or, by torchkv, for a peer.
+    def no_blocked_streams(self) -> Iterator[bool]:
+        """Yields whether torchkv blocks no stream of this GPU, in any group of this process.
 
-        None begins to wait for the former meanwhile. For what waits for all streams, such as loading kernels, freeing
-        memory and unmapping that of others: had the progress thread to wait for one that it is to let go itself,
-        neither would ever go on.
+        Blocked streams wait for the host (`SyncWords.hold`) or for a peer's signal (`await_signal`). Inside the
+        ``with`` no wait for the host begins; if it yields False, come back later.
+
+        Loading a kernel, freeing device memory and unmapping a peer's memory wait for all streams. If the progress
+        thread made such a call while a stream waits for the host, the call would wait for the stream, and the stream
+        for this thread, which ends its wait: a deadlock. A wait for a peer could last as long as that peer hangs.
         """
-        with self.flags.quiet() as quiet:
-            yield quiet and not any(device._awaited for device in _devices[self.index])
+        with self.sync_words.no_blocked_streams() as unblocked:
+            yield unblocked and not any(context._awaited for context in _contexts[self.index])
 
-    def free_left(self) -> None:
-        """Frees and unmaps what finalizers have left. To be called when it is `quiet`."""
-        devicemem.free_left(self.index)
+    def run_deferred_frees(self) -> None:
+        """Frees and unmaps what finalizers have deferred. Call it only where `no_blocked_streams` yields True."""
+        ipc.run_deferred_frees(self.index)
 
-    def beside_the_model(self, what: str) -> AbstractContextManager[None]:
-        """As `launching`, for what waits for the current stream: the default one may be the model's, and wait for this.
+    def on_side_stream(self, operation: str) -> AbstractContextManager[None]:
+        """As `launching`, on a side stream: for operations during which the host waits for the current stream.
 
-        Copying from memory that is not pinned is such a thing.
+        A copy from memory that is not pinned is one. On the default stream, which may be the model's, it could be a
+        deadlock: that stream may be blocked by a wait that only this thread can end.
         """
-        return launching(self.open_stream, what)
+        return launching(self.unblocked_stream, operation)
 
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
-        """Steps of a transfer that does nothing for so long, or until it is stopped."""
+        """Yields 0, the step of a transfer that moves nothing, for so many seconds or until ``stopped()``."""
         until = time.monotonic() + seconds
         self._pauses.append(until)
         try:
@@ -175,60 +197,64 @@ class Device:
 
     @property
     def pause_ends(self) -> float:
-        """When the first pause ends, by ``time.monotonic``."""
+        """When the next pause ends, by ``time.monotonic``; infinity without one."""
         return min(self._pauses, default=math.inf)
 
-    def claim(self, waits: Sequence[StreamEvent], request: str) -> Claim[torch.cuda.Stream] | None:
-        """A stream that may wait for these events of a transfer of ``request``; None if all wait for others.
+    def claim(self, waits: Sequence[StreamEvent], request: str) -> StreamClaim[torch.cuda.Stream] | None:
+        """A side stream that may wait for these events of a transfer of ``request``; None if all wait for others.
 
-        What one stream of the model has been given comes in order, whichever request it is of: it takes one of these.
+        If all events were recorded on one stream, that stream is the owner: they happen in the order in which they were
+        recorded, whichever requests they belong to, so their transfers can share a side stream. Otherwise the request
+        is the owner.
         """
         recorded = [event for event in waits if isinstance(event, RecordedEvent)]
         if len({event.stream for event in recorded}) == 1 and len(recorded) == len(waits):
             return self._streams.gated.claim(recorded[0].stream, max(event.number for event in recorded))
         return self._streams.gated.claim(request)
 
-    def release(self, claim: Claim[torch.cuda.Stream]) -> None:
-        """Gives back what `claim` gave."""
+    def release(self, claim: StreamClaim[torch.cuda.Stream]) -> None:
+        """Ends a claim."""
         self._streams.gated.release(claim)
 
-    def signal(self, stream: torch.cuda.Stream, *, soon: bool = False) -> Flag:
-        """A flag that rises when everything enqueued on ``stream`` so far is done and visible to the whole system.
+    def signal(self, stream: torch.cuda.Stream, *, copying: bool = False) -> StreamCompletion:
+        """A completion that is done when everything enqueued on ``stream`` so far is done and visible to the system.
 
-        soon: if it is copies that can run now.
+        copying: whether these are copies that can run now. Give it back with `release_completion`. Raises what
+        `SyncWords.signal` raises.
         """
-        flag = self.flags.signal(stream)
-        self.in_flight.add(flag)
-        if soon:
-            self.soon.add(flag)
-        return flag
+        completion = self.sync_words.signal(stream)
+        self.completions.add(completion)
+        if copying:
+            self.copy_completions.add(completion)
+        return completion
 
-    def expect(self, flag: Flag) -> None:
-        """What the flag waits for can run now."""
-        self.soon.add(flag)
+    def mark_copying(self, completion: StreamCompletion) -> None:
+        """Records that the copies before ``completion`` can run now: what they waited for has happened."""
+        self.copy_completions.add(completion)
 
-    def retire(self, flag: Flag) -> None:
-        self.in_flight.discard(flag)
-        self.soon.discard(flag)
-        flag.release()
+    def release_completion(self, completion: StreamCompletion) -> None:
+        """Gives back a completion of `signal`, done or not."""
+        self.completions.discard(completion)
+        self.copy_completions.discard(completion)
+        completion.release()
 
-    def error_slot(self) -> torch.Tensor:
-        """Where kernels of one transfer say which page id was bad: see `torchkv.kernels.error_slot`."""
-        slot = self._errors.pop() if self._errors else kernels.error_slot()
-        slot.zero_()
-        return slot
+    def take_error_words(self) -> torch.Tensor:
+        """Zeroed error words for the kernels of one transfer: see `torchkv.kernels.copies.error_words`."""
+        words = self._errors.pop() if self._errors else copies.error_words()
+        words.zero_()
+        return words
 
-    def retire_errors(self, slot: torch.Tensor) -> None:
-        """Gives back what `error_slot` gave, when the kernels have ended."""
-        self._errors.append(slot)
+    def release_error_words(self, words: torch.Tensor) -> None:
+        """Gives back error words, after the kernels that may write to them are done."""
+        self._errors.append(words)
 
     def close(self) -> None:
-        """Releases every stream that still waits for this rank, or for a peer. After the last transfer."""
-        with suppress(TransportUnavailable, RuntimeError):  # of a GPU that has failed nobody waits for anything
-            for address in self._awaited:  # of peers that hang
-                self.dismiss(self.outgoing, address)
+        """Ends every wait of a stream for this rank or for a peer. To be called after the last transfer."""
+        with suppress(TransportUnavailable, RuntimeError):  # the GPU has failed, so no stream waits any more
+            for address in self._awaited:  # waits for peers that hang
+                self.abandon_signal(self.outgoing, address)
             if self._awaited:
-                self.outgoing.synchronize()  # the memory may soon be another's
+                self.outgoing.synchronize()  # the memory of the words may be freed and reused after this
                 self._awaited.clear()
-        self.flags.close()
-        devicemem.free_at_once(self, self.index)
+        self.sync_words.close()
+        ipc.stop_deferring(self, self.index)

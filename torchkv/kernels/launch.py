@@ -1,4 +1,8 @@
-"""Launches of the page-copy kernel: its arguments, its tile, and compiling ahead of time."""
+"""Launches of the page-copy kernel: its arguments, its tile sizes, and which compiled kernels a geometry needs.
+
+`torchkv.kernels.copies` checks what callers pass. This module turns checked arguments into the integers and constants
+of `torchkv.kernels.page_copy.copy`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchkv import pagecopy
-from torchkv.slabgeometry import Geometry, Side
-from torchkv.staging import MAX_CHANNELS, SLOTS, Stream
-from torchkv.variants import Variant
+from torchkv.kernels import page_copy
+from torchkv.kernels.compiled import CompiledKernel
+from torchkv.layout.kernel_geometry import Geometry, PageAddressing
+from torchkv.layout.stage_format import MAX_CHANNELS, SLOTS, ChunkFifo
 
-__all__ = ["Addresses", "Flow", "divisor", "launch", "launch_stream", "shape", "variants"]
+__all__ = ["Addresses", "FifoArgs", "divisor", "launch", "launch_fifo", "kernel_params", "kernels_for"]
 
 
 class Tile(NamedTuple):
-    """words: that a block moves at once. warps: that do it. table: look rows up where a tile touches at most so many.
+    """How much a block copies at once.
 
-    ``table=0`` locates every word by itself, which takes twice the instructions.
+    words: of a tile. warps: of a block. table: if a tile touches at most this many rows, their addresses are computed
+    once per row and looked up per word. With ``table=0`` they are computed per word, which takes twice the
+    instructions.
     """
 
     words: int
@@ -25,18 +31,21 @@ class Tile(NamedTuple):
     table: int
 
 
-# The best of some thirty that were measured between two H200 (docs/measurements), for one layer as for eighty: 16 of
-# these blocks fill nine tenths of the link, and 32 KiB are few enough for all blocks to end together.
+# The best of some thirty tiles measured between two H200 (docs/measurements), for one layer as for eighty: 16 such
+# blocks fill nine tenths of the link, and 32 KiB per tile are few enough for all blocks to end at about the same time.
 TILE = Tile(2048, 8, 256)
-STREAM_WARPS = 16  # a block of a stream now and then waits for all its stores: more warps, sooner busy again
+# After each chunk a block of a FIFO waits until all its stores are done. More warps fill the link again sooner.
+FIFO_WARPS = 16
 
-MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: a tile more is still an int32
+MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile more it is still an int32
 
 
 class Addresses(NamedTuple):
-    """Of the job table's first row, both sides' page ids, the stage (0 where there is none) and the error slot.
+    """Device addresses of one launch; 0 for those that its mode does not use.
 
-    guard: of the signal word that says that the stage is written, when it stands at ``expected``; 0: it is.
+    jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes, or the FIFO's slots.
+    errors: see `torchkv.kernels.copies.error_words`. guard: a word that must hold ``expected``, or nothing is unpacked;
+    0 for no guard.
     """
 
     jobs: int
@@ -48,43 +57,52 @@ class Addresses(NamedTuple):
     expected: int = 0
 
 
-class Flow(NamedTuple):
-    """What a gather on one GPU and a scatter on another, launched each with its own ``state``, have in common.
+class FifoArgs(NamedTuple):
+    """One side's view of the FIFO between a gather on one GPU and a scatter on another, which run at the same time.
 
-    shape: the stage has ``SLOTS * channels`` slots of ``chunk`` bytes. Chunks are numbered through all jobs, and a
-    job's last one may be partly filled. Block b of either kernel is channel b and does chunks b, b + channels,
-    b + 2 * channels, and so on; its k-th lies in slot ``k % SLOTS * channels + b``.
+    How chunks pass through it:
 
-    words: address of int64 ``[2, MAX_CHANNELS]`` in the receiver's device memory, which both GPUs reach: of each
-    channel how far it is packed, and how far unpacked, as ``base`` plus a number of chunks. base: above all that any of
-    them has held before; they only rise.
-    state: address of int64 ``[MAX_CHANNELS]`` in this GPU's own memory: of each channel the chunks that are done. Zeros
-    before the first launch; a launch goes on where the last one has stopped. patience: so many times a block looks in
-    vain for what it needs to go on; then it stops.
+    * Chunks are numbered through all jobs of a piece; the last chunk of a job may be partly filled. Block b of either
+      kernel serves channel b: the chunks b, b + channels, b + 2 * channels, and so on.
+    * The k-th chunk of channel b lies in FIFO slot ``k % SLOTS * channels + b`` of the stage.
+    * Each channel has two progress words in the receiver's device memory, which both GPUs reach: how many chunks are
+      packed (written by the gather) and how many are unpacked (written by the scatter), each plus ``base``.
+    * The gather packs chunk k after chunk k - SLOTS was unpacked, the scatter unpacks chunk k after it was packed.
+    * Neither kernel waits for long, because a kernel that waits keeps other kernels off its multiprocessors, perhaps
+      also those that the peer is waiting for. A block that has polled a word ``max_polls`` times in vain stores its
+      progress in ``state`` and ends. The host launches the kernel again, and the block continues from there.
+
+    words: address of the progress words, int64 ``[2, MAX_CHANNELS]``: packed, then unpacked. base: larger than any
+    value that these words have held. They only grow, so what an earlier use wrote is never mistaken for progress.
+    fifo: the size of a chunk, and the number of channels.
+    state: address of int64 ``[MAX_CHANNELS]`` in this GPU's own memory: how many chunks of each channel this side has
+    done. The two sides have different ones. Zeros before the first launch.
+    max_polls: see above; at least 1.
     """
 
     words: int
     base: int
-    shape: Stream
+    fifo: ChunkFifo
     state: int
-    patience: int
+    max_polls: int
 
     def integers(self, mode: int, unit: int, job_nbytes: int, first_chunk: int) -> tuple[int, ...]:
-        """Runtime arguments of the kernel, from ``wait_at`` on. unit: bytes of a word."""
+        """The kernel's runtime arguments from ``wait_at`` to ``job_chunks``. unit: bytes of a word."""
         packed, unpacked = self.words, self.words + 8 * MAX_CHANNELS
-        tiles = self.shape.chunk // (TILE.words * unit)
-        wait_at, publish_at = (unpacked, packed) if mode == pagecopy.GATHER else (packed, unpacked)
-        counts = self.patience, first_chunk, tiles, self.shape.chunks(job_nbytes)
+        tiles = self.fifo.chunk // (TILE.words * unit)
+        wait_at, publish_at = (unpacked, packed) if mode == page_copy.GATHER else (packed, unpacked)
+        counts = self.max_polls, first_chunk, tiles, self.fifo.chunks(job_nbytes)
         return wait_at, publish_at, self.state, self.base, *counts
 
 
-NO_STREAM = (0,) * 8  # in place of `Flow.integers`
+NO_FIFO = (0,) * 8  # in place of `FifoArgs.integers`
 
 
-class Shape(NamedTuple):
+class KernelParams(NamedTuple):
     """What a geometry contributes to a launch.
 
-    unit: bytes of a word. rows, parts: kernel constants. integers: runtime arguments, from ``words_per_pair`` on.
+    unit: bytes of a word. rows: how many of a pair's two row counts exceed 1. parts: whether pairs are striped or
+    smaller than a page. integers: the kernel's runtime arguments from ``words_per_pair`` on.
     """
 
     unit: int
@@ -97,13 +115,13 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def shape(geometry: Geometry) -> Shape:
-    """The kernel's view of ``geometry``, computed once."""
+def kernel_params(geometry: Geometry) -> KernelParams:
+    """The kernel's arguments for ``geometry``, computed once."""
     n0, s0, d0, n1, s1, d1, run = geometry.rows
     unit = geometry.unit
     per_row = run // unit
     per_pair = geometry.rows.per_pair * per_row
-    src, dst = geometry.src, geometry.dst
+    src, dst, stripe = geometry.src, geometry.dst, geometry.stripe
     integers = (
         per_pair,
         *divisor(per_pair),
@@ -115,16 +133,16 @@ def shape(geometry: Geometry) -> Shape:
         d0,
         s1,
         d1,
-        *divisor(geometry.per_unit),
-        geometry.index * geometry.per_unit,
-        geometry.per_unit * (geometry.holders - 1),
+        *divisor(stripe.per_unit),
+        stripe.holder * stripe.per_unit,
+        stripe.per_unit * (stripe.holders - 1),
         *_side(src, geometry.tokens),
         *_side(dst, geometry.tokens),
     )
-    return Shape(
+    return KernelParams(
         unit=unit,
         rows=0 if n0 * n1 == 1 else 1 if n0 == 1 else 2,
-        parts=geometry.holders > 1 or src.per_page > 1 or dst.per_page > 1,
+        parts=stripe.holders > 1 or src.per_page > 1 or dst.per_page > 1,
         words_per_pair=per_pair,
         words_per_row=per_row,
         pair_nbytes=geometry.pair_nbytes,
@@ -132,7 +150,7 @@ def shape(geometry: Geometry) -> Shape:
     )
 
 
-def _side(side: Side, tokens: int) -> tuple[int, ...]:
+def _side(side: PageAddressing, tokens: int) -> tuple[int, ...]:
     part_stride = tokens * side.token_stride
     return side.per_page, *divisor(side.per_page), part_stride, side.page_stride, side.base, side.num_pages
 
@@ -141,7 +159,7 @@ def divisor(number: int) -> tuple[int, int]:
     """(magic, shift) with ``n // number == (2 * n * magic >> 32) >> shift`` for 0 <= n < 2**31.
 
     With ``shift = ceil(log2(number))`` and ``magic = ceil(2**(31 + shift) / number)``, which is below 2**32, the
-    error of the product is less than 1 / number. The magic is given as the int32 with the same bits.
+    error of the product is less than 1 / number. The magic is returned as the int32 with the same bits.
     """
     shift = (number - 1).bit_length()
     magic = -(-(1 << (31 + shift)) // number)
@@ -151,81 +169,93 @@ def divisor(number: int) -> tuple[int, int]:
 def launch(
     mode: int, geometry: Geometry, addresses: Addresses, *, num_jobs: int, ranks: range, start: int, blocks: int
 ) -> None:
-    """Enqueues the pairs of these ranks, for ``num_jobs`` jobs, on the current stream of the current device.
+    """Enqueues a copy of ``num_jobs`` jobs on the current stream of the current device. Checks nothing.
 
-    mode: ``pagecopy.DIRECT``, ``GATHER`` or ``SCATTER``. start: the first page id's position, in sender pages.
-    blocks: thread blocks at most. Nothing is checked here.
+    mode: ``page_copy.DIRECT``, ``GATHER`` or ``SCATTER``. ranks: positions in the writer's stripe of the page pairs.
+    start: the first page id's position, in sender pages after the prefix. blocks: the largest number of thread blocks.
+    Enqueues several launches where a job has more than `MAX_WORDS` words.
     """
-    what = shape(geometry)
-    for first, count in _pieces(ranks, MAX_WORDS // what.words_per_pair):
-        words = count * what.words_per_pair
-        stage = addresses.stage + (first - ranks.start) * what.pair_nbytes
+    params = kernel_params(geometry)
+    for first, count in _split(ranks, MAX_WORDS // params.words_per_pair):
+        words = count * params.words_per_pair
+        stage = addresses.stage + (first - ranks.start) * params.pair_nbytes
         counts = num_jobs, first, start, words
-        integers = _integers(addresses, stage, len(ranks) * what.pair_nbytes, NO_STREAM, counts, what)
+        integers = _integers(addresses, stage, len(ranks) * params.pair_nbytes, NO_FIFO, counts, params)
         grid = min(blocks, num_jobs * -(-words // TILE.words))
-        _variant(mode, what).launch(grid, integers)
+        _kernel(mode, params).launch(grid, integers)
 
 
-def launch_stream(
+def launch_fifo(
     mode: int,
     geometry: Geometry,
     addresses: Addresses,
-    stream: Flow,
+    fifo_args: FifoArgs,
     *,
     first_chunk: int,
     num_jobs: int,
     ranks: range,
     start: int,
 ) -> None:
-    """Enqueues one side of ``stream``, a ``GATHER`` or a ``SCATTER``, as `launch` does with a packed stage.
+    """Enqueues one side of a FIFO, ``GATHER`` or ``SCATTER``, with one block per channel. Checks nothing.
 
-    first_chunk: chunks of the stream before the first job's. A job is at most `MAX_WORDS` words.
+    first_chunk: chunks in the FIFO before the first job's. Other arguments as for `launch`. A job must not have more
+    than `MAX_WORDS` words.
     """
     if not ranks or not num_jobs:
         return
-    what = shape(geometry)
-    words = len(ranks) * what.words_per_pair
-    assert words <= MAX_WORDS, f"a stream of jobs of {words} words"
-    flow = stream.integers(mode, what.unit, len(ranks) * what.pair_nbytes, first_chunk)
-    integers = _integers(addresses, addresses.stage, 0, flow, (num_jobs, ranks.start, start, words), what)
-    _stream_variant(mode, what).launch(stream.shape.channels, integers)
+    params = kernel_params(geometry)
+    words = len(ranks) * params.words_per_pair
+    assert words <= MAX_WORDS, f"a FIFO of jobs of {words} words"
+    fifo_integers = fifo_args.integers(mode, params.unit, len(ranks) * params.pair_nbytes, first_chunk)
+    integers = _integers(addresses, addresses.stage, 0, fifo_integers, (num_jobs, ranks.start, start, words), params)
+    _fifo_kernel(mode, params).launch(fifo_args.fifo.channels, integers)
 
 
 def _integers(
-    addresses: Addresses, stage: int, stage_stride: int, flow: tuple[int, ...], counts: tuple[int, ...], what: Shape
+    addresses: Addresses,
+    stage: int,
+    stage_stride: int,
+    fifo_integers: tuple[int, ...],
+    counts: tuple[int, ...],
+    params: KernelParams,
 ) -> tuple[int, ...]:
-    """The kernel's runtime arguments. flow: `Flow.integers` or `NO_STREAM`. counts: from ``num_jobs`` to ``words``."""
-    jobs, src_ids, dst_ids, _, *rest = addresses
-    return jobs, src_ids, dst_ids, stage, stage_stride, *rest, *flow, *counts, *what.integers
+    """All runtime arguments of the kernel, in its order.
 
-
-def variants(geometry: Geometry, *modes: int, stream: bool = False) -> list[Variant]:
-    """What copies of ``geometry`` launch.
-
-    modes: as for `launch`; direct copies if none are named. stream: also what `launch_stream` does.
+    stage_stride: bytes in the stage from one job to the next. fifo_integers: `FifoArgs.integers` or `NO_FIFO`. counts:
+    the arguments from ``num_jobs`` to ``words``.
     """
-    what = shape(geometry)
-    found = [_variant(mode, what) for mode in modes or (pagecopy.DIRECT,)]
-    return found + [_stream_variant(mode, what) for mode in modes if stream]
+    jobs, src_ids, dst_ids, _, *rest = addresses
+    return jobs, src_ids, dst_ids, stage, stage_stride, *rest, *fifo_integers, *counts, *params.integers
 
 
-def _variant(mode: int, what: Shape) -> Variant:
-    return Variant(pagecopy.copy, pagecopy.NUM_INTEGERS, _constants(mode, what), TILE.warps)
+def kernels_for(geometry: Geometry, *modes: int, fifo: bool = False) -> list[CompiledKernel]:
+    """The compiled kernels that copies of ``geometry`` need.
+
+    modes: as for `launch`; default, direct copies. fifo: include those that `launch_fifo` needs.
+    """
+    params = kernel_params(geometry)
+    found = [_kernel(mode, params) for mode in modes or (page_copy.DIRECT,)]
+    return found + [_fifo_kernel(mode, params) for mode in modes if fifo]
 
 
-def _stream_variant(mode: int, what: Shape) -> Variant:
-    return Variant(pagecopy.copy, pagecopy.NUM_INTEGERS, _constants(mode, what, SLOTS), STREAM_WARPS)
+def _kernel(mode: int, params: KernelParams) -> CompiledKernel:
+    return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, _constants(mode, params), TILE.warps)
 
 
-def _pieces(ranks: range, most: int) -> Iterator[tuple[int, int]]:
+def _fifo_kernel(mode: int, params: KernelParams) -> CompiledKernel:
+    return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, _constants(mode, params, SLOTS), FIFO_WARPS)
+
+
+def _split(ranks: range, most: int) -> Iterator[tuple[int, int]]:
     """``ranks`` as (first, count) with count <= most."""
     for first in range(ranks.start, ranks.stop, most):
         yield first, min(most, ranks.stop - first)
 
 
-def _constants(mode: int, what: Shape, slots: int = 0) -> tuple[int, ...]:
+def _constants(mode: int, params: KernelParams, slots: int = 0) -> tuple[int, ...]:
+    """The kernel's constants, in its order. slots: FIFO slots of a channel; 0 for a packed stage."""
     tile = TILE
-    per_row = what.words_per_row
+    per_row = params.words_per_row
     touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
     table = tile.table if touched <= tile.table else 0
-    return mode, what.unit, what.rows, int(what.parts), tile.words, table, slots
+    return mode, params.unit, params.rows, int(params.parts), tile.words, table, slots

@@ -1,18 +1,20 @@
-"""The GPU kernel that copies pages, in Triton; `torchkv.kernels` is its interface, `torchkv.kernellaunch` launches it.
+"""The Triton kernel that copies pages. `torchkv.kernels.copies` is its interface; `torchkv.kernels.launch` launches it.
 
-Jobs are (layer, component) with a common geometry. The words of a job (16 bytes each where alignment allows) are
-numbered pair after pair and row after row, and a word's number says where it comes from and goes to. So any run length
-and any number of rows cost the same, a packed stage is simply the words in order, and blocks share the work evenly.
+A job is one (layer, component); the jobs of a launch have the same geometry. The words of a job (16 bytes each where
+alignment allows) are numbered pair after pair and row after row. Source and target address of a word are computed from
+its number. So runs of any length and any number of rows cost the same, a packed stage is the words in order, and blocks
+share the work evenly.
 
-What this takes is a few divisions by numbers that are fixed for the launch: each is a multiplication and a shift
-(`div`). Still it comes to a hundred instructions a word, which is much for a few blocks that are to fill the link.
-With ``TABLE`` they are done once a row, and each word looks its row up in shared memory: half the instructions, for
-two barriers a tile and more.
+The addresses take a few divisions by numbers that are fixed for the launch; each is a multiplication and a shift
+(`div`). That is still about a hundred instructions per word, which is much where a few blocks must fill the link. With
+``TABLE`` they are computed once per row, and each word looks its row up in shared memory. This halves the instructions
+and costs at least two barriers per tile.
 
-With ``SLOTS`` the stage is no packed copy but a stream: block b of a GATHER and block b of a SCATTER, which run at the
-same time on two GPUs, are channel b. What the one packs, chunk by chunk, goes round in a few slots of the channel's
-own, out of which the other unpacks it. Each tells the other how far it is in a word of the receiver's memory. Neither
-waits for long: a block that waits in vain ends, and a later launch goes on where it stopped.
+With ``SLOTS`` the stage does not hold all packed bytes but is a FIFO: a GATHER on one GPU and a SCATTER on another run
+at the same time, and block b of each serves channel b. The gather packs chunk after chunk into the channel's few FIFO
+slots, used in turn, and the scatter unpacks them. Progress words in the receiver's memory tell each side how far the
+other is. A block that polls in vain for too long ends, and a later launch continues from there:
+`torchkv.kernels.launch.FifoArgs` describes the protocol, and why blocks give up.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ __all__ = [
     "report",
 ]
 
-# Which sides are packed.
+# Modes: from pages to pages, from pages into a packed stage, from a packed stage into pages.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
-SKIPPED = -1  # in the error slot: nothing was unpacked, because the stage was not written
-# In the halves of the error slot's second word: a stream's block has waited in vain, and has chunks left; a block has
-# moved some.
+SKIPPED = -1  # in the first error word: nothing was unpacked, because the stage was not written
+# In the low and high half of the second error word: a block of a FIFO kernel gave up with chunks left; a block moved a
+# chunk.
 UNFINISHED, MOVED = 1, 1
 
 NUM_INTEGERS = 51  # runtime parameters of the kernel; the rest are constants
@@ -47,14 +49,14 @@ NUM_INTEGERS = 51  # runtime parameters of the kernel; the rest are constants
 
 @triton.jit
 def div(n, magic, shift):
-    """n // d for 0 <= n < 2**31; see `torchkv.kernellaunch.divisor`."""
+    """n // d for 0 <= n < 2**31; see `torchkv.kernels.launch.divisor`."""
     product = (n.to(tl.uint32) << 1).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)
     return (product >> 32).to(tl.int32) >> shift
 
 
 @triton.jit
 def locate(ids, pair, start, per_page, magic, shift, part_stride, page_stride, num_pages, live, PARTS: tl.constexpr):
-    """Byte offset of each pair from the job's base, whether its page id is good, its index and the id itself."""
+    """For each pair: its byte offset from the job's base, whether its page id is valid, the id's index, and the id."""
     index = pair
     offset = tl.zeros_like(pair)
     if PARTS:
@@ -69,8 +71,9 @@ def locate(ids, pair, start, per_page, magic, shift, part_stride, page_stride, n
 
 @triton.jit
 def report(errors, bad, index, page, side: tl.constexpr):
-    # A plain store: eight aligned bytes never tear, any of the codes will do, and atomics on host memory would need
-    # support from the bus.
+    """Stores a code for the bad page ids in the first error word. side: 0 source, 1 destination."""
+    # A plain store is enough: an aligned store of eight bytes is never torn, and any of the codes may win. An atomic
+    # operation on host memory would need support by the bus.
     clipped = tl.minimum(tl.maximum(page, -(1 << 31)), (1 << 31) - 1)
     code = ((index.to(tl.int64) + 1) << 33) | (side << 32) | (clipped & 0xFFFFFFFF)
     tl.store(errors.to(tl.pointer_type(tl.int64)) + tl.zeros_like(index), code, mask=bad)
@@ -78,17 +81,21 @@ def report(errors, bad, index, page, side: tl.constexpr):
 
 @triton.jit
 def turns(chunks, channel, channels):
-    """How many of the first ``chunks`` chunks are the channel's."""
+    """How many of the FIFO's first ``chunks`` chunks belong to the channel."""
     return tl.maximum(chunks - channel + channels - 1, 0) // channels
 
 
 @triton.jit
-def wait(where, value, word, patience):
-    """The word at ``where``, perhaps once it has reached ``value``. word: what is known of it; read if that is less."""
+def wait(where, value, word, max_polls):
+    """Polls the progress word at ``where`` until it has reached ``value``, at most ``max_polls`` times; returns it.
+
+    word: the value read last. If that suffices, nothing is polled.
+    """
     pointer = where.to(tl.int64).to(tl.pointer_type(tl.int64))
     polls = 0
-    while (word < value) & (polls < patience):
-        # Not a load: one thread polls for the block, and what the other GPU wrote before is then seen by all of it.
+    while (word < value) & (polls < max_polls):
+        # An atomic with acquire semantics, not a load: one thread polls for the block, and afterwards all its threads
+        # see what the other GPU wrote before it published the value.
         word = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
         polls += 1
     return word
@@ -96,12 +103,12 @@ def wait(where, value, word, patience):
 
 @triton.jit
 def publish(where, value):
-    """Tells the other GPU, when the whole block has come here; what it read and wrote before is then done."""
+    """Stores this side's progress for the other GPU, after all reads and writes of the whole block are done."""
     tl.debug_barrier()
     tl.atomic_xchg(where.to(tl.int64).to(tl.pointer_type(tl.int64)), value, sem="release", scope="sys")
 
 
-# None of the integers is specialised on: one compiled variant serves every layout and request.
+# Triton specialises on none of the integers, so that one compiled kernel serves every layout and request.
 @triton.jit(do_not_specialize=range(NUM_INTEGERS))
 def copy(
     jobs: tl.int64,
@@ -116,7 +123,7 @@ def copy(
     publish_at: tl.int64,
     state: tl.int64,
     base: tl.int64,
-    patience: tl.int32,
+    max_polls: tl.int32,
     first_chunk: tl.int32,
     chunk_tiles: tl.int32,
     job_chunks: tl.int32,
@@ -163,15 +170,18 @@ def copy(
     TABLE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One block takes every ``num_programs``-th tile of ``TILE`` words. See `torchkv.kernellaunch` for the arguments.
+    """Copies ``num_jobs`` jobs of ``words`` words. See `torchkv.kernels.launch` for the arguments.
+
+    Each block takes every ``num_programs``-th tile of ``TILE`` words.
 
     ROWS: how many of a pair's two row counts exceed 1. PARTS: whether pairs are striped or smaller than a page.
-    TABLE: rows that a tile can touch, at most; 0 locates each word by itself. guard: address of a word (0: none); only
-    if it holds ``expected``, there is anything to unpack.
+    TABLE: an upper bound of the rows that a tile touches; 0: addresses are computed per word. guard: address of a word,
+    or 0; unless that word holds ``expected``, nothing is unpacked.
 
-    SLOTS: of each channel of a stream; 0: the stage is packed. Then a block takes every ``num_programs``-th chunk of
-    ``chunk_tiles`` tiles, or fewer at a job's end; a job has ``job_chunks``, and ``first_chunk`` come before the first
-    job. wait_at, publish_at, state: addresses of block 0's words, see `torchkv.kernellaunch.Flow`; others follow.
+    SLOTS: FIFO slots of each channel; 0: the stage is packed. In a FIFO each block takes every ``num_programs``-th
+    chunk. A chunk has ``chunk_tiles`` tiles, the last one of a job perhaps fewer; a job has ``job_chunks`` chunks, and
+    ``first_chunk`` chunks come before the first job. wait_at, publish_at, state: addresses of channel 0's words, see
+    `torchkv.kernels.launch.FifoArgs`; those of the other channels follow.
     """
     dtype: tl.constexpr = tl.int64 if UNIT >= 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
     ELEMENTS: tl.constexpr = 2 if UNIT == 16 else 1
@@ -181,7 +191,8 @@ def copy(
     end = num_jobs * tiles
     limit = words
     if SLOTS > 0:
-        # Tiles are numbered through the block's own chunks, of all runs.
+        # Tiles are numbered through all chunks of this channel, also those of other launches. A turn is the number of
+        # a chunk within its channel.
         channel = tl.program_id(0)
         channels = tl.num_programs(0)
         wait_at += channel * 8
@@ -193,14 +204,14 @@ def copy(
         last_turn = turns(first_chunk + num_jobs * job_chunks, channel, channels)
         turn = tl.maximum(done, first_turn)
         tile = turn * chunk_tiles
-        # What an earlier launch has left of the chunks before these comes first, in a launch of its own.
+        # If an earlier launch left chunks before these undone, this launch does nothing: that launch is repeated first.
         end = tl.where(done < first_turn, 0, last_turn) * chunk_tiles
-        # Of the chunk that is being done, computed once: a few divisions before each tile would cost a tenth.
+        # The current chunk's place is computed once per chunk: divisions before each tile would cost a tenth.
         step = 0
         job = 0
         chunk_word = 0
         origin = stage.to(tl.int64)
-        seen = base.to(tl.int64) - 1  # of the words that it waits for; they may hold what others left
+        seen = base.to(tl.int64) - 1  # the value of wait_at read last; what earlier uses left there is less than base
     elif MODE == 2:  # SCATTER
         guarded = guard != 0
         where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
@@ -216,12 +227,13 @@ def copy(
                 chunk_word = (chunk - job * job_chunks) * chunk_tiles * TILE
                 slot = (turn % SLOTS) * channels + channel
                 origin = stage + (slot.to(tl.int64) * (chunk_tiles * TILE) - chunk_word) * UNIT
-                # A gather waits until the slot's last chunk was unpacked, and at first for nothing.
+                # A scatter waits until this chunk is packed. A gather waits until the chunk that was in the slot before
+                # is unpacked, and for nothing while the slots are used for the first time.
                 lag = SLOTS if MODE == 1 else 0
                 value = base + (turn + 1 - lag)
-                seen = wait(wait_at, tl.where(turn < lag, seen, value), seen, patience)
+                seen = wait(wait_at, tl.where(turn < lag, seen, value), seen, max_polls)
                 if (turn >= lag) & (seen < value):
-                    limit = 0  # nothing of this tile is there
+                    limit = 0  # gave up: this tile copies nothing
                     end = 0
             first_word = chunk_word + step * TILE
         else:
@@ -232,7 +244,7 @@ def copy(
         inside_job = word < limit
         bases = jobs.to(tl.pointer_type(tl.int64)) + job * 2
 
-        # From here to the tables' end: of each word, or with TABLE of the first word of each row.
+        # From here to the lookup in the table: for each word, or with TABLE for the first word of each row.
         if TABLE > 0:
             first_row = div(first_word, row_magic, row_shift)
             head = first_row + tl.arange(0, TABLE)
@@ -259,7 +271,7 @@ def copy(
         if PARTS:
             pair = first_pair + rank + div(rank, unit_magic, unit_shift) * jump
 
-        first = live & (inside == 0) & (job == 0)  # all jobs have the same ids: one reports them
+        first = live & (inside == 0) & (job == 0)  # all jobs have the same page ids, so only job 0 reports bad ones
         packed = origin + head.to(tl.int64) * UNIT
         source = packed
         target = packed
@@ -299,7 +311,7 @@ def copy(
             ok = ok & good
             target = tl.load(bases + 1) + offset + (dst_base + dst_inside)
         if TABLE > 0:
-            # No job lies at address 0, so it can stand for a bad row.
+            # No job lies at address 0, so 0 can mark a bad row.
             source = tl.where(ok, source, 0)
             behind = first_word - first_row * words_per_row + tl.arange(0, TILE)
             row = div(behind, row_magic, row_shift)
@@ -330,7 +342,8 @@ def copy(
             tile += tl.num_programs(0)
     if SLOTS > 0:
         tl.store(progress, done.to(tl.int64))
-        # Words of their own, or they could hide a bad page, which is told once, or what other blocks say.
+        # In the second error word, each half by itself: so no store overwrites a bad page in the first word, which is
+        # reported only once, or what another block has stored in the other half.
         words = errors.to(tl.pointer_type(tl.int32)) + 2
         tl.store(words, 1, mask=done < last_turn)  # UNFINISHED
         tl.store(words + 1, 1, mask=done > began)  # MOVED

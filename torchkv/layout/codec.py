@@ -1,20 +1,21 @@
-"""Layouts as bytes: typed, versioned, length-capped. What a peer sends is bounded before it is expanded."""
+"""Encodes a `KVLayout` for the exchange in ``register`` and decodes a peer's: typed, versioned msgpack.
+
+A peer is not trusted: lengths, counts and ids are checked before memory is allocated for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
 
-from torchkv.component import DTYPE_NAMES, DTYPES, MAX_LAYER_ID, MAX_LAYERS, Component, State
 from torchkv.errors import LayoutMismatch, ProtocolError
+from torchkv.layout.component import DTYPE_NAMES, DTYPES, MAX_LAYER_ID, MAX_LAYERS, Component, State
+from torchkv.layout.layout import KVLayout
 
-if TYPE_CHECKING:
-    from torchkv.layout import KVLayout
-
-__all__ = ["MAX_ENCODED", "pack", "unpack"]
+__all__ = ["MAX_ENCODED", "decode", "encode"]
 
 MAX_ENCODED = 64 << 10  # bytes
 _VERSION = 2
@@ -55,7 +56,7 @@ _DECODER = msgspec.msgpack.Decoder(_WireLayout)
 
 
 def _to_runs(layers: Sequence[int] | None) -> list[tuple[int, int]] | None:
-    """Layer ids as [first, end) runs: almost always one, whatever the depth of the model."""
+    """Layer ids as runs [first, end): mostly a single one, however many layers there are."""
     if layers is None:
         return None
     runs: list[tuple[int, int]] = []
@@ -72,7 +73,7 @@ def _from_runs(runs: list[tuple[int, int]] | None) -> list[int] | None:
         return None
     layers: list[int] = []
     for first, end in runs:
-        # Checked before the range is expanded: a peer's 20 bytes must not cost us gigabytes.
+        # Checked before the range is expanded: 20 bytes from a peer must not take gigabytes of memory here.
         if not 0 <= first < end <= MAX_LAYER_ID + 1 or len(layers) + end - first > MAX_LAYERS:
             raise ProtocolError(f"a peer's layout has layers [{first}, {end}): not at most {MAX_LAYERS} valid ids")
         layers.extend(range(first, end))
@@ -85,8 +86,8 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def pack(layout: KVLayout) -> bytes:
-    """``layout`` as bytes. Raises `LayoutMismatch` if they are more than 64 KiB."""
+def encode(layout: KVLayout) -> bytes:
+    """``layout`` as bytes. Raises `LayoutMismatch` if they are more than `MAX_ENCODED`."""
     wire = _WireLayout(
         version=_VERSION,
         components=[
@@ -121,20 +122,24 @@ def pack(layout: KVLayout) -> bytes:
     return data
 
 
-def unpack(data: bytes) -> dict[str, Any]:
-    """The keyword arguments of the `KVLayout` that a peer packed. Raises `ProtocolError`."""
+def decode(data: bytes) -> KVLayout:
+    """The layout that a peer encoded. Raises `ProtocolError` for anything that is malformed or out of bounds."""
     if len(data) > MAX_ENCODED:
         raise ProtocolError(f"a peer's layout has {len(data)} bytes, more than the {MAX_ENCODED} allowed")
     try:
-        return _fields(_DECODER.decode(data))
+        fields = _fields(_DECODER.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, LayoutMismatch) as error:
         raise ProtocolError(f"a peer's layout cannot be decoded: {error}; is it a torchkv rank?") from error
+    try:
+        return KVLayout(**fields)
+    except LayoutMismatch as error:
+        raise ProtocolError(f"a peer's layout contradicts itself: {error}") from error
 
 
 def _fields(wire: _WireLayout) -> dict[str, Any]:
     if wire.version != _VERSION:
         raise ProtocolError(
-            f"a peer's layout has version {wire.version}, this side speaks {_VERSION}: "
+            f"a peer's layout has version {wire.version}, this rank reads version {_VERSION}: "
             "run the same torchkv on all ranks"
         )
     return {

@@ -1,4 +1,4 @@
-"""The tensors that a KV cache is made of, and the limits on what may be declared about them."""
+"""The tensors that a KV cache is made of: `Component` (per token) and `State` (per request), and their limits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from torchkv.errors import LayoutMismatch
 
 __all__ = ["DTYPES", "DTYPE_NAMES", "Component", "State", "check_nbytes", "integer", "layer_ids"]
 
-Layers = Sequence[int]
-
-MAX_LAYERS = 4096  # held by one rank; bounds what a hostile peer can make us allocate
+MAX_LAYERS = 4096  # layers of one rank; bounds the memory that a malicious peer's layout can make this rank allocate
 MAX_LAYER_ID = (1 << 20) - 1
 MAX_EXTENT = 1 << 20  # heads, dim, tp_size
 MAX_STATE_DIMS = 8
-MAX_BYTES = 1 << 40  # of one page or one state slot: keeps every byte offset far inside int64
+MAX_BYTES = 1 << 40  # bytes of one page or one state slot; keeps all byte offsets far below the limit of int64
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
 
-# The closed set of dtypes that a peer may name: those with a fixed number of bytes per element.
+# All dtypes that a peer may name. Each has a fixed number of bytes per element.
 _DTYPE_LIST = (
     torch.bool,
     torch.uint8,
@@ -56,6 +54,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def integer(field: str, value: Any, low: int, high: int) -> int:
+    """``value`` as a Python int. field: its name in the error. Raises `LayoutMismatch` unless low <= value <= high."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -79,6 +78,10 @@ def _known_dtype(field: str, value: Any) -> None:
 
 
 def layer_ids(field: str, layers: Iterable[Any]) -> tuple[int, ...]:
+    """``layers`` as ascending Python ints. field: its name in the error.
+
+    Raises `LayoutMismatch` for ids that are out of range or repeated, and for none or more than `MAX_LAYERS`.
+    """
     try:
         given = list(itertools.islice(layers, MAX_LAYERS + 1))
     except TypeError:
@@ -93,17 +96,18 @@ def layer_ids(field: str, layers: Iterable[Any]) -> tuple[int, ...]:
 
 
 def check_nbytes(field: str, nbytes: int) -> None:
+    """Raises `LayoutMismatch` if ``nbytes`` exceeds `MAX_BYTES`."""
     if nbytes > MAX_BYTES:
         raise LayoutMismatch(f"{field} takes {nbytes} bytes: at most {MAX_BYTES} are allowed, make it smaller")
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A tensor with one row per token, head and layer: K, V, an MLA latent, indexer keys, scales.
+    """A tensor with one vector per token, kv head and layer: K, V, an MLA latent, indexer keys, scales.
 
-    heads, dim: *global* number of heads, and elements per head. sharded: heads are split over the
-    tensor-parallel ranks; otherwise every rank holds all of them. layers: global ids of the layers that have
-    it; None means every layer that a rank holds. Raises `LayoutMismatch`.
+    heads: *global* number of kv heads. dim: elements of one head of one token. sharded: whether the heads are split
+    over the tensor-parallel ranks; otherwise every rank holds all of them. layers: global ids of the layers that have
+    this component; None: all layers. Raises `LayoutMismatch`.
     """
 
     name: str
@@ -111,7 +115,7 @@ class Component:
     dim: int
     dtype: torch.dtype
     sharded: bool = True
-    layers: Layers | None = None
+    layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _identifier("Component.name", self.name)
@@ -132,11 +136,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor with one slot per request and layer: Mamba, GDN, KDA or convolution state.
+    """A tensor of fixed size per request, one slot per request and layer: Mamba, GDN, KDA or convolution state.
 
-    shape: *global* shape of one slot. shard_dim: the dimension split over tensor-parallel ranks, None if
-    every rank holds all of it. shard_groups: global sizes that sum to ``shape[shard_dim]``, each split
-    separately (q|k|v of a convolution). layers: as in `Component`. Raises `LayoutMismatch`.
+    shape: *global* shape of one slot. shard_dim: the dimension that is split over the tensor-parallel ranks; None:
+    every rank holds all of it. shard_groups: global sizes that sum to ``shape[shard_dim]``; each group is split
+    separately, such as q, k and v of a fused convolution state. layers: as in `Component`. Raises `LayoutMismatch`.
     """
 
     name: str
@@ -144,7 +148,7 @@ class State:
     dtype: torch.dtype
     shard_dim: int | None = None
     shard_groups: Sequence[int] | None = None
-    layers: Layers | None = None
+    layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _identifier("State.name", self.name)
@@ -173,7 +177,7 @@ class State:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Global sizes along ``shard_dim`` that are sharded separately; empty if nothing is sharded."""
+        """Global sizes along ``shard_dim`` that are split separately; empty if the state is not sharded."""
         if self.shard_dim is None:
             return ()
         return (self.shape[self.shard_dim],) if self.shard_groups is None else tuple(self.shard_groups)

@@ -1,25 +1,28 @@
-"""From a slab and page ids to byte offsets and descriptors: numpy and compiled code, no Python per page."""
+"""Descriptors: a segment and page ids expanded into a list of byte ranges, in numpy and compiled code.
+
+`page_pairs` lists the page pairs of a segment. `pair_offsets` takes the page ids and computes where each pair begins in
+the tensors of one layer. `expand` lists the rows as (source offset, destination offset, length).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from torchkv.compiled import compiled
-from torchkv.slab import Slab
+from torchkv.arrays import Int64Array
+from torchkv.host.jit import at_register, compiled
+from torchkv.layout.plan_segment import PlanSegment
 
 __all__ = ["PagePairs", "expand", "page_pairs", "pair_offsets", "warm_up"]
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class PagePairs:
-    """Pairs of page parts, as int64 arrays of one length; tokens are positions inside a page.
+    """Page pairs, as int64 arrays of equal length.
 
-    src_index: position in the pages of the call. dst_index: position in the pages of the grant.
+    src_index: position in the verb's list of page ids. dst_index: position in the grant's list of page ids.
+    src_token, dst_token: the pair's first token, counted from the beginning of that page.
     """
 
     src_index: Int64Array
@@ -32,20 +35,21 @@ class PagePairs:
 
 
 def page_pairs(
-    slab: Slab, *, num_src_pages: int, start: int, limit_tokens: int, src_page_size: int, dst_page_size: int
+    segment: PlanSegment, *, num_src_pages: int, start: int, limit_tokens: int, src_page_size: int, dst_page_size: int
 ) -> PagePairs:
-    """The pairs of ``slab``'s stripe for sender pages [start, start + num_src_pages), in order of position.
+    """The pairs that ``segment`` owes of sender pages [start, start + num_src_pages), in order of their tokens.
 
-    start: in sender pages after the prefix. limit_tokens: tokens of the grant; what lies beyond is left out, and so is
-    what lies before the slab's window.
+    start: counted from the end of the prefix. limit_tokens: tokens of the grant; pairs beyond it are left out, and so
+    are pairs before the segment's window. Page sizes are in tokens.
     """
-    size = slab.tokens
-    assert size == min(src_page_size, dst_page_size), "a slab belongs to the page sizes it was compiled for"
-    assert limit_tokens % size == 0, "grants are whole pages"
-    owned = slab.pairs(num_src_pages=num_src_pages, start=start, limit_tokens=limit_tokens, src_page_size=src_page_size)
+    size = segment.tokens
+    assert size == min(src_page_size, dst_page_size), "not the page sizes that the segment was compiled for"
+    assert limit_tokens % size == 0, "a grant consists of whole pages"
+    stripe, per_page = segment.stripe, src_page_size // size
+    owned = stripe.ordinals(start=start, num_src_pages=num_src_pages, per_page=per_page, limit_tokens=limit_tokens)
     pairs = np.empty((4, len(owned)), dtype=np.int64)
-    stripe = (owned.start, slab.unit // size, slab.holders, slab.index)
-    _list_pairs(pairs, *stripe, start, size, src_page_size // size, dst_page_size // size)
+    numbering = (owned.start, stripe.per_unit, stripe.holders, stripe.holder)
+    _list_pairs(pairs, *numbering, start, size, per_page, dst_page_size // size)
     return PagePairs(*pairs)
 
 
@@ -55,20 +59,20 @@ def _list_pairs(
     first: int,
     per_unit: int,
     holders: int,
-    index: int,
+    holder: int,
     start: int,
     size: int,
     src_per_page: int,
     dst_per_page: int,
 ) -> None:
-    """Fills the rows of ``pairs``: the fields of `PagePairs`, for the pairs of ranks ``first`` and up in the stripe.
+    """Fills ``pairs``, one line for each field of `PagePairs`, with the pairs of ordinals ``first``, ``first + 1``, ...
 
-    src_per_page, dst_per_page: how many pairs a page holds.
+    per_unit, holders, holder: of the `Stripe`. size: tokens of a pair. src_per_page, dst_per_page: pairs of a page.
     """
     for i in range(pairs.shape[1]):
         pair = first + i
         if holders > 1:
-            pair = pair // per_unit * per_unit * holders + index * per_unit + pair % per_unit
+            pair = pair // per_unit * per_unit * holders + holder * per_unit + pair % per_unit
         pairs[0, i], pairs[1, i] = pair - start, 0
         pairs[2, i], pairs[3, i] = pair, 0
         if src_per_page > 1:
@@ -78,23 +82,24 @@ def _list_pairs(
 
 
 def pair_offsets(
-    slab: Slab,
+    segment: PlanSegment,
     pairs: PagePairs,
     src_pages: Int64Array,
     dst_pages: Int64Array,
     src_page_stride: int,
     dst_page_stride: int,
 ) -> tuple[Int64Array, Int64Array]:
-    """Byte offsets of each pair's first row in the sender's and the receiver's tensor of one layer.
+    """Byte offset of each pair's first row in the sender's and in the receiver's tensor of one layer.
 
-    src_pages, dst_pages: page ids of the call and of the grant. strides: bytes from one page to the next.
+    src_pages, dst_pages: page ids of the verb and of the grant. src_page_stride, dst_page_stride: bytes from one page
+    to the next.
     """
     src, dst = np.empty((2, len(pairs)), dtype=np.int64)
-    src_strides = (src_page_stride, slab.src_base, slab.src_token_stride)
-    dst_strides = (dst_page_stride, slab.dst_base, slab.dst_token_stride)
+    src_strides = (src_page_stride, segment.src_base, segment.src_token_stride)
+    dst_strides = (dst_page_stride, segment.dst_base, segment.dst_token_stride)
     inside = _locate(src, src_pages, pairs.src_index, pairs.src_token, *src_strides)
     inside &= _locate(dst, dst_pages, pairs.dst_index, pairs.dst_token, *dst_strides)
-    assert inside, "pairs are of the pages that they are listed for"
+    assert inside, "the pairs were listed for other pages"
     return src, dst
 
 
@@ -108,7 +113,7 @@ def _locate(
     base: int,
     token_stride: int,
 ) -> bool:
-    """Where pairs begin on one side; False if there is no such page."""
+    """Fills ``offsets`` for one side; False if a pair names a page that is not in ``pages``."""
     for i in range(len(offsets)):
         if not 0 <= index[i] < len(pages):
             return False
@@ -116,14 +121,14 @@ def _locate(
     return True
 
 
-def expand(slab: Slab, src_off: Int64Array, dst_off: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Descriptors (src, dst, length in bytes) of the pairs at these offsets, merged where neighbours touch.
+def expand(segment: PlanSegment, src_off: Int64Array, dst_off: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Descriptors of the pairs at these offsets: int64 arrays of source offset, destination offset, length in bytes.
 
-    Two neighbours merge only if they are adjacent on both sides.
+    Consecutive rows that are adjacent on both sides become one descriptor.
     """
-    # One allocation, not three: the allocator then keeps the memory instead of returning it after each call.
-    spans = np.empty((3, len(src_off) * slab.rows.per_pair), dtype=np.int64)
-    count = _expand(np.ascontiguousarray(src_off), np.ascontiguousarray(dst_off), *slab.rows, spans)
+    # One allocation instead of three, as then the allocator keeps the memory and does not return it after each call.
+    spans = np.empty((3, len(src_off) * segment.rows.per_pair), dtype=np.int64)
+    count = _expand(np.ascontiguousarray(src_off), np.ascontiguousarray(dst_off), *segment.rows, spans)
     if count < spans.shape[1] // 2:
         spans = spans[:, :count].copy()
     return spans[0, :count], spans[1, :count], spans[2, :count]
@@ -142,10 +147,10 @@ def _expand(
     run: int,
     spans: Int64Array,
 ) -> int:
-    """Fills ``spans`` (src, dst, length) and returns how many there are after merging.
+    """Fills ``spans`` (source, destination, length) and returns how many descriptors there are after merging.
 
-    Rows of one pair never touch on both sides (compiling the plan has folded those), so only the seams between
-    pairs need a look, and the loop inside is plain enough for the compiler to vectorise.
+    Rows of one pair are never adjacent on both sides, as `StridedRuns.folded` has merged such rows. So only the last
+    row of a pair and the first of the next one can merge, which keeps the inner loop simple enough to be vectorised.
     """
     count = 0
     src_end = dst_end = np.int64(-1)
@@ -168,10 +173,11 @@ def _expand(
     return count
 
 
+@at_register
 def warm_up() -> None:
-    """Compiles, or loads from disk, what the first transfer would otherwise wait for."""
+    """Compiles this module's functions, or loads them from disk, so that the first transfer need not wait for it."""
     none = np.zeros(0, dtype=np.int64)
     _list_pairs(np.zeros((4, 0), dtype=np.int64), 0, 1, 1, 0, 0, 1, 1, 1)
     _locate(none, none, none, none, 0, 0, 0)
-    _locate(none, np.frombuffer(b"", dtype=np.int64), none, none, 0, 0, 0)  # read-only, as the pages of grants are
+    _locate(none, np.frombuffer(b"", dtype=np.int64), none, none, 0, 0, 0)  # read-only, as the page ids of grants are
     _expand(none, none, 0, 0, 0, 0, 0, 0, 0, np.zeros((3, 0), dtype=np.int64))

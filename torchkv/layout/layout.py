@@ -1,7 +1,6 @@
-"""What one rank holds of a KV cache, in global coordinates.
+"""What one rank holds of a KV cache: `KVLayout`, in global coordinates, so that layouts of two ranks can be compared.
 
-A `KVLayout` names layers, kv heads, components and their page geometry. Everything that torchkv decides about
-bytes is a function of two layouts (see `torchkv.plan`), so this module refuses whatever contradicts itself.
+Which bytes go from one rank to another follows from their two layouts alone (see `torchkv.layout.pair_plan`).
 """
 
 from __future__ import annotations
@@ -15,17 +14,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from torchkv import layout_codec
-from torchkv.component import (
-    MAX_EXTENT,
-    MAX_LAYERS,
-    Component,
-    State,
-    check_nbytes,
-    integer,
-    layer_ids,
-)
-from torchkv.errors import LayoutMismatch, ProtocolError
+from torchkv.errors import LayoutMismatch
+from torchkv.layout.component import MAX_EXTENT, MAX_LAYERS, Component, State, check_nbytes, integer, layer_ids
 
 __all__ = ["Component", "KVLayout", "Order", "State", "check_compatible", "first_difference", "shard_heads"]
 
@@ -38,32 +28,37 @@ MAX_WINDOW = (1 << 31) - 1  # tokens
 
 
 def shard_heads(heads: int, *, tp_rank: int, tp_size: int) -> range:
-    """The global heads that rank ``tp_rank`` of ``tp_size`` holds of ``heads`` sharded ones.
+    """The global heads that rank ``tp_rank`` of ``tp_size`` holds, of ``heads`` sharded heads.
 
-    Raises `LayoutMismatch` where neither number divides the other.
+    With more ranks than heads, neighbouring ranks hold the same head. Raises `LayoutMismatch` if neither number divides
+    the other.
     """
     if max(heads, tp_size) % min(heads, tp_size):
         raise LayoutMismatch(
             f"tp_size={tp_size} cannot share heads={heads}: one must be a multiple of the other; "
             "change tp_size or declare the component with sharded=False"
         )
-    # Division, never modulo: neighbouring ranks hold the replicas of one head.
+    # By division, not modulo: neighbouring ranks hold the replicas of one head.
     first = tp_rank * heads // tp_size
     return range(first, first + max(1, heads // tp_size))
 
 
 @dataclass(frozen=True, init=False)
 class KVLayout:
-    """What one rank holds: layers, heads, page size and page order of each component, and state.
+    """What one rank holds: which layers, heads and states, and the shape of its pages.
 
-    components: the per-token tensors. num_layers: layers of the target model; ids from ``num_layers`` on are
+    components: the per-token tensors. num_layers: layers of the target model; layer ids from ``num_layers`` on are
     draft layers. page_size: tokens per page. order: pages are (page_size, heads, dim) for ``"NHD"`` and
-    (heads, page_size, dim) for ``"HND"``. layers: global ids held here (PP), default ``range(num_layers)``.
-    states: fixed-size tensors, one slot a request. windows: global layer id -> tokens of its sliding window,
-    kept as (layer, tokens) pairs in order; layers without one attend to everything. Of a layer with a window only its
-    last pages move: all that the window can reach, if the last page sent holds at least one token. A receiver
-    that says it holds a prefix says so of these pages before its end, too. Hashable and comparable. Raises
-    `LayoutMismatch` with the field and its limits.
+    (heads, page_size, dim) for ``"HND"``. tp_rank, tp_size: decide which heads of sharded components this rank holds.
+    layers: global ids of the layers held here (pipeline parallelism), default ``range(num_layers)``. states: tensors
+    with one slot of fixed size per request. windows: global layer id -> tokens of the layer's sliding window; layers
+    that are not named attend to all tokens. Kept as ascending (layer, tokens) pairs.
+
+    Of a layer with a window only the last pages are transferred: all pages that the window can reach, provided that the
+    last page sent holds at least one token. A receiver that passes ``prefix_tokens`` must hold the pages inside the
+    window before the end of that prefix.
+
+    Hashable and comparable. Raises `LayoutMismatch` with the field and its limits.
     """
 
     components: tuple[Component, ...]
@@ -143,7 +138,7 @@ class KVLayout:
     ) -> KVLayout:
         """Multi-head, grouped-query or multi-query attention: sharded components ``"k"`` and ``"v"``.
 
-        num_kv_heads: global. v_head_dim: elements of a V head, default ``head_dim``. The rest: see `KVLayout`.
+        num_kv_heads: global. v_head_dim: elements of a V head, default ``head_dim``. Other parameters: see `KVLayout`.
         """
         v_dim = head_dim if v_head_dim is None else v_head_dim
         return cls(
@@ -174,7 +169,10 @@ class KVLayout:
         states: Iterable[State] = (),
         windows: Mapping[int, int] | None = None,
     ) -> KVLayout:
-        """Multi-head latent attention: ``"latent"``, ``latent_dim + rope_dim`` wide, whole on every rank."""
+        """Multi-head latent attention: one component ``"latent"`` that every rank holds in full.
+
+        It has one head of ``latent_dim + rope_dim`` elements. Other parameters: see `KVLayout`.
+        """
         latent = integer("latent_dim", latent_dim, 1, MAX_EXTENT)
         width = latent + integer("rope_dim", rope_dim, 0, MAX_EXTENT - latent)
         return cls(
@@ -190,7 +188,7 @@ class KVLayout:
         )
 
     def window(self, layer: int) -> int | None:
-        """Tokens of the sliding window of ``layer`` (a global id); None if it attends to everything."""
+        """Tokens of the sliding window of ``layer`` (a global id); None if it attends to all tokens."""
         at = bisect_left(self.windows, (layer,))
         if at < len(self.windows) and self.windows[at][0] == layer:
             return self.windows[at][1]
@@ -198,7 +196,7 @@ class KVLayout:
 
     @property
     def heads(self) -> range:
-        """Global kv heads on this rank: those of the first sharded component, else of the first component."""
+        """Global kv heads on this rank: of the first sharded component, or else of the first component."""
         for component in self.components:
             if component.sharded:
                 return self.component_heads(component.name)
@@ -213,7 +211,7 @@ class KVLayout:
         return _find("state", name, self.states)
 
     def component_heads(self, name: str) -> range:
-        """Global heads of component ``name`` held here."""
+        """Global heads of component ``name`` that this rank holds."""
         component = self.component(name)
         if not component.sharded:
             return range(component.heads)
@@ -229,7 +227,7 @@ class KVLayout:
 
     @property
     def stateful(self) -> bool:
-        """Whether any held layer has state, so that a request needs a slot."""
+        """Whether any layer held here has state, so that each request needs a state slot."""
         return bool(self.states) and any(self.state_layers(state.name) for state in self.states)
 
     def _held(self, layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -247,12 +245,8 @@ class KVLayout:
         """Bytes of one page of one layer of component ``name``."""
         return self.page_size * len(self.component_heads(name)) * self.component(name).head_nbytes
 
-    def itemsize(self, name: str) -> int:
-        """Bytes of one element of component ``name``."""
-        return self.component(name).dtype.itemsize
-
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Local shape of one slot of state ``name``."""
+        """Shape of one slot of state ``name`` on this rank."""
         state = self.state(name)
         local = list(state.shape)
         if state.shard_dim is not None:
@@ -262,19 +256,6 @@ class KVLayout:
     def state_nbytes(self, name: str) -> int:
         """Bytes of one slot of one layer of state ``name``."""
         return math.prod(self.state_shape(name)) * self.state(name).dtype.itemsize
-
-    def encode(self) -> bytes:
-        """The layout as bytes for a peer. Raises `LayoutMismatch` if it takes more than 64 KiB."""
-        return layout_codec.pack(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> KVLayout:
-        """The layout that a peer encoded. Raises `ProtocolError` for anything malformed or out of bounds."""
-        fields = layout_codec.unpack(data)
-        try:
-            return cls(**fields)
-        except LayoutMismatch as error:
-            raise ProtocolError(f"a peer's layout contradicts itself: {error}") from error
 
 
 def _members(field: str, given: Iterable[_Named], kind: type[_Named]) -> tuple[_Named, ...]:
@@ -297,7 +278,7 @@ def _windows(given: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
     if not isinstance(given, Mapping):
         raise LayoutMismatch(f"windows={given!r:.80} is not allowed: give a mapping of layer ids to tokens")
     if given:
-        layer_ids("windows, the layer ids", given)  # before any is used: bounded, and each named once
+        layer_ids("windows, the layer ids", given)  # first of all: checks that they are few, in range and distinct
     pairs = (
         (operator.index(layer), integer(f"windows, layer {layer}: tokens", tokens, 1, MAX_WINDOW))
         for layer, tokens in given.items()
@@ -314,7 +295,7 @@ def _find(kind: str, name: str, members: tuple[_Named, ...]) -> _Named:
 
 
 def first_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
-    """The first field that keeps pages of ``a`` from moving into pages of ``b``: (field, a's, b's value)."""
+    """The first field that makes two layouts incompatible, as (field, value in a, value in b), or None."""
     if a.num_layers != b.num_layers:
         return "num_layers", a.num_layers, b.num_layers
     small, large = sorted((a.page_size, b.page_size))
@@ -328,7 +309,7 @@ def first_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
 
 
 def _window_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
-    """Of the first layer that both hold."""
+    """The window of the first layer that both hold and in which it differs, as in `first_difference`."""
     if a.windows == b.windows:
         return None
     for layer in sorted(set(a.layers) & set(b.layers)):
@@ -355,10 +336,11 @@ def _member_difference(
 
 
 def check_compatible(a: KVLayout, b: KVLayout, *, rank_a: int, rank_b: int) -> None:
-    """Raises `LayoutMismatch`, naming both ranks, the field and both values, if they cannot be reconciled.
+    """Raises `LayoutMismatch`, naming both ranks, the field and both values, if pages cannot move between the layouts.
 
-    Component and state names, global sizes, dtypes, sharding, num_layers and the windows of layers that both hold
-    must agree, and page sizes divide one another; tp_rank, tp_size, layers, order and page size may differ.
+    These must agree: names, global sizes, dtypes and sharding of components and states, ``num_layers``, and the windows
+    of layers that both hold. One page size must divide the other. ``tp_rank``, ``tp_size``, ``layers`` and ``order``
+    may differ.
     """
     difference = first_difference(a, b)
     if difference is not None:

@@ -1,147 +1,162 @@
-"""Which bytes go where, for one writer and one reader: offsets only, no memory.
+"""What one writer has to copy to one reader, computed from their layouts: offsets only, no memory.
 
-A plan is the intersection of two layouts, kept factored as (page pairs) x (rows) x (run of bytes). Positions are
-tokens counted from the end of the reader's prefix. Paths that need descriptors `expand` the factors with numpy.
+`compile_plan` intersects the layouts of a writer and a reader. The result, a `PairPlan`, consists of a few
+`PlanSegment`: (page pairs) x (rows) x (bytes of a row), never a list of all pages. It is computed once for each pair of
+ranks and serves every request; page ids are added when a request is sent. Tokens and pages are counted from the end of
+the prefix that the reader holds already. For transports that need a list of byte ranges, `torchkv.layout.descriptors`
+makes one from a segment and page ids.
+
+**Example: tensor parallelism 4 to 2.** A model has 8 kv heads of dim 128 in bfloat16 (256 bytes per token and head).
+Pages hold 16 tokens in the order NHD on both sides. Writer 3 of 4 holds heads 6 and 7, in pages of
+[16 tokens, 2 heads, 128]: 8 KiB. Reader 1 of 2 holds heads 4 to 7, in pages of [16, 4, 128]: 16 KiB. What they share is
+one segment for "k" and a similar one for "v", each for all layers::
+
+    heads=range(6, 8)
+    stripe=Stripe(tokens=16, per_unit=1, holders=1, ...)  # a pair is one page of each side; one rank has these heads
+    src_base=0                                            # heads 6 and 7 are the whole sender page
+    dst_base=512                                          # in the receiver page, heads 4 and 5 lie before them
+    src_token_stride=512, dst_token_stride=1024           # 2 heads, and 4 heads, of 256 bytes
+    rows=StridedRuns(n0=1, s0=0, d0=0, n1=16, s1=512, d1=1024, run=512)
+
+So of each page, 16 rows of 512 bytes are copied in each layer: row t from byte ``512 * t`` of the sender's page to byte
+``512 + 1024 * t`` of the receiver's. With equal layouts on both sides the rows of a page fold into one, and ``is_page``
+is true. Writers 0 and 1 hold heads 0 to 3: their plans with this reader are empty.
+
+**Example: replicated heads.** If this model had 2 kv heads, writers 0 and 1 of 4 would both hold head 0. They send
+alternate pages to a reader that holds it: ``Stripe(tokens=16, per_unit=1, holders=2, holder=0)`` and ``holder=1``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
 
-from torchkv import stateplan
-from torchkv.descriptors import PagePairs, expand, page_pairs, pair_offsets
 from torchkv.errors import LayoutMismatch
-from torchkv.layout import KVLayout, first_difference
-from torchkv.ranges import overlap, split_by_holders, uncovered
-from torchkv.slab import Rows, Slab, Window
+from torchkv.layout import state_plan
+from torchkv.layout.layout import KVLayout, first_difference
+from torchkv.layout.plan_segment import PlanSegment, StridedRuns, Stripe, Window
+from torchkv.layout.ranges import overlap, split_by_holders, uncovered
 
 __all__ = [
-    "PagePairs",
     "PairPlan",
-    "Rows",
-    "Slab",
-    "Window",
     "compile_plan",
     "contributing",
     "coverage_gap",
-    "expand",
     "first_page_outside",
     "largest_grant",
-    "page_pairs",
-    "pair_offsets",
     "seal_matches",
 ]
 
 _Writers = tuple[tuple[int, KVLayout], ...]  # (group rank, layout), in rank order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PairPlan:
-    """Everything that one writer owes one reader.
+    """Everything that one writer owes one reader: the bytes that this writer, and no other, has to write.
 
-    layers: global ids of the layers in which pages are owed, ascending. src_page_size, dst_page_size: in tokens.
-    state: the same for one slot of state, seen as a page of one token; None in that plan itself. page_for_page: every
-    transfer is of whole pages on both sides. slabs_of: by layer; layers with the same slabs share one tuple.
-    stripes_of: the same, without slabs that owe the same tokens as another. groups: the slabs, those together that are
-    neighbours and owe the same pairs, always: of equal layers, stripe, window and bytes of a pair.
+    segments: of pages. layers: global ids of the layers in which pages are owed, ascending. src_page_size,
+    dst_page_size: in tokens. state: the plan of a state slot, which is treated as a page of one token; None in that
+    plan itself.
     """
 
-    slabs: tuple[Slab, ...]
+    segments: tuple[PlanSegment, ...]
     layers: tuple[int, ...]
     src_page_size: int
     dst_page_size: int
     state: PairPlan | None = None
-    page_for_page: bool = field(init=False, repr=False, compare=False)
-    slabs_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
-    stripes_of: Mapping[int, tuple[Slab, ...]] = field(init=False, repr=False, compare=False)
-    groups: tuple[tuple[Slab, ...], ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        held = [frozenset(slab.layers) for slab in self.slabs]
-        shared: dict[tuple[int, ...], tuple[Slab, ...]] = {}  # by their numbers
-        stripes: dict[int, tuple[Slab, ...]] = {}  # by the address of such a tuple
-        slabs_of, stripes_of = {}, {}
+    @cached_property
+    def page_for_page(self) -> bool:
+        """Whether every page pair is exactly one whole page on both sides."""
+        return all(segment.is_page for segment in self.segments)
+
+    @cached_property
+    def segments_of(self) -> Mapping[int, tuple[PlanSegment, ...]]:
+        """The segments of each layer. Layers with the same segments share one tuple."""
+        held = [frozenset(segment.layers) for segment in self.segments]
+        shared: dict[tuple[int, ...], tuple[PlanSegment, ...]] = {}
+        found = {}
         for layer in self.layers:
             numbers = tuple(number for number, layers in enumerate(held) if layer in layers)
-            slabs = shared.setdefault(numbers, tuple(self.slabs[number] for number in numbers))
-            unlike = {(slab.holders, slab.index, slab.unit, slab.window): slab for slab in slabs}
-            slabs_of[layer], stripes_of[layer] = slabs, stripes.setdefault(id(slabs), tuple(unlike.values()))
-        object.__setattr__(self, "page_for_page", all(slab.is_page for slab in self.slabs))
-        object.__setattr__(self, "slabs_of", slabs_of)
-        object.__setattr__(self, "stripes_of", stripes_of)
-        object.__setattr__(self, "groups", tuple(tuple(group) for _, group in groupby(self.slabs, _likeness)))
+            found[layer] = shared.setdefault(numbers, tuple(self.segments[number] for number in numbers))
+        return found
 
-    @property
-    def empty(self) -> bool:
-        """True if the two layouts share nothing, neither pages nor state."""
-        return not self.slabs and (self.state is None or self.state.empty)
+    @cached_property
+    def stripes_of(self) -> Mapping[int, tuple[Stripe, ...]]:
+        """The distinct stripes of each layer's segments. Layers with the same segments share one tuple."""
+        found = self.segments_of  # read once: two threads may compute it at the same time, each with tuples of its own
+        stripes = {id(own): tuple(dict.fromkeys(segment.stripe for segment in own)) for own in found.values()}
+        return {layer: stripes[id(own)] for layer, own in found.items()}
+
+    @cached_property
+    def groups(self) -> tuple[tuple[PlanSegment, ...], ...]:
+        """Neighbouring segments that always owe the same pairs: of equal layers, stripe and bytes of a pair."""
+        alike = groupby(self.segments, lambda segment: (segment.layers, segment.stripe, segment.pair_nbytes))
+        return tuple(tuple(group) for _, group in alike)
 
     @property
     def parts(self) -> tuple[PairPlan, ...]:
-        """The plan of the pages and that of state, as far as anything is owed."""
-        return tuple(plan for plan in (self, self.state) if plan is not None and plan.slabs)
+        """The plan of the pages and the plan of state, without those that owe nothing."""
+        return tuple(plan for plan in (self, self.state) if plan is not None and plan.segments)
 
     def nbytes(self, num_tokens: int, layers: Iterable[int] | None = None) -> int:
-        """Bytes owed, in ``layers`` or in all, for a grant of ``num_tokens`` tokens. State is not counted."""
+        """Bytes of pages owed in ``layers`` (default: all) for a grant of ``num_tokens`` tokens."""
         wanted = frozenset(self.layers if layers is None else layers)
         total = 0
-        for slab in self.slabs:
-            tokens = sum(hi - lo for lo, hi in slab.owed(num_tokens))
-            total += tokens * (slab.pair_nbytes // slab.tokens) * len(wanted.intersection(slab.layers))
+        for segment in self.segments:
+            tokens = sum(hi - lo for lo, hi in segment.stripe.owed(num_tokens))
+            total += tokens * (segment.pair_nbytes // segment.tokens) * len(wanted.intersection(segment.layers))
         return total
 
-    def slabs_for(self, layers: Iterable[int]) -> tuple[Slab, ...]:
-        """The slabs narrowed to ``layers`` (global ids); layers that are not owed are ignored."""
+    def segments_for(self, layers: Iterable[int]) -> tuple[PlanSegment, ...]:
+        """The segments that have any of ``layers`` (global ids), narrowed to them. Other layers are ignored."""
         wanted = frozenset(layers)
         narrowed = []
-        for slab in self.slabs:
-            kept = tuple(layer for layer in slab.layers if layer in wanted)
+        for segment in self.segments:
+            kept = tuple(layer for layer in segment.layers if layer in wanted)
             if kept:
-                narrowed.append(slab if kept == slab.layers else replace(slab, layers=kept))
+                narrowed.append(segment if kept == segment.layers else replace(segment, layers=kept))
         return tuple(narrowed)
 
     def owed(
         self, granted_tokens: int, limit_tokens: int | None = None, *, layers: Iterable[int] | None = None
     ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Each layer, or each of ``layers``, in which pages are owed, and the tokens of it that are owed.
+        """Yields (layer, owed tokens as merged intervals [lo, hi)) for each layer in which pages are owed.
 
-        As intervals [lo, hi), merged. granted_tokens: of the grant; they say where a window begins. limit_tokens: none
-        beyond these, if given.
+        granted_tokens: of the grant; they decide where a window begins. limit_tokens: leaves out the tokens from this
+        one on. layers: only these.
         """
-        known: dict[int, list[tuple[int, int]]] = {}  # most layers owe the same
+        known: dict[int, list[tuple[int, int]]] = {}  # by the id of a layer's stripes, which most layers share
         for layer in self.layers if layers is None else layers:
-            slabs = self.stripes_of.get(layer)
-            if slabs is None:
+            stripes = self.stripes_of.get(layer)
+            if stripes is None:
                 continue
-            if id(slabs) not in known:
-                known[id(slabs)] = self._intervals(slabs, granted_tokens, limit_tokens)
-            yield layer, known[id(slabs)]
-
-    @staticmethod
-    def _intervals(slabs: Sequence[Slab], granted_tokens: int, limit_tokens: int | None) -> list[tuple[int, int]]:
-        if len(slabs) == 1:
-            return slabs[0].owed(granted_tokens, limit_tokens)
-        intervals = sorted(interval for slab in slabs for interval in slab.owed(granted_tokens, limit_tokens))
-        merged: list[tuple[int, int]] = []
-        for lo, hi in intervals:
-            if merged and lo <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], hi))
-            else:
-                merged.append((lo, hi))
-        return merged
+            if id(stripes) not in known:
+                known[id(stripes)] = _intervals(stripes, granted_tokens, limit_tokens)
+            yield layer, known[id(stripes)]
 
 
-def _likeness(slab: Slab) -> tuple[object, ...]:
-    return slab.layers, slab.pair_nbytes, slab.holders, slab.index, slab.unit, slab.tokens, slab.window
+def _intervals(stripes: Sequence[Stripe], granted_tokens: int, limit_tokens: int | None) -> list[tuple[int, int]]:
+    """The tokens that any of the stripes owes, as merged intervals [lo, hi)."""
+    if len(stripes) == 1:
+        return stripes[0].owed(granted_tokens, limit_tokens)
+    intervals = sorted(interval for stripe in stripes for interval in stripe.owed(granted_tokens, limit_tokens))
+    merged: list[tuple[int, int]] = []
+    for lo, hi in intervals:
+        if merged and lo <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], hi))
+        else:
+            merged.append((lo, hi))
+    return merged
 
 
 def compile_plan(writer: int, writers: Mapping[int, KVLayout], reader: KVLayout) -> PairPlan:
-    """What rank ``writer`` writes into ``reader``'s pages when ``writers`` (group rank -> layout) send together.
+    """What rank ``writer`` owes ``reader`` when all of ``writers`` (group rank -> layout) send to it.
 
-    Cached. Raises `LayoutMismatch` if the layouts cannot be reconciled.
+    The other writers matter where several hold the same heads. Cached. Raises `LayoutMismatch` if the layout of any
+    writer cannot be reconciled with the reader's.
     """
     return _compile(writer, tuple(sorted(writers.items())), reader)
 
@@ -158,41 +173,43 @@ def _compile(writer: int, writers: _Writers, reader: KVLayout) -> PairPlan:
                 "the receiver; register layouts of the same model"
             )
     senders = [layout for _, layout in writers if _intersects(layout, reader)]
+    # The same for all writers, whose page sizes may differ: so they agree on who owes which tokens.
     unit = max([reader.page_size, *(layout.page_size for layout in senders)])
-    slabs = [
-        _slab(name, layers, heads, holders, writer=writer, unit=unit, src=mine, dst=reader)
+    segments = [
+        _segment(name, layers, heads, holders, writer=writer, unit=unit, src=mine, dst=reader)
         for name in (component.name for component in reader.components)
-        for (heads, holders, _), layers in _segments(name, mine, writers, reader).items()
+        for (heads, holders, _), layers in _shared_heads(name, mine, writers, reader).items()
     ]
-    slabs.sort(key=lambda slab: slab.window or ())  # so that slabs which owe the same pairs are neighbours
-    state = _pair_plan(stateplan.slabs(writer, writers, reader), 1, 1)
-    return replace(_pair_plan(slabs, mine.page_size, reader.page_size), state=state)
+    # `PairPlan.groups` are made of neighbours, and segments with different windows never owe the same pairs.
+    segments.sort(key=lambda segment: segment.stripe.window or ())
+    state = _pair_plan(state_plan.segments(writer, writers, reader), 1, 1)
+    return replace(_pair_plan(segments, mine.page_size, reader.page_size), state=state)
 
 
-def _pair_plan(slabs: Sequence[Slab], src_page_size: int, dst_page_size: int) -> PairPlan:
-    owed_layers = tuple(sorted({layer for slab in slabs for layer in slab.layers}))
-    return PairPlan(tuple(slabs), owed_layers, src_page_size, dst_page_size)
+def _pair_plan(segments: Sequence[PlanSegment], src_page_size: int, dst_page_size: int) -> PairPlan:
+    owed_layers = tuple(sorted({layer for segment in segments for layer in segment.layers}))
+    return PairPlan(tuple(segments), owed_layers, src_page_size, dst_page_size)
 
 
-def _segments(
+def _shared_heads(
     name: str, mine: KVLayout, writers: _Writers, reader: KVLayout
 ) -> dict[tuple[range, tuple[int, ...], int | None], tuple[int, ...]]:
-    """(heads, ranks that hold them, window) -> layers, for what ``mine`` and ``reader`` share of component ``name``."""
+    """What ``mine`` and ``reader`` share of component ``name``: (heads, ranks that hold them, window) -> layers."""
     shared = overlap(mine.component_heads(name), reader.component_heads(name))
     wanted = frozenset(reader.component_layers(name))
     layers = [layer for layer in mine.component_layers(name) if layer in wanted]
     if not shared or not layers:
         return {}
     held = [(rank, layout.component_heads(name), frozenset(layout.component_layers(name))) for rank, layout in writers]
-    segments: dict[tuple[range, tuple[int, ...], int | None], list[int]] = {}
+    found: dict[tuple[range, tuple[int, ...], int | None], list[int]] = {}
     for layer in layers:
         present = [(rank, common) for rank, heads, ids in held if layer in ids and (common := overlap(heads, shared))]
         for heads, holders in split_by_holders(shared, present):
-            segments.setdefault((heads, holders, reader.window(layer)), []).append(layer)
-    return {key: tuple(ids) for key, ids in segments.items()}
+            found.setdefault((heads, holders, reader.window(layer)), []).append(layer)
+    return {key: tuple(ids) for key, ids in found.items()}
 
 
-def _slab(
+def _segment(
     name: str,
     layers: tuple[int, ...],
     heads: range,
@@ -202,41 +219,39 @@ def _slab(
     unit: int,
     src: KVLayout,
     dst: KVLayout,
-) -> Slab:
+) -> PlanSegment:
+    """The segment of ``heads``, between pages of ``src`` and of ``dst``. unit: of the stripe, in tokens."""
     width = src.component(name).head_nbytes
     tokens = min(src.page_size, dst.page_size)
     src_token, src_head = _strides(src, name, width)
     dst_token, dst_head = _strides(dst, name, width)
-    rows = Rows.folded([(tokens, src_token, dst_token), (len(heads), src_head, dst_head)], width)
+    rows = StridedRuns.folded([(tokens, src_token, dst_token), (len(heads), src_head, dst_head)], width)
     whole = rows.per_pair == 1 and rows.run == src.page_nbytes(name) == dst.page_nbytes(name)
-    window = dst.window(layers[0])
-    return Slab(
+    reach = dst.window(layers[0])
+    window = None if reach is None else Window(reach, src.page_size, dst.page_size, unit)
+    return PlanSegment(
         component=name,
         layers=layers,
         heads=heads,
-        holders=len(holders),
-        index=holders.index(writer),
-        unit=unit,
-        tokens=tokens,
+        stripe=Stripe(tokens, unit // tokens, len(holders), holders.index(writer), window),
         src_base=(heads.start - src.component_heads(name).start) * src_head,
         dst_base=(heads.start - dst.component_heads(name).start) * dst_head,
         src_token_stride=src_token,
         dst_token_stride=dst_token,
         rows=rows,
         is_page=whole and src.page_size == dst.page_size,
-        window=None if window is None else Window(window, src.page_size, dst.page_size, unit),
     )
 
 
 def _strides(layout: KVLayout, name: str, width: int) -> tuple[int, int]:
-    """Bytes from one token to the next and from one head to the next, inside a page."""
+    """Bytes from one token to the next, and from one head to the next, inside a page. width: bytes of one head."""
     if layout.order == "NHD":
         return len(layout.component_heads(name)) * width, width
     return width, layout.page_size * width
 
 
 def contributing(writers: Mapping[int, KVLayout], reader: KVLayout) -> tuple[int, ...]:
-    """Ranks among ``writers`` whose layout shares pages or state with ``reader``'s, ascending."""
+    """The ranks of ``writers`` (group rank -> layout) that share pages or state with ``reader``, ascending."""
     return tuple(rank for rank in sorted(writers) if _intersects(writers[rank], reader))
 
 
@@ -250,13 +265,13 @@ def _intersects(writer: KVLayout, reader: KVLayout) -> bool:
             and not set(writer.component_layers(name)).isdisjoint(reader.component_layers(name))
         ):
             return True
-    return stateplan.intersects(writer, reader)
+    return state_plan.intersects(writer, reader)
 
 
 def coverage_gap(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | None:
-    """What the reader holds and none of the writers does: the first such (component, layer, heads), in words.
+    """The first part of the reader's pages or state that no writer holds, as a clause for an error message.
 
-    None if every byte of pages and state has a writer.
+    None if every byte has a writer. writers: group rank -> layout.
     """
     layouts = list(writers.values())
     who = f"none of the writing ranks {sorted(writers)} holds"
@@ -268,26 +283,29 @@ def coverage_gap(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | Non
             gap = uncovered(reader.component_heads(name), [heads for heads, ids in held if layer in ids])
             if gap:
                 return f"{who} component {name!r}, layer {layer}, heads {gap.start} to {gap.stop - 1}"
-    state_gap = stateplan.gap(layouts, reader)
+    state_gap = state_plan.gap(layouts, reader)
     return None if state_gap is None else f"{who} {state_gap}"
 
 
 def seal_matches(num_src_pages: int, src_page_size: int, num_dst_pages: int, dst_page_size: int) -> bool:
-    """Whether a seal of so many sender pages fits a grant of so many receiver pages (page sizes in tokens)."""
+    """Whether ``num_src_pages`` sent pages fit a grant of ``num_dst_pages`` pages: they differ by less than one page.
+
+    The sender's seal, a message that ends a request, names its number of pages. Page sizes are in tokens.
+    """
     difference = abs(num_src_pages * src_page_size - num_dst_pages * dst_page_size)
     return difference < max(src_page_size, dst_page_size)
 
 
 def largest_grant(num_src_pages: int, src_page_size: int, dst_page_size: int) -> int:
-    """Tokens of the largest grant that a seal of so many sender pages matches (see `seal_matches`)."""
+    """Tokens of the largest grant that ``num_src_pages`` sender pages fit (see `seal_matches`)."""
     most = num_src_pages * src_page_size + max(src_page_size, dst_page_size) - 1
     return most // dst_page_size * dst_page_size
 
 
 def first_page_outside(start: int, num_pages: int, page_size: int, grant_tokens: int) -> int | None:
-    """The first of sender pages [start, start + num_pages) that lies wholly outside the grant, or None.
+    """The first of sender pages [start, start + num_pages) that lies entirely outside the grant, or None.
 
-    Pages are counted from the end of the prefix; page i lies outside iff ``i * page_size >= grant_tokens``.
+    Pages are counted from the end of the prefix. Page i lies outside iff ``i * page_size >= grant_tokens``.
     """
     outside = max(start, -(-grant_tokens // page_size))
     return outside if outside < start + num_pages else None

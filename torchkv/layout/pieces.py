@@ -1,9 +1,25 @@
-"""Which bytes a stage holds: a verb cut into pieces, and where in its stage each page pair of a piece lies.
+"""Which bytes a stage holds: a verb is cut into pieces, and each page pair of a piece has a fixed place in its stage.
 
-A stage is a span of the receiver's staging ring. Both sides compute a piece's layout from the same plan, so nothing but
-the `Piece` has to travel. Slabs that are alike, such as keys and values, make a group. Packed are the groups one after
-the other; in a group layer after layer, slab after slab, pair after pair (of the writer's stripe), row after row; then,
-if asked for, a checksum of each of these pairs, in the same order. So kernels can do a group at once.
+A *stage* is a span of the receiver's staging ring that is granted to one writer. A *verb* is one send call: sender
+pages [start, start + num_pages) of some layers. A `Cutter` cuts a verb into pieces that fit into the stages granted for
+it. A `Piece` is a few integers, and both sides compute its `PieceLayout` from the same plan, so the writer only has to
+tell the receiver the piece.
+
+Segments that always owe the same pairs, such as those of keys and values, form a group (`PairPlan.groups`), which a
+kernel can pack in one launch. A stage is packed in this order: group by group, in a group layer by layer, in a layer
+segment by segment, in a segment pair by pair (those that the writer owes), in a pair row by row. If checksums are asked
+for, one int64 for each of these pairs follows, in the same order.
+
+For example, a piece of layers 0 and 1 in which "k" and "v" each owe 3 pairs of 512 bytes, with checksums::
+
+    bytes    0 to 1535   layer 0, "k", pairs 0, 1, 2
+    bytes 1536 to 3071   layer 0, "v"
+    bytes 3072 to 4607   layer 1, "k"
+    bytes 4608 to 6143   layer 1, "v"
+    bytes 6144 to 6239   12 checksums, in the same order
+
+The section of "k" has ``offset=0, pairs=3, sums=6144, group=2, layer_stride=3072, sums_stride=48``; that of "v" differs
+in ``offset=1536`` and ``sums=6168``.
 """
 
 from __future__ import annotations
@@ -16,28 +32,28 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
-from torchkv.plan import PairPlan, first_page_outside
-from torchkv.slab import Slab
-from torchkv.staging import ALIGNMENT
+from torchkv.layout.pair_plan import PairPlan, first_page_outside
+from torchkv.layout.plan_segment import PlanSegment
+from torchkv.layout.stage_format import ALIGNMENT
 
 __all__ = [
-    "ALIGNMENT",
     "Cutter",
+    "Mismatch",
     "Piece",
     "PieceLayout",
-    "Segment",
+    "PieceSection",
     "check_piece",
-    "pair_ranks",
+    "pair_ordinals",
     "piece_layout",
 ]
 
-SUM_NBYTES = 8
+SUM_NBYTES = 8  # of one checksum
 
 
 class Piece(NamedTuple):
-    """What goes through one stage: these layers (global ids, ascending) of sender pages [start, start + num_pages).
+    """What goes through one stage: some layers of sender pages [start, start + num_pages).
 
-    Pages are counted from the end of the receiver's prefix.
+    layers: global ids, ascending. Pages are counted from the end of the receiver's prefix.
     """
 
     layers: tuple[int, ...]
@@ -46,16 +62,16 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """One slab's share of a stage.
+class PieceSection:
+    """One segment's share of a piece, and where it lies in the stage.
 
-    slab: of the plan. layers: those of the slab that are in the piece. offset: of the first of them, in bytes from the
-    start of the stage; a multiple of ``ALIGNMENT`` for the first slab of a group. pairs: page pairs of each layer.
-    sums: offset of the int64 checksums ``[pairs]`` of the first layer, a multiple of 8; 0 if there are none. group:
-    slabs of its group, which take turns.
+    layers: those layers of the segment that are in the piece. offset: where the first of them begins, in bytes from the
+    start of the stage; a multiple of ``ALIGNMENT`` for the first segment of a group. pairs: page pairs of each layer.
+    sums: offset of the int64 checksums ``[pairs]`` of the first layer, a multiple of 8; 0 without checksums. group:
+    number of segments in this segment's group.
     """
 
-    slab: Slab
+    segment: PlanSegment
     layers: tuple[int, ...]
     offset: int
     pairs: int
@@ -64,76 +80,88 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pages, without checksums."""
+        """Bytes of all layers, without checksums."""
         return len(self.layers) * self.layer_nbytes
 
     @property
     def layer_nbytes(self) -> int:
         """Bytes of one layer."""
-        return self.pairs * self.slab.pair_nbytes
+        return self.pairs * self.segment.pair_nbytes
 
     @property
     def layer_stride(self) -> int:
-        """Layer i of the slab begins ``i * layer_stride`` behind ``offset``."""
+        """Bytes from one layer of the segment to the next: layer i begins at ``offset + i * layer_stride``."""
         return self.group * self.layer_nbytes
 
     @property
     def sums_stride(self) -> int:
-        """The checksums of layer i begin ``i * sums_stride`` behind ``sums``."""
+        """The checksums of layer i begin at ``sums + i * sums_stride``."""
         return self.group * self.pairs * SUM_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """Where everything lies in a stage. nbytes: of the stage that are used, gaps and checksums included."""
+    """Where everything lies in a stage. nbytes: that the piece takes, with padding and checksums."""
 
-    segments: tuple[Segment, ...]
+    sections: tuple[PieceSection, ...]
     nbytes: int
 
     @property
     def payload(self) -> int:
-        """Bytes of pages."""
-        return sum(segment.nbytes for segment in self.segments)
+        """Bytes of pages, without padding and checksums."""
+        return sum(section.nbytes for section in self.sections)
 
 
-def pair_ranks(plan: PairPlan, slab: Slab, start: int, num_pages: int, limit_tokens: int) -> range:
-    """`Slab.pairs` of sender pages [start, start + num_pages)."""
-    return slab.pairs(num_src_pages=num_pages, start=start, limit_tokens=limit_tokens, src_page_size=plan.src_page_size)
+def pair_ordinals(plan: PairPlan, segment: PlanSegment, start: int, num_pages: int, limit_tokens: int) -> range:
+    """`Stripe.ordinals` of the pairs that ``segment`` owes of sender pages [start, start + num_pages)."""
+    per_page = plan.src_page_size // segment.tokens
+    return segment.stripe.ordinals(start=start, num_src_pages=num_pages, per_page=per_page, limit_tokens=limit_tokens)
 
 
 def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool) -> PieceLayout:
-    """How ``piece`` is packed under a grant of ``limit_tokens`` tokens. Slabs that owe nothing there take no room."""
+    """How ``piece`` is packed under a grant of ``limit_tokens`` tokens.
+
+    Segments that owe nothing of these pages have no section.
+    """
     groups = list(_groups(plan, piece.layers, piece.start, piece.num_pages, limit_tokens))
-    blocks = [(len(slabs) * len(layers) * pairs, slabs[0].pair_nbytes) for slabs, layers, pairs in groups]
+    blocks = [(len(segments) * len(layers) * pairs, segments[0].pair_nbytes) for segments, layers, pairs in groups]
     places, nbytes = _place(blocks, checksum=checksum)
-    segments = []
-    for (slabs, layers, pairs), (offset, sums) in zip(groups, places, strict=True):
-        for slab in slabs:
-            segments.append(Segment(slab, layers, offset, pairs, sums, len(slabs)))
-            offset += pairs * slab.pair_nbytes
+    sections = []
+    for (segments, layers, pairs), (offset, sums) in zip(groups, places, strict=True):
+        for segment in segments:
+            sections.append(PieceSection(segment, layers, offset, pairs, sums, len(segments)))
+            offset += pairs * segment.pair_nbytes
             sums += pairs * SUM_NBYTES if checksum else 0
-    return PieceLayout(tuple(segments), nbytes)
+    return PieceLayout(tuple(sections), nbytes)
+
+
+class Mismatch(NamedTuple):
+    """The first place at which received bytes differ from the bytes sent. position: of the page id in the grant."""
+
+    layer: int
+    component: str
+    position: int
 
 
 class _Group(NamedTuple):
-    """Slabs that are packed together, those of their layers that are, and page pairs of each layer."""
+    """Segments that are packed together. layers: those of theirs that are packed. pairs: owed in each layer."""
 
-    slabs: tuple[Slab, ...]
+    segments: tuple[PlanSegment, ...]
     layers: tuple[int, ...]
     pairs: int
 
 
 def _groups(plan: PairPlan, layers: Iterable[int], start: int, num_pages: int, limit_tokens: int) -> Iterator[_Group]:
-    """What is owed of ``layers`` in sender pages [start, start + num_pages)."""
+    """The groups that owe any pair of ``layers`` in sender pages [start, start + num_pages)."""
     wanted = frozenset(layers)
-    for slabs in plan.groups:
-        held = tuple(filter(wanted.__contains__, slabs[0].layers))
-        if held and (pairs := len(pair_ranks(plan, slabs[0], start, num_pages, limit_tokens))):
-            yield _Group(slabs, held, pairs)
+    for segments in plan.groups:
+        held = tuple(filter(wanted.__contains__, segments[0].layers))
+        if held and (pairs := len(pair_ordinals(plan, segments[0], start, num_pages, limit_tokens))):
+            yield _Group(segments, held, pairs)
 
 
 def _place(blocks: Iterable[tuple[int, int]], *, checksum: bool) -> tuple[list[tuple[int, int]], int]:
-    """(offset, offset of the checksums) of blocks of (pairs, bytes of a pair), and the bytes that all take."""
+    """Places blocks of (pairs, bytes of a pair): (offset, offset of checksums) of each, and the bytes of all."""
     offsets, counts, end = [], [], 0
     for pairs, pair_nbytes in blocks:
         offsets.append(_round_up(end, ALIGNMENT))
@@ -154,44 +182,45 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def check_piece(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: bool = False) -> PieceLayout:
-    """The `piece_layout` of a piece that a peer names. Refuses what no honest writer sends: raises ``ProtocolError``.
+    """The `piece_layout` of a piece that a peer has named.
 
-    limit_tokens: tokens of the grant. Whether the layout fits into the stage is for the caller to check.
+    limit_tokens: tokens of the grant. Raises ``ProtocolError`` for a piece that no correct writer sends. Does not check
+    whether the layout fits into the stage.
     """
     layers, start, num_pages = piece
-    strange = next((layer for layer in layers if layer not in plan.slabs_of), None)
-    if strange is not None:
+    unknown = next((layer for layer in layers if layer not in plan.segments_of), None)
+    if unknown is not None:
         raise ProtocolError(
-            f"a stage with layer {strange}, of which this writer owes no pages; it owes {_some(plan.layers)}"
+            f"a stage with layer {unknown}, of which this writer owes no pages; it owes {_shown(plan.layers)}"
         )
     if not layers or any(map(operator.ge, layers, layers[1:])):
-        raise ProtocolError(f"a stage's layers must ascend, and be one at least, not {_some(layers)}")
+        raise ProtocolError(f"a stage's layers must ascend, and be one at least, not {_shown(layers)}")
     if start < 0 or num_pages < 1:
-        raise ProtocolError(f"a stage of {num_pages} pages from page {start} on, layers {_some(layers)}")
+        raise ProtocolError(f"a stage of {num_pages} pages from page {start} on, layers {_shown(layers)}")
     outside = first_page_outside(start, num_pages, plan.src_page_size, limit_tokens)
     if outside is not None:
         raise ProtocolError(
-            f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_some(layers)}: page {outside} of "
+            f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_shown(layers)}: page {outside} of "
             f"{plan.src_page_size} tokens lies outside the grant of {limit_tokens} tokens"
         )
     layout = piece_layout(plan, piece, limit_tokens=limit_tokens, checksum=checksum)
-    if not layout.segments:
+    if not layout.sections:
         raise ProtocolError(
-            f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_some(layers)}: of these this "
-            "writer owes nothing, other ranks write them"
+            f"a stage of sender pages {start} to {start + num_pages - 1}, layers {_shown(layers)}: this writer owes "
+            "nothing of these, other ranks write them"
         )
     return layout
 
 
-def _some(layers: tuple[int, ...]) -> str:
+def _shown(layers: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}]"
 
 
 class Cutter:
-    """Cuts one verb into pieces, in order, each as large as the stage that is there for it.
+    """Cuts one verb into pieces, in order, each as large as fits into a stage of a given size.
 
-    layers: global ids; those that are not owed are ignored. start, num_pages: sender pages after the prefix, none
-    wholly outside the grant of ``limit_tokens`` tokens.
+    layers: global ids; layers that are not owed are ignored. start, num_pages: the verb's sender pages, counted from
+    the end of the prefix; none may lie entirely outside the grant of ``limit_tokens`` tokens.
     """
 
     def __init__(
@@ -204,20 +233,20 @@ class Cutter:
         self._checksum = checksum
         self._groups = list(_groups(plan, layers, start, num_pages, limit_tokens))
         self._layers = sorted({layer for group in self._groups for layer in group.layers})
-        self._next = 0  # position in _layers of the first that is not wholly cut
-        self._page = start  # of that layer, the first that is not cut
+        self._next = 0  # position in _layers of the first layer of which something is left
+        self._page = start  # the first page left of that layer
         one_page: list[int] = []
-        alike: dict[int, int] = {}  # layers with the same slabs take as much
+        alike: dict[int, int] = {}  # by the id of a layer's segments: layers that share them take equally many bytes
         for layer in self._layers:
-            slabs = id(plan.slabs_of[layer])
-            if slabs not in alike:
-                alike[slabs] = self._one_page(layer)
-            one_page.append(alike[slabs])
-        # By position: the most that one page of that layer or of a later one takes.
+            segments = id(plan.segments_of[layer])
+            if segments not in alike:
+                alike[segments] = self._one_page(layer)
+            one_page.append(alike[segments])
+        # For each position in _layers: the most bytes that one page of that layer or of any later one takes.
         self._least = [*accumulate([0, *reversed(one_page)], max)][::-1]
         self._nbytes = self._left()
-        # What a layer takes of one slab, at most.
-        self.layer_nbytes = max((pairs * slabs[0].pair_nbytes for slabs, _, pairs in self._groups), default=0)
+        # The most bytes that one segment takes in one layer.
+        self.layer_nbytes = max((pairs * segments[0].pair_nbytes for segments, _, pairs in self._groups), default=0)
 
     @property
     def done(self) -> bool:
@@ -226,12 +255,12 @@ class Cutter:
 
     @property
     def least(self) -> int:
-        """Bytes of a stage that suffice for any piece still to come: one page of the largest layer. 0 when done."""
+        """Bytes of a stage that are enough for some piece, whatever is cut next: one page of the largest layer left."""
         return self._least[self._next]
 
     @property
     def nbytes(self) -> int:
-        """About the bytes of stages still to come, never less than ``least``: what to ask for."""
+        """About how many bytes of stages all that is left takes, at least ``least``: what to ask the receiver for."""
         return self._nbytes
 
     def _left(self) -> int:
@@ -241,45 +270,45 @@ class Cutter:
         rest = self._size(self._next, whole, self._page, self._end)
         return max(rest + self._size(whole, len(self._layers), self._start, self._end), self.least)
 
-    def cut(self, room: int) -> Piece:
-        """The largest next piece that fits into ``room`` bytes.
+    def cut(self, max_nbytes: int) -> Piece:
+        """The next piece: the largest that fits into ``max_nbytes`` bytes.
 
-        Whole layers if one fits at least, else as many pages of one layer as fit. Raises ``ProtocolError`` if not
-        even one page does, which cannot be where ``room`` is at least ``least``.
+        As many whole layers as fit, or else as many pages of the next layer as fit. Raises ``ProtocolError`` if not
+        even one page fits, which cannot happen if ``max_nbytes`` is at least ``least``.
         """
         assert not self.done, "nothing is left to cut"
         first = self._next
-        count = self._whole_layers(room) if self._page == self._start else 0
+        count = self._whole_layers(max_nbytes) if self._page == self._start else 0
         if count:
             self._next += count
             piece = Piece(tuple(self._layers[first : self._next]), self._start, self._end - self._start)
         else:
-            piece = self._cut_pages(room)
+            piece = self._cut_pages(max_nbytes)
         self._nbytes = self._left()
         return piece
 
-    def _whole_layers(self, room: int) -> int:
-        """How many whole layers fit."""
+    def _whole_layers(self, max_nbytes: int) -> int:
+        """How many whole layers fit into ``max_nbytes`` bytes."""
         left = len(self._layers) - self._next
 
         def fits(count: int) -> bool:
-            return self._size(self._next, self._next + count, self._start, self._end) <= room
+            return self._size(self._next, self._next + count, self._start, self._end) <= max_nbytes
 
-        # Layers are mostly of one size: guess from the next one, and search only if that was wrong.
+        # Most layers take equally many bytes: guess from the next one, and search only if the guess is wrong.
         one = self._size(self._next, self._next + 1, self._start, self._end)
-        guess = min(left, room // one)
+        guess = min(left, max_nbytes // one)
         if fits(guess) and (guess == left or not fits(guess + 1)):
             return guess
         return bisect_right(range(1, left + 1), False, key=lambda count: not fits(count))
 
-    def _cut_pages(self, room: int) -> Piece:
+    def _cut_pages(self, max_nbytes: int) -> Piece:
         layer, start = self._layers[self._next], self._page
         ends = range(start + 1, self._end + 1)
-        count = bisect_right(ends, room, key=lambda end: self._size(self._next, self._next + 1, start, end))
-        # Pages that owe nothing take no room, so the largest piece takes those behind it along, and what is left of a
-        # layer always owes something.
+        count = bisect_right(ends, max_nbytes, key=lambda end: self._size(self._next, self._next + 1, start, end))
+        # Pages of which nothing is owed take no bytes. So the largest piece includes those that follow its last owed
+        # page, and if anything of a layer is left, it owes something.
         if not count or not self._size(self._next, self._next + 1, start, start + count):
-            raise ProtocolError(f"a stage of {room} bytes for layer {layer}, page {start}: {self.least} suffice")
+            raise ProtocolError(f"a stage of {max_nbytes} bytes for layer {layer}, page {start}: {self.least} suffice")
         self._page += count
         if self._page == self._end:
             self._next += 1
@@ -287,25 +316,25 @@ class Cutter:
         return Piece((layer,), start, count)
 
     def _size(self, first: int, last: int, start: int, end: int) -> int:
-        """``nbytes`` of the layout of pages [start, end) of the layers at positions [first, last)."""
+        """``nbytes`` of the `PieceLayout` of pages [start, end) of the layers at positions [first, last)."""
         if first == last:
             return 0
         low, high = self._layers[first], self._layers[last - 1]
         whole = start == self._start and end == self._end
         blocks = []
-        for slabs, held, pairs in self._groups:
+        for segments, held, pairs in self._groups:
             layers = bisect_right(held, high) - bisect_left(held, low)
             if layers and not whole:
-                pairs = len(pair_ranks(self._plan, slabs[0], start, end - start, self._limit_tokens))
+                pairs = len(pair_ordinals(self._plan, segments[0], start, end - start, self._limit_tokens))
             if layers and pairs:
-                blocks.append((len(slabs) * layers * pairs, slabs[0].pair_nbytes))
+                blocks.append((len(segments) * layers * pairs, segments[0].pair_nbytes))
         return _place(blocks, checksum=self._checksum)[1]
 
     def _one_page(self, layer: int) -> int:
-        """The most that one page of ``layer`` takes."""
+        """The most bytes that one page of ``layer`` takes."""
         per_page = [
-            (len(slabs) * (self._plan.src_page_size // slabs[0].tokens), slabs[0].pair_nbytes)
-            for slabs, held, _ in self._groups
+            (len(segments) * (self._plan.src_page_size // segments[0].tokens), segments[0].pair_nbytes)
+            for segments, held, _ in self._groups
             if layer in held
         ]
         return _place(per_page, checksum=self._checksum)[1]

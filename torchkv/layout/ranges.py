@@ -1,4 +1,4 @@
-"""Ranges of heads, or of a state's elements: what two layouts share, who holds which part, what nobody holds."""
+"""Arithmetic on ranges of heads, or of elements of a state: intersections, holders and gaps."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ __all__ = ["overlap", "split_by_holders", "uncovered"]
 
 
 def overlap(a: range, b: range) -> range:
+    """The intersection of two ranges; empty if they are disjoint."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def split_by_holders(shared: range, present: list[tuple[int, range]]) -> Iterable[tuple[range, tuple[int, ...]]]:
-    """Cuts ``shared`` into maximal ranges with equal holders, which come in rank order.
+    """Cuts ``shared`` into maximal parts that are held by the same ranks. Yields (part, ranks), both ascending.
 
-    present: (rank, what it holds of ``shared``), in rank order.
+    present: (rank, the part of ``shared`` that it holds), in rank order. For example, ``range(4)`` of which rank 0
+    holds ``range(2)`` and rank 1 holds all is cut into ``range(0, 2)``, held by (0, 1), and ``range(2, 4)``, held by
+    (1,).
     """
     cuts = sorted({shared.start, shared.stop, *(edge for _, held in present for edge in (held.start, held.stop))})
-    pieces = [
+    parts = [
         (range(lo, hi), tuple(rank for rank, held in present if lo in held)) for lo, hi in itertools.pairwise(cuts)
     ]
-    for holders, group in itertools.groupby(pieces, key=lambda piece: piece[1]):
+    for holders, group in itertools.groupby(parts, key=lambda part: part[1]):
         ranges = [held for held, _ in group]
         yield range(ranges[0].start, ranges[-1].stop), holders
 
 
 def uncovered(wanted: range, spans: Iterable[range]) -> range:
-    """The first stretch of ``wanted`` that no span covers; empty if there is none."""
+    """The first contiguous part of ``wanted`` that no span covers; empty if the spans cover all of it."""
     position = wanted.start
     for span in sorted(spans, key=lambda span: span.start):
         if span.start > position:

@@ -1,7 +1,7 @@
-"""Layer pipelining: sends a model's layers in groups, each as soon as its last layer has run.
+"""Layer pipelining: sends a model's layers in groups, each group as soon as its last layer has run.
 
-Hooks count the layers; what they do beyond that is one verb a group, which records an event and queues. Nothing here
-reads a page, waits, or starts a thread.
+Forward hooks count the layers; the hook of a group's last layer calls one verb, which records an event and queues.
+Nothing here reads a page, waits, or starts a thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,26 +22,29 @@ from torch import nn
 from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
-from torchkv import arguments, gate
-from torchkv.arguments import Pages, Peers
-from torchkv.decoderlayers import GivenLayers, decoder_layers
-from torchkv.engine import Engine
+from torchkv.cuda import graph_gate
+from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
-from torchkv.groupsize import Adaptive, Policy
-from torchkv.layerevents import Events, all_of, layer_events
-from torchkv.layout import KVLayout
-from torchkv.passclock import PassClock
-from torchkv.process_group import KVProcessGroup
-from torchkv.work import KVWork
+from torchkv.group import arguments
+from torchkv.group.arguments import Pages, Peers
+from torchkv.layout.layout import KVLayout
+from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
+from torchkv.pipelining.group_size import Adaptive, Policy
+from torchkv.pipelining.layer_events import Events, all_of, layer_events
+from torchkv.pipelining.pass_timer import PassTimer
+
+if TYPE_CHECKING:
+    from torchkv.group.process_group import KVProcessGroup
+    from torchkv.group.verbs import Verbs
 
 __all__ = ["Pipeline", "pipeline"]
 
 log = logging.getLogger(__name__)
 
 Group = tuple[int, ...]  # global layer ids
-_Verb = tuple[str, Callable[[Group, Any], KVWork], Callable[[Group], int]]
+_Verb = tuple[str, Callable[[Group, Any], KVWork], Callable[[Group], int]]  # name in traces, the verb, its bytes
 
-# What has been learned of the way to some ranks. Policies are shared by threads, and know no lock.
+# Default policies: group -> destination ranks -> policy. Threads share them, and policies are not thread-safe.
 _learned: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], Adaptive]] = WeakKeyDictionary()
 _policy_lock = threading.Lock()
 
@@ -61,62 +64,59 @@ def pipeline(
     tokens: int | None = None,
     events: Events | None = None,
 ) -> Pipeline:
-    """A context for one forward pass that sends the layers of ``pages`` while later ones are computed::
+    """A context for one forward pass that sends the layers of ``pages`` while later layers are computed::
 
         with torchkv.pipeline(model, kv, request, pages, "decode"):
             logits = model(input_ids).logits
         kv.finish(request, "decode", aux=...).wait()
 
-    model: any module; its decoder layers are the one ``nn.ModuleList`` that is as long as this rank's layers. layers:
-    names them instead: modules in ascending order of layer, or {module: global layer id}. request, pages, dst, start:
-    as for ``send_pages``; each chunk of a prompt has a context of its own, with its ``start``. state_slot: sends each
-    layer's state too, from this slot; for the last chunk, which makes it final, or else leave it to ``finish``.
-    group_size: layers to send at a time, by default what ``policy`` says, by default `groupsize.Adaptive`; all of them
-    are sent when the body has ended. tokens: of the whole forward, for the policy, where that is more than the pages
-    hold. events: for layers in a CUDA graph, instead of hooks, the list of ``GraphGate.arm()`` or {global layer id:
-    event}; the context is then entered before the replay.
+    model: any module. Its decoder layers are the one ``nn.ModuleList`` that is as long as this rank's layers, or as all
+    layers of the model. None if ``events`` is given.
+    request, pages, dst, start: as for ``send_pages``. Each chunk of a prompt has a context of its own, with its start.
+    layers: names the decoder layers instead: modules in ascending order of layer, or {module: global layer id}.
+    state_slot: sends each layer's state too, from this slot; for the last chunk, which makes it final, or else leave it
+    to ``finish``.
+    group_size: layers to send at a time. By default ``policy`` decides, by default `group_size.Adaptive`.
+    tokens: length of the forward pass for the policy, if that is more than the pages hold.
+    events: for layers in a CUDA graph, instead of hooks: the list of ``GraphGate.arm()``, or {global layer id: event}.
+    Enter the context before the replay.
 
-    What no hook has sent when the body ends is sent then. If the body raises, the request is cancelled, as by
-    ``kv.cancel``. If a send fails, the pass goes on without sending more; ``wait()`` and ``kv.finish`` raise the error.
-    For several requests in one forward, and for destinations that shall not share one fate, nest contexts.
+    When the body ends, all layers that no hook has sent are sent. If the body raises, the request is cancelled as by
+    ``kv.cancel``. If a send fails, the forward pass continues and nothing more is sent; ``wait()`` and ``kv.finish``
+    raise the error. For several requests in one forward pass, and for destinations that should fail independently, nest
+    contexts.
 
-    Raises, before anything is sent, ``ProtocolError`` (layers that are not found without doubt, a model compiled as a
-    whole, a stream that is being captured), and what ``send_pages`` would raise.
+    Raises, before anything is sent, ``ProtocolError`` (the decoder layers cannot be identified, the model is compiled
+    as a whole, the current stream is being captured), and what ``send_pages`` would raise.
     """
-    engine, layout = kv._registered("pipeline")
-    sending = _checked(kv, engine, layout, request, pages, dst, start, state_slot)
-    what = sending.what
+    verbs = kv._verbs or kv._unregistered("pipeline")
+    layout = verbs.layout("pipeline")
+    sending = _checked(kv, verbs, layout, request, pages, dst, start, state_slot)
+    operation = sending.operation
     modules: dict[nn.Module, int] = {}
     gates: dict[int, Any] = {}
     if events is not None:
-        gates = layer_events(layout, events, what)
+        gates = layer_events(layout, events, operation)
     elif isinstance(model, nn.Module):
-        modules = decoder_layers(model, layout, layers, what)
+        modules = decoder_layers(model, layout, layers, operation)
     else:
-        raise ProtocolError(f"{what}: model is a {type(model).__name__}; give a torch.nn.Module, or events=")
+        raise ProtocolError(f"{operation}: model is a {type(model).__name__}; give a torch.nn.Module, or events=")
     order = list(gates or modules.values())
-    held = len(pages) * layout.page_size
-    count = held if tokens is None else arguments.as_count(tokens, what=what, name="tokens")
-    layer_nbytes = sending.nbytes(order) // max(1, len(order))
-    size, clock = len(order), None
-    if group_size is not None:
-        size = _checked_size(group_size, sending)
-    elif order and sending.targets and layer_nbytes:
-        size, clock = _asked(policy, sending, count, len(order), layer_nbytes, measures=bool(modules))
+    size, timer = _group_size(sending, order, tokens, group_size, policy, measures=bool(modules))
     groups = [tuple(order[i : i + size]) for i in range(0, len(order), max(size, 1))]
     if modules and len(groups) == 1:
-        # They go when the body has ended: no hook on each layer, which is what a short prefill would notice.
+        # Sent when the body has ended. Without hooks on each layer, whose cost a short prefill would notice.
         groups, ends = [], list(modules.items())
-        modules = {} if clock is None else dict([ends[0], ends[-1]])
-    return Pipeline(sending, layout.layers, modules, gates, groups, clock)
+        modules = {} if timer is None else dict([ends[0], ends[-1]])
+    return Pipeline(sending, layout.layers, modules, gates, groups, timer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """One verb's arguments, but for the layers. targets: the ranks of ``dst`` that are owed something."""
+    """The arguments of all verbs, except the layers. targets: those ranks of ``dst`` that this rank owes bytes."""
 
     kv: KVProcessGroup
-    engine: Engine
+    verbs: Verbs
     request: str
     pages: Pages
     dst: Peers
@@ -126,7 +126,7 @@ class _Sending:
     layout: KVLayout
 
     @property
-    def what(self) -> str:
+    def operation(self) -> str:
         return f"pipeline({self.request!r})"
 
     def send_pages(self, group: Group, event: Any) -> KVWork:
@@ -134,17 +134,17 @@ class _Sending:
 
     def send_state(self, group: Group, event: Any) -> KVWork:
         assert self.state_slot is not None
-        return self.kv._send_state(self.request, group, self.state_slot, self.dst, event)
+        return self.verbs.send_states(self.request, group, self.state_slot, self.dst, event)
 
-    def verbs(self, group: Group) -> list[_Verb]:
-        """What sends ``group``: a name for traces, the call, and what tells its bytes."""
+    def calls(self, group: Group) -> list[_Verb]:
+        """The verbs that send ``group``."""
         found: list[_Verb] = [("send_layer", self.send_pages, self._page_nbytes)]
         if self.state_slot is not None and self._state_nbytes(group):
             found.append(("send_state", self.send_state, self._state_nbytes))
         return found
 
     def nbytes(self, group: Sequence[int]) -> int:
-        """Bytes of ``group`` that this rank holds and sends."""
+        """Bytes of these layers that this rank sends."""
         return self._page_nbytes(group) + (0 if self.state_slot is None else self._state_nbytes(group))
 
     def _page_nbytes(self, group: Sequence[int]) -> int:
@@ -162,9 +162,9 @@ class _Sending:
 class Pipeline:
     """One forward pass of one request; made by `pipeline`, entered once, by the thread that runs the forward.
 
-    works: one for each group sent so far, in the order of sending, and one behind it for its state. groups: their
-    global layer ids. swept: layers that were sent when the body had ended. cancelled: the work of ``kv.cancel`` if the
-    body raised, else None.
+    works: one per group sent so far, in the order of sending, each followed by the work of its state, if any. groups:
+    the groups sent so far, global layer ids. swept: the layers that were sent when the body had ended. cancelled: the
+    work of ``kv.cancel`` if the body raised, else None.
     """
 
     def __init__(
@@ -174,21 +174,21 @@ class Pipeline:
         modules: Mapping[nn.Module, int],
         gates: Mapping[int, Any],
         groups: Sequence[Group],
-        clock: PassClock | None,
+        timer: PassTimer | None,
     ) -> None:
-        """held: all layers of this rank, which are sent in any case. groups: of those that are sent as they have run.
+        """held: all layers of this rank; every one is sent. groups: those that are sent as soon as they have run.
 
-        modules: what has hooks; those of layers in no group are watched for ``clock`` only.
+        modules: the modules that get hooks; of layers in no group, for ``timer`` only. gates: layer -> event.
         """
-        self._kv, self._what, self._request = sending.kv, sending.what, sending.request
+        self._kv, self._operation, self._request = sending.kv, sending.operation, sending.request
         self._sending: _Sending | None = sending
         self._modules, self._gates = modules, gates
         self._plan = groups
-        self._clock = clock
+        self._timer = timer
         self._held = held
         self._group_of = {layer: group for group in groups for layer in group}
-        self._missing = {group: len(group) for group in groups}
-        self._waiting = set(modules.values())
+        self._missing = {group: len(group) for group in groups}  # layers that have not run
+        self._waiting = set(modules.values())  # layers whose hook was not called
         self._unsent = dict.fromkeys(held)  # in order
         self._thread: int | None = None
         self._handles: list[RemovableHandle] = []
@@ -202,7 +202,7 @@ class Pipeline:
 
     def __enter__(self) -> Pipeline:
         if self._thread is not None:
-            raise ProtocolError(f"{self._what}: entered twice; make a new one for each forward pass")
+            raise ProtocolError(f"{self._operation}: entered twice; make a new one for each forward pass")
         self._thread = threading.get_ident()
         try:
             hook = _untraced_hook() if "torch._dynamo" in sys.modules else _hook
@@ -212,7 +212,7 @@ class Pipeline:
                 for group in self._plan:
                     self._send(group, all_of([self._gates[layer] for layer in group]))
         except BaseException:
-            self._give_up()
+            self._cancel()
             raise
         return self
 
@@ -220,11 +220,11 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._give_up()
+            self._cancel()
             return
         try:
-            if self._modules and self._unheard():
-                log.warning("%s: no layer was called through its module, so all are sent at the end", self._what)
+            if self._modules and self._no_hook_ran():
+                log.warning("%s: no layer was called through its module, so all are sent at the end", self._operation)
             rest = tuple(self._unsent)
             if rest:
                 self._send(rest, None)
@@ -233,7 +233,7 @@ class Pipeline:
             self._close()
 
     def wait(self, timeout: float = 0.0) -> bool:
-        """Blocks until everything sent so far is visible to the receivers and the source may be overwritten.
+        """Blocks until everything sent so far is visible to the receivers and the source pages may be overwritten.
 
         timeout: seconds; 0 means the operations' own deadlines. Raises the first error of a send, and
         ``TransferTimeout`` when ``timeout`` runs out.
@@ -253,8 +253,8 @@ class Pipeline:
     # ------------------------------------------------------------------ inside
 
     def ran(self, layer: int) -> None:
-        """``layer`` has run; its hook says so."""
-        # Hooks hang on the model: another thread's forward, of another request, calls them too.
+        """``layer`` has run. Called by its hook."""
+        # The model's hooks are called by every thread that runs it, also for other requests.
         if self._sending is None or self._error is not None or threading.get_ident() != self._thread:
             return
         group = self._group_of.get(layer)
@@ -262,12 +262,12 @@ class Pipeline:
             if group is None:
                 return
             raise ProtocolError(
-                f"{self._what}: layer {layer} has run twice in one context, and may have been sent after the first "
-                "time; use one context for each forward pass, for each chunk with its start"
+                f"{self._operation}: layer {layer} has run twice in one context, and may have been sent after the "
+                "first time; use one context for each forward pass, for each chunk with its start"
             )
         self._waiting.remove(layer)
-        if self._clock is not None:
-            self._clock.layer_ran(is_last=not self._waiting)
+        if self._timer is not None:
+            self._timer.layer_ran(is_last=not self._waiting)
         if group is not None:
             self._missing[group] -= 1
             if not self._missing[group]:
@@ -278,7 +278,7 @@ class Pipeline:
             return
         assert self._sending is not None
         try:
-            for name, verb, nbytes_of in self._sending.verbs(group):
+            for name, verb, nbytes_of in self._sending.calls(group):
                 began = time.perf_counter()
                 if profiler._is_profiler_enabled:
                     with profiler.record_function(f"torchkv::{name}[{_span(group)}]"):
@@ -286,24 +286,24 @@ class Pipeline:
                 else:
                     work = verb(group, event)
                 self.works.append(work)
-                if self._clock is not None:
-                    self._clock.sent(work, began, nbytes_of(group))
+                if self._timer is not None:
+                    self._timer.sent(work, began, nbytes_of(group))
         except KVError as error:
-            if self._sending.engine.device is not None and torch.cuda.is_current_stream_capturing():
-                raise  # a mistake of the program, not a failure of this request
+            if self._sending.verbs.engine.gpu is not None and torch.cuda.is_current_stream_capturing():
+                raise  # an error of the program, not a failure of this request
             self._error = error
-            log.warning("%s: layers %s were not sent: %s", self._what, _span(group), error)
+            log.warning("%s: layers %s were not sent: %s", self._operation, _span(group), error)
             return
         self.groups.append(group)
         for layer in group:
             del self._unsent[layer]
 
-    def _unheard(self) -> bool:
-        """Whether no layer has run as far as hooks can tell, though there is something to send."""
+    def _no_hook_ran(self) -> bool:
+        """Whether no hook was called, although there is something to send."""
         assert self._sending is not None
         return len(self._waiting) == len(self._modules) and bool(self._sending.nbytes(self._held))
 
-    def _give_up(self) -> None:
+    def _cancel(self) -> None:
         self._close()
         self.cancelled = self._kv.cancel(self._request)
 
@@ -311,23 +311,23 @@ class Pipeline:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._modules, self._gates, self._sending, self._clock = {}, {}, None, None
+        self._modules, self._gates, self._sending, self._timer = {}, {}, None, None
 
 
-def _hook(sending: Pipeline, layer: int, _module: nn.Module, _args: Any, _output: Any) -> None:
-    sending.ran(layer)
+def _hook(pipelined: Pipeline, layer: int, _module: nn.Module, _args: Any, _output: Any) -> None:
+    pipelined.ran(layer)
 
 
 @functools.cache
 def _untraced_hook() -> Callable[..., None]:
-    """The same, behind compiled layers: else Dynamo would try to compile the hook, and whatever it calls."""
+    """`_hook` for models with compiled layers: otherwise Dynamo would try to compile the hook and all that it calls."""
     disabled: Callable[..., None] = torch.compiler.disable(_hook)  # type: ignore[no-untyped-call]  # torch's
     return disabled
 
 
 def _checked(
     kv: KVProcessGroup,
-    engine: Engine,
+    verbs: Verbs,
     layout: KVLayout,
     request: str,
     pages: Pages,
@@ -335,49 +335,67 @@ def _checked(
     start: int,
     state_slot: int | None,
 ) -> _Sending:
-    """What every group is sent with. Raises whatever the first verb would raise now."""
+    """The arguments of all verbs. Raises whatever the first verb would raise now."""
     request = arguments.as_request(request)
-    what = f"pipeline({request!r})"
-    if engine.device is not None:
-        gate.refuse_capture(what, engine.device.index)
-    if not (engine.device is not None and isinstance(pages, torch.Tensor) and pages.is_cuda):
-        # A copy, so that all groups get the same ids whatever the caller does with its own.
-        pages = arguments.as_pages(pages, num_pages=engine.roster.me.num_pages, what=what)
-    start = arguments.as_count(start, what=what, name="start")
-    slot = None if state_slot is None else kv._checked_slot(what, state_slot, layout)
+    operation = f"pipeline({request!r})"
+    engine = verbs.engine
+    if engine.gpu is not None:
+        graph_gate.refuse_capture(operation, engine.gpu.index)
+    if not (engine.gpu is not None and isinstance(pages, torch.Tensor) and pages.is_cuda):
+        # A copy: all groups get the same ids, even if the caller changes its own.
+        pages = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
+    start = arguments.as_count(start, operation=operation, name="start")
+    slot = None if state_slot is None else verbs.checked_slot(operation, state_slot, layout)
     dst = tuple(dst) if isinstance(dst, list) else dst
-    targets = engine.roster.targets(dst, what)
+    targets = engine.group_map.targets(dst, operation)
     with engine.lock:
-        kv._check_open(engine, what)
+        verbs.check_open(operation)
         for rank in targets:
             engine.sender.admit(request, rank, start, len(pages))
             if slot is not None:
                 engine.sender.admit(request, rank, 0, 1, state=True)
-        kv._check_alive(engine, targets, what)
-    return _Sending(kv, engine, request, pages, dst, start, slot, targets, layout)
+        verbs.check_alive(targets, operation)
+    return _Sending(kv, verbs, request, pages, dst, start, slot, targets, layout)
 
 
-def _asked(
-    policy: Policy | None, sending: _Sending, tokens: int, num_layers: int, layer_nbytes: int, *, measures: bool
-) -> tuple[int, PassClock | None]:
-    """The group size that ``policy`` wants, and what measures the pass for it, if it can be measured."""
-    clock = None
+def _group_size(
+    sending: _Sending,
+    order: list[int],
+    tokens: int | None,
+    group_size: int | None,
+    policy: Policy | None,
+    *,
+    measures: bool,
+) -> tuple[int, PassTimer | None]:
+    """Layers per group, and the timer for a policy that wants to learn from this pass.
+
+    order: the layers in the order in which they run. measures: whether there are hooks that can call the timer.
+    """
+    if tokens is None:
+        tokens = len(sending.pages) * sending.layout.page_size
+    tokens = arguments.as_count(tokens, operation=sending.operation, name="tokens")
+    if group_size is not None:
+        return _checked_size(group_size, sending), None
+    layer_nbytes = sending.nbytes(order) // max(1, len(order))
+    if not sending.targets or not layer_nbytes:
+        return len(order), None
+    timer = None
     with _policy_lock:
         if policy is None:
             known = _learned.setdefault(sending.kv, {})
             if (policy := known.get(sending.targets)) is None:
                 policy = known[sending.targets] = Adaptive()
-        size = policy.group_size(tokens=tokens, num_layers=num_layers, layer_nbytes=layer_nbytes)
+        size = policy.group_size(tokens=tokens, num_layers=len(order), layer_nbytes=layer_nbytes)
         if policy.learns and measures:
-            clock = PassClock(tokens, num_layers, sending.kv, sending.engine, sending.request, sending.targets)
-            policy.learn(clock.measured)
-    return _checked_size(size, sending, policy), clock
+            timer = PassTimer(tokens, len(order), sending.kv, sending.verbs.engine, sending.request, sending.targets)
+            policy.learn(timer.measured)
+    return _checked_size(size, sending, policy), timer
 
 
 def _checked_size(size: int, sending: _Sending, policy: Policy | None = None) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         whose = "group_size" if policy is None else f"{policy!r} says group size"
-        raise ProtocolError(f"{sending.what}: {whose} {size!r}; it must be an int of at least 1")
+        raise ProtocolError(f"{sending.operation}: {whose} {size!r}; it must be an int of at least 1")
     return size
 
 

@@ -1,6 +1,6 @@
-"""How many layers to send at a time: a policy that measures, and a published formula to compare it with.
+"""How many layers to send at a time: `Adaptive` predicts the best number, `Published` is a formula to compare with.
 
-Formulas and running averages only; `pipeline` brings the measurements.
+Arithmetic only: `pass_timer` measures the passes, `context` sends the groups.
 """
 
 from __future__ import annotations
@@ -8,61 +8,56 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torchkv.errors import ProtocolError
 
 __all__ = ["Adaptive", "Estimator", "Measured", "Policy", "Published", "Timing", "best_group_size", "total_seconds"]
 
-# Below this part of the transfer time, a saving is not worth its risk: what was measured is never exact.
+# The least saving that is worth its risk, as a part of the transfer time: measurements are never exact.
 WORTHWHILE = 0.1
-# So much slower than measured may the link turn out to be before a size is a bad choice: without this, one layer's
-# computation would have to hide all the others' transfer to the last microsecond.
+# Sizes are compared for a link this much slower than measured: else the best one leaves no time to spare between the
+# end of the last layer's computation and the end of the other layers' transfer.
 SLACK = 1.25
-# Until there are measurements: the word to the progress thread, the copy's start, the flush and the attestation.
-ASSUMED_OVERHEAD = 100e-6
-ASSUMED_LAUNCH = 20e-6
-# Of each verb, besides: so long the progress thread has the GIL for it (docs/measurements, 2026-11-22), which a thread
-# that enqueues layers notices, and one that computes outside of Python does not.
+# Seconds, until they are measured: of a transfer (wake the progress thread, start the copy, flush, attest); of a verb.
+ASSUMED_OVERHEAD, ASSUMED_LAUNCH = 100e-6, 20e-6
+# Seconds that the progress thread holds the GIL for each verb (docs/measurements, 2026-11-22). They delay a thread that
+# enqueues layers on a GPU; a thread that computes outside of Python does not notice.
 HANDED_OVER = 0.7e-3
-# A thread that enqueues layers so nearly as slowly as the GPU computes them is what holds up the GPU.
-HOLDS_UP = 0.8
-# The weight of what was known against one new measurement.
-MEMORY = 0.8
-# So many of the last passes are remembered, without verbs beside computation and with them. All of the latter must say
-# that verbs are dear: some that something else made slow are no reason to send once.
+HOLDS_UP = 0.8  # a thread that needs this part of a layer's GPU time to enqueue the layer holds up the GPU
+MEMORY = 0.8  # weight of what was known, against one new measurement
+# Passes remembered, of those with verbs beside computation and of those without. Verbs count as costly only if all
+# remembered passes with verbs were slower: a few that something else slowed down are no reason to send once.
 REMEMBERED = 5
-# By so much does each pass without verbs bring that down, so that what was once too dear is tried again one day.
-LONG_MEMORY = 0.98
+LONG_MEMORY = 0.98  # each pass without verbs lowers that cost by this factor, so that pipelining is tried again one day
 MAX_UNREAD = 16
-LOOKS = 8  # one of so many passes is measured where sending once is clearly best
+LOOKS = 8  # where sending once is clearly best, one of this many passes is measured
 
 
 class Policy(Protocol):
-    """What decides the size of the layer groups of one forward pass."""
+    """Decides the size of the layer groups of one forward pass."""
 
     @property
     def learns(self) -> bool:
-        """Whether `learn` wants to be called of the pass last asked about: measuring costs a little."""
+        """Whether the pass last asked about is to be measured for `learn`, which costs a little."""
 
     def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
-        """Layers a group, at least 1; ``num_layers`` or more sends once, behind the last layer.
+        """Layers per group, at least 1. ``num_layers`` or more sends everything once, after the last layer.
 
-        tokens: of the forward pass. layer_nbytes: bytes that the request sends of each layer.
+        tokens: of the forward pass. layer_nbytes: bytes that the request sends per layer.
         """
 
     def learn(self, measure: Callable[[], Measured | None]) -> None:
-        """``measure`` tells how a pass went; None while that is not known yet."""
+        """Takes note of a pass. ``measure`` returns None until the pass and its transfers have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """What one pass costs, in seconds.
 
-    layer: to compute one layer. transfer: to move one layer's bytes. overhead: of each transfer, beside its bytes.
-    launch: of each verb, which prolongs the computation. drag: by which moving one layer's bytes prolongs it, while it
-    goes on beside that. slowdown: how many times as long the bytes of a transfer take beside computation. enqueue: one
-    layer, of a thread that lets a GPU compute; 0 if it computes itself.
+    layer: to compute one layer. transfer: to move one layer's bytes. overhead: per transfer, besides its bytes.
+    launch: per verb, added to the computation. drag: added to it for each layer whose bytes move meanwhile. slowdown:
+    factor by which bytes take longer beside computation. enqueue: to enqueue one layer on a GPU; 0 without one.
     """
 
     layer: float
@@ -76,12 +71,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """How one pass went. Zeros, and an empty list, stand for what could not be measured.
+    """How one pass went. Zeros, and an empty tuple, stand for what could not be measured.
 
-    layer: seconds to compute one layer at ``tokens`` tokens. enqueue: seconds a layer of the calling thread, if it lets
-    a GPU compute. transfers: (number of transfers, bytes, seconds) of spans of time in which the link was busy. launch:
-    seconds of one verb on the calling thread. verbs: how many were called before the last of these layers was computed.
-    slowdown: of transfers beside computation, against ``transfers``.
+    layer: seconds to compute one layer of ``tokens`` tokens. enqueue, launch, slowdown: see `Timing`. transfers:
+    (number of transfers, bytes, seconds) of each span of time in which the link was busy. verbs: how many were called
+    before the last layer had run.
     """
 
     tokens: int
@@ -94,17 +88,17 @@ class Measured:
 
 
 def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
-    """From the start of the first layer until all bytes are visible, with groups of ``size`` layers.
+    """Seconds from the start of the first layer until all bytes are visible, with groups of ``size`` layers.
 
-    Groups are computed one after the other and transferred one after the other, each once it has been computed; the
-    last one has what is left over.
+    Groups are computed one after the other, and transferred one after the other once they are computed. The last group
+    has the layers that are left over.
     """
     groups = -(-num_layers // size)
     last = num_layers - (groups - 1) * size
     transfer = timing.overhead + size * timing.transfer * timing.slowdown
     over = 0.0
-    # What computes, and the thread that lets it: a group goes when both have done with it.
-    for layer, launch, drag in _sides(timing):
+    # A group can be transferred once both the GPU (or CPU) and the enqueuing thread are done with it.
+    for layer, launch, drag in _workers(timing):
         first = size * layer + launch
         compute = first + size * drag  # of a later group, beside the transfer of the one before
         over = max(over, num_layers * layer + groups * launch + (groups - 1) * size * drag)
@@ -113,210 +107,171 @@ def total_seconds(size: int, num_layers: int, timing: Timing) -> float:
     return over + timing.overhead + last * timing.transfer
 
 
-def _sides(timing: Timing) -> list[tuple[float, float, float]]:
-    """Seconds of a layer, a verb, and drag: of what computes, and of a thread that lets a GPU compute."""
-    sides = [(timing.layer, timing.launch, timing.drag)]
+def _workers(timing: Timing) -> list[tuple[float, float, float]]:
+    """(seconds per layer, per verb, drag) of what computes the layers, and of a thread that enqueues them on a GPU."""
+    workers = [(timing.layer, timing.launch, timing.drag)]
     if timing.enqueue:
-        sides.append((timing.enqueue, timing.launch + HANDED_OVER, 0.0))
-    return sides
+        workers.append((timing.enqueue, timing.launch + HANDED_OVER, 0.0))
+    return workers
 
 
 def best_group_size(num_layers: int, timing: Timing) -> int:
-    """The size with the least `total_seconds`, or ``num_layers`` where that saves too little against sending once."""
+    """The size with the least `total_seconds`, or ``num_layers`` if that saves too little against sending once."""
     once = total_seconds(num_layers, num_layers, timing)
-    exposed = timing.overhead + num_layers * timing.transfer
-    enough = once - WORTHWHILE * exposed
-    # What no size can beat. Short prompts get no further, and should: they would notice the time that it takes.
-    least = max(num_layers * layer + 2 * launch for layer, launch, _ in _sides(timing))
-    if least + timing.overhead >= enough:
+    enough = once - WORTHWHILE * (timing.overhead + num_layers * timing.transfer)
+    # No size beats this bound. It spares short prompts the search, which would be noticeable there.
+    bound = max(num_layers * layer + 2 * launch for layer, launch, _ in _workers(timing)) + timing.overhead
+    if bound >= enough:
         return num_layers
     late = replace(timing, transfer=SLACK * timing.transfer, overhead=SLACK * timing.overhead)
-    # The largest of those that are equally good: it takes the fewest verbs.
+    # Of equally good sizes the largest: it takes the fewest verbs.
     best = min(range(num_layers, 0, -1), key=lambda size: total_seconds(size, num_layers, late))
     return best if total_seconds(best, num_layers, timing) < enough else num_layers
 
 
-class _Beside(NamedTuple):
-    """A pass with verbs beside its layers. weight: falls as passes without verbs go by."""
-
-    tokens: int
-    layer: float
-    weight: float = 1.0
+_Passes = deque[tuple[int, float]]  # (tokens, seconds per layer) of passes of about the same length
 
 
-class _Recent:
-    """The last passes of about the same length. passes: (tokens, seconds a layer)."""
+def _median(passes: _Passes) -> tuple[int, float]:
+    """The pass with the median time per token."""
+    return sorted(passes, key=lambda one: one[1] / one[0])[(len(passes) - 1) // 2]
 
-    def __init__(self) -> None:
-        self.passes: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
 
-    @property
-    def tokens(self) -> int:
-        return self._middle()[0]
-
-    def layer(self, tokens: int) -> float:
-        """Seconds that a layer takes at ``tokens`` tokens, in proportion to the pass in the middle."""
-        known, seconds = self._middle()
-        return seconds * tokens / known
-
-    def _middle(self) -> tuple[int, float]:
-        inside = sorted(self.passes, key=lambda one: one[1] / one[0])
-        return inside[(len(inside) - 1) // 2]
+def _layer_seconds(passes: _Passes, tokens: int) -> float:
+    """Seconds per layer of ``tokens`` tokens, in proportion to the median pass."""
+    known, seconds = _median(passes)
+    return seconds * tokens / known
 
 
 class Estimator:
-    """Running averages of what passes have cost. Not thread-safe. observed: how many passes."""
+    """Running averages of what passes cost. Not thread-safe. observed: the number of passes."""
 
     def __init__(self) -> None:
         self.observed = 0
-        self._layers: dict[int, _Recent] = {}  # by bit length of tokens
-        self._call = ASSUMED_LAUNCH  # of a verb, on the calling thread
-        self._enqueued: deque[float] = deque(maxlen=REMEMBERED)  # a layer, whatever its tokens
-        self._beside: deque[_Beside] = deque(maxlen=REMEMBERED)
+        self._layers: dict[int, _Passes] = {}  # by bit length of tokens: passes without verbs, or faster than those
+        self._alone = 0  # how many passes had no verbs
+        self._beside: deque[tuple[int, float, int]] = deque(maxlen=REMEMBERED)  # others: as _Passes, and _alone then
+        self._launch = ASSUMED_LAUNCH
+        self._enqueued: deque[float] = deque(maxlen=REMEMBERED)  # seconds per layer, whatever the tokens
         self._slowdown = 1.0
-        self._counts = 0.0  # decayed sums over transfers, for the least squares of seconds = a * count + b * bytes
-        self._counts_counts = self._counts_bytes = self._bytes_bytes = 0.0
-        self._counts_seconds = self._bytes_seconds = 0.0
+        # Decayed sums over spans, for the least squares of seconds = overhead * transfers + byte * bytes; see `_link`.
+        self._sums = [0.0] * 5
 
     def observe(self, measured: Measured) -> None:
         """Takes one pass into account."""
         self.observed += 1
         if measured.tokens > 0 and measured.layer > 0:
             self._observe_layers(measured)
-        transfers = [one for one in measured.transfers if one[0] > 0 and one[1] > 0 and one[2] > 0]
-        if transfers:
-            self._forget()
+        if transfers := [one for one in measured.transfers if min(one) > 0]:
             self._slowdown = measured.slowdown
-        for count, nbytes, seconds in transfers:
-            self._counts += 1
-            self._counts_counts += count * count
-            self._counts_bytes += count * nbytes
-            self._bytes_bytes += nbytes * nbytes
-            self._counts_seconds += count * seconds
-            self._bytes_seconds += nbytes * seconds
+            self._sums = [MEMORY * known for known in self._sums]
+            for count, nbytes, seconds in transfers:
+                products = count * count, count * nbytes, nbytes * nbytes, count * seconds, nbytes * seconds
+                self._sums = [known + new for known, new in zip(self._sums, products, strict=True)]
 
     def _observe_layers(self, measured: Measured) -> None:
-        """Layer time is that of passes without verbs, unless those with verbs are faster still."""
+        tokens, layer = measured.tokens, measured.layer
         if measured.launch:
-            self._call = _blend(self._call, measured.launch)
+            self._launch = MEMORY * self._launch + (1 - MEMORY) * measured.launch
         if measured.enqueue:
             self._enqueued.append(measured.enqueue)
-        # What verbs cost where the calling thread holds up the GPU is reckoned otherwise; it is not for their bytes.
-        held_up = self._enqueue() >= HOLDS_UP * measured.layer
-        if measured.verbs and not held_up:
-            self._beside.append(_Beside(measured.tokens, measured.layer))
-        elif not measured.verbs:
-            faded = [one._replace(weight=LONG_MEMORY * one.weight) for one in self._beside]
-            self._beside = deque(faded, maxlen=REMEMBERED)
-        recent = self._layers.setdefault(measured.tokens.bit_length(), _Recent())
-        if not measured.verbs or not recent.passes or measured.layer < recent.layer(measured.tokens):
-            recent.passes.append((measured.tokens, measured.layer))
+        if not measured.verbs:
+            self._alone += 1
+        elif self._enqueue() < HOLDS_UP * layer:  # else verbs delay the thread, which `HANDED_OVER` covers
+            self._beside.append((tokens, layer, self._alone))
+        passes = self._layers.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED))
+        if not measured.verbs or not passes or layer < _layer_seconds(passes, tokens):
+            passes.append((tokens, layer))
 
     def _enqueue(self) -> float:
-        """Seconds a layer of the thread that lets a GPU compute: the least, since a full queue makes it wait."""
+        """The least, because a full queue makes the thread wait for the GPU."""
         return min(self._enqueued, default=0.0)
 
     def _drag(self, tokens: int) -> float:
-        """Seconds by which moving a layer's bytes prolongs the computation; in proportion to them, as measured.
+        """In proportion to the bytes, hence to tokens.
 
-        Against what layers take without verbs by now: where everything has become slower, verbs are not to blame.
+        Compared with what layers take without verbs by now: if everything has become slower, it is not due to verbs.
         """
-        extra = [0.0] * (REMEMBERED - len(self._beside))
-        for one in self._beside:
-            alone = self._layers[one.tokens.bit_length()].layer(one.tokens)
-            extra.append(one.weight * (one.layer - alone) * tokens / one.tokens)
+        if len(self._beside) < REMEMBERED:
+            return 0.0
+        extra = []
+        for known, layer, then in self._beside:
+            alone = _layer_seconds(self._layers[known.bit_length()], known)
+            extra.append(LONG_MEMORY ** (self._alone - then) * (layer - alone) * tokens / known)
         return max(0.0, min(extra))
 
     def knows(self, tokens: int) -> bool:
         """Whether enough passes of about this length are remembered."""
-        recent = self._layers.get(tokens.bit_length())
-        return recent is not None and len(recent.passes) == REMEMBERED
+        return len(self._layers.get(tokens.bit_length(), ())) == REMEMBERED
 
     def timing(self, *, tokens: int, layer_nbytes: int) -> Timing | None:
-        """What a pass of ``tokens`` tokens would cost; None as long as nothing is known of layers or of the link."""
-        if not self._layers or not self._counts or tokens < 1:
+        """What a pass of ``tokens`` tokens will cost; None while nothing is known of layers or of the link."""
+        if not self._layers or not any(self._sums) or tokens < 1:
             return None
-        near = min(self._layers.values(), key=lambda known: max(known.tokens / tokens, tokens / known.tokens))
+        near = min(
+            self._layers.values(), key=lambda passes: max(_median(passes)[0] / tokens, tokens / _median(passes)[0])
+        )
         overhead, byte = self._link()
-        # Proportional to tokens: below what longer and shorter prompts really take, so hiding is not overestimated.
         return Timing(
-            layer=near.layer(tokens),
+            layer=_layer_seconds(near, tokens),  # less than shorter and longer prompts really take: the safe side
             transfer=byte * layer_nbytes,
             overhead=overhead,
-            launch=self._call,
+            launch=self._launch,
             drag=self._drag(tokens),
             slowdown=self._slowdown,
             enqueue=self._enqueue(),
         )
 
     def _link(self) -> tuple[float, float]:
-        """Seconds of each transfer, and of each byte."""
-        determinant = self._counts_counts * self._bytes_bytes - self._counts_bytes**2
-        if determinant > 1e-3 * self._counts_counts * self._bytes_bytes:
-            overhead = self._counts_seconds * self._bytes_bytes - self._bytes_seconds * self._counts_bytes
-            byte = self._bytes_seconds * self._counts_counts - self._counts_seconds * self._counts_bytes
+        """Seconds per transfer, and per byte."""
+        counts, both, nbytes, count_seconds, byte_seconds = self._sums
+        determinant = counts * nbytes - both**2
+        if determinant > 1e-3 * counts * nbytes:
+            overhead = count_seconds * nbytes - byte_seconds * both
+            byte = byte_seconds * counts - count_seconds * both
             if overhead >= 0 and byte >= 0:
                 return overhead / determinant, byte / determinant
-        # All alike: which part is overhead does not show.
-        seconds = self._bytes_seconds - ASSUMED_OVERHEAD * self._counts_bytes
-        if seconds > 0:
-            return ASSUMED_OVERHEAD, seconds / self._bytes_bytes
-        return self._counts_seconds / self._counts_counts, 0.0
-
-    def _forget(self) -> None:
-        self._counts *= MEMORY
-        self._counts_counts *= MEMORY
-        self._counts_bytes *= MEMORY
-        self._bytes_bytes *= MEMORY
-        self._counts_seconds *= MEMORY
-        self._bytes_seconds *= MEMORY
-
-
-def _blend(known: float, new: float) -> float:
-    return MEMORY * known + (1 - MEMORY) * new
+        # All transfers are alike, so the overhead cannot be told from the bytes.
+        seconds = byte_seconds - ASSUMED_OVERHEAD * both
+        return (ASSUMED_OVERHEAD, seconds / nbytes) if seconds > 0 else (count_seconds / counts, 0.0)
 
 
 class Adaptive:
-    """Groups as the measured layer time and link rate suggest; the first pass is sent once, and measured.
+    """Chooses the best size for the measured layer time and link rate. The first pass is sent once, and measured.
 
-    Never slower than sending once, as far as the measurements hold. Not thread-safe; `pipeline` serialises.
+    Never slower than sending once, as far as the measurements hold. Not thread-safe: `context` serialises the calls.
     """
-
-    learns = True  # not of each pass that is sent once anyway: short prompts would notice that, too
 
     def __init__(self, estimator: Estimator | None = None) -> None:
         """estimator: what is known already."""
+        self.learns = True
         self.estimator = Estimator() if estimator is None else estimator
         self._unread: deque[Callable[[], Measured | None]] = deque(maxlen=MAX_UNREAD)
-        self._question: tuple[int, int, int, int] | None = None  # the last one, and what was known then
-        self._answer = 0
-        self._is_clear = False  # whether nothing but sending once was in question
+        self._question = (0, 0, 0, -1)  # the last one, and how many passes were known then
+        self._answer = (0, False)  # the size, and whether nothing but sending once was in question
         self._clear = 0  # passes in a row of which that was so
 
     def learn(self, measure: Callable[[], Measured | None]) -> None:
         self._unread.append(measure)
 
     def group_size(self, *, tokens: int, num_layers: int, layer_nbytes: int) -> int:
-        self._read()
-        question = (tokens, num_layers, layer_nbytes, self.estimator.observed)
-        if question != self._question:
-            self._question = question
-            timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
-            self._answer = num_layers if timing is None else best_group_size(num_layers, timing)
-            known = timing is not None and not timing.drag and self.estimator.knows(tokens)
-            self._is_clear = known and self._answer == num_layers
-        self._clear = self._clear + 1 if self._is_clear else 0
-        self.learns = self._clear % LOOKS == 0
-        return self._answer
-
-    def _read(self) -> None:
-        """Takes what has been measured by now into account."""
         for _ in range(len(self._unread)):
             measure = self._unread.popleft()
             if (measured := measure()) is None:
                 self._unread.append(measure)
             else:
                 self.estimator.observe(measured)
+        question = (tokens, num_layers, layer_nbytes, self.estimator.observed)
+        if question != self._question:
+            self._question = question
+            timing = self.estimator.timing(tokens=tokens, layer_nbytes=layer_nbytes)
+            size = num_layers if timing is None else best_group_size(num_layers, timing)
+            known = timing is not None and not timing.drag and self.estimator.knows(tokens)
+            self._answer = size, known and size == num_layers
+        size, is_clear = self._answer
+        self._clear = self._clear + 1 if is_clear else 0
+        self.learns = self._clear % LOOKS == 0  # short prompts would notice the cost of measuring every pass
+        return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Events instead of hooks: what tells that a layer has run where it runs inside a CUDA graph."""
+"""Checks the events that replace hooks for layers inside a CUDA graph, where no hooks are called."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
-from torchkv import arguments
 from torchkv.errors import ProtocolError
-from torchkv.layout import KVLayout
+from torchkv.group import arguments
+from torchkv.layout.layout import KVLayout
 
 __all__ = ["Events", "all_of", "layer_events"]
 
 Events = Mapping[int, Any] | Sequence[Any]
 
 
-def layer_events(layout: KVLayout, events: Events, what: str) -> dict[int, Any]:
-    """Global layer id -> event, in the order given. ``events``: that, or one for each held layer of the target model.
+def layer_events(layout: KVLayout, events: Events, operation: str) -> dict[int, Any]:
+    """Global layer id -> event, in the order given.
 
-    Raises ``ProtocolError`` for other layers, and for events that are ready before the step that they belong to.
+    events: such a mapping, or a list with one event per layer of the target model (no draft layers) that this rank
+    holds. Raises ``ProtocolError`` for other layers, and for events that would be ready before the graph is replayed.
     """
     if isinstance(events, Mapping):
         given = dict(events)
@@ -27,18 +28,18 @@ def layer_events(layout: KVLayout, events: Events, what: str) -> dict[int, Any]:
         held = [layer for layer in layout.layers if layer < layout.num_layers]
         if len(events) != len(held):
             raise ProtocolError(
-                f"{what}: events has {len(events)} entries, this rank holds {len(held)} layers; give one for each"
+                f"{operation}: events has {len(events)} entries, this rank holds {len(held)} layers; give one for each"
             )
         given = dict(zip(held, events, strict=True))
     for layer, event in given.items():
         if layer not in layout.layers:
-            raise ProtocolError(f"{what}: events names layer {layer!r}, which this rank does not hold")
+            raise ProtocolError(f"{operation}: events names layer {layer!r}, which this rank does not hold")
         if event is None or isinstance(event, torch.cuda.Event):
             raise ProtocolError(
-                f"{what}: the event of layer {layer} is a {type(event).__name__}, which is ready before the graph is "
-                "replayed; give those of torchkv.GraphGate.arm()"
+                f"{operation}: the event of layer {layer} is a {type(event).__name__}, which is ready before the graph "
+                "is replayed; give those of torchkv.GraphGate.arm()"
             )
-        arguments.as_event(event, what=what)
+        arguments.as_event(event, operation=operation)
     return given
 
 
@@ -52,7 +53,7 @@ class _AllOf:
         self._events = list(events)
 
     def query(self) -> bool:
-        # The last one first: it is likely to be the latest.
+        # The last one first: it probably becomes ready last.
         while self._events and self._events[-1].query():
             self._events.pop()
         return not self._events

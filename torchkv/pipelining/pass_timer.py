@@ -1,74 +1,63 @@
-"""Measures one forward pass, for policies that learn: layer time, verbs, and how long the link was busy."""
+"""Measures one forward pass for a policy: seconds per layer and per verb, and how long the link was busy."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from torchkv.engine import Engine
 from torchkv.errors import KVError
-from torchkv.groupsize import ASSUMED_OVERHEAD, Measured
-from torchkv.process_group import KVProcessGroup
-from torchkv.work import KVWork
+from torchkv.pipelining.group_size import ASSUMED_OVERHEAD, Measured
 
-__all__ = ["PassClock", "busy_spans"]
+if TYPE_CHECKING:
+    from torchkv.engine.engine import Engine
+    from torchkv.engine.work import KVWork
+    from torchkv.group.process_group import KVProcessGroup
+
+__all__ = ["PassTimer", "busy_spans"]
 
 log = logging.getLogger(__name__)
 
-# GPUs: seconds a byte to some ranks.
-_limits: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], float]] = WeakKeyDictionary()
-LINK_SAMPLE = 1 << 30  # bytes; so many that the overhead hardly counts
-# On a GPU the rate is measured with nothing else running. Beside a prefill the blocks of a copy wait for those of
+# On GPUs: group -> destination ranks -> seconds per byte.
+_links: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], float]] = WeakKeyDictionary()
+LINK_SAMPLE = 1 << 30  # bytes: so many that the overhead hardly counts
+# On a GPU the link is measured with nothing else running. Beside a prefill, the blocks of a copy wait for those of
 # kernels that run for milliseconds: transfers of long prompts took five times as long (docs/measurements), and a group
 # that is still under way when the prefill ends costs more than another verb.
 SLOWDOWN = 6.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Send:
-    work: KVWork
-    began: float
-    returned: float
-    nbytes: int
-    is_granted: bool
+class PassTimer:
+    """Notes times while the pass runs; `measured` evaluates them when everything has ended.
 
-
-class PassClock:
-    """Takes times as the pass goes on; `measured` puts them together when all is over.
-
-    On a host a transfer is under way from its verb on. On a GPU the host runs ahead of the layers: two timing events
-    stand around them, and the link's rate is asked of ``kv.explain``, once for each group and destination.
+    On a host, a transfer is under way from its verb on. On a GPU the host runs ahead of the layers: two timing events
+    enclose them, and ``kv.explain`` measures the link, once for each group and destination.
     """
 
     def __init__(
-        self,
-        tokens: int,
-        num_layers: int,
-        kv: KVProcessGroup,
-        engine: Engine,
-        request: str,
-        targets: tuple[int, ...],
+        self, tokens: int, num_layers: int, kv: KVProcessGroup, engine: Engine, request: str, targets: tuple[int, ...]
     ) -> None:
-        """num_layers: of which the first and the last at least are told of."""
+        """num_layers: how many layers run. `layer_ran` must be called at least for the first and for the last."""
         self._tokens = tokens
         self._num_layers = num_layers
-        self._kv = ref(kv)  # what is learned of a group must not keep it alive
+        self._kv = ref(kv)  # a policy outlives passes, and must not keep the group alive
         self._engine = engine
         self._request = request
         self._targets = targets
-        self._gpu = None if engine.device is None else engine.device.index
-        self._verbs = 0  # called before the last layer had run
-        self._ran: list[float] = []  # when the first layer and the last one had run, or were enqueued
-        self._events: list[torch.cuda.Event] = []  # GPUs: the same there
-        self._sends: list[_Send] = []
+        self._gpu = None if engine.gpu is None else engine.gpu.index
+        self._ran: list[float] = []  # when the first and the last layer had run, or were enqueued on the GPU
+        self._events: list[torch.cuda.Event] = []  # recorded at these moments, on a GPU
+        self._sends: list[tuple[KVWork, float, int]] = []  # of each verb: its work, when it was called, bytes
+        self._verbs = 0  # how many of these were called before the last layer had run
+        self._waited = 0  # how many of these (the first ones) had no grant yet
+        self._launch = 0.0  # seconds that they took on the calling thread
 
     def layer_ran(self, *, is_last: bool) -> None:
-        """A layer has run. is_last: of those that will."""
+        """A layer has run. is_last: the last one of the pass."""
         if self._ran and not is_last:
             return
         self._ran.append(time.perf_counter())
@@ -80,67 +69,61 @@ class PassClock:
             self._verbs = len(self._sends)
 
     def sent(self, work: KVWork, began: float, nbytes: int) -> None:
-        """A verb for ``nbytes`` bytes of this rank's layers was called at ``began``, and has just returned."""
-        returned = time.perf_counter()
-        known = bool(self._sends) and self._sends[-1].is_granted
-        self._sends.append(_Send(work, began, returned, nbytes, known or self._granted()))
+        """A verb that sends ``nbytes`` bytes was called at ``began``, and has just returned."""
+        self._launch += time.perf_counter() - began
+        if self._waited == len(self._sends) and not self._granted():
+            self._waited += 1
+        self._sends.append((work, began, nbytes))
 
     def measured(self) -> Measured | None:
-        """How the pass went; None until its last transfer is over. Failed ones count for nothing."""
-        if not all(send.work.is_completed() for send in self._sends):
+        """How the pass went; None until its last transfer has ended."""
+        if not all(work.is_completed() for work, _, _ in self._sends) or not all(e.query() for e in self._events):
             return None
-        if not all(event.query() for event in self._events):
-            return None
-        layer, enqueue = self._seconds()
-        launches = [send.returned - send.began for send in self._sends]
+        layer, enqueue = self._layer_seconds()
         return Measured(
             tokens=self._tokens,
             layer=layer,
             enqueue=enqueue,
             verbs=self._verbs,
-            launch=sum(launches) / len(launches) if launches else 0.0,
+            launch=self._launch / max(1, len(self._sends)),
             transfers=self._transfers() if self._gpu is None else self._link(),
             slowdown=1.0 if self._gpu is None else SLOWDOWN,
         )
 
-    def _seconds(self) -> tuple[float, float]:
-        """A layer's: to compute it, and of the calling thread, if it lets a GPU do that. Zeros if it did not end."""
+    def _layer_seconds(self) -> tuple[float, float]:
+        """Seconds to compute a layer, and to enqueue it on a GPU; zeros if the pass did not reach its last layer."""
         if len(self._ran) < 2:
             return 0.0, 0.0
-        first, last = self._ran
-        seconds = (last - first) / (self._num_layers - 1)
-        if self._gpu is None:
+        intervals = self._num_layers - 1
+        seconds = (self._ran[1] - self._ran[0]) / intervals
+        if not self._events:
             return seconds, 0.0
-        begun, ended = self._events
-        return float(begun.elapsed_time(ended)) / 1e3 / (self._num_layers - 1), seconds
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3 / intervals, seconds
 
     def _granted(self) -> bool:
-        """Whether transfers start at once: else the wait for the receiver would pass for a slow link."""
+        """Whether transfers start at once. Without a grant, the wait for the receiver would look like a slow link."""
         sender = self._engine.sender
         try:
             with self._engine.lock:
                 return all(sender.prefix_tokens(self._request, rank) is not None for rank in self._targets)
-        except KVError:  # the request has failed already; its works tell
+        except KVError:  # the request has failed; its works report the error
             return False
 
     def _transfers(self) -> tuple[tuple[int, int, float], ...]:
-        if any(send.work.exception() is not None for send in self._sends):
+        """`Measured.transfers` of a host; nothing if a transfer failed."""
+        if any(work.exception() is not None for work, _, _ in self._sends):
             return ()
-        granted = [send for send in self._sends if send.is_granted]
-        # What waited for the grant shares the link with what came after it.
-        waited = [send.began + send.work.seconds for send in self._sends if not send.is_granted]
-        clear = max(waited, default=0.0)
-        return tuple(
-            busy_spans(
-                (send.began, send.began + send.work.seconds, send.nbytes) for send in granted if send.began > clear
-            )
-        )
+        spans = [(began, began + work.seconds, nbytes) for work, began, nbytes in self._sends]
+        # Transfers that waited for the grant share the link with those that began before they had ended.
+        clear = max((ended for _, ended, _ in spans[: self._waited]), default=0.0)
+        return tuple(busy_spans(span for span in spans[self._waited :] if span[0] > clear))
 
     def _link(self) -> tuple[tuple[int, int, float], ...]:
+        """`Measured.transfers` of a GPU: one large transfer at the measured rate of the link."""
         kv = self._kv()
         if kv is None:
             return ()
-        known = _limits.setdefault(kv, {})
+        known = _links.setdefault(kv, {})
         if self._targets not in known:
             try:
                 rates = [kv.explain(rank).limit_gbps for rank in self._targets]
@@ -151,18 +134,13 @@ class PassClock:
         return ((1, LINK_SAMPLE, ASSUMED_OVERHEAD + LINK_SAMPLE * known[self._targets]),)
 
 
-def busy_spans(transfers: Iterator[tuple[float, float, int]]) -> Iterator[tuple[int, int, float]]:
-    """(transfers, bytes, seconds) of each span of time in which some of them were under way without a pause.
+def busy_spans(transfers: Iterable[tuple[float, float, int]]) -> list[tuple[int, int, float]]:
+    """(transfers, bytes, seconds) of each span of time in which transfers were under way without a pause.
 
-    transfers: (began, ended, bytes), in the order of their beginnings.
+    transfers: (began, ended, bytes), in the order in which they began.
     """
-    count, nbytes, first, last = 0, 0, 0.0, 0.0
+    spans: list[tuple[int, int, float, float]] = []
     for began, ended, size in transfers:
-        if count and began > last:
-            yield count, nbytes, last - first
-            count, nbytes = 0, 0
-        if not count:
-            first, last = began, ended
-        count, nbytes, last = count + 1, nbytes + size, max(last, ended)
-    if count:
-        yield count, nbytes, last - first
+        count, nbytes, first, last = spans.pop() if spans and began <= spans[-1][3] else (0, 0, began, ended)
+        spans.append((count + 1, nbytes + size, first, max(last, ended)))
+    return [(count, nbytes, last - first) for count, nbytes, first, last in spans]

@@ -1,11 +1,12 @@
-"""Which page holds which tokens behind which other page: a tree of pages in flat arrays, walked by compiled code.
+"""The index of `torchkv.prefix.cache`: a prefix tree of pages in flat arrays, walked by compiled code.
 
-A node of the tree is a page, and its number is the page's id. It knows its tokens and its parent, the page before it in
-the sequence; the way down goes through the child that came last, which lies nearby in memory, or else through one hash
-table for all nodes. Either only says where to look: parent and tokens are compared one by one.
+A node of the tree is a page, and its number is the page id. It stores the page's tokens and its parent, the page before
+it in the sequence. To find a child, the one that was inserted last is tried first, as its entries lie nearby in memory,
+then a hash table of all nodes. Both only propose a node: its parent and its tokens are then compared one by one.
 
-Nodes without references lie on a ring, the longest unused first. A reference to a node comes with one to every node
-above it, and leaves the deepest first, so on the ring children come before their parents: the oldest is always a leaf.
+Nodes without references form a ring, ordered by when they lost their last reference; eviction takes the oldest. A
+reference to a node always comes with one to each of its ancestors, and `unlock` drops the deepest first. So on the ring
+children come before their parents, and the oldest node is always a leaf.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torchkv.compiled import compiled_with_gil
-from torchkv.transport import Int64Array
+from torchkv.arrays import Int64Array, UInt64Array
+from torchkv.host.jit import compiled_with_gil
 
 __all__ = ["PageIndex", "evict", "first_difference", "insert", "lock", "match", "new_index", "unlock", "warm_up"]
 
-UInt64Array = npt.NDArray[np.uint64]
-
 ROOT = -1  # the parent of a sequence's first page
-_END = -1  # of a bucket
-_NOWHERE = -2  # the parent of a page that is no node
+_END = -1  # of the chain of a bucket
+_NOWHERE = -2  # the parent of a page that is not in the tree
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
 class PageIndex(NamedTuple):
-    """The arrays. All but ``keys`` and ``buckets`` have a row a page; a page that is no node has only ``parent``."""
+    """The arrays of the tree. All but ``keys`` and ``buckets`` have one entry for each page.
+
+    For a page that is not in the tree, only ``parent`` has a meaning.
+    """
 
     keys: UInt64Array  # secret random multipliers of the hash, [2 * page_size + 2]
     buckets: Int64Array  # first node of each bucket, [a power of two]
     following: Int64Array  # the next node in the same bucket
     tokens: Int64Array  # [num_pages, page_size]
     parent: Int64Array
-    child: Int64Array  # the one inserted last, which may have left since; [num_pages + 1], the last row is the root's
+    child: Int64Array  # inserted last, perhaps evicted since; [num_pages + 1], of which the last is the root's
     references: Int64Array
-    newer: Int64Array  # the ring, [num_pages + 1]: its last row is where it begins and ends
+    newer: Int64Array  # the ring, [num_pages + 1]: a doubly linked list, whose last entry is the sentinel
     older: Int64Array
 
 
 def new_index(num_pages: int, page_size: int) -> PageIndex:
-    """An index without nodes. Its hash is unlike that of any other one: nobody can prepare prompts that collide."""
+    """An empty tree. Its hash has random keys, so that no client can prepare prompts whose pages collide."""
     num_buckets = 1 << max(1, (num_pages - 1).bit_length())
     generator = np.random.default_rng()
     return PageIndex(
@@ -61,7 +62,7 @@ def new_index(num_pages: int, page_size: int) -> PageIndex:
 
 
 def warm_up() -> None:
-    """Loads the compiled code, or compiles it (seconds, once per machine where a cache can be written)."""
+    """Loads the compiled code, or compiles it, which takes seconds: once per machine if a cache can be written."""
     index = new_index(1, 1)
     path, ids = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     match(index, ids, path)
@@ -75,7 +76,7 @@ def warm_up() -> None:
 
 @compiled_with_gil
 def match(index: PageIndex, tokens: Int64Array, path: Int64Array) -> int:
-    """Writes the nodes of the longest known prefix into ``path``, at most as many as fit; returns how many."""
+    """Writes the nodes of the longest prefix of ``tokens`` into ``path``, as many as fit; returns how many."""
     page_size = index.tokens.shape[1]
     parent = ROOT
     for depth in range(len(path)):
@@ -88,7 +89,7 @@ def match(index: PageIndex, tokens: Int64Array, path: Int64Array) -> int:
 
 @compiled_with_gil
 def lock(index: PageIndex, path: Int64Array) -> int:
-    """One more reference to each node of ``path``; returns how many had none."""
+    """Adds a reference to each node of ``path``; returns how many had none before."""
     woken = 0
     for page in path:
         woken += _refer(index, page)
@@ -97,7 +98,7 @@ def lock(index: PageIndex, path: Int64Array) -> int:
 
 @compiled_with_gil
 def unlock(index: PageIndex, path: Int64Array) -> int:
-    """One reference less to each node of ``path``, which begins at the top; returns how many have none left."""
+    """Drops a reference to each node of ``path``, which begins at the root; returns how many have none left."""
     idle = 0
     last = len(index.older) - 1
     for page in path[::-1]:
@@ -112,7 +113,7 @@ def unlock(index: PageIndex, path: Int64Array) -> int:
 
 @compiled_with_gil
 def first_difference(index: PageIndex, tokens: Int64Array, path: Int64Array) -> int:
-    """The first position at which ``tokens`` are not those of the nodes of ``path``, or -1."""
+    """The first position at which ``tokens`` differ from the tokens of the nodes of ``path``; -1 if there is none."""
     page_size = index.tokens.shape[1]
     for at in range(len(path) * page_size):
         if index.tokens[path[at // page_size], at % page_size] != tokens[at]:
@@ -122,24 +123,24 @@ def first_difference(index: PageIndex, tokens: Int64Array, path: Int64Array) -> 
 
 @compiled_with_gil
 def insert(index: PageIndex, tokens: Int64Array, pages: Int64Array, path: Int64Array, known: int) -> int:
-    """Completes ``path``, whose first ``known`` nodes are locked, with one locked node for each further page.
+    """Extends ``path`` beyond its first ``known`` nodes, which are locked, by one node for each further page of tokens.
 
-    Where a node holds these tokens already, that node; else the page in ``pages`` becomes one. Returns how many of
-    the nodes found had no reference.
+    If the tree has a node with these tokens, takes that node; else makes the page in ``pages`` a node. Adds a reference
+    to each of these nodes. Returns how many of the nodes found had none before.
     """
     page_size = index.tokens.shape[1]
     woken = 0
     for depth in range(known, len(path)):
         parent = path[depth - 1] if depth > 0 else ROOT
-        run = tokens[depth * page_size : (depth + 1) * page_size]
-        page = _find(index, parent, run)
+        page_tokens = tokens[depth * page_size : (depth + 1) * page_size]
+        page = _find(index, parent, page_tokens)
         if page == _END:
             page = pages[depth]
             index.parent[page] = parent
             index.child[parent] = page
-            index.tokens[page, :] = run
+            index.tokens[page, :] = page_tokens
             index.references[page] = 1
-            bucket = _bucket(index, parent, run)
+            bucket = _bucket(index, parent, page_tokens)
             index.following[page] = index.buckets[bucket]
             index.buckets[bucket] = page
         else:
@@ -150,9 +151,10 @@ def insert(index: PageIndex, tokens: Int64Array, pages: Int64Array, path: Int64A
 
 @compiled_with_gil
 def evict(index: PageIndex, pages: Int64Array) -> None:
-    """Takes the longest unused nodes out, as many as ``pages`` has room for; that many must be without references.
+    """Removes the nodes that have been without references for longest, and writes their pages into ``pages``.
 
-    Fills ``pages`` from its end, so that pages of one sequence come out in order of position.
+    At least ``len(pages)`` nodes must be without references. Fills ``pages`` from its end, so that pages of one
+    sequence are in order of position.
     """
     last = len(index.older) - 1
     for at in range(len(pages) - 1, -1, -1):
@@ -171,34 +173,36 @@ def evict(index: PageIndex, pages: Int64Array) -> None:
 
 
 @compiled_with_gil
-def _find(index: PageIndex, parent: int, run: Int64Array) -> int:
+def _find(index: PageIndex, parent: int, page_tokens: Int64Array) -> int:
+    """The child of ``parent`` with the tokens ``page_tokens``, or `_END`."""
     page: int = index.child[parent]
-    if _is(index, page, parent, run):
+    if _is(index, page, parent, page_tokens):
         return page
-    page = index.buckets[_bucket(index, parent, run)]
-    while page != _END and not _is(index, page, parent, run):
+    page = index.buckets[_bucket(index, parent, page_tokens)]
+    while page != _END and not _is(index, page, parent, page_tokens):
         page = index.following[page]
     return page
 
 
 @compiled_with_gil
-def _is(index: PageIndex, page: int, parent: int, run: Int64Array) -> bool:
+def _is(index: PageIndex, page: int, parent: int, page_tokens: Int64Array) -> bool:
+    """Whether ``page`` is the child of ``parent`` with the tokens ``page_tokens``."""
     if index.parent[page] != parent:
         return False
     at = 0
-    while at < len(run) and index.tokens[page, at] == run[at]:
+    while at < len(page_tokens) and index.tokens[page, at] == page_tokens[at]:
         at += 1
-    return at == len(run)
+    return at == len(page_tokens)
 
 
 @compiled_with_gil
-def _bucket(index: PageIndex, parent: int, run: Int64Array) -> int:
-    # A sum of 32-bit halves times secret multipliers, of which the high bits count: for any two pages, known to
-    # whoever chooses them, the chance to meet is that of random numbers.
+def _bucket(index: PageIndex, parent: int, page_tokens: Int64Array) -> int:
+    # Multilinear hashing: the high bits of a sum of 32-bit halves times secret random multipliers. Any two given pages
+    # collide with the probability of two random numbers.
     keys = index.keys
     total = keys[0] + keys[1] * np.uint64(parent + 1)
-    for at in range(len(run)):
-        token = np.uint64(run[at])
+    for at in range(len(page_tokens)):
+        token = np.uint64(page_tokens[at])
         total += keys[2 * at + 2] * (token & _LOW_HALF) + keys[2 * at + 3] * (token >> _HALF)
     bucket: int = np.int64((total >> _HALF) & np.uint64(len(index.buckets) - 1))  # type: ignore[assignment]
     return bucket
@@ -206,6 +210,7 @@ def _bucket(index: PageIndex, parent: int, run: Int64Array) -> int:
 
 @compiled_with_gil
 def _refer(index: PageIndex, page: int) -> int:
+    """Adds a reference; returns 1 if the node had none before, else 0."""
     index.references[page] += 1
     if index.references[page] > 1:
         return 0
@@ -215,5 +220,6 @@ def _refer(index: PageIndex, page: int) -> int:
 
 @compiled_with_gil
 def _leave_ring(index: PageIndex, page: int) -> None:
+    """Takes a node out of the ring of those without references."""
     index.newer[index.older[page]] = index.newer[page]
     index.older[index.newer[page]] = index.older[page]

@@ -1,0 +1,1 @@
+"""The rules of a transfer: state machines and messages. No thread, clock, socket or memory."""

@@ -1,6 +1,9 @@
-"""What the state machines ask their driver to do. They never do it themselves.
+"""What the state machines ask the engine to do: send a message, start a transfer, complete a work.
 
-Not frozen: some are made on the caller's critical path, and a frozen dataclass takes three times as long to make.
+A state machine does no I/O. It appends actions to its list ``actions``, and the engine takes and performs them.
+
+The dataclasses are not frozen: some are made on the caller's critical path, and a frozen dataclass takes three times as
+long to make.
 """
 
 from __future__ import annotations
@@ -10,24 +13,27 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
-from torchkv.pieces import Piece, PieceLayout
-from torchkv.plan import PairPlan
-from torchkv.staging import Signal, Stage, Stream
-from torchkv.transport import Int64Array
-from torchkv.wire import Message
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.pieces import Piece, PieceLayout
+from torchkv.layout.stage_format import ChunkFifo, Signal
+from torchkv.protocol.messages import Message
+from torchkv.protocol.stage_allocator import Stage
 
-__all__ = ["Account", "Action", "BoundGrant", "Halt", "Scatter", "SendOp", "Settle", "Start", "Tell", "Ticket"]
+__all__ = ["Account", "Action", "BoundGrant", "Halt", "Scatter", "SendOp", "Settle", "Start", "Tell", "Work"]
 
-Ticket: TypeAlias = Any  # the driver's own handle of a pending call; the protocol only hands it back
+Work: TypeAlias = Any  # the `KVWork` of a pending call; the protocol only hands it back (tests use strings)
 
 
 @dataclass(eq=False, slots=True)
 class SendOp:
-    """One verb towards one destination. ``start`` and ``num_pages`` count this rank's pages after the prefix.
+    """One verb towards one destination.
 
-    ``prefixes`` is shared by all destinations of one call: rank -> prefix tokens, as far as grants have told.
-    ``state``: it moves the layers' state, one slot, which counts as one page.
+    layers: global ids. start, num_pages: which of this rank's pages, counted after the receiver's prefix. prefixes:
+    receiver rank -> its prefix in tokens, as far as grants have come; all ops of one verb share this dict.
+    source_pages: the engine's `SourcePages`, opaque here. state: the op moves the state of the layers, one slot, which
+    counts as one page.
     """
 
     request: str
@@ -36,17 +42,19 @@ class SendOp:
     layers: tuple[int, ...]
     start: int
     num_pages: int
-    ticket: Ticket
-    payload: Any = None  # the driver's: page ids and the event that gates them
+    work: Work
+    source_pages: Any = None
     state: bool = False
-    moved: bool = False  # set by the driver when bytes moved; cleared when the receiver has been told
+    moved: bool = False  # set by the engine when bytes have moved; cleared when `Alive` is sent to the receiver
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class BoundGrant:
-    """A receiver's permission to write: ``pages`` are its page ids, in order of position after the prefix.
+    """A receiver's permission to write to its pages, as its writer keeps it. Without one nothing is written.
 
-    state_slot: where state may be written, if the receiver has any.
+    dst: the receiver. generation: of its ``recv_pages`` call. prefix_tokens: tokens that it holds already. pages: its
+    page ids [n], in order of position after the prefix. plan: what this writer owes it. state_slot: the slot that state
+    may be written to, if its layout has state.
     """
 
     dst: int
@@ -62,7 +70,7 @@ class BoundGrant:
         return len(self.pages) * self.plan.dst_page_size
 
     def of_state(self) -> BoundGrant:
-        """The same permission for the slot alone: one page of one token, without a prefix."""
+        """A grant of the state slot alone, for ops with ``state``: one page of one token, with no prefix."""
         assert self.plan.state is not None
         slots = [] if self.state_slot is None else [self.state_slot]
         pages = np.array(slots, dtype=np.int64)
@@ -79,7 +87,7 @@ class Tell:
 
 @dataclass(slots=True)
 class Start:
-    """Transfer ``op`` under ``grant`` once its event is ready; report with ``op_finished`` exactly once."""
+    """Transfer ``op`` under ``grant`` once its gate has passed. Report with `Sender.op_finished`, exactly once."""
 
     op: SendOp
     grant: BoundGrant
@@ -87,19 +95,24 @@ class Start:
 
 @dataclass(slots=True)
 class Halt:
-    """Stop ``op``: post nothing more, and report ``op_finished`` when nothing of it can land any more."""
+    """Stop ``op``: post nothing more, and call `Sender.op_finished` when nothing of it can land any more."""
 
     op: SendOp
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Scatter:
-    """Unpack a stage that rank ``src`` has written into this rank's pages; report with ``scattered`` exactly once.
+    """Unpack a stage written by rank ``src`` into this rank's pages. Report with `Receiver.scattered`, exactly once.
 
-    layout: of ``piece``, by ``plan``. pages: the grant's page ids. num_tokens: the grant's. checked: compare the
-    checksums that lie in the stage too. state: it is state, and the pages are the slot. signal: the stage is being
-    written, and this comes behind that; `written` says whether it was seen to. stream: the piece passes through the
-    stage like that. stopped: the receive has failed, so wait no longer.
+    serial: names the stage among those of this writer and generation. piece: the layers and pages that the stage holds.
+    layout: where each lies in the stage. plan: between the two ranks. pages: the receiver's page ids. num_tokens:
+    tokens that the grant covers. checked: the stage holds checksums too; compare them. state: the stage holds state,
+    and ``pages`` is the slot.
+
+    signal: if set, the stage was announced early; unpack it once this signal has risen. fifo: if set, the piece
+    passes through the stage as a FIFO. written: whether the writer is known to have written the stage: set here without
+    a signal, by the unpacker once the signal has risen. stopped: set here when the request fails; the unpacker then
+    stops waiting for the signal.
     """
 
     request: str
@@ -115,25 +128,25 @@ class Scatter:
     checked: bool
     state: bool
     signal: Signal | None = None
-    stream: Stream | None = None
+    fifo: ChunkFifo | None = None
     written: bool = True
     stopped: bool = False
 
 
 @dataclass(slots=True)
 class Settle:
-    """Complete the call behind ``ticket``, with ``error`` or successfully."""
+    """Complete one part of ``work``, with ``error`` or successfully. aux: the sender's bytes, for a receive."""
 
-    ticket: Ticket
+    work: Work
     error: KVError | None = None
     aux: bytes = b""
 
 
 @dataclass(slots=True)
 class Account:
-    """Bytes have moved for the call behind ``ticket``, on ``path``."""
+    """Add ``nbytes`` moved on ``path`` to what ``work`` reports."""
 
-    ticket: Ticket
+    work: Work
     nbytes: int
     path: str
 

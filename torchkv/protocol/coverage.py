@@ -1,4 +1,8 @@
-"""Sets of half-open integer intervals: which pages were given, which tokens have arrived."""
+"""Coverage: which tokens of each layer have arrived, or which pages were sent, as sets of half-open intervals.
+
+Completion is decided by coverage and never by counting messages, so repeated, overlapping and reordered messages change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ __all__ = ["Coverage", "LayerCoverage"]
 
 
 class Coverage:
-    """Disjoint, sorted, merged intervals [lo, hi). Never changes."""
+    """An immutable set of integers, kept as disjoint, sorted, merged intervals [lo, hi)."""
 
     __slots__ = ("_his", "_los")
 
@@ -18,7 +22,7 @@ class Coverage:
         self._his = his
 
     def plus(self, lo: int, hi: int) -> Coverage:
-        """With [lo, hi); the same object if that is covered already."""
+        """This set and [lo, hi). Returns this very object if [lo, hi) is covered already."""
         if not self._los and lo < hi:
             return Coverage((lo,), (hi,))
         if self.gap(lo, hi) is None:
@@ -34,7 +38,7 @@ class Coverage:
         )
 
     def gap(self, lo: int, hi: int) -> int | None:
-        """The first member of [lo, hi) that is missing, or None."""
+        """The smallest integer of [lo, hi) that is not in the set, or None."""
         if lo >= hi:
             return None
         at = bisect_right(self._los, lo) - 1
@@ -50,7 +54,7 @@ _NOTHING = Coverage()
 
 
 class LayerCoverage:
-    """The `Coverage` of many layers. Most are covered alike: these share one object, and are looked at once."""
+    """The `Coverage` of many layers. Layers that are covered alike share one object."""
 
     __slots__ = ("_of",)
 
@@ -58,7 +62,7 @@ class LayerCoverage:
         self._of: dict[int, Coverage] = {}
 
     def add(self, layers: Iterable[int], lo: int, hi: int) -> None:
-        """Adding what is covered already changes nothing."""
+        """Adds [lo, hi) to each of these layers."""
         if lo >= hi:
             return
         made: dict[Coverage, Coverage] = {}
@@ -69,12 +73,14 @@ class LayerCoverage:
             self._of[layer] = made[before]
 
     def first_gap(self, owed: Iterable[tuple[int, list[tuple[int, int]]]], *, unit: int = 1) -> tuple[int, int] | None:
-        """The first (layer, member) that is ``owed`` and missing, or None.
+        """The first (layer, integer) that is ``owed`` and not covered, or None.
 
-        owed: layers, each with its intervals, none empty. unit: a member here is as large as so many of those; one that
-        is owed in part is owed. Layers that are given one and the same list are looked at together.
+        owed: layers, each with its list of intervals, none empty. unit: how many integers of ``owed`` make one integer
+        of this coverage (tokens in a page, if pages were added); one that is owed in part is owed. Layers whose list is
+        one and the same object, and whose coverage is too, are compared once.
         """
-        whole: dict[tuple[int, int], list[tuple[int, int]]] = {}  # keeps the lists, or their ids might come twice
+        # By ids of both. The values keep the lists alive, because the id of a freed list may be used again.
+        whole: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for layer, intervals in owed:
             coverage = self._of.get(layer, _NOTHING)
             both = id(intervals), id(coverage)

@@ -1,8 +1,21 @@
-"""The control messages and how they look as bytes: typed, bounded, versioned, authenticated.
+"""The control messages between ranks, and their encoding: typed, bounded, versioned, authenticated.
 
-A frame is a fixed header, a MAC and at most one message. Messages name things by handle (generation, layer, page)
-and never by address. Nothing received is unpickled or evaluated: msgspec decodes into the types below and refuses
-everything else, including unknown fields and anything over its bound.
+A control frame is a fixed header, a MAC and at most one message. Messages name things by handle (generation, layer,
+page) and never by address. Nothing received is unpickled or evaluated: msgspec decodes into the types below and refuses
+everything else, including unknown fields and values over their bounds.
+
+One request between a writer and a receiver, without staging:
+
+    receiver --Grant--> writer       these pages may be written, under this generation
+    writer --Attest--> receiver      these layers and tokens are visible in your memory     (several)
+    writer --Seal--> receiver        that was everything
+    receiver --Verdict--> writer     the request has succeeded
+
+and when it fails, on whichever side:
+
+    writer --Abort--> receiver       it has failed here, for this reason
+    receiver --Revoke--> writer      it has failed: stop, drain, answer
+    writer --Quiesced--> receiver    nothing that I wrote under this grant can land any more
 """
 
 from __future__ import annotations
@@ -16,9 +29,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from torchkv.compiled import compiled_with_gil
+from torchkv.arrays import Int64Array
 from torchkv.errors import AuthError, ProtocolError
-from torchkv.transport import Int64Array
+from torchkv.host.jit import at_register, compiled_with_gil
 
 __all__ = [
     "MAX_ASKS",
@@ -29,7 +42,7 @@ __all__ = [
     "Abort",
     "Alive",
     "Attest",
-    "Frame",
+    "ControlFrame",
     "Grant",
     "InstanceVerdict",
     "Message",
@@ -58,7 +71,7 @@ MAX_PAGES = 1 << 20
 MAX_RANKS = 1 << 14
 MAX_LAYERS = 1 << 14
 MAX_TEXT = 2048
-MAX_ASKS = 8  # of one writer under one generation: stages asked for and not yet written
+MAX_ASKS = 8  # stages that one writer may have asked for and not yet written, under one generation
 MAX_FRAME = MAX_PAGES * 8 + MAX_AUX + (64 << 10)
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -70,24 +83,33 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag_field="t"):
-    """Base of all control messages. ``generation`` names one `recv_pages` of the receiving rank."""
+    """Base of all control messages.
+
+    ``generation`` is the number that the receiving rank gave to one `recv_pages` call: requests that use one name after
+    another have different generations, so a late message is never taken for one of a later request.
+    """
 
 
 class Grant(Message, frozen=True, tag="grant"):
-    """Receiver -> writer: you may write these pages of mine, in order of position after the prefix, and this slot."""
+    """Receiver -> writer: you may write these pages and this state slot of mine, under this generation.
+
+    ``pages``: little-endian int64 page ids, in order of position after the prefix. ``writers``: all contributing ranks,
+    ascending; together with the layouts they determine what each of them owes.
+    """
 
     request: Request
     generation: Count
     prefix_tokens: Count
     pages: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
     writers: Annotated[list[Rank], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
-    state_slot: Count | None = None  # None: it has no state
+    state_slot: Count | None = None  # None: the receiver's layout has no state
 
 
 class Attest(Message, frozen=True, tag="attest"):
-    """Writer -> receiver: tokens [lo, hi) of these layers are visible in your memory, as far as they are mine.
+    """Writer -> receiver: my share of tokens [lo, hi) of these layers is visible in your memory.
 
-    ``state``: not the tokens of these layers, but their state.
+    Tokens count from the end of the prefix. ``nbytes`` and ``path`` are for accounting only. With ``state`` the message
+    is about the state of these layers, and ``lo`` and ``hi`` mean nothing.
     """
 
     generation: Count
@@ -100,7 +122,10 @@ class Attest(Message, frozen=True, tag="attest"):
 
 
 class Seal(Message, frozen=True, tag="seal"):
-    """Writer -> receiver: that was everything: ``num_pages`` of my pages, counted after the prefix, and the aux."""
+    """Writer -> receiver: I have sent everything, it is flushed, and I write no more.
+
+    ``num_pages``: of my own page size, counted after the prefix. ``aux``: the bytes given to ``finish``.
+    """
 
     generation: Count
     num_pages: Count
@@ -108,7 +133,7 @@ class Seal(Message, frozen=True, tag="seal"):
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Writer -> receiver: this request has failed (or is refused) here, for this reason."""
+    """Writer -> receiver: this request has failed here, or I refuse its grant, for this reason."""
 
     generation: Count
     kind: Kind
@@ -122,7 +147,7 @@ class Quiesced(Message, frozen=True, tag="quiesced"):
 
 
 class Revoke(Message, frozen=True, tag="revoke"):
-    """Receiver -> writer: this request has failed for this reason; stop, drain and answer ``Quiesced``."""
+    """Receiver -> writer: this request has failed, for this reason. Stop, drain, and answer with ``Quiesced``."""
 
     generation: Count
     kind: Kind
@@ -136,14 +161,14 @@ class Verdict(Message, frozen=True, tag="verdict"):
 
 
 class Alive(Message, frozen=True, tag="alive"):
-    """Either way: this request is still making progress here."""
+    """In both directions (``to_writer`` says which): the request still makes progress here, so do not time out."""
 
     generation: Count
     to_writer: bool
 
 
 class Post(Message, frozen=True, tag="post"):
-    """Rank -> lowest rank of its instance: I have posted this request, for so many tokens."""
+    """Rank -> lowest rank of its instance: I have posted ``recv_pages`` for this request, for so many tokens."""
 
     request: Request
     generation: Count
@@ -153,7 +178,10 @@ class Post(Message, frozen=True, tag="post"):
 
 
 class Outcome(Message, frozen=True, tag="outcome"):
-    """Rank -> lowest rank of its instance: all is here (empty kind), or it failed."""
+    """Rank -> lowest rank of its instance: all bytes are here (empty ``kind``), or the request failed here.
+
+    Generation 0: the ``recv_pages`` call itself was refused, so it has no generation.
+    """
 
     request: Request
     generation: Count
@@ -162,7 +190,7 @@ class Outcome(Message, frozen=True, tag="outcome"):
 
 
 class InstanceVerdict(Message, frozen=True, tag="instance"):
-    """Lowest rank -> rank of its instance: all of us succeeded (empty kind), or somebody failed."""
+    """Lowest rank -> each rank of its instance: the request succeeded on all ranks (empty ``kind``), or it failed."""
 
     generation: Count
     kind: Kind
@@ -170,24 +198,24 @@ class InstanceVerdict(Message, frozen=True, tag="instance"):
 
 
 class StageAsk(Message, frozen=True, tag="stage_ask"):
-    """Writer -> receiver: I need a stage of ``nbytes`` of your staging ring, or at least of ``least``.
+    """Writer -> receiver: I need a stage of ``nbytes`` bytes of your staging ring, or at least of ``least``.
 
-    ``serial`` counts 0, 1, 2, ... per (writer, generation). ``only``: under this generation I write through the ring
-    and nowhere else, until I withdraw that.
+    ``serial`` counts 0, 1, 2, ... per (writer, generation). ``ring_only``: I promise to write to the ring and not to
+    your pages under this generation, until I withdraw the promise.
     """
 
     generation: Count
     serial: Count
     nbytes: Count
     least: Count
-    only: bool
+    ring_only: bool
 
 
 class StageGrant(Message, frozen=True, tag="stage_grant"):
-    """Receiver -> writer: bytes [offset, offset + nbytes) of my ring are yours until you say ``Staged``.
+    """Receiver -> writer: you may write bytes [offset, offset + nbytes) of my ring until you send ``Staged``.
 
-    With a ``value`` that is not 0 you may say so early: signal word ``word`` of my ring then rises to ``value`` when
-    your GPU has written the stage.
+    With a ``value`` other than 0 you may send ``Staged`` early, before the stage is written: your GPU then raises
+    signal word ``word`` of my ring to ``value`` when it has written the stage.
     """
 
     generation: Count
@@ -199,7 +227,7 @@ class StageGrant(Message, frozen=True, tag="stage_grant"):
 
 
 class StageDenied(Message, frozen=True, tag="stage_denied"):
-    """Receiver -> writer: you get no stage for this ask, for this reason."""
+    """Receiver -> writer: the stage asked for by this serial is not granted, for this reason."""
 
     generation: Count
     serial: Count
@@ -207,12 +235,14 @@ class StageDenied(Message, frozen=True, tag="stage_denied"):
 
 
 class Staged(Message, frozen=True, tag="staged"):
-    """Writer -> receiver: the stage holds pages [start, start + num_pages) of these layers, visible in your ring.
+    """Writer -> receiver: pages [start, start + num_pages) of these layers are in the stage, visible in your ring.
 
-    Pages are mine, counted after the prefix. ``checked``: their checksums lie in the stage too. With 0 pages the
-    stage is given back unused. ``state``: it is the state of these layers, as if that were one page. ``early``: it
-    will hold them, and is mine until then, when the signal of its grant rises. ``chunk``, if not 0: they pass through
-    it, ``chunk`` bytes at a time in each of ``channels`` channels, and the words of that signal say how far each is.
+    Pages are the writer's, counted after the prefix. 0 pages: the stage is given back unused.
+    ``checked``: the pages' checksums lie in the stage too.
+    ``state``: the stage holds the state of these layers, which counts as one page.
+    ``signalled``: the stage is announced early. The writer's GPU writes it, then raises the signal of its grant.
+    ``chunk``, if not 0: the stage is a FIFO. The pages pass through it in chunks of ``chunk`` bytes, in ``channels``
+    FIFO channels, and the words of the signal say how far each of them is.
     """
 
     generation: Count
@@ -222,19 +252,19 @@ class Staged(Message, frozen=True, tag="staged"):
     num_pages: Count
     checked: bool
     state: bool = False
-    early: bool = False
+    signalled: bool = False
     chunk: Count = 0
     channels: Count = 0
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):
-    """Writer -> receiver: I want to write to your pages directly, and promise no longer to use the ring only."""
+    """Writer -> receiver: I take back the promise to write to the ring only, because I want to write to your pages."""
 
     generation: Count
 
 
 class Withdrawn(Message, frozen=True, tag="withdrawn"):
-    """Receiver -> writer: I no longer rely on that promise; write directly."""
+    """Receiver -> writer: I no longer rely on that promise, so you may write to my pages."""
 
     generation: Count
 
@@ -269,8 +299,12 @@ _LITTLE = sys.byteorder == "little"
 _MAC_BYTES = 16
 
 
-class Frame(msgspec.Struct, frozen=True):
-    """One datagram. ``seq`` 0 carries no message: it only acknowledges everything up to ``ack``."""
+class ControlFrame(msgspec.Struct, frozen=True):
+    """The unit of exchange between two `Session`: one message with its number, or an acknowledgement alone.
+
+    source: sending rank. incarnation, target: incarnations of the sending and of the receiving process. seq: number of
+    the message, from 1; 0 means that there is none. ack: every message up to this number has been received.
+    """
 
     source: int
     incarnation: int
@@ -280,15 +314,15 @@ class Frame(msgspec.Struct, frozen=True):
     message: Message | None
 
 
-def encode_frame(frame: Frame, key: bytes) -> bytes:
-    """The frame as bytes, with a keyed BLAKE2b MAC over header and body."""
+def encode_frame(frame: ControlFrame, key: bytes) -> bytes:
+    """Header, keyed BLAKE2b MAC over header and body, body."""
     header = _HEADER.pack(_MAGIC, frame.source, frame.incarnation, frame.target, frame.seq, frame.ack)
     body = b"" if frame.message is None else _encoder.encode(frame.message)
     return header + _mac(key, header, body) + body
 
 
-def decode_frame(data: bytes, key: bytes) -> Frame:
-    """The frame that ``data`` holds. Raises ``AuthError`` (wrong MAC) or ``ProtocolError`` (anything else)."""
+def decode_frame(data: bytes, key: bytes) -> ControlFrame:
+    """Raises ``AuthError`` for a wrong MAC, ``ProtocolError`` for anything else that `encode_frame` does not make."""
     start = _HEADER.size + _MAC_BYTES
     if not start <= len(data) <= MAX_FRAME:
         raise ProtocolError(f"control frame of {len(data)} bytes, outside [{start}, {MAX_FRAME}]")
@@ -303,9 +337,9 @@ def decode_frame(data: bytes, key: bytes) -> Frame:
     try:
         message = _decoder.decode(body) if body else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        # The latter escapes from msgspec for a tag that is no UTF-8.
+        # msgspec lets UnicodeDecodeError escape for a tag that is not UTF-8.
         raise ProtocolError(f"control message does not decode: {error}") from error
-    return Frame(source, incarnation, target, seq, ack, message)
+    return ControlFrame(source, incarnation, target, seq, ack, message)
 
 
 def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
@@ -316,14 +350,15 @@ def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
 
 @compiled_with_gil
 def _are_inside(pages: Int64Array, limit: int) -> bool:
-    outside = np.int64(0)  # its sign: that of any difference below zero
+    outside = np.int64(0)  # its sign bit is set as soon as one page is below 0 or not below the limit
     for page in pages:
         outside |= page | (limit - 1 - page)
     return bool(outside >= 0)
 
 
+@at_register
 def warm_up() -> None:
-    """Compiles, or loads from disk, what the first message would otherwise wait for."""
+    """Compiles the page id check, or loads it from disk, so that the first grant does not wait for it."""
     unpack_pages(b"", 0)
 
 
@@ -333,7 +368,7 @@ def pack_pages(pages: Int64Array) -> bytes:
 
 
 def unpack_pages(data: bytes, num_pages: int) -> Int64Array:
-    """Page ids, each checked to lie in [0, num_pages). Raises ``ProtocolError``."""
+    """Page ids as int64 [n]. Raises ``ProtocolError`` for a broken list, or an id outside [0, num_pages)."""
     if len(data) % 8:
         raise ProtocolError(f"page list of {len(data)} bytes is not a whole number of int64")
     pages = np.frombuffer(data, dtype=np.int64) if _LITTLE else np.frombuffer(data, dtype="<i8").astype(np.int64)

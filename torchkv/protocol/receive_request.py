@@ -1,48 +1,66 @@
-"""What a receiver knows of one `recv_pages` call and of each of its writers."""
+"""The record of one `recv_pages` call, and of each of its writers. `receiver` drives them.
+
+One writer, as its receiver knows it. Attestations and unpacked stages add to its coverage. It is quiescent as soon as
+one of three proofs has come:
+
+    WRITING --Seal: flushed everything--------------------+
+       |                                                  v
+       +--Revoke sent, Quiesced received: drained--> QUIESCENT
+       |                                                  ^
+       +--its process has ended, its writes have landed---+
+
+Invariant: while a writer is not quiescent, bytes of it may still land where it was allowed to write. So the pages of a
+failed request go to another request only when all of its writers are ``harmless``: quiescent, or known to write to the
+staging ring only, and so unable to reach the pages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
-from torchkv.plan import PairPlan
-from torchkv.protocol.actions import Scatter, Ticket
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.protocol.actions import Scatter, Work
 from torchkv.protocol.coverage import LayerCoverage
-from torchkv.transport import Int64Array
 
-__all__ = ["Receive", "Writer"]
+__all__ = ["ReceiverRequest", "Writer"]
 
 
 @dataclass(eq=False, slots=True)
 class Writer:
-    """What one contributing writer owes and has attested."""
+    """One contributing writer: what it owes, what has arrived from it, and whether it may still write."""
 
     plan: PairPlan
-    attested: LayerCoverage = field(default_factory=LayerCoverage)  # tokens visible here
-    states: set[int] = field(default_factory=set)  # layers whose state is visible here
-    sealed: int | None = None  # its page count
+    attested: LayerCoverage = field(default_factory=LayerCoverage)  # tokens after the prefix that have arrived
+    states: set[int] = field(default_factory=set)  # layers whose state has arrived
+    sealed: int | None = None  # the page count of its seal, in its own pages
     aux: bytes = b""
     quiescent: bool = False
-    confined: bool = False  # when the receive failed, it wrote through the staging ring only
+    ring_only: bool = False  # set when the request fails: its promise to use the staging ring only held at that moment
 
     def cover(self, layers: Iterable[int], lo: int, hi: int, *, state: bool) -> None:
-        """Tokens [lo, hi) of these layers, or their state, are here; what is not owed changes nothing."""
+        """Tokens [lo, hi) of these layers, or their state, have arrived. Skips layers that this writer does not owe."""
         if state:
             assert self.plan.state is not None
-            self.states.update(layer for layer in layers if layer in self.plan.state.slabs_of)
+            self.states.update(layer for layer in layers if layer in self.plan.state.segments_of)
             return
-        self.attested.add([layer for layer in layers if layer in self.plan.slabs_of], lo, hi)
+        self.attested.add([layer for layer in layers if layer in self.plan.segments_of], lo, hi)
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
-        """The first of what it owes of ``layers`` (None: of all) and is not here, in words; None if all is here."""
+        """Names the first thing that this writer owes and that has not arrived; None if there is nothing.
+
+        layers: look at these only; None: at all. num_tokens: of the grant. Before the seal the writer owes the whole
+        grant, after it no more than the pages that it sealed.
+        """
         limit = num_tokens if self.sealed is None else min(num_tokens, self.sealed * self.plan.src_page_size)
         gap = self.attested.first_gap(self.plan.owed(num_tokens, limit, layers=layers))
         if gap is not None:
             return f"layer {gap[0]}, token {gap[1]} after the prefix"
         assert self.plan.state is not None
         state = self.plan.state
-        wanted = state.layers if layers is None else [layer for layer in layers if layer in state.slabs_of]
+        wanted = state.layers if layers is None else [layer for layer in layers if layer in state.segments_of]
         for layer in wanted:
             if layer not in self.states:
                 return f"layer {layer}'s state"
@@ -50,13 +68,17 @@ class Writer:
 
     @property
     def harmless(self) -> bool:
-        """Whether nothing that it still writes can land on the receive's pages."""
-        return self.quiescent or self.confined
+        """Whether nothing that this writer still writes can land on the request's pages."""
+        return self.quiescent or self.ring_only
 
 
 @dataclass(eq=False, slots=True)
-class Receive:
-    """One `recv_pages` call: a generation of a request."""
+class ReceiverRequest:
+    """One `recv_pages` call, which is one generation of a request.
+
+    pages: page ids [n] of this rank, in order of position after the prefix. num_tokens: that they hold. total: the
+    caller's total deadline in seconds, or None for the two of Options.
+    """
 
     request: str
     generation: int
@@ -64,25 +86,26 @@ class Receive:
     prefix_tokens: int
     num_tokens: int
     writers: dict[int, Writer]
-    ticket: Ticket
-    born: float
-    total: float | None  # one deadline for everything, if the caller gave one
-    heard: float | None = None  # when a writer last showed progress
-    told_alive: float = 0.0
+    work: Work
+    begun_at: float
+    total: float | None
+    progress_at: float | None = None  # when a writer last showed progress; None before the first sign of it
+    alive_told_at: float = 0.0  # when sealed writers were last told that this request is alive
     state_slot: int | None = None
-    scattering: set[Scatter] = field(default_factory=set)  # stages that are being unpacked into its pages
-    complete_at: float | None = None
-    error: KVError | None = None
-    ended: bool = False
-    cancels: list[Ticket] = field(default_factory=list)
+    scattering: set[Scatter] = field(default_factory=set)  # stages that are being unpacked into the pages
+    complete_at: float | None = None  # when all bytes were here; the instance's verdict may still be missing
+    error: KVError | None = None  # set once, when the request fails
+    ended: bool = False  # the leases have ended
+    cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
 
     @property
     def aux(self) -> bytes:
+        """The aux bytes of the writers. Those that sent any sent the same: `Receiver.on_seal` sees to it."""
         for writer in self.writers.values():
             if writer.aux:
                 return writer.aux
         return b""
 
     def pending_writers(self) -> tuple[int, ...]:
-        """Writers whose writes may still land."""
+        """Ranks whose writes may still land on the pages."""
         return tuple(rank for rank, writer in self.writers.items() if not writer.harmless)

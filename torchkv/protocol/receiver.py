@@ -1,16 +1,38 @@
-"""The receiving side: grants, leases, coverage, and revocation up to quiescence.
+"""The receiving side of requests: when one succeeds, when it fails, and when its pages may be used again.
 
-    LIVE --all writers sealed and covered--> COMPLETE --instance verdict--> succeeded (leases end)
-      \\                                        \\
-       +--------- failure or cancel -------------+--> REVOKING --every writer quiescent--> ended (leases end)
+    post: pages leased, Grant sent
+       |
+       v
+      LIVE --every writer sealed, all that they owe is here--> COMPLETE --instance verdict--> succeeded, leases end
+       |                                                          |
+       +------------------ failure or cancel ---------------------+
+                                  |
+                                  v
+                    REVOKING: work failed, Revoke sent --nothing can land any more--> ended, leases end
 
-The call fails at once; its pages stay leased until no write can land on them any more.
+* **Grant.** `Receiver.post` leases the pages to a new *generation* of the request and grants them to its writers.
+* **Attest, seal.** Writers attest what is visible here, and seal when they have sent everything. Stages of the staging
+  ring count as arrived when they have been unpacked. The request is complete when what arrived covers what was sealed.
+* **Verdict.** A request succeeds on all ranks of its instance or on none: a complete rank waits for the instance's
+  leader (`instance`). Without other ranks, complete is succeeded. Then the writers are told (`Verdict`).
+* **Revoke.** Whatever fails the request, its work fails at once and every writer is told to stop. A one-sided write
+  cannot be called back, so the pages stay leased, in *quarantine*, until every writer is *quiescent* or cannot reach
+  them, and until this rank's own unpacking has ended. `receive_request` shows what proves quiescence.
+
+Invariant: a page is leased from before its grant is sent until no write under that grant can land on it any more. No
+timeout ends a lease; it only fails the request.
+
+Messages carry generations. One that comes late, again, or from a rank that is no writer of that generation, finds no
+live request and changes nothing.
 """
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import (
     KVError,
     PeerLost,
@@ -20,16 +42,13 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
-from torchkv.pieces import Piece, PieceLayout, check_piece
-from torchkv.plan import PairPlan, seal_matches
-from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Ticket
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.pair_plan import PairPlan, seal_matches
+from torchkv.layout.pieces import Piece, PieceLayout, check_piece
+from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Signal
+from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Work
 from torchkv.protocol.leases import Leases
-from torchkv.protocol.receive import Receive, Writer
-from torchkv.protocol.stagekeeper import StageKeeper
-from torchkv.roster import Roster
-from torchkv.staging import CHUNK_UNIT, SIGNAL_STEP, Signal, Stage, Stream
-from torchkv.transport import Int64Array
-from torchkv.wire import (
+from torchkv.protocol.messages import (
     MAX_TEXT,
     Abort,
     Alive,
@@ -47,28 +66,36 @@ from torchkv.wire import (
     Withdraw,
     pack_pages,
 )
+from torchkv.protocol.receive_request import ReceiverRequest, Writer
+from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.staging_credits import StagingCredits
 
 __all__ = ["Receiver"]
 
-MAX_STREAMED = 1 << 30  # bytes of a layer in one piece, and of a chunk: what kernels count in 32 bits
+trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+
+MAX_FIFO_BYTES = 1 << 30  # bytes of one layer in a piece, and of one chunk: kernels count both in 32 bits
 
 
 class Receiver:
-    """All receives of this rank. Not thread-safe: the caller serialises. See `Sender` for ``actions``."""
+    """All requests that this rank receives. Not thread-safe: the caller holds a lock.
 
-    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float, keeper: StageKeeper) -> None:
-        """keeper: of this rank's staging ring."""
-        self._roster = roster
-        self._keeper = keeper
+    Every method that may change something appends to ``actions``; the engine takes and performs them.
+    """
+
+    def __init__(self, group_map: GroupMap, *, timeout: float, grant_timeout: float, credits: StagingCredits) -> None:
+        """timeout, grant_timeout: of Options, in seconds. credits: who may write where in this rank's staging ring."""
+        self._group_map = group_map
+        self._credits = credits
         self._timeout = timeout
         self._grant_timeout = grant_timeout
         self._next_generation = 1
-        self._receives: dict[int, Receive] = {}  # by generation: live and revoking
-        self._live: dict[str, Receive] = {}
-        self.leases = Leases(num_pages=roster.me.num_pages, num_slots=roster.me.num_slots)
+        self._requests: dict[int, ReceiverRequest] = {}  # by generation: live, complete and revoking
+        self._live: dict[str, ReceiverRequest] = {}  # by name: live and complete
+        self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots)
         self.actions: list[Action] = []
 
-    # ---------------------------------------------------------------- the caller's calls
+    # ---------------------------------------------------------------- calls of this rank's user
 
     def post(
         self,
@@ -79,107 +106,116 @@ class Receiver:
         prefix_tokens: int,
         state_slot: int | None = None,
         total: float | None,
-        ticket: Ticket,
+        work: Work,
         now: float,
-    ) -> Receive:
-        """Grants ``pages`` to the contributing writers among ``src``. Raises with nothing leased or sent."""
+    ) -> ReceiverRequest:
+        """Leases ``pages`` and grants them to the contributing writers among ``src``.
+
+        pages: page ids of this rank, in order of position after the prefix. total: one deadline for everything, in
+        seconds, or None. work: completed when the request succeeds or fails. Raises ``ProtocolError`` if the name is in
+        use or the prefix does not fit a writer's pages, ``PageOutOfRange`` if a page or the slot cannot be leased; then
+        nothing is leased or sent.
+        """
         if request in self._live:
             raise ProtocolError(
-                f"recv_pages({request!r}): this request is being received already on rank {self._roster.rank}; "
+                f"recv_pages({request!r}): this request is being received already on rank {self._group_map.rank}; "
                 f"wait for it or cancel({request!r}) first"
             )
-        page_size = self._roster.layout(self._roster.rank).page_size
-        self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._roster.rank}")
-        names = self._roster.contributing(src, self._roster.rank)
+        page_size = self._group_map.layout(self._group_map.rank).page_size
+        self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._group_map.rank}")
+        names = self._group_map.contributing(src, self._group_map.rank)
         writers: dict[int, Writer] = {}
         for rank in names:
-            plan = self._roster.plan(rank, names, self._roster.rank)
+            plan = self._group_map.plan(rank, names, self._group_map.rank)
             if prefix_tokens % plan.src_page_size:
                 raise ProtocolError(
                     f"recv_pages({request!r}): prefix_tokens={prefix_tokens} is not a multiple of the page size "
                     f"{plan.src_page_size} of writer rank {rank}; round it down to one"
                 )
             writers[rank] = Writer(plan)
-        receive = Receive(
+        req = ReceiverRequest(
             request=request,
             generation=self._next_generation,
             pages=pages,
             prefix_tokens=prefix_tokens,
             num_tokens=len(pages) * page_size,
             writers=writers,
-            ticket=ticket,
-            born=now,
+            work=work,
+            begun_at=now,
             total=total,
             state_slot=state_slot,
         )
+        trace.debug("request %r: granted to ranks %s, generation %d", request, names, self._next_generation)
         self._next_generation += 1
-        self._receives[receive.generation] = self._live[request] = receive
-        self.leases.take(receive)
-        grant = Grant(request, receive.generation, prefix_tokens, pack_pages(pages), list(names), state_slot)
+        self._requests[req.generation] = self._live[request] = req
+        self.leases.take(req)
+        grant = Grant(request, req.generation, prefix_tokens, pack_pages(pages), list(names), state_slot)
         for rank in names:
             self.actions.append(Tell(rank, grant))
-        if len(self._roster.siblings) > 1:
-            post = Post(request, receive.generation, prefix_tokens, receive.num_tokens, page_size)
-            self.actions.append(Tell(self._roster.siblings[0], post))
-        return receive
+        if len(self._group_map.siblings) > 1:
+            post = Post(request, req.generation, prefix_tokens, req.num_tokens, page_size)
+            self.actions.append(Tell(self._group_map.siblings[0], post))
+        return req
 
     def refuse(self, request: str, error: KVError) -> None:
-        """``recv_pages`` was refused on this rank: the other ranks of the instance need not wait for it."""
-        if request not in self._live and len(self._roster.siblings) > 1:
+        """Tells the instance that ``recv_pages`` was refused on this rank, so that the other ranks fail now."""
+        if request not in self._live and len(self._group_map.siblings) > 1:
             outcome = Outcome(request, 0, error_kind(error), str(error)[:MAX_TEXT])
-            self.actions.append(Tell(self._roster.siblings[0], outcome))
+            self.actions.append(Tell(self._group_map.siblings[0], outcome))
 
-    def cancel(self, request: str, ticket: Ticket) -> list[Ticket]:
-        """Fails the live receive of ``request``. Returns ``ticket`` once per receive whose end will settle it."""
-        pending: list[Ticket] = []
-        for receive in [receive for receive in self._receives.values() if receive.request == request]:
-            receive.cancels.append(ticket)
-            pending.append(ticket)
-            if receive.error is None:
-                where = f"its receiver, rank {self._roster.rank}"
-                self._fail(receive, TransferCancelled(f"request {request!r} was cancelled on {where}"))
+    def cancel(self, request: str, work: Work) -> list[Work]:
+        """Fails the live request of this name.
+
+        Returns ``work`` once for each generation of the name whose pages are still leased; the end of each completes
+        one part of it.
+        """
+        pending: list[Work] = []
+        for req in [req for req in self._requests.values() if req.request == request]:
+            req.cancels.append(work)
+            pending.append(work)
+            if req.error is None:
+                where = f"its receiver, rank {self._group_map.rank}"
+                self._fail(req, TransferCancelled(f"request {request!r} was cancelled on {where}"))
             else:
-                self._end_if_quiescent(receive)
+                self._end_if_quiescent(req)
         return pending
 
-    def layer_done(self, receive: Receive, layer: int) -> bool:
-        """Whether every byte of ``layer`` is here. Raises the receive's error."""
-        if receive.error is not None:
-            raise receive.error
-        return receive.ended or all(
-            writer.missing((layer,), receive.num_tokens) is None for writer in receive.writers.values()
-        )
+    def layer_done(self, req: ReceiverRequest, layer: int) -> bool:
+        """Whether every byte of ``layer`` (a global id) is here. Raises the request's error."""
+        if req.error is not None:
+            raise req.error
+        return req.ended or all(writer.missing((layer,), req.num_tokens) is None for writer in req.writers.values())
 
-    # ---------------------------------------------------------------- what peers say
+    # ---------------------------------------------------------------- messages, deaths and time
 
     def on_attest(self, src: int, message: Attest, now: float) -> None:
         found = self._writer(src, message.generation)
         if found is None:
             return
-        receive, writer = found
-        writer.cover(message.layers, message.lo, min(message.hi, receive.num_tokens), state=message.state)
-        self.actions.append(Account(receive.ticket, message.nbytes, message.path))
-        receive.heard = now
-        self._complete_if_covered(receive, now)
+        req, writer = found
+        writer.cover(message.layers, message.lo, min(message.hi, req.num_tokens), state=message.state)
+        self.actions.append(Account(req.work, message.nbytes, message.path))
+        req.progress_at = now
+        self._complete_if_covered(req, now)
 
     def on_seal(self, src: int, message: Seal, now: float) -> None:
         found = self._writer(src, message.generation)
         if found is None:
             return
-        receive, writer = found
-        receive.heard = now
+        req, writer = found
+        req.progress_at = now
         plan = writer.plan
-        # A sealed writer has flushed everything and writes no more, so its word is also its quiescence.
+        # A sealed writer has flushed everything and writes no more: the seal proves that it is quiescent.
         writer.sealed, writer.aux, writer.quiescent = message.num_pages, message.aux, True
-        self._keeper.quiescent(src, receive.generation, now)
-        if problem := self._bad_seal(receive, src, message, plan):
-            self._fail(receive, ProtocolError(problem))
+        self._credits.mark_quiescent(src, req.generation, now)
+        if problem := self._bad_seal(req, src, message, plan):
+            self._fail(req, ProtocolError(problem))
             return
-        if message.aux and len({w.aux for w in receive.writers.values() if w.aux}) > 1:
-            error = f"request {receive.request!r}: two writers sent unlike aux bytes; let one of them send it"
-            self._fail(receive, ProtocolError(error))
+        if message.aux and len({w.aux for w in req.writers.values() if w.aux}) > 1:
+            error = f"request {req.request!r}: two writers sent unlike aux bytes; pass aux on one of them only"
+            self._fail(req, ProtocolError(error))
             return
-        self._complete_if_covered(receive, now)
+        self._complete_if_covered(req, now)
 
     def on_abort(self, src: int, message: Abort) -> None:
         found = self._writer(src, message.generation)
@@ -187,115 +223,122 @@ class Receiver:
             self._fail(found[0], make_error(message.kind, message.text))
 
     def on_quiesced(self, src: int, message: Quiesced, now: float) -> None:
-        receive = self._receives.get(message.generation)
-        if receive is not None and receive.error is None:
+        req = self._requests.get(message.generation)
+        if req is not None and req.error is None:
             return
-        self._keeper.quiescent(src, message.generation, now)  # also where the pages are free already
-        if receive is None or src not in receive.writers:
+        # The request may have ended already, if this writer used the ring only: its stages are still quarantined.
+        self._credits.mark_quiescent(src, message.generation, now)
+        if req is None or src not in req.writers:
             return
-        receive.writers[src].quiescent = True
-        self._end_if_quiescent(receive)
+        req.writers[src].quiescent = True
+        self._end_if_quiescent(req)
 
     def on_alive(self, src: int, message: Alive, now: float) -> None:
         found = self._writer(src, message.generation)
         if found is not None:
-            found[0].heard = now
+            found[0].progress_at = now
 
     def on_instance_verdict(self, src: int, message: InstanceVerdict) -> None:
-        receive = self._receives.get(message.generation)
-        if receive is None or receive.error is not None or src != self._roster.siblings[0]:
+        req = self._requests.get(message.generation)
+        if req is None or req.error is not None or src != self._group_map.siblings[0]:
             return
         if message.kind:
-            self._fail(receive, make_error(message.kind, message.text), tell_instance=False)
-        elif receive.complete_at is not None:
-            self._succeed(receive)
+            self._fail(req, make_error(message.kind, message.text), tell_instance=False)
+        elif req.complete_at is not None:
+            self._succeed(req)
 
     def peer_lost(self, rank: int, reason: str) -> None:
-        """``rank`` does not answer: receives that still need something from it fail."""
-        leader = self._roster.siblings[0] if self._roster.siblings else None
-        for receive in [receive for receive in self._receives.values() if receive.error is None]:
-            writer = receive.writers.get(rank)
-            if (writer is not None and writer.sealed is None) or (rank == leader and rank != self._roster.rank):
-                self._fail(receive, PeerLost(f"request {receive.request!r}: {reason}"))
+        """``rank`` does not answer: requests that still need something from it fail. reason: for the message."""
+        leader = self._group_map.siblings[0] if self._group_map.siblings else None
+        for req in [req for req in self._requests.values() if req.error is None]:
+            writer = req.writers.get(rank)
+            if (writer is not None and writer.sealed is None) or (rank == leader and rank != self._group_map.rank):
+                self._fail(req, PeerLost(f"request {req.request!r}: {reason}"))
 
     def peer_dead(self, rank: int, now: float) -> None:
-        """The process of ``rank`` has ended and nothing that it wrote can land here any more."""
-        self._keeper.gone(rank, now)
-        for receive in list(self._receives.values()):
-            if rank in receive.writers and receive.error is not None:
-                receive.writers[rank].quiescent = True
-                self._end_if_quiescent(receive)
+        """The process of ``rank`` has ended and nothing that it wrote can land here any more: it is quiescent."""
+        self._credits.peer_dead(rank, now)
+        for req in list(self._requests.values()):
+            if rank in req.writers and req.error is not None:
+                req.writers[rank].quiescent = True
+                self._end_if_quiescent(req)
 
-    def abandon(self, error: KVError) -> None:
-        """The group goes away: every pending call ends now."""
-        for receive in list(self._receives.values()):
-            if receive.error is None:
-                self._fail(receive, type(error)(f"request {receive.request!r}: {error}"))
-            self.actions.extend(Settle(ticket, error) for ticket in receive.cancels)
-            receive.cancels = []
+    def fail_all(self, error: KVError) -> None:
+        """Fails every request and completes every pending call, because the group is destroyed."""
+        for req in list(self._requests.values()):
+            if req.error is None:
+                self._fail(req, type(error)(f"request {req.request!r}: {error}"))
+            self.actions.extend(Settle(work, error) for work in req.cancels)
+            req.cancels = []
 
     def tick(self, now: float) -> None:
-        """Deadlines and signs of life; call a few times a second."""
-        for generation, receive in self._receives.items():
-            if self._keeper.waiting(generation):
-                receive.heard = now  # the ring keeps that time, and its denial says more than a deadline would
-        self._keeper.tick(now)
-        for receive in [receive for receive in self._receives.values() if receive.error is None]:
-            deadline, text = self._deadline(receive)
+        """Fails requests whose deadline has passed, and tells sealed writers of the others that they are alive.
+
+        To be called a few times a second.
+        """
+        for generation, req in self._requests.items():
+            if self._credits.has_pending(generation):
+                # A wait for a stage has a deadline of its own, in StagingCredits, and its denial says more than
+                # "no progress".
+                req.progress_at = now
+        self._credits.tick(now)
+        for req in [req for req in self._requests.values() if req.error is None]:
+            deadline, text = self._deadline(req)
             if now >= deadline:
-                waiting = [rank for rank, writer in receive.writers.items() if writer.sealed is None]
-                whom = f"writer ranks {waiting}" if waiting else self._missing(receive)
+                waiting = [rank for rank, writer in req.writers.items() if writer.sealed is None]
+                whom = f"writer ranks {waiting}" if waiting else self._missing(req)
                 error = TransferTimeout(
-                    f"request {receive.request!r}: {text}, waiting for {whom}; its pages stay leased until all "
+                    f"request {req.request!r}: {text}, waiting for {whom}; its pages stay leased until all "
                     f"writers are quiescent (see error.pages_safe and quarantined()); retry, or raise the limit"
                 )
-                self._fail(receive, error)
-            elif now >= receive.told_alive + self._timeout / 4:
-                receive.told_alive = now
-                alive = Alive(receive.generation, True)
-                self.actions.extend(Tell(rank, alive) for rank, w in receive.writers.items() if w.sealed is not None)
+                self._fail(req, error)
+            elif now >= req.alive_told_at + self._timeout / 4:
+                req.alive_told_at = now
+                alive = Alive(req.generation, True)
+                self.actions.extend(Tell(rank, alive) for rank, w in req.writers.items() if w.sealed is not None)
 
     # ---------------------------------------------------------------- the staging ring
 
     def on_stage_ask(self, src: int, message: StageAsk, now: float) -> None:
-        """Raises ``ProtocolError`` for what no honest writer asks."""
+        """Raises ``ProtocolError`` for an ask that breaks the protocol."""
         found = self._writer(src, message.generation)
         if found is not None and not found[1].quiescent:
-            self._keeper.ask(src, message, now)
-            found[0].heard = now
+            self._credits.ask(src, message, now)
+            found[0].progress_at = now
 
     def on_withdraw(self, src: int, message: Withdraw) -> None:
-        # A failed receive may have given its pages back on the strength of that promise: then it is kept to it.
+        # Of a failed request the pages may be free already, because the writer promised to use the ring only. Then
+        # the withdrawal is never confirmed, and the writer does not write to pages.
         if self._writer(src, message.generation) is not None:
-            self._keeper.withdraw(src, message)
+            self._credits.withdraw(src, message)
 
     def on_staged(self, src: int, message: Staged, now: float) -> None:
-        """A stage is written, or about to be: has it unpacked, or takes it back."""
+        """A stage is written, or announced early: asks for it to be unpacked, or takes it back if it is unused."""
         owner = src, message.generation, message.serial
         found = self._writer(src, message.generation)
-        if found is None or (taken := self._take_stage(owner, early=message.early)) is None:
+        if found is None or (taken := self._take_stage(owner, signalled=message.signalled)) is None:
             return
-        (receive, writer), (stage, signal) = found, taken
-        receive.heard = now
+        (req, writer), (stage, signal) = found, taken
+        req.progress_at = now
         if message.num_pages == 0:
-            self._keeper.release(*owner, now, written=signal is None)
+            self._credits.release(*owner, now, written=signal is None)
             return
         piece = Piece(tuple(message.layers), message.start, message.num_pages)
-        plan, pages, num_tokens = writer.plan, receive.pages, receive.num_tokens
+        plan, pages, num_tokens = writer.plan, req.pages, req.num_tokens
         if message.state:
             assert plan.state is not None
-            plan, pages, num_tokens = plan.state, np.array([receive.state_slot or 0], dtype=np.int64), 1
+            plan, pages, num_tokens = plan.state, np.array([req.state_slot or 0], dtype=np.int64), 1
         try:
             layout = check_piece(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
-            stream = _stream_of(message, stage, layout, most=self._roster.me.channels)
+            fifo = _fifo_of(message, stage, layout, most=self._group_map.me.channels)
         except ProtocolError as error:
-            self._keeper.release(*owner, now, written=signal is None)
-            self._fail(receive, ProtocolError(f"request {receive.request!r}: rank {src} wrote {error}"))
+            self._credits.release(*owner, now, written=signal is None)
+            self._fail(req, ProtocolError(f"request {req.request!r}: rank {src} wrote {error}"))
             return
         job = Scatter(
-            request=receive.request,
+            request=req.request,
             src=src,
-            generation=receive.generation,
+            generation=req.generation,
             serial=message.serial,
             stage=stage,
             piece=piece,
@@ -306,152 +349,159 @@ class Receiver:
             checked=message.checked,
             state=message.state,
             signal=signal,
-            stream=stream,
+            fifo=fifo,
             written=signal is None,
         )
-        receive.scattering.add(job)
+        req.scattering.add(job)
         self.actions.append(job)
 
-    def _take_stage(self, owner: tuple[int, int, int], *, early: bool) -> tuple[Stage, Signal | None] | None:
-        if early:
-            return self._keeper.promise(*owner)
-        stage = self._keeper.fill(*owner)
+    def _take_stage(self, owner: tuple[int, int, int], *, signalled: bool) -> tuple[Stage, Signal | None] | None:
+        """The stage of (writer, generation, serial) and its signal, if it was announced early; None if not granted."""
+        if signalled:
+            return self._credits.mark_signalled(*owner)
+        stage = self._credits.mark_written(*owner)
         return None if stage is None else (stage, None)
 
     def scattered(self, job: Scatter, error: KVError | None, now: float) -> None:
-        """Nothing of ``job`` writes any more: its bytes are in the pages, or it failed, or it was not wanted."""
-        receive = self._receives[job.generation]
-        receive.scattering.discard(job)
-        self._keeper.release(job.src, job.generation, job.serial, now, written=job.written)
-        if receive.error is not None:
-            self._end_if_quiescent(receive)
+        """``job`` has ended and writes no more: the bytes are in the pages, or it failed, or it was stopped."""
+        req = self._requests[job.generation]
+        req.scattering.discard(job)
+        self._credits.release(job.src, job.generation, job.serial, now, written=job.written)
+        if req.error is not None:
+            self._end_if_quiescent(req)
             return
         if error is not None:
-            self._fail(receive, error)
+            self._fail(req, error)
             return
         page_size = job.plan.src_page_size
         lo, hi = job.piece.start * page_size, (job.piece.start + job.piece.num_pages) * page_size
-        receive.writers[job.src].cover(job.piece.layers, lo, min(hi, receive.num_tokens), state=job.state)
-        self.actions.append(Account(receive.ticket, job.layout.payload, "staged"))
-        receive.heard = now
-        self._complete_if_covered(receive, now)
+        req.writers[job.src].cover(job.piece.layers, lo, min(hi, req.num_tokens), state=job.state)
+        self.actions.append(Account(req.work, job.layout.payload, "staged"))
+        req.progress_at = now
+        self._complete_if_covered(req, now)
 
     # ---------------------------------------------------------------- inside
 
-    def _writer(self, src: int, generation: int) -> tuple[Receive, Writer] | None:
-        """The live receive that ``src`` writes to, or None: late and foreign messages change nothing."""
-        receive = self._receives.get(generation)
-        if receive is None or receive.error is not None or src not in receive.writers:
+    def _writer(self, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
+        """The request of this generation and its writer ``src``; None unless it is live and ``src`` writes to it."""
+        req = self._requests.get(generation)
+        if req is None or req.error is not None or src not in req.writers:
             return None
-        return receive, receive.writers[src]
+        return req, req.writers[src]
 
-    def _bad_seal(self, receive: Receive, src: int, seal: Seal, plan: PairPlan) -> str | None:
-        granted = len(receive.pages)
+    def _bad_seal(self, req: ReceiverRequest, src: int, seal: Seal, plan: PairPlan) -> str | None:
+        """Why the seal does not match the grant, or None if it does."""
+        granted = len(req.pages)
         if seal.num_pages == 0:
-            owes = any(owed for _, owed in plan.owed(receive.num_tokens))
+            owes = any(owed for _, owed in plan.owed(req.num_tokens))
         else:
             owes = not seal_matches(seal.num_pages, plan.src_page_size, granted, plan.dst_page_size)
         if not owes:
             return None
         return (
-            f"request {receive.request!r}: rank {src} sealed {seal.num_pages} pages of {plan.src_page_size} tokens, "
+            f"request {req.request!r}: rank {src} sealed {seal.num_pages} pages of {plan.src_page_size} tokens, "
             f"but {granted} pages of {plan.dst_page_size} tokens are granted behind a prefix of "
-            f"{receive.prefix_tokens} tokens; send exactly the pages after the prefix"
+            f"{req.prefix_tokens} tokens; send exactly the pages after the prefix"
         )
 
-    def _complete_if_covered(self, receive: Receive, now: float) -> None:
-        if receive.complete_at is not None:
+    def _complete_if_covered(self, req: ReceiverRequest, now: float) -> None:
+        if req.complete_at is not None:
             return
-        for writer in receive.writers.values():
+        for writer in req.writers.values():
             if writer.sealed is None:
                 return
-        if receive.scattering:  # also of bytes that came twice: they must not land on pages that have been given back
+        # Also if everything is here already: bytes that were sent twice must not be unpacked into pages that are free.
+        if req.scattering:
             return
-        for writer in receive.writers.values():
-            if writer.missing(None, receive.num_tokens):
+        for writer in req.writers.values():
+            if writer.missing(None, req.num_tokens):
                 return
-        receive.complete_at = now
-        if len(self._roster.siblings) > 1:
-            outcome = Outcome(receive.request, receive.generation, "", "")
-            self.actions.append(Tell(self._roster.siblings[0], outcome))
+        req.complete_at = now
+        trace.debug("request %r: covered, generation %d", req.request, req.generation)
+        if len(self._group_map.siblings) > 1:
+            outcome = Outcome(req.request, req.generation, "", "")
+            self.actions.append(Tell(self._group_map.siblings[0], outcome))
         else:
-            self._succeed(receive)
+            self._succeed(req)
 
-    def _succeed(self, receive: Receive) -> None:
-        verdict = Verdict(receive.generation)
-        for rank in receive.writers:
+    def _succeed(self, req: ReceiverRequest) -> None:
+        trace.debug("request %r: verdict: success, generation %d", req.request, req.generation)
+        verdict = Verdict(req.generation)
+        for rank in req.writers:
             self.actions.append(Tell(rank, verdict))
-        self._end(receive)
-        self.actions.append(Settle(receive.ticket, aux=receive.aux))
+        self._end(req)
+        self.actions.append(Settle(req.work, aux=req.aux))
 
-    def _fail(self, receive: Receive, error: KVError, *, tell_instance: bool = True) -> None:
-        assert receive.error is None
-        error._pages_safe = lambda: receive.ended
-        receive.error = error
-        for job in receive.scattering:
+    def _fail(self, req: ReceiverRequest, error: KVError, *, tell_instance: bool = True) -> None:
+        assert req.error is None
+        error._pages_safe = lambda: req.ended
+        req.error = error
+        trace.debug("request %r: failed, generation %d: %s", req.request, req.generation, error)
+        for job in req.scattering:
             job.stopped = True
-        del self._live[receive.request]
-        for rank, writer in receive.writers.items():
-            writer.confined = self._keeper.promised(rank, receive.generation)
-        self._keeper.revoke(receive.generation)
+        del self._live[req.request]
+        for rank, writer in req.writers.items():
+            writer.ring_only = self._credits.is_ring_only(rank, req.generation)
+        self._credits.revoke(req.generation)
         kind, text = error_kind(error), str(error)[:MAX_TEXT]
-        self.actions.append(Settle(receive.ticket, error))
-        self.actions.extend(Tell(rank, Revoke(receive.generation, kind, text)) for rank in receive.writers)
-        if tell_instance and len(self._roster.siblings) > 1:
-            outcome = Outcome(receive.request, receive.generation, kind, text)
-            self.actions.append(Tell(self._roster.siblings[0], outcome))
-        self._end_if_quiescent(receive)
+        self.actions.append(Settle(req.work, error))
+        self.actions.extend(Tell(rank, Revoke(req.generation, kind, text)) for rank in req.writers)
+        if tell_instance and len(self._group_map.siblings) > 1:
+            outcome = Outcome(req.request, req.generation, kind, text)
+            self.actions.append(Tell(self._group_map.siblings[0], outcome))
+        self._end_if_quiescent(req)
 
-    def _end_if_quiescent(self, receive: Receive) -> None:
-        if receive.error is not None and not receive.pending_writers() and not receive.scattering:
-            self._end(receive)
+    def _end_if_quiescent(self, req: ReceiverRequest) -> None:
+        if req.error is not None and not req.pending_writers() and not req.scattering:
+            self._end(req)
 
-    def _end(self, receive: Receive) -> None:
-        receive.ended = True
-        self.leases.free(receive)
-        del self._receives[receive.generation]
-        if self._live.get(receive.request) is receive:
-            del self._live[receive.request]
-        for ticket in receive.cancels:
-            self.actions.append(Settle(ticket))
-        receive.cancels = []
+    def _end(self, req: ReceiverRequest) -> None:
+        req.ended = True
+        self.leases.free(req)
+        del self._requests[req.generation]
+        if self._live.get(req.request) is req:
+            del self._live[req.request]
+        for work in req.cancels:
+            self.actions.append(Settle(work))
+        req.cancels = []
 
-    def _missing(self, receive: Receive) -> str:
-        """What has not arrived though every writer has sealed, in words."""
-        for rank, writer in receive.writers.items():
-            if what := writer.missing(None, receive.num_tokens):
-                return f"{what} from rank {rank}"
-        return f"{len(receive.scattering)} stages to be unpacked"
+    def _missing(self, req: ReceiverRequest) -> str:
+        """Names what has not arrived, for the message of a request whose writers have all sealed."""
+        for rank, writer in req.writers.items():
+            if missing := writer.missing(None, req.num_tokens):
+                return f"{missing} from rank {rank}"
+        return f"{len(req.scattering)} stages to be unpacked"
 
-    def _deadline(self, receive: Receive) -> tuple[float, str]:
-        if receive.complete_at is not None:
-            return float("inf"), ""  # the leader of the instance keeps the time, one for all
-        if receive.total is not None:
-            return receive.born + receive.total, f"not complete within recv_pages(timeout={receive.total:g})"
-        if receive.heard is None:
+    def _deadline(self, req: ReceiverRequest) -> tuple[float, str]:
+        """When ``req`` fails unless something happens, and the words for the error."""
+        if req.complete_at is not None:
+            # Only the leader times out complete ranks: one of them must not fail while it declares success.
+            return float("inf"), ""
+        if req.total is not None:
+            return req.begun_at + req.total, f"not complete within recv_pages(timeout={req.total:g})"
+        if req.progress_at is None:
             text = f"no byte and no seal within {self._grant_timeout:g} s (Options.grant_timeout)"
-            return receive.born + self._grant_timeout, text
-        return receive.heard + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"
+            return req.begun_at + self._grant_timeout, text
+        return req.progress_at + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"
 
 
-def _stream_of(message: Staged, stage: Stage, layout: PieceLayout, *, most: int) -> Stream | None:
-    """How the piece passes through its stage, if it does. Raises ``ProtocolError`` if it cannot, or does not fit.
+def _fifo_of(message: Staged, stage: Stage, layout: PieceLayout, *, most: int) -> ChunkFifo | None:
+    """The FIFO that the piece passes through, or None if the stage holds it whole.
 
-    most: channels that this rank serves, each a block of its GPU's kernels.
+    most: FIFO channels that this rank serves, each by one block of a kernel. Raises ``ProtocolError`` for a piece that
+    is larger than its stage, and for a FIFO that does not fit.
     """
     if not message.chunk:
         if layout.nbytes > stage.nbytes:
-            raise ProtocolError(f"a stage of {stage.nbytes} bytes said to hold {layout.nbytes}")
+            raise ProtocolError(f"a piece of {layout.nbytes} bytes into a stage of {stage.nbytes}")
         return None
-    stream = Stream(message.chunk, message.channels)
-    if not message.early or message.checked:
-        raise ProtocolError(f"{stream} through a stage without its signal, or with checksums")
-    if stream.chunk % CHUNK_UNIT or not 1 <= stream.channels <= most or stream.nbytes > stage.nbytes:
-        raise ProtocolError(
-            f"{stream} through a stage of {stage.nbytes} bytes, where at most {most} channels are served"
-        )
-    if stream.chunk > MAX_STREAMED or any(each.layer_nbytes > MAX_STREAMED for each in layout.segments):
-        raise ProtocolError(f"{stream} for layers of more than {MAX_STREAMED} bytes")
-    if sum(len(each.layers) * stream.chunks(each.layer_nbytes) for each in layout.segments) >= SIGNAL_STEP:
-        raise ProtocolError(f"{stream} for {layout.nbytes} bytes, more than a signal can count")
-    return stream
+    fifo = ChunkFifo(message.chunk, message.channels)
+    if not message.signalled or message.checked:
+        raise ProtocolError(f"{fifo} through a stage without its signal, or with checksums")
+    if fifo.chunk % CHUNK_UNIT or not 1 <= fifo.channels <= most or fifo.nbytes > stage.nbytes:
+        raise ProtocolError(f"{fifo} through a stage of {stage.nbytes} bytes, where at most {most} channels are served")
+    if fifo.chunk > MAX_FIFO_BYTES or any(each.layer_nbytes > MAX_FIFO_BYTES for each in layout.sections):
+        raise ProtocolError(f"{fifo} for layers of more than {MAX_FIFO_BYTES} bytes")
+    if sum(len(each.layers) * fifo.chunks(each.layer_nbytes) for each in layout.sections) >= SIGNAL_STEP:
+        raise ProtocolError(f"{fifo} for {layout.nbytes} bytes, more than a signal can count")
+    return fifo

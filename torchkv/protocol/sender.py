@@ -1,15 +1,37 @@
-"""The sending side: the lives of (request, destination), from their first verb to the receiver's verdict.
+"""The sending side of requests: from the first verb towards a receiver to its verdict.
 
-    no life --verb--> WAITING --grant--> BOUND --finish, all flushed--> SEALED --verdict--> ended
-                         \\                 \\                              \\
-                          +-----------------+--- failure or cancel --------+--> TOMBSTONE --cancel, drained--> ended
+A *sender request* is what this rank sends to one receiver under one request name:
 
-A tombstone answers every verb with the error that made it, until the caller cancels. A life whose grant was revoked
-before its first verb does not wait long for another one, which comes only if its receiver uses the name again.
+    first verb --> WAITING --Grant--> BOUND --finish, all flushed: Seal sent--> SEALED --Verdict--> ended
+                      |                 |                                         |
+                      +-----------------+---------- failure or cancel ------------+
+                                                          |
+                                                          v
+                                                      TOMBSTONE --cancel, and drained--> ended
+
+* **Waiting.** Verbs queue until the receiver's `Grant` comes. A grant that comes first waits for the first verb.
+* **Bound.** A grant binds one request. Ops run, and each attests what it has flushed. Nothing is written without a
+  grant.
+* **Sealed.** After the last flush the writer seals: it has sent everything, and writes no more.
+* **Tombstone.** A failed request stays, and answers every verb with its error, until the caller cancels: hooks that
+  still fire must not begin a new request of the same name by mistake.
+* **Revoke, Quiesced.** When the receiver revokes the grant, running ops are halted. This rank is *drained* when none of
+  them is left, and then answers `Quiesced`: nothing that it wrote under this generation can land any more. If a channel
+  broke in the middle of a put, it can never say so (``undrainable``).
+
+Invariant: an op runs only under the grant of its own request, and `Seal` and `Quiesced` are sent only when none runs.
+
+Grants and requests of one name meet in the order in which both sides made them: the k-th `recv_pages` is for the k-th
+sender request. So what never met is remembered, for a while:
+
+* a request that was cancelled before its grant came refuses that grant when it comes (``_refusals``);
+* a grant that was revoked before the first verb was meant for the next request of its name (``_revoked_before_bind``).
+  That one waits for Options.timeout only, instead of grant_timeout, in case the receiver posts again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -23,12 +45,25 @@ from torchkv.errors import (
     error_kind,
     make_error,
 )
-from torchkv.plan import PairPlan, largest_grant, seal_matches
-from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Ticket
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.pair_plan import PairPlan, largest_grant, seal_matches
+from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Work
 from torchkv.protocol.coverage import LayerCoverage
-from torchkv.protocol.life import (
+from torchkv.protocol.messages import (
+    MAX_TEXT,
+    Abort,
+    Alive,
+    Attest,
+    Grant,
+    Quiesced,
+    Revoke,
+    Seal,
+    Verdict,
+    unpack_pages,
+)
+from torchkv.protocol.send_request import (
     Finish,
-    Life,
+    SenderRequest,
     check_grant,
     check_prefix,
     check_prefixes,
@@ -36,54 +71,62 @@ from torchkv.protocol.life import (
     check_slot,
     extent,
 )
-from torchkv.protocol.stageclient import StageClient
-from torchkv.roster import Roster
-from torchkv.wire import MAX_TEXT, Abort, Alive, Attest, Grant, Quiesced, Revoke, Seal, Verdict, unpack_pages
+from torchkv.protocol.staging_requester import StagingRequester
 
 __all__ = ["Sender"]
 
-MAX_QUEUED_OPS = 8192  # per life, before its grant
-MAX_QUEUED_PAGES = 1 << 22  # per rank, before their grants
-MAX_REMEMBERED = 4096  # of lives that ended before their grant, and of grants that ended before their life
+trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+
+MAX_QUEUED_OPS = 8192  # ops of one request that wait for its grant
+MAX_QUEUED_PAGES = 1 << 22  # pages of all ops of this rank that wait for grants
+MAX_REMEMBERED = 4096  # (name, receiver) pairs in `_refusals`, and in `_revoked_before_bind`
 
 
 class Sender:
-    """All lives of this rank's sends. Not thread-safe: the caller serialises.
+    """All requests that this rank sends. Not thread-safe: the caller holds a lock.
 
-    Every method that may change something appends to ``actions``; the driver takes and performs them.
+    Every method that may change something appends to ``actions``; the engine takes and performs them.
     """
 
-    def __init__(self, roster: Roster, *, timeout: float, grant_timeout: float, stages: StageClient) -> None:
-        """stages: what this rank asks of receivers' staging rings."""
-        self._roster = roster
-        self._stages = stages
+    def __init__(
+        self, group_map: GroupMap, *, timeout: float, grant_timeout: float, requester: StagingRequester
+    ) -> None:
+        """timeout, grant_timeout: of Options, in seconds. requester: asks for stages of receivers' staging rings."""
+        self._group_map = group_map
+        self._requester = requester
         self._timeout = timeout
         self._grant_timeout = grant_timeout
-        self._lives: dict[tuple[str, int], Life] = {}
-        self._by_generation: dict[tuple[int, int], Life] = {}
-        self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for a life
-        self._stillborn: dict[tuple[str, int], tuple[float, KVError]] = {}  # revoked grants without a life: when, why
-        self._refusals: dict[tuple[str, int], deque[float]] = {}  # lives cancelled before their grant: until when
-        self._tainted: set[tuple[int, int]] = set()  # ended generations that can never be called quiescent
+        self._requests: dict[tuple[str, int], SenderRequest] = {}  # by name and receiver
+        self._by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
+        # By name and receiver:
+        self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for the first verb
+        self._revoked_before_bind: dict[tuple[str, int], tuple[float, KVError]] = {}  # when, and why
+        self._refusals: dict[tuple[str, int], deque[float]] = {}  # until when each refuses one grant
+        # Of ended requests, by receiver and generation: this rank can never say `Quiesced` for them.
+        self._undrainable: set[tuple[int, int]] = set()
         self._queued_pages = 0
         self.actions: list[Action] = []
 
-    # ---------------------------------------------------------------- the caller's verbs
+    # ---------------------------------------------------------------- verbs of this rank's user
 
     def admit(self, request: str, dst: int, start: int, num_pages: int, *, state: bool = False) -> None:
-        """Raises unless ``submit`` of such an op would be accepted now. Changes nothing."""
-        life = self._lives.get((request, dst))
-        if life is None:
+        """Raises unless `submit` of such an op would be accepted now. Changes nothing.
+
+        Raises the error of a tombstone, ``ProtocolError`` after ``finish`` or (retryable) when too much waits for
+        grants, ``PageOutOfRange`` for pages outside a grant that has come.
+        """
+        req = self._requests.get((request, dst))
+        if req is None:
             grant = self._unbound.get((request, dst))
         else:
-            life.check_open()
-            grant = life.grant
+            req.check_open()
+            grant = req.grant
         if grant is not None:
             if not state:
                 check_range(grant, start, num_pages)
-        elif life is not None and len(life.queue) >= MAX_QUEUED_OPS:
+        elif req is not None and len(req.queue) >= MAX_QUEUED_OPS:
             raise ProtocolError(
-                f"request {request!r} to rank {dst}: {len(life.queue)} transfers wait for its grant, the limit; "
+                f"request {request!r} to rank {dst}: {len(req.queue)} transfers wait for its grant, the limit; "
                 f"try again once rank {dst} has posted recv_pages",
                 retryable=True,
             )
@@ -95,262 +138,283 @@ class Sender:
             )
 
     def begin(self, request: str, dst: int, now: float) -> None:
-        """Begins the life, if there is none, and binds it to its grant, if that is here. Raises a tombstone's error."""
-        life = self._life(request, dst, now)
-        if life.error is not None:
-            raise life.error
+        """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""
+        req = self._request(request, dst, now)
+        if req.error is not None:
+            raise req.error
 
     def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
-        """One verb towards several receivers means one suffix: the prefixes known so far must be equal."""
+        """Raises ``ProtocolError`` if the prefixes of these receivers, as far as grants have come, are not equal."""
         known = {dst: grant.prefix_tokens for dst in dsts if (grant := self._grant_of(request, dst)) is not None}
         check_prefixes(request, known)
 
     def submit(self, op: SendOp, now: float) -> None:
-        """Queues or starts ``op``, which ``admit`` has accepted under the same lock."""
-        life = self._life(op.request, op.dst, now)
-        life.add_given(op)
-        if life.grant is None:
-            life.queue.append(op)
+        """Queues or starts ``op``, which `admit` has accepted under the same lock."""
+        req = self._request(op.request, op.dst, now)
+        req.add_sent(op)
+        if req.grant is None:
+            req.queue.append(op)
             self._queued_pages += op.num_pages
         else:
             if not op.state:
-                check_prefix(op, life.grant)
-            self._start(life, op, life.grant)
+                check_prefix(op, req.grant)
+            self._start(req, op, req.grant)
 
     def state_left(self, request: str, dst: int) -> tuple[int, ...]:
-        """Layers whose state this rank holds and has not given."""
-        life = self._lives.get((request, dst))
-        layout = self._roster.layout(self._roster.rank)
+        """Layers (global ids, ascending) whose state this rank holds and has not sent to ``dst``."""
+        req = self._requests.get((request, dst))
+        layout = self._group_map.layout(self._group_map.rank)
         held = {layer for state in layout.states for layer in layout.state_layers(state.name)}
-        return tuple(sorted(held if life is None else held - life.states))
+        return tuple(sorted(held if req is None else held - req.states))
 
     def check_finish(self, request: str, dst: int, *, state_slot: int | None = None) -> None:
-        """Raises unless ``finish`` would be accepted now. Changes nothing. state_slot: what it sends state from."""
-        life = self._lives.get((request, dst))
-        if life is not None:
-            life.check_open()
+        """Raises ``ProtocolError`` unless `finish` would be accepted now, or a tombstone's error. Changes nothing.
+
+        state_slot: the slot from which ``finish`` is about to send the state that was not sent; None: none.
+        """
+        req = self._requests.get((request, dst))
+        if req is not None:
+            req.check_open()
         grant = self._grant_of(request, dst)
-        problem = self._pages_missing(request, dst, life, grant)
+        problem = self._pages_missing(request, dst, req, grant)
         if problem is None and state_slot is None:
             problem = self._state_missing(request, dst, grant)
         if problem is not None:
             raise ProtocolError(f"finish({request!r}) to rank {dst}: {problem}")
 
-    def finish(self, request: str, dst: int, *, aux: bytes, ticket: Ticket, now: float) -> None:
-        """Seals the life as soon as all its transfers are flushed. ``check_finish`` has accepted it."""
-        life = self._life(request, dst, now)
-        life.finish = Finish(ticket, aux)
-        self._seal_if_done(life, now)
+    def finish(self, request: str, dst: int, *, aux: bytes, work: Work, now: float) -> None:
+        """Seals the request as soon as all its transfers are flushed. `check_finish` has accepted it.
 
-    def cancel(self, request: str, ticket: Ticket, now: float) -> list[Ticket]:
-        """Fails every life of ``request``. Returns ``ticket`` once per life whose end will settle it."""
-        pending: list[Ticket] = []
-        for key in [key for key in self._unbound if key[0] == request and key not in self._lives]:
+        work: completed by the receiver's verdict, or with the error.
+        """
+        req = self._request(request, dst, now)
+        req.finish = Finish(work, aux)
+        self._seal_if_done(req, now)
+
+    def cancel(self, request: str, work: Work, now: float) -> list[Work]:
+        """Fails the requests of this name towards all receivers, and ends each when it has drained.
+
+        Returns ``work`` once for each of them; the end of each completes one part of it.
+        """
+        pending: list[Work] = []
+        for key in [key for key in self._unbound if key[0] == request and key not in self._requests]:
             grant = self._unbound.pop(key)
-            self._tell_abort(grant, TransferCancelled(f"rank {self._roster.rank} cancelled request {request!r}"))
-        for key in [key for key in self._stillborn if key[0] == request]:
-            del self._stillborn[key]
-        for life in [life for life in self._lives.values() if life.request == request]:
-            life.cancels.append(ticket)
-            pending.append(ticket)
-            if life.grant is None and not life.refused:
-                self._refuse_next(life, now)
-            if life.error is None:
+            self._tell_abort(grant, TransferCancelled(f"rank {self._group_map.rank} cancelled request {request!r}"))
+        for key in [key for key in self._revoked_before_bind if key[0] == request and key not in self._requests]:
+            del self._revoked_before_bind[key]
+        for req in [req for req in self._requests.values() if req.request == request]:
+            req.cancels.append(work)
+            pending.append(work)
+            if req.grant is None and not req.grant_spent:
+                self._refuse_next(req, now)
+            if req.error is None:
                 error = TransferCancelled(
-                    f"request {request!r} to rank {life.dst} was cancelled on rank {self._roster.rank}"
+                    f"request {request!r} to rank {req.dst} was cancelled on rank {self._group_map.rank}"
                 )
-                self._fail(life, error)
+                self._fail(req, error)
             else:
-                self._after_drain(life)
+                self._after_drain(req)
         return pending
 
     def prefix_tokens(self, request: str, dst: int) -> int | None:
-        """The prefix the receiver holds, or None while no grant is here. Raises a tombstone's error."""
-        life = self._lives.get((request, dst))
-        if life is not None and life.error is not None:
-            raise life.error
+        """The prefix that the receiver holds, in tokens; None until its grant has come. Raises a tombstone's error."""
+        req = self._requests.get((request, dst))
+        if req is not None and req.error is not None:
+            raise req.error
         grant = self._grant_of(request, dst)
         return None if grant is None else grant.prefix_tokens
 
-    # ---------------------------------------------------------------- the driver's reports
+    # ---------------------------------------------------------------- reports of the engine
 
     def wants(self, op: SendOp) -> bool:
-        """Whether ``op``, once started, should still move: its life has not failed meanwhile."""
-        return self._lives[(op.request, op.dst)].error is None
+        """Whether the started ``op`` should still move bytes: its request has not failed meanwhile."""
+        return self._requests[(op.request, op.dst)].error is None
 
     def attest(self, op: SendOp, layers: tuple[int, ...], *, nbytes: int, path: str) -> None:
-        """These layers of ``op`` are visible in the receiver's memory."""
-        life = self._lives[(op.request, op.dst)]
-        assert life.grant is not None
-        self.actions.append(Account(op.ticket, nbytes, path))
-        if life.error is None and layers and op.num_pages:
-            page_size = life.grant.plan.src_page_size
+        """These layers of ``op`` are flushed: they are visible in the receiver's memory."""
+        req = self._requests[(op.request, op.dst)]
+        assert req.grant is not None
+        self.actions.append(Account(op.work, nbytes, path))
+        if req.error is None and layers and op.num_pages:
+            page_size = req.grant.plan.src_page_size
             lo, hi = op.start * page_size, (op.start + op.num_pages) * page_size
-            self._tell(op.dst, Attest(life.grant.generation, list(layers), lo, hi, nbytes, path, op.state))
+            self._tell(op.dst, Attest(req.grant.generation, list(layers), lo, hi, nbytes, path, op.state))
 
     def announce(self, op: SendOp) -> None:
-        """The last bytes of a finished request are under way: a receiver that knows is awake when the seal comes."""
-        life = self._lives[(op.request, op.dst)]
-        if life.about_to_seal and life.grant is not None:
-            self._tell(op.dst, Alive(life.grant.generation, False))
+        """The last bytes of a finished request are under way: wakes the receiver, so that it is awake for the seal."""
+        req = self._requests[(op.request, op.dst)]
+        if req.about_to_seal and req.grant is not None:
+            self._tell(op.dst, Alive(req.grant.generation, False))
 
     def op_finished(self, op: SendOp, error: KVError | None, *, flushed: bool, now: float) -> None:
-        """This rank will write nothing more for ``op``: all is attested, or it failed.
+        """This rank writes nothing more for ``op``: all of it is attested, or it failed with ``error``.
 
-        ``flushed`` is False if bytes may still be on their way to the receiver and nobody can tell (its channel
-        broke). The receiver is then never told that this rank is quiescent; only this process's end proves it.
+        flushed: False if its channel broke, so that bytes may still be on their way to the receiver. Then the receiver
+        is never told that this rank is quiescent; only the end of this process proves it.
         """
-        life = self._lives[(op.request, op.dst)]
-        del life.running[op]
-        life.tainted |= not flushed
-        if error is None and life.error is None:
-            self.actions.append(Settle(op.ticket))
-            self._seal_if_done(life, now)
+        req = self._requests[(op.request, op.dst)]
+        del req.running[op]
+        req.undrainable |= not flushed
+        if error is None and req.error is None:
+            self.actions.append(Settle(op.work))
+            self._seal_if_done(req, now)
             return
-        self.actions.append(Settle(op.ticket, life.error or error))
-        if life.error is None and error is not None:
-            self._fail(life, error)
+        self.actions.append(Settle(op.work, req.error or error))
+        if req.error is None and error is not None:
+            self._fail(req, error)
         else:
-            self._after_drain(life)
+            self._after_drain(req)
 
     def on_grant(self, src: int, message: Grant, now: float) -> None:
-        """A receiver granted pages to this rank. Raises ``ProtocolError`` if the grant itself is malformed."""
+        """A receiver granted pages to this rank: binds the request that waits for it, keeps it, or refuses it.
+
+        Raises ``ProtocolError`` if the grant is malformed.
+        """
         writers = tuple(message.writers)
-        if list(writers) != sorted(set(writers)) or self._roster.rank not in writers:
+        if list(writers) != sorted(set(writers)) or self._group_map.rank not in writers:
             raise ProtocolError(f"grant of rank {src} names writers {list(writers)}, unsorted or without this rank")
         for rank in writers:
-            if rank not in self._roster.members:
+            if rank not in self._group_map.info:
                 raise ProtocolError(f"grant of rank {src} names rank {rank}, which is not in this group")
         grant = BoundGrant(
             dst=src,
             generation=message.generation,
             request=message.request,
             prefix_tokens=message.prefix_tokens,
-            pages=unpack_pages(message.pages, self._roster.members[src].num_pages),
-            plan=self._roster.plan(self._roster.rank, writers, src),
+            pages=unpack_pages(message.pages, self._group_map.info[src].num_pages),
+            plan=self._group_map.plan(self._group_map.rank, writers, src),
             state_slot=message.state_slot,
         )
-        check_slot(grant, self._roster.members[src].num_slots)
+        check_slot(grant, self._group_map.info[src].num_slots)
         key = (message.request, src)
-        self._stillborn.pop(key, None)  # this one takes the place of the one revoked
-        life = self._lives.get(key)
-        if life is None and self._is_refused(key, now):
+        self._revoked_before_bind.pop(key, None)  # the receiver has posted again: the next request meets this grant
+        req = self._requests.get(key)
+        if req is None and self._is_refused(key, now):
             self._tell_abort(
-                grant, TransferCancelled(f"rank {self._roster.rank} cancelled request {message.request!r} earlier")
+                grant, TransferCancelled(f"rank {self._group_map.rank} cancelled request {message.request!r} earlier")
             )
-        elif life is not None and life.grant is None and life.error is not None and not life.refused:
-            life.refused = True
-            self._tell_abort(grant, life.error)
-        elif life is not None and life.grant is None and life.error is None:
+        elif req is not None and req.grant is None and req.error is not None and not req.grant_spent:
+            req.grant_spent = True
+            self._tell_abort(grant, req.error)
+        elif req is not None and req.grant is None and req.error is None:
             if self._is_refused(key, now):
                 self._tell_abort(
-                    grant, TransferCancelled(f"rank {self._roster.rank} cancelled an earlier {message.request!r}")
+                    grant, TransferCancelled(f"rank {self._group_map.rank} cancelled an earlier {message.request!r}")
                 )
             else:
-                self._bind(life, grant, now)
+                self._bind(req, grant, now)
         else:
             self._unbound[key] = grant
 
     def on_revoke(self, src: int, message: Revoke, now: float) -> None:
-        """The receiver failed the request: stop, drain, answer."""
-        life = self._by_generation.get((src, message.generation))
-        if life is None:
+        """The receiver failed the request: fails it here too, and answers `Quiesced` once it has drained."""
+        req = self._by_generation.get((src, message.generation))
+        if req is None:
             for key in [k for k, g in self._unbound.items() if (g.dst, g.generation) == (src, message.generation)]:
                 del self._unbound[key]
-                self._bury(key, make_error(message.kind, message.text), now)
-            if (src, message.generation) not in self._tainted:
+                self._remember_revoked(key, make_error(message.kind, message.text), now)
+            if (src, message.generation) not in self._undrainable:
                 self._tell(src, Quiesced(message.generation))
             return
-        life.revoked = True
-        if life.error is None:
-            self._fail(life, make_error(message.kind, message.text), tell=False)
+        req.revoked = True
+        if req.error is None:
+            self._fail(req, make_error(message.kind, message.text), tell=False)
         else:
-            self._after_drain(life)
+            self._after_drain(req)
 
     def on_verdict(self, src: int, message: Verdict) -> None:
-        """The receiver has everything: the life ends."""
-        life = self._by_generation.get((src, message.generation))
-        if life is None or life.error is not None or life.sealed_at is None:
+        """The request succeeded at the receiver: ends it here."""
+        req = self._by_generation.get((src, message.generation))
+        if req is None or req.error is not None or req.sealed_at is None:
             return
-        assert life.finish is not None
-        self.actions.append(Settle(life.finish.ticket))
-        self._end(life)
+        assert req.finish is not None
+        trace.debug("request %r to rank %d: verdict: success", req.request, req.dst)
+        self.actions.append(Settle(req.finish.work))
+        self._end(req)
 
     def on_alive(self, src: int, message: Alive, now: float) -> None:
-        life = self._by_generation.get((src, message.generation))
-        if life is not None:
-            life.heard = now
+        req = self._by_generation.get((src, message.generation))
+        if req is not None:
+            req.progress_at = now
 
     def peer_lost(self, rank: int, reason: str) -> None:
-        """``rank`` does not answer: every life towards it fails."""
-        for life in [life for life in self._lives.values() if life.dst == rank and life.error is None]:
-            self._fail(life, PeerLost(f"request {life.request!r}: {reason}"))
+        """``rank`` does not answer: fails every request towards it. reason: for the message."""
+        for req in [req for req in self._requests.values() if req.dst == rank and req.error is None]:
+            self._fail(req, PeerLost(f"request {req.request!r}: {reason}"))
 
     def peer_dead(self, rank: int) -> None:
-        """The process of ``rank`` has ended: its grants are void."""
+        """The process of ``rank`` has ended: forgets its grants."""
         for key in [key for key in self._unbound if key[1] == rank]:
             del self._unbound[key]
 
-    def abandon(self, error: KVError) -> None:
-        """The group goes away: every life fails. Transfers under way are halted; `farewell` ends the rest."""
-        for life in [life for life in self._lives.values() if life.error is None]:
-            self._fail(life, type(error)(f"request {life.request!r}: {error}"))
+    def fail_all(self, error: KVError) -> None:
+        """Fails every request, because the group is destroyed. Running ops are halted; `end_all` completes the rest."""
+        for req in [req for req in self._requests.values() if req.error is None]:
+            self._fail(req, type(error)(f"request {req.request!r}: {error}"))
 
-    def farewell(self, error: KVError) -> None:
-        """Settles every call that still waits, and tells receivers what this rank can no longer write to."""
-        for life in list(self._lives.values()):
-            self.actions.extend(Settle(op.ticket, life.error) for op in life.running)
-            self.actions.extend(Settle(ticket, error) for ticket in life.cancels)
-            life.cancels.clear()
-            if life.grant is not None and life.drained and not life.tainted:
-                self._tell(life.dst, Quiesced(life.grant.generation))
+    def end_all(self, error: KVError) -> None:
+        """Completes every call that still waits, after `fail_all`, and sends `Quiesced` for every drained request."""
+        for req in list(self._requests.values()):
+            self.actions.extend(Settle(op.work, req.error) for op in req.running)
+            self.actions.extend(Settle(work, error) for work in req.cancels)
+            req.cancels.clear()
+            if req.grant is not None and req.drained and not req.undrainable:
+                self._tell(req.dst, Quiesced(req.grant.generation))
 
     def tick(self, now: float) -> bool:
-        """Deadlines and signs of life; call a few times a second. Whether a life has failed."""
+        """Fails requests whose deadline has passed, and tells receivers of progress. Whether a request has failed.
+
+        To be called a few times a second.
+        """
         failed = False
         for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
-        for key in [key for key, (born, _) in self._stillborn.items() if now >= born + self._grant_timeout]:
-            del self._stillborn[key]
-        for life in list(self._lives.values()):
-            if life.error is not None:
+        for key in [key for key, (at, _) in self._revoked_before_bind.items() if now >= at + self._grant_timeout]:
+            del self._revoked_before_bind[key]
+        for req in list(self._requests.values()):
+            if req.error is not None:
                 continue
-            overdue = life.overdue(now, timeout=self._timeout, grant_timeout=self._grant_timeout)
+            overdue = req.overdue(now, timeout=self._timeout, grant_timeout=self._grant_timeout)
             if overdue is not None:
-                self._fail(life, overdue)
+                self._fail(req, overdue)
                 failed = True
-            elif any(op.moved for op in life.running):
-                for op in life.running:
+            elif any(op.moved for op in req.running):
+                for op in req.running:
                     op.moved = False
-                assert life.grant is not None
-                self._tell(life.dst, Alive(life.grant.generation, False))
+                assert req.grant is not None
+                self._tell(req.dst, Alive(req.grant.generation, False))
         return failed
 
     # ---------------------------------------------------------------- inside
 
-    def _lives_of(self, request: str, life: Life) -> list[Life]:
-        """All lives of ``request``, and ``life`` even if it has ended: they read the same pages."""
-        return [life, *(other for other in list(self._lives.values()) if other.request == request)]
+    def _requests_of(self, request: str, req: SenderRequest) -> list[SenderRequest]:
+        """All requests of this name, and ``req`` even if it has ended: they may read the same source pages."""
+        return [req, *(other for other in list(self._requests.values()) if other.request == request)]
 
     def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
-        """The grant that binds this life, or would bind the one that begins now."""
-        life = self._lives.get((request, dst))
-        return self._unbound.get((request, dst)) if life is None else life.grant
+        """The grant of this request; if there is no request, the grant that one would bind if it began now."""
+        req = self._requests.get((request, dst))
+        return self._unbound.get((request, dst)) if req is None else req.grant
 
-    def _life(self, request: str, dst: int, now: float) -> Life:
-        life = self._lives.get((request, dst))
-        if life is None:
-            _, revoked = self._stillborn.pop((request, dst), (now, None))
-            life = self._lives[(request, dst)] = Life(request, dst, now, gone=revoked, refused=revoked is not None)
+    def _request(self, request: str, dst: int, now: float) -> SenderRequest:
+        """The request of this name and receiver; begins one, and binds its grant if that has come."""
+        req = self._requests.get((request, dst))
+        if req is None:
+            _, revoked = self._revoked_before_bind.pop((request, dst), (now, None))
+            req = self._requests[(request, dst)] = SenderRequest(
+                request, dst, now, revoked_early=revoked, grant_spent=revoked is not None
+            )
             if (grant := self._unbound.pop((request, dst), None)) is not None:
-                self._bind(life, grant, now)
-        return life
+                self._bind(req, grant, now)
+        return req
 
-    def _bind(self, life: Life, grant: BoundGrant, now: float) -> None:
-        life.grant = grant
-        life.heard = now
-        self._by_generation[(life.dst, grant.generation)] = life
-        waiting, life.queue = life.queue, deque()
+    def _bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
+        """Starts what waited for the grant, or fails the request if that does not fit the grant."""
+        req.grant = grant
+        req.progress_at = now
+        self._by_generation[(req.dst, grant.generation)] = req
+        trace.debug("request %r to rank %d: bound to its grant, generation %d", req.request, req.dst, grant.generation)
+        waiting, req.queue = req.queue, deque()
         problem: KVError | None = None
         for op in waiting:
             self._queued_pages -= op.num_pages
@@ -358,24 +422,24 @@ class Sender:
                 check_grant(op, grant)
             except (PageOutOfRange, ProtocolError) as error:
                 problem = error
-        if problem is None and life.finish is not None:
-            text = self._pages_missing(life.request, life.dst, life, grant)
-            text = text or self._state_missing(life.request, life.dst, grant)
-            problem = None if text is None else ProtocolError(f"finish({life.request!r}) to rank {life.dst}: {text}")
+        if problem is None and req.finish is not None:
+            text = self._pages_missing(req.request, req.dst, req, grant)
+            text = text or self._state_missing(req.request, req.dst, grant)
+            problem = None if text is None else ProtocolError(f"finish({req.request!r}) to rank {req.dst}: {text}")
         if problem is not None:
-            self.actions.extend(Settle(op.ticket, problem) for op in waiting)
-            self._fail(life, problem)
+            self.actions.extend(Settle(op.work, problem) for op in waiting)
+            self._fail(req, problem)
             return
         for op in waiting:
-            self._start(life, op, grant)
-        self._seal_if_done(life, now)
+            self._start(req, op, grant)
+        self._seal_if_done(req, now)
 
-    def _start(self, life: Life, op: SendOp, grant: BoundGrant) -> None:
-        life.running[op] = None
+    def _start(self, req: SenderRequest, op: SendOp, grant: BoundGrant) -> None:
+        req.running[op] = None
         self.actions.append(Start(op, grant.of_state() if op.state else grant))
 
     def _state_missing(self, request: str, dst: int, grant: BoundGrant | None) -> str | None:
-        """The same for state."""
+        """Names the first layer whose state is owed and was not sent; None if there is none, as far as is known."""
         state = (self._likely_plan(dst) if grant is None else grant.plan).state
         assert state is not None
         if not state.layers:
@@ -384,16 +448,20 @@ class Sender:
         first = next((layer for layer in state.layers if layer in left), None)
         return None if first is None else f"layer {first}'s state was not sent; give state_slot, or send_state it first"
 
-    def _pages_missing(self, request: str, dst: int, life: Life | None, grant: BoundGrant | None) -> str | None:
-        """What is still owed if the request were sealed now, in words; None if nothing, as far as is known."""
-        num_pages = 0 if life is None else life.num_pages
+    def _pages_missing(self, request: str, dst: int, req: SenderRequest | None, grant: BoundGrant | None) -> str | None:
+        """Names the first layer and page that are owed and were not sent; None if there is none, as far as is known.
+
+        Before the grant comes, a guess: `_bind` checks again.
+        """
+        num_pages = 0 if req is None else req.num_pages
         fits = True
         if grant is None:
             if num_pages == 0:
-                return None  # legal if the grant turns out to have no pages
+                return None  # legal if the grant has no pages
             plan = self._likely_plan(dst)
             limit = num_pages * plan.src_page_size
-            # Of a sliding window only what any grant asks for: binding one checks again.
+            # The largest grant that these pages may match. In layers with a sliding window it owes the fewest pages, so
+            # what it owes every grant owes.
             granted = largest_grant(num_pages, plan.src_page_size, plan.dst_page_size)
         else:
             plan = grant.plan
@@ -407,71 +475,75 @@ class Sender:
             fits = seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
             if fits:
                 limit = min(limit, num_pages * plan.src_page_size)
-        given = LayerCoverage() if life is None else life.given()
-        gap = given.first_gap(plan.owed(granted, limit), unit=plan.src_page_size)
+        sent = LayerCoverage() if req is None else req.sent()
+        gap = sent.first_gap(plan.owed(granted, limit), unit=plan.src_page_size)
         if gap is not None:
-            return f"layer {gap[0]} page {gap[1]} (counted after the prefix) was not sent{extent(life, grant)}"
+            return f"layer {gap[0]} page {gap[1]} (counted after the prefix) was not sent{extent(req, grant)}"
         if not fits:
-            return f"every rank gives all pages after the prefix, also those another one writes{extent(life, grant)}"
+            return f"every writer sends all pages after the prefix, also those another one writes{extent(req, grant)}"
         return None
 
     def _likely_plan(self, dst: int) -> PairPlan:
-        """Before the grant names the writers: as if those of this instance were all."""
-        return self._roster.plan(self._roster.rank, self._roster.contributing(self._roster.siblings, dst), dst)
+        """The plan towards ``dst`` before its grant names the writers: as if they were all ranks of this instance."""
+        return self._group_map.plan(
+            self._group_map.rank, self._group_map.contributing(self._group_map.siblings, dst), dst
+        )
 
-    def _seal_if_done(self, life: Life, now: float) -> None:
-        if life.error is not None or life.finish is None or life.grant is None or life.sealed_at is not None:
+    def _seal_if_done(self, req: SenderRequest, now: float) -> None:
+        if req.error is not None or req.finish is None or req.grant is None or req.sealed_at is not None:
             return
-        if life.running or life.queue:
+        if req.running or req.queue:
             return
-        life.sealed_at = life.heard = now
-        self._tell(life.dst, Seal(life.grant.generation, life.num_pages, life.finish.aux))
+        req.sealed_at = req.progress_at = now
+        trace.debug("request %r to rank %d: sealed, %d pages", req.request, req.dst, req.num_pages)
+        self._tell(req.dst, Seal(req.grant.generation, req.num_pages, req.finish.aux))
 
-    def _fail(self, life: Life, error: KVError, *, tell: bool = True) -> None:
-        assert life.error is None
-        error._pages_safe = lambda: all(other.drained for other in self._lives_of(life.request, life))
-        life.error = error
-        self._queued_pages -= sum(op.num_pages for op in life.queue)
-        self.actions.extend(Settle(op.ticket, error) for op in life.queue)
-        life.queue.clear()
-        if life.finish is not None:
-            self.actions.append(Settle(life.finish.ticket, error))
-        self.actions.extend(Halt(op) for op in life.running)
-        if tell and life.grant is not None:
-            self._tell_abort(life.grant, error)
-        self._after_drain(life)
+    def _fail(self, req: SenderRequest, error: KVError, *, tell: bool = True) -> None:
+        assert req.error is None
+        error._pages_safe = lambda: all(other.drained for other in self._requests_of(req.request, req))
+        req.error = error
+        trace.debug("request %r to rank %d: failed: %s", req.request, req.dst, error)
+        self._queued_pages -= sum(op.num_pages for op in req.queue)
+        self.actions.extend(Settle(op.work, error) for op in req.queue)
+        req.queue.clear()
+        if req.finish is not None:
+            self.actions.append(Settle(req.finish.work, error))
+        self.actions.extend(Halt(op) for op in req.running)
+        if tell and req.grant is not None:
+            self._tell_abort(req.grant, error)
+        self._after_drain(req)
 
-    def _after_drain(self, life: Life) -> None:
-        if life.running or life.error is None:
+    def _after_drain(self, req: SenderRequest) -> None:
+        if req.running or req.error is None:
             return
-        if life.revoked and life.grant is not None and not life.tainted:
-            life.revoked = False
-            self._tell(life.dst, Quiesced(life.grant.generation))
-        if life.cancels:
-            self.actions.extend(Settle(ticket) for ticket in life.cancels)
-            life.cancels = []
-            self._end(life)
+        if req.revoked and req.grant is not None and not req.undrainable:
+            req.revoked = False
+            self._tell(req.dst, Quiesced(req.grant.generation))
+        if req.cancels:
+            self.actions.extend(Settle(work) for work in req.cancels)
+            req.cancels = []
+            self._end(req)
 
-    def _end(self, life: Life) -> None:
-        del self._lives[(life.request, life.dst)]
-        if life.grant is not None:
-            self._stages.forget(life.dst, life.grant.generation)
-            del self._by_generation[(life.dst, life.grant.generation)]
-            if life.tainted:
-                self._tainted.add((life.dst, life.grant.generation))
+    def _end(self, req: SenderRequest) -> None:
+        del self._requests[(req.request, req.dst)]
+        if req.grant is not None:
+            self._requester.forget(req.dst, req.grant.generation)
+            del self._by_generation[(req.dst, req.grant.generation)]
+            if req.undrainable:
+                self._undrainable.add((req.dst, req.grant.generation))
 
-    def _bury(self, key: tuple[str, int], error: KVError, now: float) -> None:
-        """The life meant for this grant is still to come, or never does: nobody but the receiver had heard of it."""
-        _make_room(self._stillborn)
-        self._stillborn[key] = (now, error)
+    def _remember_revoked(self, key: tuple[str, int], error: KVError, now: float) -> None:
+        """The grant was revoked before the first verb: remembers that for the request that it was meant for."""
+        _make_room(self._revoked_before_bind)
+        self._revoked_before_bind[key] = (now, error)
 
-    def _refuse_next(self, life: Life, now: float) -> None:
-        """The grant meant for this life is still to come: it must not bind a later one."""
+    def _refuse_next(self, req: SenderRequest, now: float) -> None:
+        """The request was cancelled before its grant came: that grant must not bind a later request of this name."""
         _make_room(self._refusals)
-        self._refusals.setdefault((life.request, life.dst), deque()).append(now + self._grant_timeout)
+        self._refusals.setdefault((req.request, req.dst), deque()).append(now + self._grant_timeout)
 
     def _is_refused(self, key: tuple[str, int], now: float) -> bool:
-        """Whether this grant was meant for a life that was cancelled before it came. Uses up one refusal."""
+        """Whether the grant that came was meant for a request that had been cancelled. Uses up one refusal."""
         waiting = self._refusals.get(key)
         while waiting:
             until = waiting.popleft()
@@ -489,6 +561,6 @@ class Sender:
 
 
 def _make_room(remembered: dict[tuple[str, int], Any]) -> None:
-    """Forgets the oldest, if there are as many as there may be."""
+    """Makes room for one more entry: forgets the oldest if there are `MAX_REMEMBERED`."""
     if len(remembered) >= MAX_REMEMBERED:
         del remembered[next(iter(remembered))]

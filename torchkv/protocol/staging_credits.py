@@ -1,16 +1,36 @@
-"""The receiver's side of staging: who may write where in its ring, and in whose turn.
+"""The receiver's side of staging: which writer may write to which bytes of this rank's staging ring.
 
-    ask --> waiting --in turn, when there is space--> GRANTED --Staged--> FILLED --scattered--> free
-               |                                         |
-            deadline: denied                          revoked: QUARANTINED --its writer is quiescent--> free
+A writer asks for a stage, is granted one, puts packed bytes into it, and says `Staged`; this rank unpacks the stage
+into its pages and releases it. One stage:
 
-A stage may be called written early, while the writer's GPU is about to write it: then it is PROMISED, not FILLED, and
-read only once its signal has risen. If that was not waited for to the end, it is quarantined too, until its writer is
-quiescent. The signal word is the stage's for as long as the stage is taken, so a late signal meets nobody else.
+    StageAsk --> pending --its turn, and space--> GRANTED --Staged--> WRITTEN ---------------unpacked--> free
+                    |                              |   |                                         ^
+             deadline: StageDenied                 |   +--Staged, early--> SIGNALLED --signal risen--+
+                                                   |                           |
+                                            request failed          given up before the signal rose
+                                                   |                           |
+                                                   +------> QUARANTINED <------+
+                                                                 |
+                                                                 +--its writer is quiescent--> free
 
-A line is what one writer has asked for under one generation. Lines are served one stage a turn. The line whose turn it
-is waits for its space, and the others wait with it: they would take that space away for ever. It is passed over only
-while no stage of others that ends could help it.
+* GRANTED: the writer may put into the stage. WRITTEN: it has, and this rank reads it.
+* SIGNALLED: the writer announced the stage early, before its GPU has written it. This rank's GPU waits for the signal,
+  a word behind the ring, and reads the stage then. A signal word belongs to its stage until that is free, so a late
+  signal is never taken for that of another stage.
+* QUARANTINED: the stage is not read any more, but its writer may still put into it. It is free when the writer is
+  *quiescent*: nothing that it wrote under this generation can land any more.
+
+Invariant: bytes of the ring are granted to one writer at a time, and to the next one only when nothing of the last can
+land on them any more.
+
+**Turns.** A writer's asks under one generation form a queue. Queues are served round robin, one stage each. The queue
+whose turn it is waits until its stage fits, and the others wait with it: if smaller asks went first, they could take
+the space for ever. A queue is passed over only while the others cannot help it by releasing stages: its ask is larger
+than the space between quarantined stages, or it holds `MAX_STAGES` stages itself.
+
+**Ring only.** A writer may promise that it writes to the ring and not to pages under a generation. If the request
+fails, its pages are then free at once. A writer that wants to write to pages after all withdraws the promise and waits
+until that is confirmed (`Withdraw`, `Withdrawn`).
 """
 
 from __future__ import annotations
@@ -21,18 +41,19 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
-from torchkv.staging import SIGNAL_STEP, Signal, Stage, StagingRing
-from torchkv.wire import MAX_ASKS, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
+from torchkv.layout.stage_format import SIGNAL_STEP, Signal
+from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
+from torchkv.protocol.stage_allocator import Stage, StagingRing
 
-__all__ = ["MAX_STAGES", "Owner", "StageKeeper"]
+__all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 
-MAX_STAGES = 64  # of one line: granted, or written and not scattered yet
-NAMED_OWNERS = 4  # in a denial
+MAX_STAGES = 64  # stages of one queue that are not free yet
+NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
 
 
 class Owner(NamedTuple):
-    """For whom a stage was taken."""
+    """Whom a stage is allocated for: a writer, under one generation."""
 
     src: int
     generation: int
@@ -41,306 +62,319 @@ class Owner(NamedTuple):
         return f"rank {self.src} generation {self.generation}"
 
 
-class _State(Enum):
+class _StageState(Enum):
     GRANTED = "granted"
-    FILLED = "filled"
-    PROMISED = "promised"
+    WRITTEN = "written"
+    SIGNALLED = "signalled"
     QUARANTINED = "quarantined"
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
-    """A stage that the ring gave out, how many of its bytes were granted, and the signal for it, if it has one."""
+class _GrantedStage:
+    """A stage that is not free. nbytes: how many of its bytes were granted. signal: None if no word was left for it."""
 
     stage: Stage
     nbytes: int
     signal: Signal | None
-    state: _State = _State.GRANTED
+    state: _StageState = _StageState.GRANTED
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
-    """An ask that waits for its turn and for space."""
+class _PendingAsk:
+    """An ask that waits for its turn and for space. nbytes, least: bytes wanted, and bytes that will do."""
 
     serial: int
     nbytes: int
     least: int
-    since: float
+    asked_at: float
 
 
 @dataclass(eq=False, slots=True)
-class _Line:
-    """What one writer has asked for under one generation, up to its quiescence."""
+class _WriterQueue:
+    """The asks and stages of one writer under one generation. Kept until the writer is quiescent and has no stage."""
 
     owner: Owner
-    promised: bool
+    ring_only: bool
     next_serial: int = 0
-    waiting: deque[_Wait] = field(default_factory=deque)
-    held: dict[int, _Held] = field(default_factory=dict)  # by serial
-    served: float = float("-inf")  # when it last got a stage
+    pending: deque[_PendingAsk] = field(default_factory=deque)
+    stages: dict[int, _GrantedStage] = field(default_factory=dict)  # by serial
+    granted_at: float = float("-inf")  # when the last stage was granted
     revoked: bool = False
     quiescent: bool = False
 
     @property
     def unwritten(self) -> int:
-        return len(self.waiting) + sum(held.state is _State.GRANTED for held in self.held.values())
+        """Stages that were asked for and not yet written: at most `MAX_ASKS`."""
+        return len(self.pending) + sum(entry.state is _StageState.GRANTED for entry in self.stages.values())
 
 
-class StageKeeper:
-    """The ring of this rank and its credits. Not thread-safe: the caller serialises, and drains ``outbox``.
+class StagingCredits:
+    """Grants stages of this rank's ring. Not thread-safe: the caller holds a lock, and sends what is in ``outbox``.
 
-    timeout: seconds that an ask may wait since its line last got a stage. signals: words behind the ring, all 0.
+    timeout: seconds that an ask may wait after it came or, if that is later, after the last grant to its queue.
+    signals: signal words behind the ring, all 0.
     """
 
     def __init__(self, ring: StagingRing, *, timeout: float, signals: int = 0) -> None:
         self.ring = ring
-        self._words = deque(range(signals))  # those of no stage
-        self._value = 0  # of the latest signal
-        self.outbox: list[tuple[int, Message]] = []
+        self._free_words = deque(range(signals))  # signal words of no stage
+        self._last_value = 0  # of the latest signal; each signal has a higher one
+        self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
         self._timeout = timeout
-        self._lines: dict[int, dict[int, _Line]] = {}  # by generation, then by writer; none of them empty
-        self._turn: dict[_Line, None] = {}  # the lines that wait, next one first
+        self._queues: dict[int, dict[int, _WriterQueue]] = {}  # by generation, then by writer; no inner dict is empty
+        self._round_robin: dict[_WriterQueue, None] = {}  # the queues with pending asks, the next one first
         self._now = float("-inf")
 
-    # ---------------------------------------------------------------- what the writer says
+    # ---------------------------------------------------------------- messages of writers
 
     def ask(self, src: int, message: StageAsk, now: float) -> None:
-        """Grants a stage now or later, or denies it. For a live generation, of which ``src`` is a live writer.
+        """Grants a stage, now or later, or denies it. Only for a live request that ``src`` writes to.
 
-        A repeated ask changes nothing; if its stage is granted and not yet written, the grant is repeated too.
-        Raises ``ProtocolError`` for an ask that no honest writer makes, with nothing changed.
+        A repeated ask changes nothing; if its stage is granted and not yet written, the grant is sent again. Raises
+        ``ProtocolError`` for an ask that breaks the protocol; then nothing changes.
         """
         self._now = now
         owner = Owner(src, message.generation)
-        line = self._line(*owner)
-        if line is not None and (line.revoked or line.quiescent):
+        queue = self._queue_of(*owner)
+        if queue is not None and (queue.revoked or queue.quiescent):
             return
-        if line is not None and message.serial < line.next_serial:
-            self._repeat_grant(line, message.serial)
+        if queue is not None and message.serial < queue.next_serial:
+            self._repeat_grant(queue, message.serial)
             return
-        self._check(owner, message, line)
-        if line is None:
-            line = _Line(owner, message.only)
-            self._lines.setdefault(owner.generation, {})[src] = line
-        line.next_serial += 1
+        self._check(owner, message, queue)
+        if queue is None:
+            queue = _WriterQueue(owner, message.ring_only)
+            self._queues.setdefault(owner.generation, {})[src] = queue
+        queue.next_serial += 1
         if message.least > self.ring.capacity:
-            self._deny(line, message.serial, _oversize(message, self.ring.capacity))
+            self._deny(queue, message.serial, _too_large_text(message, self.ring.capacity))
             return
-        line.waiting.append(_Wait(message.serial, message.nbytes, message.least, now))
-        self._turn.setdefault(line)
+        queue.pending.append(_PendingAsk(message.serial, message.nbytes, message.least, now))
+        self._round_robin.setdefault(queue)
         self._serve()
 
-    def fill(self, src: int, generation: int, serial: int) -> Stage | None:
-        """The stage that its writer now calls written, once; None for one that is not, or no longer, its own.
+    def mark_written(self, src: int, generation: int, serial: int) -> Stage | None:
+        """The writer has written this stage: returns it, and the caller reads it until `release`.
 
-        From now on the caller reads it, until `release`.
+        None, with nothing changed, unless the stage is granted to this writer and not yet written.
         """
-        held = self._granted(src, generation, serial)
-        if held is None:
+        entry = self._unwritten_stage(src, generation, serial)
+        if entry is None:
             return None
-        held.state = _State.FILLED
-        return held.stage
+        entry.state = _StageState.WRITTEN
+        return entry.stage
 
-    def promise(self, src: int, generation: int, serial: int) -> tuple[Stage, Signal] | None:
-        """The same for one that its writer calls written early: the caller reads it once the signal has risen.
+    def mark_signalled(self, src: int, generation: int, serial: int) -> tuple[Stage, Signal] | None:
+        """The writer has announced this stage early: returns it with its signal, which the caller waits for.
 
-        None too for a stage that has no signal.
+        None, with nothing changed, unless the stage is granted to this writer, not yet written, and has a signal.
         """
-        held = self._granted(src, generation, serial)
-        if held is None or held.signal is None:
+        entry = self._unwritten_stage(src, generation, serial)
+        if entry is None or entry.signal is None:
             return None
-        held.state = _State.PROMISED
-        return held.stage, held.signal
+        entry.state = _StageState.SIGNALLED
+        return entry.stage, entry.signal
 
     def withdraw(self, src: int, message: Withdraw) -> None:
-        """The writer is about to write directly. For a live generation: its pages are safe at quiescence only."""
-        line = self._line(src, message.generation)
-        if line is not None:
-            line.promised = False
+        """The writer withdraws its promise to use the ring only: confirms that. Only for a live request.
+
+        From now on, if the request fails, its pages are free only when this writer is quiescent.
+        """
+        queue = self._queue_of(src, message.generation)
+        if queue is not None:
+            queue.ring_only = False
         self.outbox.append((src, Withdrawn(message.generation)))
 
-    # ---------------------------------------------------------------- what the receiver says
+    # ---------------------------------------------------------------- calls of the receiver
 
     def release(self, src: int, generation: int, serial: int, now: float, *, written: bool = True) -> None:
-        """The stage has been read, or was given back unused. Repeated, and for a quarantined one, it does nothing.
+        """The stage has been read, or was given back unused, and is free. Nothing for one that is free or quarantined.
 
-        written: False if its writer has promised to write it, and may still do so.
+        written: False if the writer may still write to it, because it was announced early and its signal has not risen.
+        Then the stage is quarantined, unless its writer is quiescent.
         """
         self._now = now
-        line = self._line(src, generation)
-        held = None if line is None else line.held.get(serial)
-        if line is None or held is None or held.state is _State.QUARANTINED:
+        queue = self._queue_of(src, generation)
+        entry = None if queue is None else queue.stages.get(serial)
+        if queue is None or entry is None or entry.state is _StageState.QUARANTINED:
             return
-        if not written and not line.quiescent:
-            held.state = _State.QUARANTINED
-            self.ring.quarantine(held.stage)
+        if not written and not queue.quiescent:
+            entry.state = _StageState.QUARANTINED
+            self.ring.quarantine(entry.stage)
         else:
-            self._free(line, serial)
-            self._drop_if_over(line)
+            self._free(queue, serial)
+            self._drop_if_done(queue)
         self._serve()
 
     def revoke(self, generation: int) -> None:
-        """Its receive has failed. What was granted and not written is quarantined; what is being read stays."""
-        for line in self._lines.get(generation, {}).values():
-            line.revoked = True
-            self._stop_waiting(line)
-            for held in line.held.values():
-                if held.state is _State.GRANTED:
-                    held.state = _State.QUARANTINED
-                    self.ring.quarantine(held.stage)
+        """The request has failed: drops its pending asks, and quarantines stages that are granted and not written.
+
+        Stages that are being read, or waited for, stay until `release`.
+        """
+        for queue in self._queues.get(generation, {}).values():
+            queue.revoked = True
+            self._drop_pending(queue)
+            for entry in queue.stages.values():
+                if entry.state is _StageState.GRANTED:
+                    entry.state = _StageState.QUARANTINED
+                    self.ring.quarantine(entry.stage)
         self._serve()
 
-    def quiescent(self, src: int, generation: int, now: float) -> None:
-        """``src`` writes nothing more under this generation: only what is being read stays, until its `release`."""
+    def mark_quiescent(self, src: int, generation: int, now: float) -> None:
+        """Nothing that ``src`` wrote under this generation can land any more: frees its stages that are not being read.
+
+        Those that are being read, or waited for, stay until `release`.
+        """
         self._now = now
-        line = self._line(src, generation)
-        if line is None:
+        queue = self._queue_of(src, generation)
+        if queue is None:
             return
-        line.quiescent = True
-        self._stop_waiting(line)
-        for serial, held in list(line.held.items()):
-            if held.state in (_State.GRANTED, _State.QUARANTINED):
-                self._free(line, serial)
-        self._drop_if_over(line)
+        queue.quiescent = True
+        self._drop_pending(queue)
+        for serial, entry in list(queue.stages.items()):
+            if entry.state in (_StageState.GRANTED, _StageState.QUARANTINED):
+                self._free(queue, serial)
+        self._drop_if_done(queue)
         self._serve()
 
-    def gone(self, src: int, now: float) -> None:
-        """The process of ``src`` has ended, and nothing of it is under way any more."""
-        for generation in [generation for generation, lines in self._lines.items() if src in lines]:
-            self.quiescent(src, generation, now)
+    def peer_dead(self, src: int, now: float) -> None:
+        """The process of ``src`` has ended and all it wrote has landed: it is quiescent under every generation."""
+        for generation in [generation for generation, queues in self._queues.items() if src in queues]:
+            self.mark_quiescent(src, generation, now)
 
     def tick(self, now: float) -> None:
-        """Denies the asks that have waited too long."""
+        """Denies asks that have waited for ``timeout`` seconds."""
         self._now = now
-        for line in list(self._turn):
-            while line.waiting and now >= max(line.waiting[0].since, line.served) + self._timeout:
-                wait = line.waiting.popleft()
-                self._deny(line, wait.serial, self._crowded(wait))
-            if not line.waiting:
-                del self._turn[line]
+        for queue in list(self._round_robin):
+            while queue.pending and now >= max(queue.pending[0].asked_at, queue.granted_at) + self._timeout:
+                ask = queue.pending.popleft()
+                self._deny(queue, ask.serial, self._timeout_text(ask))
+            if not queue.pending:
+                del self._round_robin[queue]
         self._serve()
 
-    def promised(self, src: int, generation: int) -> bool:
-        """Whether ``src`` has promised to write through the ring only, and not withdrawn that."""
-        line = self._line(src, generation)
-        return line is not None and line.promised
+    def is_ring_only(self, src: int, generation: int) -> bool:
+        """Whether ``src`` has promised to write to the ring only under this generation, and has not withdrawn that."""
+        queue = self._queue_of(src, generation)
+        return queue is not None and queue.ring_only
 
-    def waiting(self, generation: int) -> bool:
+    def has_pending(self, generation: int) -> bool:
         """Whether some ask under this generation waits for a stage."""
-        return any(line.waiting for line in self._lines.get(generation, {}).values())
+        return any(queue.pending for queue in self._queues.get(generation, {}).values())
 
     def holds(self, src: int, generation: int) -> bool:
-        """Whether ``src`` has a stage under this generation: granted, being read or quarantined."""
-        line = self._line(src, generation)
-        return line is not None and bool(line.held)
+        """Whether ``src`` has a stage under this generation that is not free."""
+        queue = self._queue_of(src, generation)
+        return queue is not None and bool(queue.stages)
 
-    # ---------------------------------------------------------------- lines and turns
+    # ---------------------------------------------------------------- queues and turns
 
-    def _line(self, src: int, generation: int) -> _Line | None:
-        return self._lines.get(generation, {}).get(src)
+    def _queue_of(self, src: int, generation: int) -> _WriterQueue | None:
+        return self._queues.get(generation, {}).get(src)
 
-    def _granted(self, src: int, generation: int, serial: int) -> _Held | None:
-        line = self._line(src, generation)
-        held = None if line is None else line.held.get(serial)
-        return held if held is not None and held.state is _State.GRANTED else None
+    def _unwritten_stage(self, src: int, generation: int, serial: int) -> _GrantedStage | None:
+        queue = self._queue_of(src, generation)
+        entry = None if queue is None else queue.stages.get(serial)
+        return entry if entry is not None and entry.state is _StageState.GRANTED else None
 
-    def _free(self, line: _Line, serial: int) -> None:
-        held = line.held.pop(serial)
-        self.ring.release(held.stage)
-        if held.signal is not None:
-            self._words.append(held.signal.word)
+    def _free(self, queue: _WriterQueue, serial: int) -> None:
+        entry = queue.stages.pop(serial)
+        self.ring.release(entry.stage)
+        if entry.signal is not None:
+            self._free_words.append(entry.signal.word)
 
-    def _drop_if_over(self, line: _Line) -> None:
-        if not line.quiescent or line.held:
+    def _drop_if_done(self, queue: _WriterQueue) -> None:
+        if not queue.quiescent or queue.stages:
             return
-        src, generation = line.owner
-        del self._lines[generation][src]
-        if not self._lines[generation]:
-            del self._lines[generation]
+        src, generation = queue.owner
+        del self._queues[generation][src]
+        if not self._queues[generation]:
+            del self._queues[generation]
 
-    def _stop_waiting(self, line: _Line) -> None:
-        line.waiting.clear()
-        self._turn.pop(line, None)
+    def _drop_pending(self, queue: _WriterQueue) -> None:
+        queue.pending.clear()
+        self._round_robin.pop(queue, None)
 
-    def _next_line(self) -> _Line | None:
-        """Whose turn it is: the first that would get a stage if all stages ended but the quarantined and its own."""
-        for line in self._turn:
-            if line.waiting[0].least <= self.ring.room and len(line.held) < MAX_STAGES:
-                return line
+    def _next_queue(self) -> _WriterQueue | None:
+        """The queue whose turn it is: the first whose ask fits once all stages but the quarantined are released."""
+        for queue in self._round_robin:
+            if queue.pending[0].least <= self.ring.largest_possible and len(queue.stages) < MAX_STAGES:
+                return queue
         return None
 
     def _serve(self) -> None:
-        while (line := self._next_line()) is not None:
-            wait = line.waiting[0]
-            # Room is a whole number of alignments, so the stage is never longer than that.
-            nbytes = min(wait.nbytes, self.ring.room)
-            stage = self.ring.allocate(nbytes, line.owner)
+        while (queue := self._next_queue()) is not None:
+            ask = queue.pending[0]
+            # largest_possible is a multiple of the alignment, so the allocated stage is no longer than that.
+            nbytes = min(ask.nbytes, self.ring.largest_possible)
+            stage = self.ring.allocate(nbytes, queue.owner)
             if stage is None:
                 return
-            line.waiting.popleft()
-            line.held[wait.serial] = _Held(stage, nbytes, self._next_signal())
-            line.served = self._now
-            del self._turn[line]
-            if line.waiting:
-                self._turn[line] = None
-            self._tell_grant(line, wait.serial)
+            queue.pending.popleft()
+            queue.stages[ask.serial] = _GrantedStage(stage, nbytes, self._take_signal())
+            queue.granted_at = self._now
+            del self._round_robin[queue]
+            if queue.pending:
+                self._round_robin[queue] = None
+            self._tell_grant(queue, ask.serial)
 
-    def _next_signal(self) -> Signal | None:
-        if not self._words:
+    def _take_signal(self) -> Signal | None:
+        if not self._free_words:
             return None
-        self._value += SIGNAL_STEP
-        return Signal(self._words.popleft(), self._value)
+        self._last_value += SIGNAL_STEP
+        return Signal(self._free_words.popleft(), self._last_value)
 
-    def _tell_grant(self, line: _Line, serial: int) -> None:
-        held = line.held[serial]
-        grant = StageGrant(line.owner.generation, serial, held.stage.offset, held.nbytes, *(held.signal or ()))
-        self.outbox.append((line.owner.src, grant))
+    def _tell_grant(self, queue: _WriterQueue, serial: int) -> None:
+        entry = queue.stages[serial]
+        grant = StageGrant(queue.owner.generation, serial, entry.stage.offset, entry.nbytes, *(entry.signal or ()))
+        self.outbox.append((queue.owner.src, grant))
 
-    def _repeat_grant(self, line: _Line, serial: int) -> None:
-        if serial in line.held and line.held[serial].state is _State.GRANTED:
-            self._tell_grant(line, serial)
+    def _repeat_grant(self, queue: _WriterQueue, serial: int) -> None:
+        if serial in queue.stages and queue.stages[serial].state is _StageState.GRANTED:
+            self._tell_grant(queue, serial)
 
-    def _deny(self, line: _Line, serial: int, text: str) -> None:
-        self.outbox.append((line.owner.src, StageDenied(line.owner.generation, serial, text)))
+    def _deny(self, queue: _WriterQueue, serial: int, text: str) -> None:
+        self.outbox.append((queue.owner.src, StageDenied(queue.owner.generation, serial, text)))
 
     # ---------------------------------------------------------------- refusals
 
-    def _check(self, owner: Owner, message: StageAsk, line: _Line | None) -> None:
-        next_serial = 0 if line is None else line.next_serial
+    def _check(self, owner: Owner, message: StageAsk, queue: _WriterQueue | None) -> None:
+        next_serial = 0 if queue is None else queue.next_serial
         if message.serial != next_serial:
             raise ProtocolError(f"{owner}: asks for stage {message.serial}, but the next one is {next_serial}")
         if not 1 <= message.least <= message.nbytes:
             raise ProtocolError(
                 f"{owner}: asks for a stage of {message.nbytes} bytes, at least {message.least}; "
-                f"both must be positive, and the former no less"
+                f"both must be positive, and the second no more than the first"
             )
-        if line is None:
+        if queue is None:
             return
-        if line.unwritten >= MAX_ASKS:
+        if queue.unwritten >= MAX_ASKS:
             raise ProtocolError(
                 f"{owner}: asks for stage {message.serial} while {MAX_ASKS} are waiting or unwritten; write one first"
             )
-        if message.only is not line.promised:
+        if message.ring_only is not queue.ring_only:
+            known = "holds until it is withdrawn" if queue.ring_only else "was never made, or withdrawn"
             raise ProtocolError(
-                f"{owner}: asks for stage {message.serial} with only={message.only}, but its promise to write through "
-                f"the ring only {'holds until it is withdrawn' if line.promised else 'was never made, or withdrawn'}"
+                f"{owner}: asks for stage {message.serial} with ring_only={message.ring_only}, but its promise to "
+                f"write through the ring only {known}"
             )
 
-    def _crowded(self, wait: _Wait) -> str:
+    def _timeout_text(self, ask: _PendingAsk) -> str:
         ring = self.ring
         usage: Counter[str] = Counter()
         for stage in ring.stages:
             usage[str(stage.owner)] += stage.nbytes
         holders = ", ".join(f"{owner} ({nbytes} bytes)" for owner, nbytes in usage.most_common(NAMED_OWNERS))
         return (
-            f"stage {wait.serial}, of {wait.least} to {wait.nbytes} bytes, waited {self._timeout:g} s for space: the "
+            f"stage {ask.serial}, of {ask.least} to {ask.nbytes} bytes, waited {self._timeout:g} s for space: the "
             f"staging ring of {ring.capacity} bytes has {ring.in_use} in use, {ring.quarantined} of them quarantined "
-            f"until the writers of failed requests are quiescent; held by {holders or 'nobody'}; "
+            f"until the writers of failed requests are quiescent; held by {holders or 'no writer'}; "
             f"{ADVICE}, or send fewer requests at once"
         )
 
 
-def _oversize(message: StageAsk, capacity: int) -> str:
+def _too_large_text(message: StageAsk, capacity: int) -> str:
     return (
         f"stage {message.serial} needs at least {message.least} bytes, and the staging ring has {capacity}; "
         f"{ADVICE}, or send on another path"

@@ -1,4 +1,19 @@
-"""The sender's side of staging: asks for stages of a receiver's ring, and what became of them."""
+"""The sender's side of staging: asks for stages of receivers' rings, and the answers.
+
+A stage, as its writer sees it; `staging_credits` is the receiver's side of the same exchange:
+
+    ask --> unsent --at most MAX_ASKS at once--> sent --StageGrant--> granted --written and flushed: Staged--> forgotten
+                                                  |
+                                                  +--StageDenied--> denied: `granted` raises RingExhausted
+
+Under each generation this rank has one policy (`_RingOnly`): to write to the ring only, which it promises with its
+asks, or to write to the receiver's pages too. The promise lets the receiver free the pages of a failed request at once.
+So it must be withdrawn, and the receiver must have confirmed that, before the first byte goes to a page.
+
+    UNDECIDED --first ask--> YES --`go_direct`: Withdraw sent--> WITHDRAWING --Withdrawn received--> NO
+        |                                                                                            ^
+        +--`go_direct`: nothing was promised---------------------------------------------------------+
+"""
 
 from __future__ import annotations
 
@@ -8,14 +23,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError, RingExhausted
-from torchkv.staging import Signal, Stream
-from torchkv.wire import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
+from torchkv.layout.stage_format import ChunkFifo, Signal
+from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 
-__all__ = ["Span", "StageClient"]
+__all__ = ["Span", "StagingRequester"]
 
 
 class Span(NamedTuple):
-    """Bytes [offset, offset + nbytes) of the receiver's ring. signal: with which they may be called written early."""
+    """Bytes [offset, offset + nbytes) of the receiver's ring. signal: if set, the stage may be announced early."""
 
     offset: int
     nbytes: int
@@ -25,17 +40,19 @@ class Span(NamedTuple):
         return f"{self[:2]} (offset, bytes)"
 
 
-class _Promise(Enum):
-    """To write through the ring only."""
+class _RingOnly(Enum):
+    """Whether this rank has promised, under a generation, to write to the receiver's ring and not to its pages."""
 
-    OPEN = "not decided"
-    MADE = "made"
-    LEAVING = "withdrawn, the receiver has not confirmed it"
-    NONE = "not made, or withdrawn"
+    UNDECIDED = "undecided"
+    YES = "promised"
+    WITHDRAWING = "withdrawn, not confirmed"
+    NO = "no promise"
 
 
 @dataclass(eq=False, slots=True)
 class _Ask:
+    """A stage that was asked for: not answered, granted or denied."""
+
     nbytes: int
     least: int
     span: Span | None = None
@@ -43,44 +60,44 @@ class _Ask:
 
 
 @dataclass(eq=False, slots=True)
-class _Line:
-    """What was asked of one receiver under one generation. Asks leave it when their stage is written."""
+class _AskQueue:
+    """The asks to one receiver under one generation. An ask is removed when its stage is written."""
 
-    promise: _Promise = _Promise.OPEN
+    ring_only: _RingOnly = _RingOnly.UNDECIDED
     next_serial: int = 0
-    unsent: deque[int] = field(default_factory=deque)  # the receiver takes only so many at once
-    unwritten: int = 0  # sent, and neither denied nor written
+    unsent: deque[int] = field(default_factory=deque)  # serials of asks beyond `MAX_ASKS`, which are kept back
+    unwritten: int = 0  # asks that were sent, and are neither denied nor written
     asks: dict[int, _Ask] = field(default_factory=dict)  # by serial
 
 
-class StageClient:
-    """All stages that this rank asks for. Not thread-safe: the caller serialises, and drains ``outbox``."""
+class StagingRequester:
+    """All stages that this rank asks for. Not thread-safe: the caller holds a lock, and sends what is in ``outbox``."""
 
     def __init__(self) -> None:
-        self.outbox: list[tuple[int, Message]] = []
-        self._lines: dict[tuple[int, int], _Line] = {}
+        self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
+        self._queues: dict[tuple[int, int], _AskQueue] = {}
 
-    # ---------------------------------------------------------------- the caller's calls
+    # ---------------------------------------------------------------- calls of transfers
 
     def ask(self, dst: int, generation: int, *, nbytes: int, least: int) -> int:
-        """Asks for a stage of ``nbytes``, or at least of ``least``; returns its serial, the handle from now on.
+        """Asks for a stage of ``nbytes`` bytes, or at least of ``least``. Returns its serial, its handle from now on.
 
-        Any number may be asked for: those beyond what the receiver takes at once are kept until it does.
+        Any number of stages may be asked for: asks beyond `MAX_ASKS` are kept back here.
         """
         assert 1 <= least <= nbytes, f"a stage of {nbytes} bytes, at least {least}"
-        line = self._lines.setdefault((dst, generation), _Line())
-        if line.promise is _Promise.OPEN:
-            line.promise = _Promise.MADE
-        serial = line.next_serial
-        line.next_serial += 1
-        line.asks[serial] = _Ask(nbytes, least)
-        line.unsent.append(serial)
-        self._send_asks(dst, generation, line)
+        queue = self._queues.setdefault((dst, generation), _AskQueue())
+        if queue.ring_only is _RingOnly.UNDECIDED:
+            queue.ring_only = _RingOnly.YES
+        serial = queue.next_serial
+        queue.next_serial += 1
+        queue.asks[serial] = _Ask(nbytes, least)
+        queue.unsent.append(serial)
+        self._send_asks(dst, generation, queue)
         return serial
 
     def granted(self, dst: int, generation: int, serial: int) -> Span | None:
-        """Where to write, or None as long as that is open. Raises ``RingExhausted`` if the receiver has denied it."""
-        ask = self._lines[dst, generation].asks[serial]
+        """Where to write; None until the receiver has answered. Raises ``RingExhausted`` if it has denied the stage."""
+        ask = self._queues[dst, generation].asks[serial]
         if ask.denied is not None:
             raise RingExhausted(f"rank {dst} gave no staging memory: {ask.denied}", retryable=True)
         return ask.span
@@ -96,45 +113,51 @@ class StageClient:
         num_pages: int,
         checked: bool,
         state: bool = False,
-        early: bool = False,
-        stream: Stream | None = None,
+        signalled: bool = False,
+        fifo: ChunkFifo | None = None,
     ) -> None:
-        """The granted stage is written and flushed, or with ``num_pages`` 0 given back; it is no longer ours.
+        """Tells the receiver that the granted stage is written and flushed: from now on the stage is the receiver's.
 
-        early: it is being written, and its signal comes behind that. stream: the piece passes through it like that.
+        layers, start, num_pages: what the stage holds; pages are this rank's, counted after the prefix. With 0 pages
+        the stage is given back unused. checked: it holds their checksums too. state: it holds state. signalled: it is
+        announced early; this rank's GPU writes it, and raises its signal then. fifo: if set, the piece passes through
+        the stage like this.
         """
-        line = self._lines[dst, generation]
-        ask = line.asks.pop(serial)
+        queue = self._queues[dst, generation]
+        ask = queue.asks.pop(serial)
         assert ask.span is not None, f"stage {serial} of rank {dst} generation {generation} is not granted"
-        assert not early or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
-        how = (checked, state, early, *(stream or ()))
+        assert not signalled or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
+        how = (checked, state, signalled, *(fifo or ()))
         self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, *how)))
-        line.unwritten -= 1
-        self._send_asks(dst, generation, line)
+        queue.unwritten -= 1
+        self._send_asks(dst, generation, queue)
 
     def go_direct(self, dst: int, generation: int) -> bool:
-        """Whether bytes may now be written past the ring. If a promise stands against it, this withdraws it.
+        """Whether this rank may write to the receiver's pages under this generation.
 
-        Then it returns False until the receiver has confirmed that; ask again.
+        If it has promised not to, this withdraws the promise and returns False. Call again: it returns True once the
+        receiver has confirmed the withdrawal.
         """
-        line = self._lines.setdefault((dst, generation), _Line())
-        if line.promise is _Promise.OPEN:
-            line.promise = _Promise.NONE
-        elif line.promise is _Promise.MADE:
-            line.promise = _Promise.LEAVING
+        queue = self._queues.setdefault((dst, generation), _AskQueue())
+        if queue.ring_only is _RingOnly.UNDECIDED:
+            queue.ring_only = _RingOnly.NO
+        elif queue.ring_only is _RingOnly.YES:
+            queue.ring_only = _RingOnly.WITHDRAWING
             self.outbox.append((dst, Withdraw(generation)))
-        return line.promise is _Promise.NONE
+        return queue.ring_only is _RingOnly.NO
 
     def forget(self, dst: int, generation: int) -> None:
-        """Nothing more is written under this generation; what still comes about it is ignored."""
-        self._lines.pop((dst, generation), None)
+        """Nothing more is written under this generation: drops its asks, and ignores answers that still come."""
+        self._queues.pop((dst, generation), None)
 
-    # ---------------------------------------------------------------- what the receiver says
+    # ---------------------------------------------------------------- messages of receivers
 
     def on_grant(self, src: int, message: StageGrant, ring_nbytes: int, signals: int = 0) -> None:
-        """Raises ``ProtocolError`` for a span that was not asked for or lies outside the ring of ``ring_nbytes``.
+        """The receiver has granted a stage.
 
-        signals: words behind that ring.
+        ring_nbytes, signals: bytes of its ring, and signal words behind it, as its peer metadata says. Raises
+        ``ProtocolError`` for bytes outside the ring, for another size than was asked for, for a signal that the ring
+        does not have, and for an answer that contradicts an earlier one.
         """
         ask = self._sent_ask(src, message.generation, message.serial)
         if ask is None:
@@ -154,7 +177,7 @@ class StageClient:
         ask.span = span
 
     def on_denied(self, src: int, message: StageDenied, ring_nbytes: int) -> None:
-        """Raises ``ProtocolError`` if the stage was granted before. ``ring_nbytes``: what the receiver's card says."""
+        """The receiver has denied a stage. ring_nbytes: of its ring. Raises ``ProtocolError`` if it had granted it."""
         ask = self._sent_ask(src, message.generation, message.serial)
         if ask is None or ask.denied is not None:
             return
@@ -164,28 +187,29 @@ class StageClient:
                 f"bytes denied, but granted at {ask.span} before"
             )
         ask.denied = message.text
-        line = self._lines[src, message.generation]
-        line.unwritten -= 1
-        self._send_asks(src, message.generation, line)
+        queue = self._queues[src, message.generation]
+        queue.unwritten -= 1
+        self._send_asks(src, message.generation, queue)
 
     def on_withdrawn(self, src: int, generation: int) -> None:
-        line = self._lines.get((src, generation))
-        if line is not None and line.promise is _Promise.LEAVING:
-            line.promise = _Promise.NONE
+        """The receiver has confirmed the withdrawal of this rank's promise."""
+        queue = self._queues.get((src, generation))
+        if queue is not None and queue.ring_only is _RingOnly.WITHDRAWING:
+            queue.ring_only = _RingOnly.NO
 
     # ---------------------------------------------------------------- inside
 
-    def _send_asks(self, dst: int, generation: int, line: _Line) -> None:
-        while line.unsent and line.unwritten < MAX_ASKS:
-            serial = line.unsent.popleft()
-            line.unwritten += 1
-            ask = line.asks[serial]
-            only = line.promise is _Promise.MADE
-            self.outbox.append((dst, StageAsk(generation, serial, ask.nbytes, ask.least, only)))
+    def _send_asks(self, dst: int, generation: int, queue: _AskQueue) -> None:
+        while queue.unsent and queue.unwritten < MAX_ASKS:
+            serial = queue.unsent.popleft()
+            queue.unwritten += 1
+            ask = queue.asks[serial]
+            ring_only = queue.ring_only is _RingOnly.YES
+            self.outbox.append((dst, StageAsk(generation, serial, ask.nbytes, ask.least, ring_only)))
 
     def _sent_ask(self, src: int, generation: int, serial: int) -> _Ask | None:
-        """The ask that a reply is about, or None: what is late or was never asked changes nothing."""
-        line = self._lines.get((src, generation))
-        if line is None or (line.unsent and serial >= line.unsent[0]):
+        """The ask that an answer is about; None if there is none, or it was not sent yet: such answers are ignored."""
+        queue = self._queues.get((src, generation))
+        if queue is None or (queue.unsent and serial >= queue.unsent[0]):
             return None
-        return line.asks.get(serial)
+        return queue.asks.get(serial)

@@ -1,363 +1,330 @@
-"""Packing and unpacking pieces on the GPU that holds the pages: launches only, and how the kernels report.
+"""Launches the kernels that pack a piece into a stage and unpack it, on the GPU that holds the pages.
 
-One rank sees of a transfer its own pages and the packed stage. So geometries here are one-sided: where the other side's
-strides would be, there are zeros, and the other side's layout cannot spoil what this one allows: wide words, long rows.
+`CudaPackLauncher` only enqueues; `torchkv.staging.cuda_packer` chooses streams, waits and reports errors.
+
+A rank's kernels see its own pages and the packed stage, never the other rank's pages. So their geometries are
+one-sided: the other side's strides are zero. The other side's layout then cannot narrow the words that a kernel loads
+and stores, nor shorten its rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from torchkv import kernels, pagecopy, pagesum
 from torchkv.errors import ProtocolError
-from torchkv.hostpack import Mismatch
-from torchkv.kernels import Flow
-from torchkv.pieces import Piece, PieceLayout, Segment, pair_ranks
-from torchkv.plan import PairPlan
-from torchkv.route import LocalPages
-from torchkv.slab import Rows, Slab
-from torchkv.slabgeometry import Geometry, geometry
-from torchkv.stagememory import Room
-from torchkv.staging import Stream
-from torchkv.sumlaunch import SumAddresses, launch_sums, sum_variant
-from torchkv.variants import Variant
+from torchkv.kernels import checksum as checksum_kernel
+from torchkv.kernels import copies, page_copy
+from torchkv.kernels.checksum_launch import SumAddresses, launch_sums, sum_kernel
+from torchkv.kernels.compiled import CompiledKernel
+from torchkv.kernels.launch import FifoArgs, kernels_for
+from torchkv.layout.kernel_geometry import Geometry, geometry
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.pieces import Mismatch, Piece, PieceLayout, PieceSection, pair_ordinals
+from torchkv.layout.plan_segment import PlanSegment, StridedRuns
+from torchkv.layout.stage_format import ChunkFifo, MemorySpan
+from torchkv.transfer.copy_tables import job_ranges
+from torchkv.transfer.peer_connection import LocalPages
 
-__all__ = ["PagePacker", "mismatch_slots"]
+__all__ = ["CudaPackLauncher", "PieceArgs", "mismatch_buffer"]
 
-MAX_BLOCKS = 256  # of a launch that verifies: each has a slot of its own
-RANK_BITS = 31  # of a mismatch's code; see `torchkv.pagesum`
+MAX_BLOCKS = 256  # of a launch that verifies checksums: each block reports into its own slot
+RANK_BITS = 31  # low bits of a mismatch code, the number of the page pair; see `torchkv.kernels.checksum`
 
 
-class _Run(NamedTuple):
-    """Jobs of a group that one launch does. segment: the group's first. position: of the first job in the group."""
+class _Launch(NamedTuple):
+    """Consecutive jobs of equal geometry, which one launch does.
 
-    segment: Segment
+    section: the first of the group of sections that the jobs belong to. position: of the first job in that group.
+    """
+
+    section: PieceSection
     position: int
     first_job: int
     num_jobs: int
     geometry: Geometry
 
 
-def mismatch_slots() -> torch.Tensor:
-    """A fresh ``mismatches`` argument: int64 ``[MAX_BLOCKS]`` zeros, in pinned host memory where there is a GPU.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceArgs:
+    """What the kernels of one piece are given. All tensors stay unchanged until the kernels are done.
 
-    For one stream at a time: launches that overlap need slots of their own. Zeroed again, it is as good as new.
+    layout: of ``piece``, under a grant of ``limit_tokens`` tokens. ids: int64 page ids in device memory, where the
+    kernels check them; on the sender ``[piece.num_pages]``, on the receiver those of the grant, from its first page on.
+    stage: at least ``layout.nbytes`` bytes that the GPU reaches, aligned to 16. errors: see
+    `torchkv.kernels.copies.error_words`. blocks: the most thread blocks of a launch.
+    """
+
+    layout: PieceLayout
+    piece: Piece
+    ids: torch.Tensor
+    stage: MemorySpan
+    limit_tokens: int
+    errors: torch.Tensor
+    blocks: int
+
+
+def mismatch_buffer() -> torch.Tensor:
+    """A new ``mismatches`` argument: int64 ``[MAX_BLOCKS]`` zeros, in pinned host memory where there is a GPU.
+
+    Launches that may overlap need one each. It can be used again once it is zeroed.
     """
     return torch.zeros(MAX_BLOCKS, dtype=torch.int64, pin_memory=torch.cuda.is_available())
 
 
-class PagePacker:
-    """One rank's own pages under one plan: the sender's, which it gathers, or the receiver's, which it scatters into.
+class CudaPackLauncher:
+    """Launches the kernels for one rank's pages under one plan: gathers on the sender, scatters on the receiver.
 
-    Makes its tables in device memory once. Its methods enqueue on the current stream of the current device, which must
-    be ``pages.device``; they neither synchronise nor allocate device memory. All tensors stay unchanged until the
-    kernels are done. Raises ``TransportUnavailable`` for pages that kernels cannot address.
+    The constructor makes tables in device memory. The other methods enqueue on the current stream of the current
+    device, which must be ``pages.device``; they neither synchronise nor allocate device memory. They raise
+    ``ProtocolError`` for tensors of the wrong kind and for a stage that is too small, the constructor
+    ``TransportUnavailable`` for pages that kernels cannot address.
     """
 
     def __init__(self, plan: PairPlan, pages: LocalPages, *, sending: bool) -> None:
         self._plan = plan
         self._sending = sending
-        self._mode = pagesum.WRITE if sending else pagesum.VERIFY
-        self._jobs: list[tuple[Slab, int]] = []  # (slab, layer) of each job
+        self._mode = checksum_kernel.WRITE if sending else checksum_kernel.VERIFY
+        self._jobs: list[tuple[PlanSegment, int]] = []  # (segment, layer) of each job
         self._geometries: list[Geometry] = []  # of each job; equal ones are one object
-        self._numbers: dict[tuple[str, int, int], int] = {}  # (component, first head, layer) -> job
+        self._first_jobs: dict[tuple[str, int, int], int] = {}  # (segment, layer) of a group -> its first segment's job
         known: dict[Geometry, Geometry] = {}
         for group in plan.groups:
             for layer in group[0].layers:
-                for slab in group:  # as they are packed
-                    shape = _one_sided(plan, slab, layer, pages, sending=sending)
+                self._first_jobs[_key(group[0], layer)] = len(self._jobs)
+                for segment in group:  # in the order in which they are packed
+                    shape = _one_sided(plan, segment, layer, pages, sending=sending)
                     self._geometries.append(known.setdefault(shape, shape))
-                    self._numbers[_key(slab, layer)] = len(self._jobs)
-                    self._jobs.append((slab, layer))
-        # Of each job, how many right before it have the same geometry: one launch can do them all.
-        self._alike = [0] * len(self._jobs)
-        for job in range(1, len(self._jobs)):
-            if self._geometries[job] is self._geometries[job - 1]:
-                self._alike[job] = self._alike[job - 1] + 1
+                    self._jobs.append((segment, layer))
+        pairs = enumerate(itertools.pairwise(self._geometries), start=1)
+        self._splits = [job for job, (before, shape) in pairs if shape is not before]  # see `job_ranges`
         self._in_order = sorted(range(len(self._jobs)), key=self._order)
         self._table = self._job_table(pages)
 
     def _order(self, job: int) -> tuple[int, int]:
-        """By layer, then as in the plan: the order in which mismatches are told."""
+        """Sorts jobs by layer, then as in the plan: the order in which mismatches are reported."""
         return self._jobs[job][1], job
 
     def _job_table(self, pages: LocalPages) -> torch.Tensor:
-        """Each job's address, in this side's column, and in the other, which copies never read, its number in order."""
+        """int64 ``[jobs, 2]`` on the GPU: the address of each job's pages, and its number in reporting order.
+
+        The address is in this side's column. Copies never read the other one, so the checksum kernel finds the number
+        there.
+        """
         side = self._mode
         table = torch.empty((len(self._jobs), 2), dtype=torch.int64)
         for number, job in enumerate(self._in_order):
-            slab, layer = self._jobs[job]
-            table[job, side] = pages.ptr(slab.component, layer)
+            segment, layer = self._jobs[job]
+            table[job, side] = pages.ptr(segment.component, layer)
             table[job, 1 - side] = number
         return table.to(pages.device)
 
-    def variants(self, *, checksum: bool, stream: bool = False) -> list[Variant]:
-        """What the other methods launch. checksum, stream: also what checksums and streams need."""
-        mode = pagecopy.GATHER if self._sending else pagecopy.SCATTER
-        found: list[Variant] = []
+    def kernels_for(self, *, checksum: bool, fifo: bool = False) -> list[CompiledKernel]:
+        """The kernels that the other methods launch. checksum, fifo: with those for checksums and for FIFOs."""
+        mode = page_copy.GATHER if self._sending else page_copy.SCATTER
+        found: list[CompiledKernel] = []
         for shape in set(self._geometries):
-            found += kernels.variants(shape, mode, stream=stream)
+            found += kernels_for(shape, mode, fifo=fifo)
             if checksum:
-                found.append(sum_variant(shape, self._mode))
+                found.append(sum_kernel(shape, self._mode))
         return found
 
-    # ------------------------------------------------------------------ the sender's
+    # ------------------------------------------------------------------ sender
 
-    def gather(
-        self,
-        layout: PieceLayout,
-        piece: Piece,
-        ids: torch.Tensor,
-        stage: Room,
-        *,
-        limit_tokens: int,
-        errors: torch.Tensor,
-        blocks: int,
-        stream: Flow | None = None,
-    ) -> None:
-        """Packs ``piece`` into ``stage``.
+    def gather(self, args: PieceArgs, *, fifo_args: FifoArgs | None = None) -> None:
+        """Packs a piece into its stage.
 
-        layout: of the piece under a grant of ``limit_tokens`` tokens. ids: int64 ``[piece.num_pages]``, its page ids,
-        in device memory; they are checked there. stage: at least ``layout.nbytes`` bytes that the device reaches,
-        aligned to 16. errors: see `torchkv.kernels.error_slot`. blocks: thread blocks of a launch at most. Raises
-        ``ProtocolError`` for tensors of the wrong kind, and for a stage that is too small.
-
-        stream: see `torchkv.kernels.gather`. The stage then needs ``stream.shape.nbytes`` bytes, however large the
-        piece is, and of ``layout`` only the order counts. While `torchkv.kernels.unfinished`, it is to be called again.
+        fifo_args: see `torchkv.kernels.copies.gather`. The stage then needs ``fifo_args.fifo.nbytes`` bytes, whatever
+        the size of the piece, and of ``layout`` only the order counts. While `torchkv.kernels.copies.unfinished` says
+        so, call this again.
         """
         assert self._sending
-        self._check(piece, ids, limit_tokens)
-        if stream is not None:
-            kernels.check_stream(stream)
-        for run in self._runs(layout):
-            kernels.gather(
-                self._table,
-                ids,
-                stage if stream else _part(stage, run),
-                run.geometry,
-                first_job=run.first_job,
-                num_jobs=run.num_jobs,
-                start=piece.start,
-                limit_tokens=limit_tokens,
-                errors=errors,
-                blocks=blocks,
-                stream=stream,
-                first_chunk=_first_chunk(layout, run, stream.shape) if stream else 0,
+        self._check(args)
+        if fifo_args is not None:
+            copies.check_fifo(fifo_args)
+        for each in self._launches(args.layout):
+            copies.gather(
+                self._copy_jobs(each, args),
+                args.ids,
+                args.stage if fifo_args else _part(args.stage, each),
+                fifo_args=fifo_args,
+                first_chunk=_first_chunk(args.layout, each, fifo_args.fifo) if fifo_args else 0,
             )
 
-    def write_sums(
-        self,
-        layout: PieceLayout,
-        piece: Piece,
-        ids: torch.Tensor,
-        stage: Room,
-        *,
-        limit_tokens: int,
-        errors: torch.Tensor,
-        blocks: int,
-    ) -> None:
-        """Computes the checksums of ``piece`` from the pages, and stores them where ``layout`` says.
-
-        Arguments and errors as for `gather`.
-        """
+    def write_sums(self, args: PieceArgs) -> None:
+        """Computes the checksums of a piece from the pages, and stores them in the stage where the layout says."""
         assert self._sending
-        where = SumAddresses(self._table.data_ptr(), ids.data_ptr(), stage.ptr, mismatches=0, errors=errors.data_ptr())
-        self._check_sums(layout, piece, ids, stage, limit_tokens)
-        self._sum(layout, piece, where, limit_tokens=limit_tokens, blocks=blocks)
+        self._sum(args, mismatches=0, blocks=args.blocks)
 
-    # ------------------------------------------------------------------ the receiver's
+    # ------------------------------------------------------------------ receiver
 
-    def scatter(
-        self,
-        layout: PieceLayout,
-        piece: Piece,
-        ids: torch.Tensor,
-        stage: Room,
-        *,
-        limit_tokens: int,
-        errors: torch.Tensor,
-        blocks: int,
-        guard: tuple[int, int] = (0, 0),
-        stream: Flow | None = None,
-    ) -> None:
-        """Unpacks ``piece`` from ``stage``. ids: of the grant's pages, from the first on; the rest as for `gather`.
-
-        guard: see `torchkv.kernels.scatter`.
-        """
+    def scatter(self, args: PieceArgs, *, guard: tuple[int, int] = (0, 0), fifo_args: FifoArgs | None = None) -> None:
+        """Unpacks a piece from its stage. guard: see `torchkv.kernels.copies.scatter`. fifo_args: as for `gather`."""
         assert not self._sending
-        self._check(piece, ids, limit_tokens)
-        if stream is not None:
-            kernels.check_stream(stream)
-        for run in self._runs(layout):
-            kernels.scatter(
-                self._table,
-                stage if stream else _part(stage, run),
-                ids,
-                run.geometry,
-                num_src_pages=piece.num_pages,
-                first_job=run.first_job,
-                num_jobs=run.num_jobs,
-                start=piece.start,
-                limit_tokens=limit_tokens,
-                errors=errors,
-                blocks=blocks,
+        self._check(args)
+        if fifo_args is not None:
+            copies.check_fifo(fifo_args)
+        for each in self._launches(args.layout):
+            copies.scatter(
+                self._copy_jobs(each, args),
+                args.stage if fifo_args else _part(args.stage, each),
+                args.ids,
+                num_src_pages=args.piece.num_pages,
                 guard=guard,
-                stream=stream,
-                first_chunk=_first_chunk(layout, run, stream.shape) if stream else 0,
+                fifo_args=fifo_args,
+                first_chunk=_first_chunk(args.layout, each, fifo_args.fifo) if fifo_args else 0,
             )
 
-    def verify_sums(
-        self,
-        layout: PieceLayout,
-        piece: Piece,
-        ids: torch.Tensor,
-        stage: Room,
-        *,
-        limit_tokens: int,
-        errors: torch.Tensor,
-        mismatches: torch.Tensor,
-        blocks: int,
-    ) -> None:
-        """Computes the checksums of ``piece`` from the pages it was scattered into, and compares them with ``stage``'s.
+    def verify_sums(self, args: PieceArgs, *, mismatches: torch.Tensor) -> None:
+        """Computes the checksums of a piece from the pages it was scattered into, and compares them with the stage's.
 
-        mismatches: see `mismatch_slots`; `first_mismatch` reads it. The rest as for `scatter`.
+        mismatches: from `mismatch_buffer`; `first_mismatch` reads it.
         """
         assert not self._sending
         if mismatches.dtype is not torch.int64 or not mismatches.is_contiguous() or not mismatches.numel():
             raise ProtocolError(f"mismatches must be int64 slots, not {mismatches.dtype} {tuple(mismatches.shape)}")
-        where = SumAddresses(
-            self._table.data_ptr(), ids.data_ptr(), stage.ptr, mismatches.data_ptr(), errors=errors.data_ptr()
-        )
-        self._check_sums(layout, piece, ids, stage, limit_tokens)
-        self._sum(layout, piece, where, limit_tokens=limit_tokens, blocks=min(blocks, mismatches.numel()))
+        self._sum(args, mismatches=mismatches.data_ptr(), blocks=min(args.blocks, mismatches.numel()))
 
     def first_mismatch(self, mismatches: torch.Tensor, piece: Piece, *, limit_tokens: int) -> Mismatch | None:
-        """Of the pages of ``piece`` that `verify_sums` found wrong, the first: by layer, component and position.
+        """The first page pair of ``piece`` that `verify_sums` found wrong, by layer, component and position, or None.
 
-        Read it after the kernels are done. It is the same however many blocks there were.
+        To be read when the kernels are done. The result does not depend on the number of blocks.
         """
         codes = mismatches[mismatches != 0]
         if not codes.numel():
             return None
         number, rank = divmod(int(codes.min()) - 1, 1 << RANK_BITS)
-        slab, layer = self._jobs[self._in_order[number]]
-        pair = _pair(slab, rank + self._ranks(slab, piece, limit_tokens).start)
-        return Mismatch(layer, slab.component, pair * slab.tokens // self._plan.dst_page_size)
+        segment, layer = self._jobs[self._in_order[number]]
+        pair = segment.stripe.pair(rank + self._ranks(segment, piece, limit_tokens).start)
+        return Mismatch(layer, segment.component, pair * segment.tokens // self._plan.dst_page_size)
 
     # ------------------------------------------------------------------ both
 
-    def _sum(self, layout: PieceLayout, piece: Piece, where: SumAddresses, *, limit_tokens: int, blocks: int) -> None:
-        """where: with the addresses of the whole job table and of the stage."""
-        for run in self._runs(layout):
-            segment = run.segment
-            assert segment.sums, "a layout without checksums"
+    def _sum(self, args: PieceArgs, *, mismatches: int, blocks: int) -> None:
+        """Launches the checksum kernels. mismatches: an address; 0 where checksums are written."""
+        self._check_sums(args)
+        where = SumAddresses(
+            self._table.data_ptr(), args.ids.data_ptr(), args.stage.ptr, mismatches, errors=args.errors.data_ptr()
+        )
+        for each in self._launches(args.layout):
+            section = each.section
+            assert section.sums, "a layout without checksums"
             launch_sums(
                 self._mode,
-                run.geometry,
+                each.geometry,
                 where._replace(
-                    jobs=where.jobs + 16 * run.first_job,
-                    sums=where.sums + segment.sums + 8 * run.position * segment.pairs,
+                    jobs=where.jobs + 16 * each.first_job,
+                    sums=where.sums + section.sums + 8 * each.position * section.pairs,
                 ),
-                num_jobs=run.num_jobs,
-                ranks=self._ranks(segment.slab, piece, limit_tokens),
-                start=piece.start if self._sending else 0,
+                num_jobs=each.num_jobs,
+                ranks=self._ranks(section.segment, args.piece, args.limit_tokens),
+                start=args.piece.start if self._sending else 0,
                 blocks=blocks,
             )
 
-    def _runs(self, layout: PieceLayout) -> Iterator[_Run]:
-        """Neighbouring jobs of equal geometry: one run a group, unless layers were left out or pages lie unlike."""
+    def _launches(self, layout: PieceLayout) -> Iterator[_Launch]:
+        """One launch for each group of sections; more where the piece leaves layers out, or where geometries differ."""
         at = 0
-        while at < len(layout.segments):
-            segment = layout.segments[at]
-            group = [each.slab for each in layout.segments[at : at + segment.group]]
-            at += segment.group
-            layers = segment.layers
-            head, tail = self._numbers[_key(group[0], layers[0])], self._numbers[_key(group[-1], layers[-1])]
-            count = len(layers) * len(group)
-            if tail - head == count - 1 and self._alike[tail] >= count - 1:  # as nearly always
-                yield _Run(segment, 0, head, count, self._geometries[head])
-                continue
-            jobs = [self._numbers[_key(slab, layer)] for layer in layers for slab in group]
-            first = 0
-            for end in range(1, len(jobs) + 1):
-                if end == len(jobs) or jobs[end] != jobs[end - 1] + 1 or not self._alike[jobs[end]]:
-                    yield _Run(segment, first, jobs[first], end - first, self._geometries[jobs[first]])
-                    first = end
+        while at < len(layout.sections):
+            section = layout.sections[at]
+            at += section.group
+            position = 0
+            for first_job, num_jobs in job_ranges(self._jobs_of(section), self._splits):
+                yield _Launch(section, position, first_job, num_jobs, self._geometries[first_job])
+                position += num_jobs
 
-    def _ranks(self, slab: Slab, piece: Piece, limit_tokens: int) -> range:
-        return pair_ranks(self._plan, slab, piece.start, piece.num_pages, limit_tokens)
+    def _jobs_of(self, section: PieceSection) -> list[range]:
+        """The jobs of a whole group of sections, given its first one: a consecutive job per section for each layer."""
+        head, tail = (
+            self._first_jobs[_key(section.segment, layer)] for layer in (section.layers[0], section.layers[-1])
+        )
+        if tail - head == (len(section.layers) - 1) * section.group:  # the common case: no layer is left out
+            return [range(head, tail + section.group)]
+        jobs = (self._first_jobs[_key(section.segment, layer)] for layer in section.layers)
+        return [range(job, job + section.group) for job in jobs]
 
-    def _check(self, piece: Piece, ids: torch.Tensor, limit_tokens: int) -> None:
-        """That there is an id wherever the kernels look for one."""
+    def _copy_jobs(self, each: _Launch, args: PieceArgs) -> copies.CopyJobs:
+        return copies.CopyJobs(
+            table=self._table,
+            geometry=each.geometry,
+            first_job=each.first_job,
+            num_jobs=each.num_jobs,
+            start=args.piece.start,
+            limit_tokens=args.limit_tokens,
+            errors=args.errors,
+            blocks=args.blocks,
+        )
+
+    def _ranks(self, segment: PlanSegment, piece: Piece, limit_tokens: int) -> range:
+        return pair_ordinals(self._plan, segment, piece.start, piece.num_pages, limit_tokens)
+
+    def _check(self, args: PieceArgs) -> None:
+        """Raises ``ProtocolError`` unless there is a page id wherever the kernels read one."""
+        ids = args.ids
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous():
             raise ProtocolError(f"page ids must be contiguous int64 [n], not {ids.dtype} {tuple(ids.shape)}")
-        need = piece.num_pages if self._sending else -(-limit_tokens // self._plan.dst_page_size)
+        need = args.piece.num_pages if self._sending else -(-args.limit_tokens // self._plan.dst_page_size)
         if ids.numel() != need and (self._sending or ids.numel() < need):
             raise ProtocolError(f"{ids.numel()} page ids for {need} pages of a piece")
 
-    def _check_sums(self, layout: PieceLayout, piece: Piece, ids: torch.Tensor, stage: Room, limit_tokens: int) -> None:
-        """What `torchkv.kernels` checks for copies."""
-        self._check(piece, ids, limit_tokens)
-        if stage.nbytes < layout.nbytes:
-            raise ProtocolError(f"a stage of {stage.nbytes} bytes for a piece that takes {layout.nbytes}")
+    def _check_sums(self, args: PieceArgs) -> None:
+        """Checks for checksum kernels what `torchkv.kernels.copies` checks for copies."""
+        self._check(args)
+        stage = args.stage
+        if stage.nbytes < args.layout.nbytes:
+            raise ProtocolError(f"a stage of {stage.nbytes} bytes for a piece that takes {args.layout.nbytes}")
         if stage.ptr % 8:
             raise ProtocolError(f"a stage with checksums must be aligned to 8 bytes, not at {stage.ptr:#x}")
 
 
-def _key(slab: Slab, layer: int) -> tuple[str, int, int]:
-    return slab.component, slab.heads.start, layer
+def _key(segment: PlanSegment, layer: int) -> tuple[str, int, int]:
+    return segment.component, segment.heads.start, layer
 
 
-def _pair(slab: Slab, rank: int) -> int:
-    """The pair of this rank within the stripe, numbered from the prefix; see `torchkv.slabgeometry`."""
-    per_unit = slab.unit // slab.tokens
-    return slab.index * per_unit + rank + rank // per_unit * per_unit * (slab.holders - 1)
+def _part(stage: MemorySpan, each: _Launch) -> MemorySpan:
+    """Where the pairs of a launch are packed."""
+    nbytes = each.section.layer_nbytes
+    return stage.part(each.section.offset + each.position * nbytes, each.num_jobs * nbytes)
 
 
-def _part(stage: Room, run: _Run) -> Room:
-    """Where a run's pairs are packed."""
-    nbytes = run.segment.layer_nbytes
-    return stage.part(run.segment.offset + run.position * nbytes, run.num_jobs * nbytes)
-
-
-def _first_chunk(layout: PieceLayout, run: _Run, stream: Stream) -> int:
-    """Chunks of a stream of all of ``layout`` before the run's first job."""
+def _first_chunk(layout: PieceLayout, each: _Launch, fifo: ChunkFifo) -> int:
+    """FIFO chunks of all of ``layout`` before the first job of a launch."""
     before = 0
-    for segment in layout.segments:
-        if segment is run.segment:
+    for section in layout.sections:
+        if section is each.section:
             break
-        before += len(segment.layers) * stream.chunks(segment.layer_nbytes)
-    return before + run.position * stream.chunks(run.segment.layer_nbytes)
+        before += len(section.layers) * fifo.chunks(section.layer_nbytes)
+    return before + each.position * fifo.chunks(each.section.layer_nbytes)
 
 
-def _one_sided(plan: PairPlan, slab: Slab, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:
-    """The geometry between this rank's pages and the packed order."""
-    place = pages.placements[slab.component, layer]
+def _one_sided(plan: PairPlan, segment: PlanSegment, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:
+    """The geometry between this rank's pages and the packed order: see the module's text."""
+    placement = pages.placements[segment.component, layer]
     if sending:
-        seen = replace(slab, dst_base=0, dst_token_stride=0, rows=_rows(slab.rows, sending=True))
+        seen = replace(segment, dst_base=0, dst_token_stride=0, rows=_rows(segment.rows, sending=True))
     else:
-        seen = replace(slab, src_base=0, src_token_stride=0, rows=_rows(slab.rows, sending=False))
+        seen = replace(segment, src_base=0, src_token_stride=0, rows=_rows(segment.rows, sending=False))
     return geometry(
         seen,
-        src_page_stride=place.page_stride if sending else 0,
-        dst_page_stride=0 if sending else place.page_stride,
+        src_page_stride=placement.page_stride if sending else 0,
+        dst_page_stride=0 if sending else placement.page_stride,
         src_page_size=plan.src_page_size,
         dst_page_size=plan.dst_page_size,
-        num_src_pages=place.num_pages if sending else 0,
-        num_dst_pages=0 if sending else place.num_pages,
-        addresses=[pages.ptr(slab.component, layer)],
+        num_src_pages=placement.num_pages if sending else 0,
+        num_dst_pages=0 if sending else placement.num_pages,
+        addresses=[pages.ptr(segment.component, layer)],
     )
 
 
-def _rows(rows: Rows, *, sending: bool) -> Rows:
-    """One side's rows, in packed order; those that lie one behind the other there are one."""
+def _rows(rows: StridedRuns, *, sending: bool) -> StridedRuns:
+    """The rows of one side in packed order; rows that are contiguous on this side are merged."""
     dims = [(rows.n1, rows.s1 if sending else rows.d1), (rows.n0, rows.s0 if sending else rows.d0)]
     run = rows.run
     while dims and (dims[0][0] == 1 or dims[0][1] == run):
         run *= dims.pop(0)[0]
     (n1, inner), (n0, outer) = [*dims, (1, 0), (1, 0)][:2]
-    return Rows(n0, outer, 0, n1, inner, 0, run) if sending else Rows(n0, 0, outer, n1, 0, inner, run)
+    return StridedRuns(n0, outer, 0, n1, inner, 0, run) if sending else StridedRuns(n0, 0, outer, n1, 0, inner, run)

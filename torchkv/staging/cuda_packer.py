@@ -1,180 +1,199 @@
-"""Moving pieces between pages and staging memory on a GPU: kernels on a side stream, watched through a flag."""
+"""Packs and unpacks pieces on a GPU: kernels on side streams, whose completion the progress thread reads from memory.
+
+How gather and scatter are ordered:
+
+* Without a signal, the scatter is enqueued when the writer has said that the stage is written.
+* With a signal, the writer's stream raises it behind the gather. The receiver's scatter is enqueued earlier, on a
+  stream that waits for the signal.
+* Through a FIFO, gather and scatter run at the same time on the two GPUs, and each polls the other's progress words. A
+  kernel that has polled in vain ``PATIENCE`` times stops. It is launched again after a pause, and continues where it
+  stopped, so a peer that hangs does not occupy this GPU.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 import torch
 
-from torchkv import kernels
-from torchkv.device import Device, check_alive, launching
-from torchkv.devicepack import PagePacker, mismatch_slots
-from torchkv.devicepages import DevicePages
+from torchkv.cuda.page_ids import DevicePages
+from torchkv.cuda.sync_words import StreamCompletion
 from torchkv.errors import KVError, PageOutOfRange, ProtocolError
-from torchkv.flags import Flag
-from torchkv.kernels import Flow
-from torchkv.packer import Early, Packer, mismatch
-from torchkv.pieces import Piece, PieceLayout
-from torchkv.plan import PairPlan
-from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
-from torchkv.route import LocalPages
-from torchkv.stagememory import Room, StageMemory
-from torchkv.staging import MAX_CHANNELS
-from torchkv.transport import Int64Array
-from torchkv.variants import Variant
+from torchkv.kernels import copies
+from torchkv.kernels.compiled import CompiledKernel
+from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
+from torchkv.kernels.launch import FifoArgs
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.stage_format import MAX_CHANNELS
+from torchkv.protocol.actions import Scatter
+from torchkv.staging.cuda_pack import CudaPackLauncher, PieceArgs, mismatch_buffer
+from torchkv.staging.memory import StageMemory
+from torchkv.staging.packer import GatherJob, Packer, SignalledStage, mismatch
+from torchkv.transfer.peer_connection import LocalPages
 
-__all__ = ["DevicePacker"]
+__all__ = ["CudaPacker"]
 
-# Looks at a flag between two questions to the driver whether the GPU has failed, which would leave the flag as it is:
-# the driver's lock is what launches need. A thread with nothing else to do looks every 5 ms.
+_Job = GatherJob | Scatter
+
+# Reads of a completion between two questions to the driver whether the GPU has failed, which would leave the completion
+# as it is. The question takes the driver's lock, which launches need. An idle thread reads every 5 ms.
 ASK_EVERY = 64
 
-PATIENCE = 4096  # looks of a stream's kernel at its peer's words, of some microseconds: then others may use the GPU
-# Seconds at most between two of its kernels that wait in vain: what hangs must not hold up other transfers.
+# How often a FIFO kernel polls its peer's progress words in vain, some microseconds each, before it stops and leaves
+# the GPU to others.
+PATIENCE = 4096
+# Seconds, at most, before a FIFO kernel that made no progress is launched again. There is a pause at all because a peer
+# that hangs must not hold up other transfers.
 LONGEST_PAUSE = 0.1
-STATES = 32  # of streams at once
-LOAD_POLL = 0.002  # seconds between two looks whether kernels can be loaded
-PACK = "pack pages"
+STATES = 32  # preallocated progress tensors, one for each FIFO kernel that runs at the same time
+LOAD_POLL = 0.002  # seconds between two checks whether kernels can be loaded
+PACK = "pack pages"  # names the operation in errors
 
 
-class DevicePacker(Packer):
-    """See `Packer`."""
+class CudaPacker(Packer):
+    """The `Packer` of a rank whose cache is on a GPU."""
 
-    elsewhere = True
+    asynchronous = True
 
-    def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: Device) -> None:
+    def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: GpuContext) -> None:
         super().__init__(local, receiving)
         self._device = device
         self.signals = device.signals
-        self._packers: dict[tuple[int, bool], PagePacker] = {}  # by plan and side
-        self._ready: set[tuple[int, bool, bool]] = set()  # those whose kernels are loaded; without checksums, or with
-        self._plans: list[PairPlan] = []  # kept alive: the packers are found by identity
-        self._slots: list[torch.Tensor] = []  # for mismatches; those that no kernel uses
-        # Of streams; the same. Zeros, which loads what zeroes them: while a stream waits for the host, that would wait.
+        self._launchers: dict[tuple[int, bool], CudaPackLauncher] = {}  # (id of the plan, sending)
+        # (id of the plan, sending, with checksums) whose kernels are loaded.
+        self._ready: set[tuple[int, bool, bool]] = set()
+        self._plans: list[PairPlan] = []  # keeps the plans alive, and so their ids unique
+        self._mismatches: list[torch.Tensor] = []  # free buffers, see `mismatch_buffer`
+        # Zeroing them here also loads the kernel that fills memory. Loading it later would wait for all streams, and so
+        # for ever if a stream waits for this host.
         self._states = [self._state() for _ in range(STATES)]
         if device.device.type == "cuda":
-            torch.cuda.synchronize(device.device)  # nothing else uses that memory any more
+            # The zeros are written, and earlier users of that memory have ended: other streams use it from here on.
+            torch.cuda.synchronize(device.device)
 
     @property
-    def channels(self) -> int:
+    def fifo_channels(self) -> int:
         return min(self._device.blocks, MAX_CHANNELS)
 
-    def gather(
-        self,
-        op: SendOp,
-        grant: BoundGrant,
-        pages: Int64Array | DevicePages,
-        piece: Piece,
-        layout: PieceLayout,
-        room: Room,
-        *,
-        checksum: bool,
-        early: Early | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[int]:
-        device = self._device
-        assert early is None or self.ready(grant.plan, checksum=checksum), "the first step of an early piece enqueues"
-        packer = yield from self._loaded(grant.plan, stopped, sending=True, checksum=checksum)
-        if packer is None:
+    def gather(self, job: GatherJob) -> Iterator[int]:
+        device, signalled = self._device, job.signalled
+        assert signalled is None or self.ready(job.plan, checksum=job.checked), (
+            "the first step of a signalled gather must enqueue it"
+        )
+        launcher = yield from self._loaded(job, sending=True)
+        if launcher is None:
             return
-        stream = device.open_stream if early is None or early.stream is None else device.outgoing
+        stream = device.unblocked_stream if signalled is None or signalled.fifo is None else device.outgoing
         upload = None
-        if isinstance(pages, DevicePages):
-            ids = pages.ids
+        if isinstance(job.pages, DevicePages):
+            ids = job.pages.ids
         else:
-            upload = device.uploads.acquire(pages, stream, ("src", op.dst, grant.generation))
+            upload = device.uploads.acquire(job.pages, stream, ("src", job.dst, job.generation))
             ids = upload.ids
-        first = piece.start - op.start
-        ids = ids[first : first + piece.num_pages]
-        errors = device.error_slot()
-        common: dict[str, Any] = {"limit_tokens": grant.num_tokens, "errors": errors, "blocks": device.blocks}
-        state = None if early is None or early.stream is None else self._take_state(stream)
-        flow = None if early is None else _flow(early, state)
+        errors = device.take_error_words()
+        args = PieceArgs(
+            layout=job.layout,
+            piece=job.piece,
+            ids=ids[job.piece_pages],
+            stage=job.stage,
+            limit_tokens=job.num_tokens,
+            errors=errors,
+            blocks=device.blocks,
+        )
+        state = None if signalled is None or signalled.fifo is None else self._take_state(stream)
+        fifo_args = None if signalled is None else _fifo_args(signalled, state)
 
         def launch() -> None:
-            packer.gather(layout, piece, ids, room, stream=flow, **common)
-            if checksum:
-                packer.write_sums(layout, piece, ids, room, **common)
-            if early is not None and flow is None:
-                device.raise_signal(stream, early.address, early.value)
+            launcher.gather(args, fifo_args=fifo_args)
+            if job.checked:
+                launcher.write_sums(args)
+            if signalled is not None and fifo_args is None:
+                device.raise_signal(stream, signalled.address, signalled.value)
 
-        yield from self._run(stream, launch, state, errors, lambda: self._wait(stream), stopped)
+        yield from self._run(job, stream, launch, state, errors, lambda: self._wait(stream))
         if upload is not None:
             device.uploads.release(upload)
-        bad = kernels.first_error(errors)
-        device.retire_errors(errors)
+        bad = copies.first_error(errors)
+        device.release_error_words(errors)
         if bad is not None:
             raise PageOutOfRange(
-                f"page {bad.page} (number {piece.start - op.start + bad.position} of the ids of this call) is outside "
+                f"page {bad.page} (number {job.piece_pages.start + bad.position} of the ids of this call) is outside "
                 f"this cache's [0, {self._local.num_pages})"
             )
-        yield 1  # not the bytes: it is the GPU that has copied them
+        yield 1  # not the bytes, which count against what the progress thread may copy itself in one round
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
         device = self._device
-        packer = yield from self._loaded(job.plan, lambda: job.stopped, sending=False, checksum=job.checked)
-        if packer is None:
+        launcher = yield from self._loaded(job, sending=False)
+        if launcher is None:
             return
         if job.signal is None:
-            yield from self._scatter(job, packer, device.open_stream, None)
+            yield from self._scatter(job, launcher, device.unblocked_stream, None)
             return
-        early = Early(self._receiving.signal_ptr(job.signal), job.signal.value, job.stream)
-        if job.stream is not None:
-            yield from self._scatter(job, packer, device.incoming, early)
+        signalled = SignalledStage(self._receiving.signal_ptr(job.signal), job.signal.value, job.fifo)
+        if job.fifo is not None:
+            yield from self._scatter(job, launcher, device.incoming, signalled)
             return
         with device.waiting_stream(job.src, job.serial) as stream:
-            yield from self._scatter(job, packer, stream, early)
+            yield from self._scatter(job, launcher, stream, signalled)
 
     def _scatter(
-        self, job: Scatter, packer: PagePacker, stream: torch.cuda.Stream, early: Early | None
+        self, job: Scatter, launcher: CudaPackLauncher, stream: torch.cuda.Stream, signalled: SignalledStage | None
     ) -> Iterator[int]:
-        """early: how it is told that the stage is written; None if it is."""
+        """signalled: the signal that says that the stage is written, or how far; None if it is written."""
         assert self._receiving is not None
         device = self._device
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
-        room = self._receiving.room(job.stage)
-        errors = device.error_slot()
-        slots = self._mismatch_slots() if job.checked else None
-        common: dict[str, Any] = {"limit_tokens": job.num_tokens, "errors": errors, "blocks": device.blocks}
-        state = None if job.stream is None else self._take_state(stream)
-        flow = None if early is None else _flow(early, state)
-        guard = (0, 0) if early is None or flow is not None else (early.address, early.value)
+        span = self._receiving.span(job.stage)
+        errors = device.take_error_words()
+        mismatches = self._mismatch_buffer() if job.checked else None
+        args = PieceArgs(
+            layout=job.layout,
+            piece=job.piece,
+            ids=upload.ids,
+            stage=span,
+            limit_tokens=job.num_tokens,
+            errors=errors,
+            blocks=device.blocks,
+        )
+        state = None if job.fifo is None else self._take_state(stream)
+        fifo_args = None if signalled is None else _fifo_args(signalled, state)
+        guard = (0, 0) if signalled is None or fifo_args is not None else (signalled.address, signalled.value)
 
         def launch() -> None:
             if guard[0]:
                 device.await_signal(stream, *guard)
-            packer.scatter(job.layout, job.piece, upload.ids, room, guard=guard, stream=flow, **common)
-            if slots is not None:
-                packer.verify_sums(job.layout, job.piece, upload.ids, room, mismatches=slots, **common)
+            launcher.scatter(args, guard=guard, fifo_args=fifo_args)
+            if mismatches is not None:
+                launcher.verify_sums(args, mismatches=mismatches)
 
         def wait() -> Iterator[int]:
             return self._wait_guarded(stream, job, guard[0]) if guard[0] else self._wait(stream)
 
         try:
-            yield from self._run(stream, launch, state, errors, wait, lambda: job.stopped)
+            yield from self._run(job, stream, launch, state, errors, wait)
         except KVError:
-            if guard[0]:  # what may be enqueued must not wait for ever, nor unpack what comes late
-                device.dismiss(device.open_stream, guard[0])
+            if guard[0]:  # what is enqueued must neither wait for ever nor unpack a stage that is written late
+                device.abandon_signal(device.unblocked_stream, guard[0])
                 device.forget_signal(guard[0])
             raise
         device.uploads.release(upload)
-        job.written = not kernels.skipped(errors) and not kernels.unfinished(errors)
-        bad = kernels.first_error(errors)
+        job.written = not copies.skipped(errors) and not copies.unfinished(errors)
+        bad = copies.first_error(errors)
         assert bad is None, f"{bad}, but the ids were checked when they were posted"
-        device.retire_errors(errors)
-        if slots is not None:
-            wrong = packer.first_mismatch(slots, job.piece, limit_tokens=job.num_tokens)
-            self._slots.append(slots)
+        device.release_error_words(errors)
+        if mismatches is not None:
+            wrong = launcher.first_mismatch(mismatches, job.piece, limit_tokens=job.num_tokens)
+            self._mismatches.append(mismatches)
             if wrong is not None and job.written:
                 raise mismatch(job, wrong)
         yield 1
 
     def _take_state(self, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Of a stream's kernels on ``stream``, until `_run` has ended."""
+        """A progress tensor for a FIFO kernel on ``stream``; `_run` gives it back."""
         if self._states:
             return self._states.pop()
         with torch.cuda.stream(stream):
@@ -185,16 +204,17 @@ class DevicePacker(Packer):
 
     def _run(
         self,
+        job: _Job,
         stream: torch.cuda.Stream,
         launch: Callable[[], None],
         state: torch.Tensor | None,
         errors: torch.Tensor,
         wait: Callable[[], Iterator[int]],
-        stopped: Callable[[], bool],
     ) -> Iterator[int]:
-        """Enqueues ``launch``, and waits for its end; again and again, if it is a stream that waited in vain.
+        """Enqueues ``launch`` and waits for it. Repeats that while a FIFO kernel is unfinished and the job not stopped.
 
-        In between it pauses: a quarter of what it has waited, and twice as long each time, until something has moved.
+        Between launches it pauses for a quarter of the time that the last launch took, and twice as long each time,
+        until a launch makes progress.
         """
         if state is not None:
             with launching(stream, PACK):
@@ -205,102 +225,101 @@ class DevicePacker(Packer):
             with launching(stream, PACK):
                 launch()
             yield from wait()
-            if not kernels.unfinished(errors) or stopped():
+            if not copies.unfinished(errors) or job.stopped:
                 break
             waited = time.monotonic() - began
-            pause = 0.0 if kernels.moved(errors) else min(max(2 * pause, waited / 4), LONGEST_PAUSE)
-            yield from self._device.pause(pause, stopped)
-            if stopped():
+            pause = 0.0 if copies.moved(errors) else min(max(2 * pause, waited / 4), LONGEST_PAUSE)
+            yield from self._device.pause(pause, lambda: job.stopped)
+            if job.stopped:
                 break
             errors[1] = 0
         if state is not None:
             self._states.append(state)
 
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        self._load(self._packer(plan, sending=sending).variants(checksum=checksum, stream=not checksum))
+        self._load(self._launcher(plan, sending=sending).kernels_for(checksum=checksum, fifo=not checksum))
         self._ready.add((id(plan), sending, checksum))
 
-    def _packer(self, plan: PairPlan, *, sending: bool) -> PagePacker:
+    def _launcher(self, plan: PairPlan, *, sending: bool) -> CudaPackLauncher:
         key = (id(plan), sending)
-        if key not in self._packers:
-            with self._device.beside_the_model("make tables"):
-                self._packers[key] = PagePacker(plan, self._local, sending=sending)
+        if key not in self._launchers:
+            with self._device.on_side_stream("make tables"):
+                self._launchers[key] = CudaPackLauncher(plan, self._local, sending=sending)
             self._plans.append(plan)
-        return self._packers[key]
+        return self._launchers[key]
 
     def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
         return (id(plan), True, checksum) in self._ready
 
-    def _loaded(
-        self, plan: PairPlan, stopped: Callable[[], bool], *, sending: bool, checksum: bool
-    ) -> Generator[int, None, PagePacker | None]:
-        """The plan's, with its kernels loaded: if they are not, as soon as it is `Device.quiet`. None if ``stopped``.
+    def _loaded(self, job: _Job, *, sending: bool) -> Generator[int, None, CudaPackLauncher | None]:
+        """The launcher of the job's plan, once its kernels are loaded; None if the job is stopped before.
 
-        That can be too late for what a stream waits for, which then fails for want of time.
+        Kernels that `prepare` has not loaded are loaded when no stream is blocked, because loading waits for all
+        streams. If a stream is blocked until this very piece arrives, its request fails by timeout.
         """
-        packer = self._packer(plan, sending=sending)
-        if (id(plan), sending, checksum) in self._ready:
-            return packer
-        needed = packer.variants(checksum=checksum, stream=not checksum)
-        while not all(variant.is_loaded for variant in needed):
-            if stopped():
+        launcher = self._launcher(job.plan, sending=sending)
+        if (id(job.plan), sending, job.checked) in self._ready:
+            return launcher
+        needed = launcher.kernels_for(checksum=job.checked, fifo=not job.checked)
+        while not all(kernel.is_loaded for kernel in needed):
+            if job.stopped:
                 return None
-            with self._device.quiet() as quiet:
-                if quiet:
+            with self._device.no_blocked_streams() as may_load:
+                if may_load:
                     self._load(needed)
                     break
-            yield from self._device.pause(LOAD_POLL, stopped)
-        self._ready.add((id(plan), sending, checksum))
-        return packer
+            yield from self._device.pause(LOAD_POLL, lambda: job.stopped)
+        self._ready.add((id(job.plan), sending, job.checked))
+        return launcher
 
-    def _load(self, needed: list[Variant]) -> None:
-        with self._device.beside_the_model("load kernels"):
-            for variant in needed:
-                variant.load()
+    def _load(self, needed: list[CompiledKernel]) -> None:
+        with self._device.on_side_stream("load kernels"):
+            for kernel in needed:
+                kernel.load()
 
-    def _mismatch_slots(self) -> torch.Tensor:
-        slots = self._slots.pop() if self._slots else mismatch_slots()
-        slots.zero_()
-        return slots
+    def _mismatch_buffer(self) -> torch.Tensor:
+        buffer = self._mismatches.pop() if self._mismatches else mismatch_buffer()
+        buffer.zero_()
+        return buffer
 
     def _wait_guarded(self, stream: torch.cuda.Stream, job: Scatter, address: int) -> Iterator[int]:
-        """As `_wait`; if the job is stopped before its signal rises, lets the stream go on without the stage."""
+        """Like `_wait`. If the job is stopped before its signal is raised, ends the stream's wait without unpacking."""
         other: torch.cuda.Stream | None = None
         for _ in self._wait(stream):
             if job.stopped and other is None:
-                other = self._device.open_stream
-                self._device.dismiss(other, address)
+                other = self._device.unblocked_stream
+                self._device.abandon_signal(other, address)
             yield 0
         self._device.forget_signal(address)
-        if other is not None:  # else it might fall into the word's next use
+        if other is not None:  # the write that ended the wait must not land after the word is used again
             yield from self._wait(other)
 
     def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
-        """Until everything enqueued so far is done. Raises ``TransportUnavailable`` if the GPU has failed."""
-        while (flag := self._signal(stream)) is None:
+        """Until everything enqueued on ``stream`` so far is done. Raises ``TransportUnavailable`` if the GPU failed."""
+        while (completion := self._completion(stream)) is None:
             yield 0
         try:
-            for looks in itertools.count(1):
-                if flag.done:
+            for reads in itertools.count(1):
+                if completion.done:
                     break
                 yield 0
-                if looks % ASK_EVERY == 0:
+                if reads % ASK_EVERY == 0:
                     check_alive(stream)
         finally:
-            self._device.retire(flag)
+            self._device.release_completion(completion)
 
-    def _signal(self, stream: torch.cuda.Stream) -> Flag | None:
-        """None as long as all flags are in use: what is enqueued is watched all the same."""
+    def _completion(self, stream: torch.cuda.Stream) -> StreamCompletion | None:
+        """None while all sync words are in use: the caller asks again, because what is enqueued must be waited for."""
         try:
-            return self._device.signal(stream, soon=True)
+            return self._device.signal(stream, copying=True)
         except ProtocolError as error:
             if not error.retryable:
                 raise
             return None
 
 
-def _flow(early: Early, state: torch.Tensor | None) -> Flow | None:
-    """How kernels stream, each side's with a ``state`` of its own; None if they do not."""
-    if early.stream is None or state is None:
+def _fifo_args(signalled: SignalledStage, state: torch.Tensor | None) -> FifoArgs | None:
+    """The FIFO arguments of this GPU's kernel, whose progress is kept in ``state``; None without a FIFO."""
+    if signalled.fifo is None or state is None:
         return None
-    return Flow(early.address, early.value, early.stream, state.data_ptr(), PATIENCE)
+    return FifoArgs(signalled.address, signalled.value, signalled.fifo, state.data_ptr(), PATIENCE)

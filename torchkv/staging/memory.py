@@ -1,46 +1,28 @@
-"""The staging memory of one rank: a ring that others write to, and one that its own transfers pack into."""
+"""The staging memory of one rank: the receive ring, which peers write to, and the send ring, which it packs into."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
-from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.staging import MAX_CHANNELS, Signal, Stage, StagingRing
+from torchkv.errors import TransportUnavailable
+from torchkv.layout.stage_format import MAX_CHANNELS, MemorySpan, Signal
+from torchkv.protocol.stage_allocator import Stage, StagingRing
 
-__all__ = ["Room", "SendStages", "StageMemory"]
-
-
-class Room(NamedTuple):
-    """``nbytes`` bytes at address ``ptr``, to pack into or to unpack from: this rank's, or a peer's, mapped here."""
-
-    ptr: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Room:
-        """A contiguous uint8 tensor's. Raises ``ProtocolError`` for any other."""
-        if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
-            raise ProtocolError(f"a stage must be a contiguous uint8 tensor, not {tensor.dtype} {tuple(tensor.shape)}")
-        return cls(tensor.data_ptr(), tensor.numel())
-
-    def part(self, offset: int, nbytes: int) -> Room:
-        assert 0 <= offset <= offset + nbytes <= self.nbytes, f"[{offset}, {offset + nbytes}) of {self.nbytes}"
-        return Room(self.ptr + offset, nbytes)
+__all__ = ["SendStages", "StageMemory"]
 
 
-MAX_BOARDED = 2  # transfers to one receiver at once: while one ends, the next begins
+MAX_TURNS = 2  # staged transfers to one receiver at once: the next begins while the last pieces of one are under way
 
 
 @dataclass(slots=True)
 class StageMemory:
-    """Registered memory, uint8 ``[nbytes]``. region: its index in the transport.
+    """Registered memory of a ring: tensor, uint8 ``[nbytes]``; region, its index in the transport.
 
-    signals: int64 ``[n, 2 * MAX_CHANNELS]``, at `signal_offset`.
+    signals: int64 ``[n, 2 * MAX_CHANNELS]`` words of n signals, which lie after the ring at `signal_offset`.
     """
 
     tensor: torch.Tensor
@@ -48,15 +30,15 @@ class StageMemory:
     signals: torch.Tensor = field(default_factory=lambda: torch.empty((0, 2 * MAX_CHANNELS), dtype=torch.int64))
 
     def release(self) -> None:
-        """Lets go of the memory, after the last transfer: works and groups may be kept for longer than that."""
+        """Drops the memory after the last transfer, since works and groups may be kept alive for longer."""
         self.tensor, self.signals = self.tensor.new_empty(0), self.signals.new_empty(0)
 
     def signal_ptr(self, signal: Signal) -> int:
-        """Address of the signal's first word."""
+        """The address of the signal's first word."""
         return self.signals[signal.word].data_ptr()
 
-    def room(self, stage: Stage) -> Room:
-        return Room.of(self.tensor).part(stage.offset, stage.nbytes)
+    def span(self, stage: Stage) -> MemorySpan:
+        return MemorySpan.of(self.tensor).part(stage.offset, stage.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -64,17 +46,17 @@ class StageMemory:
 
 
 class SendStages:
-    """Memory that this rank's transfers pack into, and who has which part of it. Belongs to the progress thread.
+    """The send ring, and the turns of staged transfers. Used by the progress thread only.
 
-    It is taken when the first transfer needs it: ranks that reach each other's pages directly never do.
+    The memory is allocated when the first transfer needs it: ranks that reach each other's pages or rings never do.
     """
 
     def __init__(self, nbytes: int, make: Callable[[int], StageMemory]) -> None:
-        """make: allocates and registers so many bytes; may raise ``TransportUnavailable``."""
+        """make: allocates and registers ``nbytes`` bytes; may raise ``TransportUnavailable``."""
         self.ring = StagingRing(nbytes)
         self._make = make
         self._memory: StageMemory | None = None
-        self._boarded: Counter[int] = Counter()
+        self._turns: Counter[int] = Counter()
 
     def release(self) -> None:
         """See `StageMemory.release`."""
@@ -83,25 +65,24 @@ class SendStages:
 
     @property
     def taken(self) -> int:
-        """Bytes of memory taken so far."""
+        """Bytes of memory allocated so far."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    def board(self, dst: int) -> bool:
-        """Whether one more transfer to rank ``dst`` may begin now; then `leave` when it has ended.
+    def acquire_turn(self, dst: int) -> bool:
+        """Whether one more transfer to rank ``dst`` may begin now. If so, call `release_turn` when it has ended.
 
-        A few keep the link busy. More would only share the memory out among them, and each step of the progress
-        thread with it.
+        A few transfers keep the link busy. More would only divide the ring, and the progress thread's time, among them.
         """
-        if self._boarded[dst] == MAX_BOARDED:
+        if self._turns[dst] == MAX_TURNS:
             return False
-        self._boarded[dst] += 1
+        self._turns[dst] += 1
         return True
 
-    def leave(self, dst: int) -> None:
-        self._boarded[dst] -= 1
+    def release_turn(self, dst: int) -> None:
+        self._turns[dst] -= 1
 
     def take(self) -> StageMemory:
-        """The memory. Raises ``TransportUnavailable``."""
+        """The memory, allocated at the first call. Raises ``TransportUnavailable``."""
         if self._memory is None:
             if not self.ring.capacity:
                 raise TransportUnavailable(

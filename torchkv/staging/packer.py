@@ -1,156 +1,133 @@
-"""Moving pieces between this rank's pages and its staging memory; `HostPacker` does it on host memory."""
+"""What packs pages into stages and unpacks stages into pages: `Packer`, for which there is a host and a CUDA kind."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchkv import hostpack
-from torchkv.devicepages import DevicePages
+from torchkv.arrays import Int64Array
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import ChecksumMismatch
-from torchkv.pieces import Piece, PieceLayout
-from torchkv.plan import PairPlan
-from torchkv.protocol.actions import BoundGrant, Scatter, SendOp
-from torchkv.route import LocalPages
-from torchkv.stagememory import Room, SendStages, StageMemory
-from torchkv.staging import Stream
-from torchkv.transport import Int64Array
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.pieces import Mismatch, Piece, PieceLayout
+from torchkv.layout.stage_format import ChunkFifo, MemorySpan
+from torchkv.protocol.actions import Scatter
+from torchkv.staging.memory import SendStages, StageMemory
+from torchkv.transfer.peer_connection import LocalPages
 
-__all__ = ["Early", "HostPacker", "Packer", "Staging", "mismatch"]
+__all__ = ["GatherJob", "Packer", "SignalledStage", "Staging", "mismatch"]
 
 
-class Early(NamedTuple):
-    """How the receiver's GPU learns how far a stage is written. address, value: of its signal, see `Signal`.
+class SignalledStage(NamedTuple):
+    """The signal that tells the receiver's GPU that a stage is written, or how far.
 
-    stream: how the piece passes through the stage, if it does.
+    address: of the signal's first word, as this rank reaches it. value: see `torchkv.layout.stage_format.Signal`.
+    fifo: None if the piece fits into the stage, and the signal is raised once; else it counts the chunks of the FIFO.
     """
 
     address: int
     value: int
-    stream: Stream | None = None
+    fifo: ChunkFifo | None = None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class GatherJob:
+    """Pack a piece of a verb into a stage: what `Scatter` is on the receiver.
+
+    dst, generation, num_tokens: of the grant. stage: the memory to pack into, in the receiver's ring where that is
+    mapped here, else in this rank's own. piece: what to pack; layout: where in the stage, by ``plan``. pages: page ids
+    of the whole verb; start: of the first of them, counted in sender pages after the prefix. checked: write the
+    checksums too. signalled: raise a signal when the stage is written, or as the FIFO proceeds; None to raise none.
+    stopped: set when the transfer has failed, so that no FIFO kernel is launched again.
+    """
+
+    dst: int
+    generation: int
+    stage: MemorySpan
+    piece: Piece
+    layout: PieceLayout
+    plan: PairPlan = field(repr=False)
+    pages: Int64Array | DevicePages = field(repr=False)
+    start: int
+    num_tokens: int
+    checked: bool
+    signalled: SignalledStage | None = None
+    stopped: bool = False
+
+    @property
+    def piece_pages(self) -> slice:
+        """The part of ``pages`` that belongs to the piece."""
+        first = self.piece.start - self.start
+        return slice(first, first + self.piece.num_pages)
 
 
 class Packer(ABC):
-    """Belongs to the progress thread. Its iterators yield bytes dealt with, 0 while something else does the work.
+    """Gathers pieces of this rank's pages into stages, and scatters stages. Used by the progress thread only.
 
-    An iterator that was begun must be run to its end, or until it raises: until then, something may still read the
-    pages or write the stage, or the other way round.
+    Its iterators yield the bytes that a step has copied, 0 while a GPU does the work. An iterator that was begun must
+    be run until it ends or raises: until then, pages and stage may still be read or written.
 
-    elsewhere: whether something else does the work, so that the thread spends its time on what to tell it next. Then
-    peers should hear of each piece at once, not at the end of the thread's round. signals: whether that can also raise
-    signals, and wait for them. channels: how many of a stream it can serve, 0 if none.
+    asynchronous: whether a GPU does the work. Then the peer is told of each piece at once, not at the end of the
+    thread's round, because the copies go on meanwhile. signals: whether the GPU can raise signals and wait for them.
     """
 
-    elsewhere = False
+    asynchronous = False
     signals = False
 
     @property
-    def channels(self) -> int:
+    def fifo_channels(self) -> int:
+        """The most channels of a FIFO that this rank serves; 0 if it serves no FIFO."""
         return 0
 
     def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
-        """Whether pieces of ``plan`` are gathered without loading anything first, as they are from the second on."""
+        """Whether pieces of ``plan`` are gathered without loading kernels first. True after the first gather."""
         return True
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
-        """receiving: this rank's ring, if it has one."""
+        """receiving: this rank's receive ring, if it has one."""
         self._local = local
         self._receiving = receiving
 
     @abstractmethod
-    def gather(
-        self,
-        op: SendOp,
-        grant: BoundGrant,
-        pages: Int64Array | DevicePages,
-        piece: Piece,
-        layout: PieceLayout,
-        room: Room,
-        *,
-        checksum: bool,
-        early: Early | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[int]:
-        """Packs ``piece`` of ``op`` into ``room``. pages: page ids of the whole op.
+    def gather(self, job: GatherJob) -> Iterator[int]:
+        """Packs a piece into its stage.
 
-        checksum: with checksums, for which ``layout`` has room. early: the receiver may be told of the piece once the
-        iterator has yielded; unless it is streamed, the rest then happens without it. A stream ends early if it is
-        ``stopped``. Raises ``PageOutOfRange``, ``TransportUnavailable``.
+        A job with a signal: once the iterator has yielded for the first time, the gather is enqueued, and the receiver
+        may be told of the piece. Raises ``PageOutOfRange``, ``TransportUnavailable``.
         """
 
     @abstractmethod
     def scatter(self, job: Scatter) -> Iterator[int]:
-        """Unpacks a stage of this rank's receiving ring into its pages, and compares checksums if the job says so.
+        """Unpacks a stage of this rank's receive ring into its pages, and compares checksums if the job is ``checked``.
 
-        Waits for the job's signal, if it has one, unless it is stopped meanwhile; ``job.written`` says whether it came.
-        Raises ``ChecksumMismatch``, ``TransportUnavailable``.
+        Waits for the job's signal, if it has one, until the job is stopped; ``job.written`` then says whether the stage
+        was written. Raises ``ChecksumMismatch``, ``TransportUnavailable``.
         """
 
     @abstractmethod
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        """Loads what pieces of ``plan`` will need, before any of them comes."""
+        """Loads the kernels for pieces of ``plan``, before the first piece. sending: for gathers, else for scatters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """What a rank stages with. receiving: its ring, if it has one."""
+    """What a rank needs for the staged path. sending: its send ring. receiving: its receive ring, if it has one."""
 
     packer: Packer
     sending: SendStages
     receiving: StageMemory | None
 
     def release(self) -> None:
-        """Lets go of the memory of both."""
+        """Drops the memory of both rings."""
         self.sending.release()
         if self.receiving is not None:
             self.receiving.release()
 
 
-class HostPacker(Packer):
-    """See `Packer`. On the progress thread itself, step by step."""
-
-    def gather(
-        self,
-        op: SendOp,
-        grant: BoundGrant,
-        pages: Int64Array | DevicePages,
-        piece: Piece,
-        layout: PieceLayout,
-        room: Room,
-        *,
-        checksum: bool,
-        early: Early | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[int]:
-        assert not isinstance(pages, DevicePages)
-        assert early is None
-        first = piece.start - op.start
-        side = self._side(True, piece, grant.plan, pages[first : first + piece.num_pages], grant.num_tokens)
-        yield from hostpack.copy(layout, side, room.ptr)
-        if checksum:
-            yield from hostpack.write_sums(layout, side, room.ptr)
-
-    def scatter(self, job: Scatter) -> Iterator[int]:
-        assert self._receiving is not None
-        side = self._side(False, job.piece, job.plan, job.pages, job.num_tokens)
-        at = self._receiving.room(job.stage).ptr
-        yield from hostpack.copy(job.layout, side, at)
-        if job.checked:
-            bad = yield from hostpack.find_bad(job.layout, side, at)
-            if bad is not None:
-                raise mismatch(job, bad)
-
-    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        """Everything was compiled when the cache was registered."""
-
-    def _side(self, sending: bool, piece: Piece, plan: PairPlan, pages: Int64Array, limit_tokens: int) -> hostpack.Side:
-        local = self._local
-        return hostpack.Side(sending, piece, plan, pages, local.ptr, local.page_stride, limit_tokens)
-
-
-def mismatch(job: Scatter, bad: hostpack.Mismatch) -> ChecksumMismatch:
+def mismatch(job: Scatter, bad: Mismatch) -> ChecksumMismatch:
+    """The error for a stage that does not hold what was sent. bad: the first page pair that differs."""
     page = job.pages[bad.position]
     where = f"component {bad.component!r}, page {page} (number {bad.position} of the grant)"
     if job.state:

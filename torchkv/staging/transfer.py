@@ -1,13 +1,35 @@
-"""The staged path: gather into this rank's staging memory, put in bulk into a stage that the receiver granted.
+"""The staged path on the sender: gather scattered pages into a stage, put the stage in bulk, have it scattered.
 
-A verb is cut into pieces, each of which takes one stage. Several are on their way at once: while one is put, the next
-is gathered and the one before is scattered on the other side. Where the receiver's ring is mapped here, pieces are
-gathered straight into their stage, which leaves out the put. If a GPU does that, the receiver hears of a piece as soon
-as its gather is enqueued, and its own GPU waits for the signal behind that: so neither waits for the other's host.
-Gathers wait for nothing of the other side, so however many ranks send to each other, some GPU can always go on.
+        sender (this module)                                receiver (`torchkv.staging.unpacker`)
 
-Large verbs are hardly cut at all, but streamed through their stage: the receiver's GPU unpacks what is there already,
-and the sender's writes where it has done so. Each waits for the other for a while only, and is then begun again.
+        pages --gather--> stage ----- put and flush -----> stage --scatter--> pages
+                          of the send ring                 of the receive ring
+
+        1. StageAsk   --------------------------------->
+                      <---------------------------------   2. StageGrant, as soon as the ring has space: the credit
+        3. gather, put, flush
+        4. Staged     --------------------------------->   5. scatters the stage, attests its layers, frees it
+
+A verb is cut into pieces (`torchkv.layout.pieces.Cutter`). Each piece takes one stage, a contiguous span of the
+receiver's ring. Several pieces are under way at once: while one is put, the next is gathered here and the one before is
+scattered there.
+
+Where the receiver's ring is mapped here (shared memory, NVLink), pieces are gathered straight into their stage: no send
+ring, no put. If GPUs do the copies, the two hosts need not wait for each other either:
+
+* Signalled: ``Staged`` is sent as soon as the gather is enqueued. After the gather, this rank's stream raises a signal,
+  an int64 word in the receiver's memory, and the receiver's stream waits for that before it scatters.
+* Through a FIFO, for large verbs: a piece is larger than its stage and passes through it in chunks, like data through
+  NCCL's buffers. Each FIFO channel has ``SLOTS`` slots of the stage, and one thread block on either GPU:
+
+        gather kernel --> [slot][slot][slot][slot] --> scatter kernel      data
+                      --> chunks packed            -->                     progress words, which only rise
+                      <-- chunks unpacked          <--
+
+  The kernels run at the same time, and each polls the other's words for a bounded time. If it polls in vain, it stops
+  and is launched again later (`torchkv.staging.cuda_packer`).
+
+Other gathers wait for nothing of the receiver. So however many ranks send to each other, some GPU can always proceed.
 """
 
 from __future__ import annotations
@@ -15,137 +37,147 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 
-from torchkv import cost
-from torchkv.devicepages import DevicePages
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransportUnavailable
-from torchkv.packer import Early, Packer
-from torchkv.pieces import ALIGNMENT, Cutter, Piece, PieceLayout, piece_layout
-from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.protocol.stageclient import Span, StageClient
-from torchkv.route import LocalPages, Route, StageTarget
-from torchkv.stagememory import Room, SendStages
-from torchkv.staging import CHUNK_UNIT, SLOTS, Stage, Stream, signal_offset
-from torchkv.transfer import Report, Transfer
-from torchkv.transport import Batch, Completion, Int64Array
+from torchkv.layout.pieces import Cutter, Piece, PieceLayout, piece_layout
+from torchkv.layout.stage_format import ALIGNMENT, CHUNK_UNIT, SLOTS, ChunkFifo, MemorySpan, signal_offset
+from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.staging_requester import Span, StagingRequester
+from torchkv.staging.memory import SendStages
+from torchkv.staging.packer import GatherJob, Packer, SignalledStage
+from torchkv.transfer import path_cost
+from torchkv.transfer.base import Transfer, TransferContext
+from torchkv.transfer.peer_connection import StageTarget
+from torchkv.transport.interface import Batch, Completion
 
 __all__ = ["StagedTransfer"]
 
 _Packed = tuple[Piece, PieceLayout]
 
-IN_FLIGHT = 4  # pieces: one being gathered, put and scattered each, and one that is asked for
+IN_FLIGHT = 4  # pieces of a verb under way: one each is gathered, put and scattered, and one waits for its stage
 
-# Bytes of a piece: small enough that the first is on its way soon and, on a host, that it is still in the cache when it
-# is put; large enough that what a piece costs in messages and steps is little beside it.
+# Bytes of a piece, by device type. Small enough that the first piece leaves soon and, on a host, is still in the cache
+# when it is put; large enough that its messages and steps cost little beside its bytes.
 LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
-LARGEST_PIECE = {"cpu": cost.LARGEST_PIECE, "cuda": 128 << 20}
-# Of verbs that are streamed. Pieces: so that a receiver can begin with the first layers. At once: one begins while the
-# one before ends. Shorter ones are not worth it.
-LARGEST_STREAMED, STREAMS, LEAST_STREAMED = 512 << 20, 2, 8 << 20
+LARGEST_PIECE = {"cpu": path_cost.LARGEST_PIECE, "cuda": 128 << 20}
+# Verbs that pass through a FIFO, in bytes. Their pieces are limited, so that the receiver can use the first layers
+# before the last ones arrive; two are under way, so that one begins while the one before ends. Shorter verbs gain
+# nothing from a FIFO.
+LARGEST_FIFO_PIECE, FIFOS_IN_FLIGHT, LEAST_FIFO_VERB = 512 << 20, 2, 8 << 20
 LARGEST_CHUNK = 1 << 20
 
-# Shares of a ring: of the sender's one piece is gathered while another is put, the receiver's holds one more.
+# How many stages must fit into a ring: in the send ring one piece is gathered while another is put, the receive ring
+# holds one more.
 SEND_SHARE, RECV_SHARE = 2, 3
 
 
 class StagedTransfer(Transfer):
-    """See `Transfer`. The receiver attests the layers itself, when it has unpacked them.
+    """A `Transfer` through the receiver's staging ring.
 
-    client: asks for stages; guarded by ``lock``. stages: this rank's own. speak: sends what ``client`` has to say.
+    It reports bytes without layers: the receiver attests layers when it has scattered them. requester: asks the
+    receiver for stages; guarded by ``lock``. stages: this rank's send ring. send_stage_messages: sends the messages
+    that ``requester`` has queued.
     """
 
     def __init__(
         self,
-        op: SendOp,
-        grant: BoundGrant,
+        context: TransferContext,
         *,
-        pages: Int64Array | DevicePages,
-        client: StageClient,
+        requester: StagingRequester,
         lock: threading.Lock,
         stages: SendStages,
         packer: Packer,
         checksum: bool,
-        local: LocalPages,
-        route: Route,
-        report: Report,
-        speak: Callable[[], None],
+        send_stage_messages: Callable[[], None],
     ) -> None:
-        super().__init__(op, grant, local=local, route=route, report=report)
-        assert route.staging is not None
-        self._target: StageTarget = route.staging
-        self._pages = pages
-        self._client = client
+        super().__init__(context)
+        op, grant, connection = context.op, context.grant, context.connection
+        assert connection.staging is not None
+        self._target: StageTarget = connection.staging
+        self._requester = requester
         self._lock = lock
-        self._speak = speak
+        self._send_stage_messages = send_stage_messages
         self._stages = stages
-        self._view = route.staging_view
+        self._view = connection.staging_view
         self._packer = packer
         self._checksum = checksum
         self._cutter = Cutter(
             grant.plan, op.layers, op.start, op.num_pages, limit_tokens=grant.num_tokens, checksum=checksum
         )
-        self._channels = self._num_channels()
-        self._stage_nbytes = self._stage_size(local.device.type)
-        self._piece_nbytes = LARGEST_STREAMED if self._channels else self._stage_nbytes
-        self._asked = 0  # bytes that were asked for and not cut yet
-        self._flights: list[Iterator[int]] = []
-        self._waiting = 0  # flights that wait for their stage
-        self._gathering = 0
-        self._boarded = False
+        self._fifo_channels = self._num_fifo_channels()
+        self._stage_nbytes = self._stage_size(context.local.device.type)
+        self._piece_nbytes = LARGEST_FIFO_PIECE if self._fifo_channels else self._stage_nbytes
+        self._requested_nbytes = 0  # bytes of pieces that have asked for a stage and are not cut yet
+        self._pieces: list[Iterator[int]] = []
+        self._num_waiting = 0  # pieces that wait for their stage to be granted
+        self._gathers: list[GatherJob] = []  # gathers that may still read pages
+        self._holds_turn = False
 
     @property
-    def _signals(self) -> bool:
-        """Whether this side can say that a stage is written by a signal, before it is."""
-        # Ids on the GPU are checked there: until then nobody knows whether every byte of the stage will be written.
+    def _can_signal(self) -> bool:
+        """Whether the receiver may be told of a stage before it is written, because a signal follows."""
+        # Page ids in GPU memory are checked by the gather kernel: it may turn out not to write the whole stage.
         if self._view is None or isinstance(self._pages, DevicePages):
             return False
         return self._packer.signals and self._packer.ready(self._plan, checksum=self._checksum)
 
-    def _num_channels(self) -> int:
-        """Of a stream, 0 if pieces of the size of a stage do better, or are all there is."""
-        if not self._signals or self._checksum:
+    def _num_fifo_channels(self) -> int:
+        """Channels of the FIFO; 0 where pieces that fit into their stage do better, or are all that is possible."""
+        if not self._can_signal or self._checksum:
             return 0
-        if self._cutter.nbytes < LEAST_STREAMED or self._cutter.layer_nbytes < CHUNK_UNIT:
+        if self._cutter.nbytes < LEAST_FIFO_VERB or self._cutter.layer_nbytes < CHUNK_UNIT:
             return 0
-        return min(self._packer.channels, self._target.channels)
+        return min(self._packer.fifo_channels, self._target.fifo_channels)
 
     def _stage_size(self, device: str) -> int:
-        """So that several fit into either ring, and a verb makes `IN_FLIGHT` at least, unless that is not worth it."""
+        """Bytes of stages to ask for: several fit into either ring, and a verb makes `IN_FLIGHT` pieces or more.
+
+        Fewer pieces if they would be shorter than `LEAST_PIECE`.
+        """
         rings = self._target.nbytes // RECV_SHARE
         if self._view is None:
             rings = min(rings, self._stages.ring.capacity // SEND_SHARE)
-        if self._channels:
-            return max(1, min(rings, Stream(LARGEST_CHUNK, self._channels).nbytes))
+        if self._fifo_channels:
+            return max(1, min(rings, ChunkFifo(LARGEST_CHUNK, self._fifo_channels).nbytes))
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
         return max(1, min(wanted, LARGEST_PIECE[device], rings))
 
     def admit(self) -> bool:
-        self._boarded = self._stages.board(self.op.dst)
-        return self._boarded
+        self._holds_turn = self._stages.acquire_turn(self.op.dst)
+        return self._holds_turn
 
     @property
     def patience(self) -> float:
-        """While only the receiver's ring is missing, it is the receiver that keeps the time, and says what is wrong."""
-        return 2.0 if self._waiting and self._waiting == len(self._flights) else 1.0
+        """Twice the timeout while every piece waits for the receiver's ring.
+
+        Then the receiver's timeout comes first, whose error says what fills the ring.
+        """
+        return 2.0 if self._num_waiting and self._num_waiting == len(self._pieces) else 1.0
+
+    def fail(self, error: KVError) -> None:
+        super().fail(error)
+        for job in self._gathers:
+            job.stopped = True
 
     @property
     def _lane(self) -> str:
-        return self.route.lane if self._view is None else "view"
+        return self.connection.lane if self._view is None else "view"
 
     # ------------------------------------------------------------------ steps
 
     def _run(self) -> Iterator[int]:
         self._check_rings()
         while True:
-            while self._ask():
+            while self._request_stage():
                 pass
-            if not self._flights:
+            if not self._pieces:
                 break
-            yield self._advance_flights()
-        self._leave()
-        self.route.count(self._lane, transfers=1)
+            yield self._advance_pieces()
+        self._release_turn()
+        self.connection.count(self._lane, transfers=1)
 
     def _check_rings(self) -> None:
-        """Raises ``RingExhausted`` if even one page is too large."""
+        """Raises ``RingExhausted`` if one page of a layer is larger than a ring."""
         needed = [(self._target.nbytes, f"rank {self.op.dst}", "recv")]
         if self._view is None:
             needed.append((self._stages.ring.capacity, "this rank", "send"))
@@ -157,148 +189,158 @@ class StagedTransfer(Transfer):
                     retryable=False,
                 )
 
-    def _leave(self) -> None:
-        if self._boarded:
-            self._boarded = False
-            self._stages.leave(self.op.dst)
+    def _release_turn(self) -> None:
+        if self._holds_turn:
+            self._holds_turn = False
+            self._stages.release_turn(self.op.dst)
 
-    def _ask(self) -> bool:
-        """Asks for the stages that pieces still to be cut will need, a few at a time. Whether it did."""
-        left = self._cutter.nbytes - self._asked
-        if left <= 0 or len(self._flights) >= (STREAMS if self._channels else IN_FLIGHT):
+    def _request_stage(self) -> bool:
+        """Asks for a stage for the next piece. False if nothing is left to send, or enough pieces are under way."""
+        left = self._cutter.nbytes - self._requested_nbytes
+        if left <= 0 or len(self._pieces) >= (FIFOS_IN_FLIGHT if self._fifo_channels else IN_FLIGHT):
             return False
         least = self._cutter.least
-        piece = max(min(self._piece_nbytes, left), least)
-        stage = max(min(self._stage_nbytes, piece), least)
+        nbytes = max(min(self._piece_nbytes, left), least)
+        stage_nbytes = max(min(self._stage_nbytes, nbytes), least)
         with self._lock:
-            serial = self._client.ask(self.op.dst, self._grant.generation, nbytes=stage, least=least)
-        self._asked += piece
-        self._flights.append(self._fly(serial, piece))
+            serial = self._requester.ask(self.op.dst, self._grant.generation, nbytes=stage_nbytes, least=least)
+        self._requested_nbytes += nbytes
+        self._pieces.append(self._send_piece(serial, nbytes))
         return True
 
-    def _advance_flights(self) -> int:
+    def _advance_pieces(self) -> int:
+        """Advances each piece by one step. Returns the bytes moved; more than 0 if a piece has ended."""
         moved = 0
-        left = len(self._flights)
-        for flight in list(self._flights):
+        left = len(self._pieces)
+        for piece in list(self._pieces):
             try:
-                nbytes = next(flight)
+                nbytes = next(piece)
             except StopIteration:
-                self._flights.remove(flight)
-                nbytes = 1  # something has happened, and the next piece can go
+                self._pieces.remove(piece)
+                nbytes = 1  # progress: the next piece can begin
             except KVError:
-                self._flights.remove(flight)
+                self._pieces.remove(piece)
                 raise
             moved += nbytes
-            if not nbytes and self._waiting == left:
-                break  # stages are granted in the order in which they were asked for
+            if not nbytes and self._num_waiting == left:
+                break  # stages are granted in the order of the asks, so the pieces behind this one wait as well
             left -= 1
         return moved
 
-    def _fly(self, serial: int, nbytes: int) -> Iterator[int]:
-        """One piece, from its ask to the word that it is there; ends early, and cleanly, once there is an error."""
-        span = yield from self._granted(serial)
+    def _send_piece(self, serial: int, nbytes: int) -> Iterator[int]:
+        """The steps of one piece, which has asked for stage ``serial``, until the receiver is told of it.
+
+        Once the transfer has failed, they end as soon as nothing of the piece is under way.
+        """
+        span = yield from self._await_grant(serial)
         if span is None:
             return
-        early = self._early(span)
+        signalled = self._signalled_stage(span)
         if self._view is None:
             packed = yield from self._pack_and_put(span, nbytes)
         else:
-            packed = yield from self._pack_there(serial, span, nbytes, early)
+            packed = yield from self._pack_into_ring(serial, span, nbytes, signalled)
         if packed is None and self.error is None:
-            self._give_back(serial)
-        elif packed is not None and self.error is None and early is None:
-            self._say(serial, *packed)
+            self._return_stage(serial)
+        elif packed is not None and self.error is None and signalled is None:
+            self._announce(serial, *packed)
 
-    def _early(self, span: Span) -> Early | None:
-        """How the stage may be called written early; None if it may not."""
-        if span.signal is None or not self._signals:
+    def _signalled_stage(self, span: Span) -> SignalledStage | None:
+        """The signal to raise behind the gather, or as its FIFO proceeds; None if ``Staged`` has to come afterwards."""
+        if span.signal is None or not self._can_signal:
             return None
         assert self._view is not None
         address = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
-        return Early(address, span.signal.value, self._stream(span.nbytes))
+        return SignalledStage(address, span.signal.value, self._fifo(span.nbytes))
 
-    def _stream(self, room: int) -> Stream | None:
-        """How pieces pass through a stage of ``room`` bytes; None if they have to fit into it."""
-        if not self._channels:
+    def _fifo(self, stage_nbytes: int) -> ChunkFifo | None:
+        """The FIFO through a stage of so many bytes; None if the piece has to fit into the stage."""
+        if not self._fifo_channels:
             return None
-        most = min(room // (SLOTS * self._channels), LARGEST_CHUNK) // CHUNK_UNIT
+        most = min(stage_nbytes // (SLOTS * self._fifo_channels), LARGEST_CHUNK) // CHUNK_UNIT
         if not most:
             return None
-        # A layer's chunks should be alike: where large and small ones alternate, some channels have all the large ones.
+        # The chunks of a layer should be of one size: channels take turns, so if large and small chunks alternate, some
+        # channels get all the large ones.
         units = -(-self._cutter.layer_nbytes // CHUNK_UNIT)
         chunk = -(-units // -(-units // most)) * CHUNK_UNIT
-        return Stream(chunk, self._channels)
+        return ChunkFifo(chunk, self._fifo_channels)
 
     def _pack_and_put(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
-        """Through memory of its own. None if nothing is left to send, or once there is an error."""
-        if self._cutter.done:  # the stages before were larger than they had to be
+        """Gathers a piece into the send ring and puts it. None if nothing is left to send, or after an error."""
+        if self._cutter.done:  # earlier pieces were larger than expected
             return None
         stage = yield from self._own_stage(min(span.nbytes, max(self._cutter.nbytes, self._cutter.least)))
         if stage is None:
             return None
         try:
-            packed = yield from self._pack(self._stages.take().room(stage), min(stage.nbytes, span.nbytes), asked)
+            packed = yield from self._pack(self._stages.take().span(stage), min(stage.nbytes, span.nbytes), asked)
             if packed is not None and self.error is None:
                 yield from self._put(packed[1].nbytes, stage, span)
         finally:
             self._stages.ring.release(stage)
         return packed
 
-    def _pack_there(
-        self, serial: int, span: Span, asked: int, early: Early | None
+    def _pack_into_ring(
+        self, serial: int, span: Span, asked: int, signalled: SignalledStage | None
     ) -> Generator[int, None, _Packed | None]:
-        """The same, straight into the stage."""
+        """Gathers a piece straight into the receiver's mapped ring. Returns what `_pack_and_put` returns."""
         assert self._view is not None
         if span.offset % ALIGNMENT:
             raise ProtocolError(f"rank {self.op.dst} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
         try:
-            room = Room(self._view.ptr + span.offset, span.nbytes)
-            nbytes = span.nbytes if early is None or early.stream is None else max(asked, self._cutter.least)
-            return (yield from self._pack(room, nbytes, asked, serial, early))
+            memory = MemorySpan(self._view.ptr + span.offset, span.nbytes)
+            # Through a FIFO a piece may be larger than its stage.
+            nbytes = span.nbytes if signalled is None or signalled.fifo is None else max(asked, self._cutter.least)
+            return (yield from self._pack(memory, nbytes, asked, serial, signalled))
         except TransportUnavailable:
-            self.flushed = False  # of the GPU: nobody can tell any more what lands
+            self.flushed = False  # the GPU has failed, and may still write to the stage
             raise
 
     def _pack(
-        self, room: Room, nbytes: int, asked: int, serial: int = 0, early: Early | None = None
+        self, memory: MemorySpan, nbytes: int, asked: int, serial: int = 0, signalled: SignalledStage | None = None
     ) -> Generator[int, None, _Packed | None]:
-        """Cuts what fits into ``nbytes``, and gathers it. If it can be early, the stage is called written at once."""
+        """Cuts the piece that fits into ``nbytes`` and gathers it. With ``signalled``, tells the receiver at once."""
         if self._cutter.done:
             return None
-        self._asked -= asked
+        self._requested_nbytes -= asked
         piece = self._cutter.cut(nbytes)
         layout = piece_layout(self._plan, piece, limit_tokens=self._grant.num_tokens, checksum=self._checksum)
-        self._gathering += 1
-        steps = self._packer.gather(
-            self.op,
-            self._grant,
-            self._pages,
-            piece,
-            layout,
-            room,
-            checksum=self._checksum,
-            early=early,
-            stopped=lambda: self.error is not None,
+        job = GatherJob(
+            dst=self.op.dst,
+            generation=self._grant.generation,
+            stage=memory,
+            piece=piece,
+            layout=layout,
+            plan=self._plan,
+            pages=self._pages,
+            start=self.op.start,
+            num_tokens=self._grant.num_tokens,
+            checked=self._checksum,
+            signalled=signalled,
         )
-        if early is not None:
+        self._gathers.append(job)
+        steps = self._packer.gather(job)
+        if signalled is not None:
             nbytes = next(steps)
-            self._say(serial, piece, layout, early)
+            self._announce(serial, piece, layout, signalled)
             yield nbytes
         yield from steps
-        self._gathering -= 1
-        self.torn |= early is not None and early.stream is not None and self.error is not None
+        self._gathers.remove(job)
+        # A FIFO that was stopped lacks chunks, and the receiver waits for them until the request fails.
+        self.truncated |= signalled is not None and signalled.fifo is not None and self.error is not None
         self._source_read()
         return piece, layout
 
-    def _granted(self, serial: int) -> Generator[int, None, Span | None]:
-        """The span to write to; None once there is an error, or if it was denied and is not needed any more."""
+    def _await_grant(self, serial: int) -> Generator[int, None, Span | None]:
+        """The granted stage; None once the transfer has failed, or if a denied stage is not needed any more."""
         span: Span | None = None
-        self._waiting += 1
+        self._num_waiting += 1
         try:
             while span is None and self.error is None:
                 try:
                     with self._lock:
-                        span = self._client.granted(self.op.dst, self._grant.generation, serial)
+                        span = self._requester.granted(self.op.dst, self._grant.generation, serial)
                 except RingExhausted:
                     if self._cutter.done:
                         return None
@@ -306,13 +348,13 @@ class StagedTransfer(Transfer):
                 if span is None:
                     yield 0
         finally:
-            self._waiting -= 1
+            self._num_waiting -= 1
         if span is not None:
-            yield 1  # progress, though what comes next may wait for memory, or for the GPU
+            yield 1  # progress, though the next step may have to wait for memory or for the GPU
         return span if self.error is None else None
 
     def _own_stage(self, nbytes: int) -> Generator[int, None, Stage | None]:
-        """Memory to pack into; None once there is an error."""
+        """A stage of the send ring, as soon as there is space; None once the transfer has failed."""
         while self.error is None:
             stage = self._stages.ring.allocate(nbytes, self.op.request)
             if stage is not None:
@@ -321,10 +363,10 @@ class StagedTransfer(Transfer):
         return None
 
     def _put(self, nbytes: int, stage: Stage, span: Span) -> Iterator[int]:
-        """Until it is visible in the receiver's ring, or after an error, until nothing of it is under way."""
-        assert self.route.channel is not None
+        """Puts a packed stage, until the receiver can see it or, after an error, until nothing is under way."""
+        assert self.connection.channel is not None
         local, target = self._stages.take(), self._target
-        put = self.route.channel.put(
+        put = self.connection.channel.put(
             Batch.one(
                 local_region=local.region,
                 local_offset=stage.offset,
@@ -336,7 +378,7 @@ class StagedTransfer(Transfer):
         flush: Completion | None = None
         failure: KVError | None = None
         try:
-            flush = self.route.channel.flush()  # at once, so that it does not wait for the next piece too
+            flush = self.connection.channel.flush()  # now: a later flush would wait for the puts of other pieces too
         except KVError as error:
             failure = error
         while not put.done or (flush is not None and not flush.done):
@@ -344,45 +386,49 @@ class StagedTransfer(Transfer):
                 put.cancel()
             yield 0
         if flush is None or flush.error is not None:
-            self.flushed = False  # nobody can tell any more what lands
+            self.flushed = False  # it is unknown whether the put still lands
         failure = failure or put.error or (None if flush is None else flush.error)
         if failure is not None and self.error is None:
             raise failure
 
-    def _say(self, serial: int, piece: Piece, layout: PieceLayout, early: Early | None = None) -> None:
+    def _announce(
+        self, serial: int, piece: Piece, layout: PieceLayout, signalled: SignalledStage | None = None
+    ) -> None:
+        """Tells the receiver that the stage is written or, with ``signalled``, that a signal will say so."""
         with self._lock:
-            self._client.staged(
+            self._requester.staged(
                 self.op.dst,
                 self._grant.generation,
                 serial,
                 **piece._asdict(),
                 checked=self._checksum,
                 state=self.op.state,
-                early=early is not None,
-                stream=None if early is None else early.stream,
+                signalled=signalled is not None,
+                fifo=None if signalled is None else signalled.fifo,
             )
-        if self._packer.elsewhere:
-            self._speak()
-        self.route.count(self._lane, nbytes=layout.payload, spans=1)
+        if self._packer.asynchronous:
+            self._send_stage_messages()
+        self.connection.count(self._lane, nbytes=layout.payload, spans=1)
         self._report((), layout.payload, "staged")
 
-    def _give_back(self, serial: int) -> None:
+    def _return_stage(self, serial: int) -> None:
+        """Gives a stage back to the receiver unused."""
         with self._lock:
-            self._client.staged(
+            self._requester.staged(
                 self.op.dst, self._grant.generation, serial, layers=(), start=0, num_pages=0, checked=False
             )
 
     def _drain(self) -> Iterator[int]:
-        """After a failure: what is being gathered or put comes to its end. Stages asked for go back by themselves."""
-        while self._flights:
+        """Lets gathers and puts end. The receiver takes its stages back when it hears that this writer is quiescent."""
+        while self._pieces:
             try:
-                self._advance_flights()
+                self._advance_pieces()
             except KVError:
                 continue  # the first error is the one to report
             yield 0
-        self._leave()
+        self._release_turn()
 
     def _source_read(self) -> None:
-        """Tells the caller when the last page has been read."""
-        if self._cutter.done and not self._gathering:
-            self.op.ticket._release_source()
+        """Tells the caller that the source may be overwritten, once the last page has been gathered."""
+        if self._cutter.done and not self._gathers:
+            self.op.work._release_source()

@@ -1,4 +1,4 @@
-"""The receiver's hands: unpacks the stages that writers have filled into this rank's pages."""
+"""The staged path on the receiver: scatters the stages that writers have filled into this rank's pages."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from torchkv.errors import KVError
-from torchkv.packer import Packer
+from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.receiver import Receiver
-from torchkv.transfer import STEP_BYTES
+from torchkv.staging.packer import Packer
 
-__all__ = ["Unstager"]
+__all__ = ["StageUnpacker"]
 
-# On a GPU so many are enqueued, one behind the other: of one writer, which may hang, and of all.
-OF_ONE, OF_ALL = 4, 16
+# Scatters under way at once, on a GPU enqueued one behind the other: of one writer, which may hang, and of all.
+MAX_OF_ONE_WRITER, MAX_ACTIVE = 4, 16
 
 
-class Unstager:
-    """Belongs to the driver's thread; ``lock`` guards ``receiver``, which callers share.
+class StageUnpacker:
+    """Runs the `Scatter` jobs of one rank. Used by the progress thread only; ``lock`` guards ``receiver``.
 
-    speak: sends what there is to say about stages.
+    packer: None on a rank without staging, which gets no jobs. send_stage_messages: sends the messages about stages
+    that ``receiver`` has queued.
     """
 
     def __init__(
-        self, *, receiver: Receiver, lock: threading.Lock, packer: Packer | None, speak: Callable[[], None]
+        self,
+        *,
+        receiver: Receiver,
+        lock: threading.Lock,
+        packer: Packer | None,
+        send_stage_messages: Callable[[], None],
     ) -> None:
         self._receiver = receiver
         self._lock = lock
         self._packer = packer
-        self._speak = speak
+        self._send_stage_messages = send_stage_messages
         self._queue: deque[Scatter] = deque()
         self._active: deque[tuple[Scatter, Iterator[int]]] = deque()
 
@@ -42,7 +48,7 @@ class Unstager:
         self._queue.append(job)
 
     def advance(self, now: float) -> bool:
-        """A bounded step. True if anything moved."""
+        """Does one bounded step. Returns whether anything moved."""
         moved = self._begin(now)
         budget = STEP_BYTES
         for _ in range(len(self._active)):
@@ -57,7 +63,7 @@ class Unstager:
             except KVError as raised:
                 error = raised
             else:
-                # One after the other, so that the ring goes round; those that wait for the GPU wait side by side.
+                # A host copy continues until it ends, so that its stage is free soon. GPU jobs wait side by side.
                 (self._active.appendleft if nbytes else self._active.append)((job, steps))
                 budget -= nbytes
                 moved |= nbytes > 0
@@ -72,9 +78,9 @@ class Unstager:
         of_each = Counter(job.src for job, _ in self._active)
         queue, self._queue = self._queue, deque()
         for job in queue:
-            if job.stopped:  # what a failed request left in a stage is never unpacked
+            if job.stopped:  # stages of a failed request are never unpacked
                 self._end(job, None, now)
-            elif len(self._active) < OF_ALL and of_each[job.src] < OF_ONE:
+            elif len(self._active) < MAX_ACTIVE and of_each[job.src] < MAX_OF_ONE_WRITER:
                 assert self._packer is not None
                 of_each[job.src] += 1
                 self._active.append((job, self._packer.scatter(job)))
@@ -85,5 +91,5 @@ class Unstager:
     def _end(self, job: Scatter, error: KVError | None, now: float) -> None:
         with self._lock:
             self._receiver.scattered(job, error, now)
-        if self._packer is not None and self._packer.elsewhere:
-            self._speak()
+        if self._packer is not None and self._packer.asynchronous:
+            self._send_stage_messages()

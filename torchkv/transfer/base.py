@@ -1,56 +1,76 @@
-"""Moving the bytes of one verb to one peer, step by step. How, is up to the kinds of transfer.
+"""A transfer moves the bytes of one verb to one peer, step by step on the progress thread. There are four kinds:
 
-* `copytransfer.CopyTransfer` stores into host memory that is mapped here.
-* `kerneltransfer.KernelTransfer` lets the GPU store into the peer's pages.
-* `puttransfer.PutTransfer` hands descriptors to the transport.
-* `stagedtransfer.StagedTransfer` packs pages into the peer's staging ring.
+* `torchkv.transfer.host_copy.HostCopyTransfer` (path ``direct``): the host stores into the peer's mapped pages.
+* `torchkv.transfer.cuda_copy.CudaCopyTransfer` (``direct``): the GPU stores into the peer's mapped pages.
+* `torchkv.transfer.put.PutTransfer` (``runs``, ``slices``): the transport puts one descriptor per contiguous run.
+* `torchkv.staging.transfer.StagedTransfer` (``staged``): gather, one bulk put into the peer's ring, scatter.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
+from torchkv.arrays import Int64Array
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError, TransferCancelled
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.route import LocalPages, Route
+from torchkv.transfer.offsets import PairOffsets
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
-__all__ = ["STEP_BYTES", "Report", "Transfer"]
+__all__ = ["Report", "Transfer", "TransferContext"]
 
-# One step of a host copy: short enough (about two milliseconds) for the progress thread to stay responsive, and long
-# beside the tenth of one that the rest of its round takes.
-STEP_BYTES = 16 << 20
-
-# (layers, bytes, path): these layers of the verb are visible at the receiver.
+# (layers, bytes, path): these layers of the verb are visible to the receiver; so many bytes of them were moved.
 Report = Callable[[tuple[int, ...], int, str], None]
 
 
-class Transfer(ABC):
-    """One `SendOp` in execution. ``advance`` until ``finished``; then ``error`` and ``flushed`` say how it ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferContext:
+    """What a transfer moves, where to, and whom it reports to. It is the same for all kinds of transfer.
 
-    flushed: nothing of it can land any more. ``report`` is called whenever whole layers have become visible at the
-    receiver; layers are attested together once ``group_bytes`` have moved: small enough that a receiver can start
-    early, large enough that a flush and a message cost nothing beside it.
+    pages: this rank's page ids of the verb. They may be in GPU memory only for transfers whose kernels read them.
+    """
+
+    op: SendOp
+    grant: BoundGrant
+    pages: Int64Array | DevicePages
+    local: LocalPages
+    connection: PeerConnection
+    report: Report
+
+
+class Transfer(ABC):
+    """A `SendOp` in execution. Call ``advance`` until ``finished``; then ``error`` and ``flushed`` say how it ended.
+
+    flushed: whether it is known that nothing of it can land any more. truncated: whether the receiver waits for the
+    rest of a FIFO, which never comes; only the failure of the request ends that wait.
+
+    ``report`` is called when whole layers have become visible to the receiver. Layers are reported in groups of about
+    ``group_bytes``: small enough that the receiver can use the first ones early, large enough that a flush and a
+    message cost little beside their bytes. posts: whether the transfer needs the transport's progress.
     """
 
     group_bytes = 16 << 20
-    posts = True  # whether it needs the transport's progress
+    posts = True
 
-    def __init__(self, op: SendOp, grant: BoundGrant, *, local: LocalPages, route: Route, report: Report) -> None:
-        self.op = op
-        self.route = route
+    def __init__(self, context: TransferContext) -> None:
+        self.op = context.op
+        self.connection = context.connection
         self.finished = False
         self.error: KVError | None = None
         self.flushed = True
-        self.torn = False  # the receiver waits for what will never come: only the request's failure ends that
-        self._grant = grant
-        self._plan = grant.plan
-        self._local = local
-        self._report = report
+        self.truncated = False
+        self._grant = context.grant
+        self._plan = context.grant.plan
+        self._pages = context.pages
+        self._local = context.local
+        self._report = context.report
         self._steps = self._run()
 
     def advance(self) -> int:
-        """Does one bounded step. Returns the bytes it moved; 0 while it waits for something else."""
+        """Does one bounded step. Returns the bytes moved; 0 while the transfer waits for something."""
         try:
             moved = next(self._steps)
         except StopIteration as end:
@@ -64,7 +84,7 @@ class Transfer(ABC):
         return moved
 
     def fail(self, error: KVError) -> None:
-        """Stops: starts nothing more, and finishes once nothing of it can land any more."""
+        """Stops the transfer: it starts nothing more, and finishes once nothing of it can land any more."""
         if self.error is None and not self.finished:
             self.error = error
             self._steps = self._drain()
@@ -77,41 +97,48 @@ class Transfer(ABC):
         return self._grant
 
     def admit(self) -> bool:
-        """Whether it may begin. To be asked again, once another transfer has ended, until it is true."""
+        """Whether the transfer may begin now. If not, ask again when another transfer has ended."""
         return True
 
     @property
     def patience(self) -> float:
-        """How many times ``Options.timeout`` it may go without progress."""
+        """How many times ``Options.timeout`` the transfer may go without progress."""
         return 1.0
 
     @property
     def gated(self) -> bool:
-        """Whether it has not begun because the data are not ready, which is no lack of progress."""
+        """Whether it still waits for its data to be ready, which does not count as a lack of progress."""
         return False
 
     # ------------------------------------------------------------------ for the kinds
 
     @abstractmethod
     def _run(self) -> Iterator[int]:
-        """The steps; each yields the bytes it moved, and the last may return them. May raise a `KVError`, which ends
-        the transfer.
+        """The steps of the transfer. Each yields the bytes it moved; the last one may return them.
+
+        A `KVError` that it raises ends the transfer.
         """
 
     @abstractmethod
     def _drain(self) -> Iterator[int]:
-        """The steps after a failure, until nothing started can land; sets ``flushed`` false if nobody can tell."""
+        """The steps after a failure, until nothing that was started can land. Clears ``flushed`` if that is unknown."""
+
+    @cached_property
+    def _offsets(self) -> PairOffsets:
+        """Byte offsets of the verb's page pairs. Only for page ids in host memory."""
+        assert not isinstance(self._pages, DevicePages)
+        return PairOffsets(self.op, self._grant, self._pages, self._local, self.connection)
 
     def _groups(self) -> Iterator[tuple[int, ...]]:
-        """The op's layers that are owed, ascending, in groups of about ``group_bytes``."""
+        """The layers of the verb that the receiver is owed, ascending, in groups of about ``group_bytes``."""
         if not self.op.num_pages:
             return
-        layers = [layer for layer in self.op.layers if layer in self._plan.slabs_of]
+        layers = [layer for layer in self.op.layers if layer in self._plan.segments_of]
         if len(layers) < 2:
             if layers:
                 yield tuple(layers)
             return
-        # As if the op were the whole grant, and so had all of every window: rather too much than too little.
+        # An upper bound: as if the verb were the whole grant, and so had all of every window.
         tokens = self.op.num_pages * self._plan.src_page_size
         per_layer = max(1, self._plan.nbytes(tokens, layers) // len(layers))
         size = max(1, self.group_bytes // per_layer)
@@ -119,7 +146,7 @@ class Transfer(ABC):
             yield tuple(layers[first : first + size])
 
     def _named(self, error: KVError) -> KVError:
-        """What a channel knows nothing of: which request, peer and layers its error is about."""
+        """The error with the request, peer and layers, which channels do not know."""
         layers = self.op.layers if len(self.op.layers) < 5 else (*self.op.layers[:4], "...")
         where = f"request {self.op.request!r} to rank {self.op.dst}, layers {', '.join(map(str, layers))}"
         return type(error)(f"{where}: {error}", retryable=error.retryable)

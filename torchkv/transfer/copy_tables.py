@@ -1,67 +1,83 @@
-"""Where the layers of one route lie, as tables in device memory that kernels read: made once, used by every request."""
+"""Base addresses of the layers on both sides of a peer connection, in device memory where copy kernels read them.
+
+They are made once for each connection and plan, and used by all requests.
+"""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from torchkv import kernels
-from torchkv.plan import PairPlan, Slab
-from torchkv.route import LocalPages, Route
-from torchkv.slabgeometry import Geometry, geometry
-from torchkv.transport import Int64Array
-from torchkv.variants import Variant
+from torchkv.arrays import Int64Array
+from torchkv.kernels.compiled import CompiledKernel
+from torchkv.kernels.launch import kernels_for
+from torchkv.layout.kernel_geometry import Geometry, geometry
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.plan_segment import PlanSegment
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
-__all__ = ["JobGroup", "JobTable"]
+__all__ = ["AddressGroup", "BaseAddressTable", "BaseAddressTables", "job_ranges"]
+
+
+def job_ranges(jobs: Iterable[range], splits: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """The launches for some jobs of a table, as few as possible: (first job, number of jobs) of each.
+
+    A launch does consecutive jobs of equal geometry. jobs: ascending ranges of the table's rows. splits: the rows,
+    ascending, whose geometry differs from that of the row before.
+    """
+    joined: list[range] = []
+    for each in filter(None, jobs):
+        if joined and joined[-1].stop == each.start:
+            joined[-1] = range(joined[-1].start, each.stop)
+        else:
+            joined.append(each)
+    found: list[tuple[int, int]] = []
+    for each in joined:
+        inside = splits[bisect_right(splits, each.start) : bisect_left(splits, each.stop)]
+        found += [(first, end - first) for first, end in itertools.pairwise((each.start, *inside, each.stop))]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class JobGroup:
-    """All (layer, component) of a plan that share a geometry.
+class AddressGroup:
+    """The jobs of a plan, each a (layer, component), that share a geometry.
 
-    slab: of one of them, with its layer only; offsets of pages are the same in all. layers: global layer id of each
-    job, ascending.
-    addresses: int64 ``[len(layers), 2]``, source and destination address of each job. table: the same on the GPU.
+    segment: of one of the jobs, with that layer only; page offsets are equal in all jobs. layers: global layer id of
+    each job, ascending. addresses: int64 ``[len(layers), 2]``, base address of each job's source and destination
+    tensor. table: ``addresses`` on the GPU.
     """
 
     geometry: Geometry
-    slab: Slab
+    segment: PlanSegment
     layers: tuple[int, ...]
     addresses: Int64Array
     table: torch.Tensor
 
     def ranges(self, layers: Sequence[int]) -> list[tuple[int, int]]:
-        """(first job, number of jobs) for ascending ``layers``, with neighbours joined."""
-        found: list[tuple[int, int]] = []
-        for layer in layers:
-            first, end = bisect_left(self.layers, layer), bisect_right(self.layers, layer)
-            if first == end:
-                continue
-            if found and sum(found[-1]) == first:
-                found[-1] = (found[-1][0], end - found[-1][0])
-            else:
-                found.append((first, end - first))
-        return found
+        """The `job_ranges` of ``layers``, ascending global ids, of which the group may lack some."""
+        return job_ranges(range(bisect_left(self.layers, layer), bisect_right(self.layers, layer)) for layer in layers)
 
 
-class JobTable:
-    """The job groups of one (route, plan), and what kernels for them are launched."""
+class BaseAddressTable:
+    """The address groups of one connection and plan, and the kernels that copy them."""
 
-    def __init__(self, plan: PairPlan, local: LocalPages, route: Route) -> None:
+    def __init__(self, plan: PairPlan, local: LocalPages, connection: PeerConnection) -> None:
         self.plan = plan
         self._is_loaded = False
         entries: dict[Geometry, list[tuple[int, int, int]]] = {}
-        slabs: dict[Geometry, Slab] = {}
-        for slab in plan.slabs:
-            for layer in slab.layers:
-                pointers = (local.ptr(slab.component, layer), route.ptr(slab.component, layer))
-                ours, theirs = (side.placements[slab.component, layer] for side in (local, route))
+        segments: dict[Geometry, PlanSegment] = {}
+        for segment in plan.segments:
+            for layer in segment.layers:
+                pointers = (local.ptr(segment.component, layer), connection.ptr(segment.component, layer))
+                ours, theirs = (side.placements[segment.component, layer] for side in (local, connection))
                 shape = geometry(
-                    slab,
+                    segment,
                     src_page_stride=ours.page_stride,
                     dst_page_stride=theirs.page_stride,
                     src_page_size=plan.src_page_size,
@@ -70,36 +86,49 @@ class JobTable:
                     num_dst_pages=theirs.num_pages,
                     addresses=pointers,
                 )
-                if shape not in slabs:
-                    slabs[shape] = replace(slab, layers=(layer,))
+                if shape not in segments:
+                    segments[shape] = replace(segment, layers=(layer,))
                 entries.setdefault(shape, []).append((layer, *pointers))
-        self.groups = [_group(shape, slabs[shape], sorted(jobs), local.device) for shape, jobs in entries.items()]
+        self.groups = [_group(shape, segments[shape], sorted(jobs), local.device) for shape, jobs in entries.items()]
 
     @property
     def is_loaded(self) -> bool:
-        """Whether no kernel has to be loaded before it is launched."""
-        self._is_loaded = self._is_loaded or all(variant.is_loaded for variant in self._variants())
+        """Whether all kernels are loaded, so that no launch loads one."""
+        self._is_loaded = self._is_loaded or all(kernel.is_loaded for kernel in self._kernels())
         return self._is_loaded
 
     def load(self) -> None:
-        """Loads them, which waits for all streams."""
-        for variant in self._variants():
-            variant.load()
+        """Loads the kernels. This waits for all streams."""
+        for kernel in self._kernels():
+            kernel.load()
 
-    def _variants(self) -> list[Variant]:
-        return [variant for group in self.groups for variant in kernels.variants(group.geometry)]
+    def _kernels(self) -> list[CompiledKernel]:
+        return [kernel for group in self.groups for kernel in kernels_for(group.geometry)]
 
-    @classmethod
-    def of(cls, plan: PairPlan, local: LocalPages, route: Route) -> JobTable:
-        """The route's table for ``plan``, made on first use."""
-        if (table := route.job_table(plan)) is not None:
+
+class BaseAddressTables:
+    """The tables of one rank, made on first use and dropped with their connections."""
+
+    def __init__(self, local: LocalPages) -> None:
+        self._local = local
+        self._tables: WeakKeyDictionary[PeerConnection, list[BaseAddressTable]] = WeakKeyDictionary()
+
+    def known(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable | None:
+        """The table for ``plan`` over ``connection``, if it was made already."""
+        return next((table for table in self._tables.get(connection, ()) if table.plan is plan), None)
+
+    def of(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable:
+        """The table for ``plan`` over ``connection``, made if need be."""
+        if (table := self.known(plan, connection)) is not None:
             return table
-        table = cls(plan, local, route)
-        route.job_tables.append(table)
+        table = BaseAddressTable(plan, self._local, connection)
+        self._tables.setdefault(connection, []).append(table)
         return table
 
 
-def _group(shape: Geometry, slab: Slab, jobs: list[tuple[int, int, int]], device: torch.device) -> JobGroup:
+def _group(
+    shape: Geometry, segment: PlanSegment, jobs: list[tuple[int, int, int]], device: torch.device
+) -> AddressGroup:
     addresses = np.array([(src, dst) for _, src, dst in jobs], dtype=np.int64)
     table = torch.tensor(addresses, device=device)
-    return JobGroup(shape, slab, tuple(layer for layer, *_ in jobs), addresses, table)
+    return AddressGroup(shape, segment, tuple(layer for layer, *_ in jobs), addresses, table)

@@ -1,6 +1,6 @@
-"""The direct path on GPUs: a kernel on a side stream stores this rank's pages into the peer's.
+"""The direct path on GPUs: a kernel on a side stream stores this rank's pages into the peer's mapped pages.
 
-Where the pages of a verb are few long spans, the copy engines do it instead.
+Where the pages of a verb merge into few long runs, the GPU's copy engines copy them instead.
 """
 
 from __future__ import annotations
@@ -13,96 +13,89 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchkv import copyengine, cost, kernels
-from torchkv.device import Device, check_alive, launching
-from torchkv.devicepages import DevicePages
+from torchkv.arrays import Int64Array
+from torchkv.cuda import copy_engine
+from torchkv.cuda.events import StreamEvent, wait_on_stream
+from torchkv.cuda.page_ids import DevicePages, PageIdUpload
+from torchkv.cuda.side_streams import StreamClaim
+from torchkv.cuda.sync_words import StreamCompletion
 from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
-from torchkv.events import StreamEvent, wait_on_stream
-from torchkv.flags import Flag
-from torchkv.jobs import JobGroup, JobTable
-from torchkv.offsets import PairOffsets
-from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.route import LocalPages, Route
-from torchkv.streams import Claim
-from torchkv.transfer import Report, Transfer
-from torchkv.transport import Int64Array
-from torchkv.uploads import Upload
+from torchkv.kernels import copies
+from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
+from torchkv.transfer import path_cost
+from torchkv.transfer.base import Transfer, TransferContext
+from torchkv.transfer.copy_tables import AddressGroup, BaseAddressTable
 
-__all__ = ["KernelTransfer"]
+__all__ = ["CudaCopyTransfer"]
 
-MAX_LAUNCHES = 3  # groups of layers on their way at once: the GPU never waits for this thread
+MAX_LAUNCHES = 3  # groups of layers enqueued at once, so that the GPU never waits for the progress thread
 
-# Copies of one launch: each takes a place in the stream's queue, and posting to a full one waits. MAX_COPIES is what
-# ``group_bytes`` takes at 2 MiB each. Behind a gate it could be a wait for ever, if only this thread opens that gate;
-# so there only as many as take little more room than a kernel does.
+# Copy-engine copies of one group of layers. Each takes an entry of the stream's queue, and posting to a full queue
+# waits. MAX_COPIES is what ``group_bytes`` takes at 2 MiB each. If the stream waits for a gate that only this thread
+# opens, waiting for a full queue would never end: MAX_GATED_COPIES take little more of the queue than a kernel does.
 MAX_COPIES = 256
 MAX_GATED_COPIES = 4
 
-COPY_ENGINE = "copy-engine"  # the lane's name
+COPY_ENGINE = "copy-engine"  # the lane's name in counters
 
-_Spans = tuple[Int64Array, Int64Array, Int64Array]
+_Spans = tuple[Int64Array, Int64Array, Int64Array]  # byte offsets of source and destination, and lengths
 
 
 class _Launch(NamedTuple):
-    """A group of layers on its way. moved: lane -> bytes and spans."""
+    """A group of layers that is enqueued. moved: lane -> (bytes, spans)."""
 
     layers: tuple[int, ...]
     moved: dict[str, tuple[int, int]]
-    flag: Flag
+    completion: StreamCompletion
 
 
-class KernelTransfer(Transfer):
-    """See `Transfer`. ``waits``: events that the stream waits for; none if the pages may be read at once.
+class CudaCopyTransfer(Transfer):
+    """Copies with kernels or copy engines on a side stream.
 
-    claim: to a stream that may wait; None if there is nothing to wait for.
+    waits: the gates, events that the stream waits for; empty if the pages may be read at once. claim: to a stream that
+    may wait; None if there are no gates. opened: called when all gates have been seen to open, so that the receiver can
+    be told that the last bytes are under way. table: base addresses of the plan's layers, its kernels loaded.
 
-    opened: called once these have all happened, so that whoever waits for the end of the copy can be awake by then.
-    What has been enqueued cannot be called back: a failed transfer is drained when its kernels and copies are done,
-    and those wait for the caller's event.
+    What is enqueued cannot be called back. So a failed transfer is drained when its kernels and copies have ended, and
+    these wait for the gates.
     """
 
-    # A launch takes some microseconds to fill the link and to drain, which this makes a percent of the whole.
+    # A launch takes some microseconds to fill the link and to drain it: about a percent of the time for so many bytes.
     group_bytes = 512 << 20
-    posts = False  # to nothing but the GPU
+    posts = False
 
     def __init__(
         self,
-        op: SendOp,
-        grant: BoundGrant,
+        context: TransferContext,
         *,
-        pages: Int64Array | DevicePages,
         waits: Sequence[StreamEvent],
         opened: Callable[[], None],
-        claim: Claim[torch.cuda.Stream] | None,
-        jobs: JobTable,
-        device: Device,
-        local: LocalPages,
-        route: Route,
-        report: Report,
+        claim: StreamClaim[torch.cuda.Stream] | None,
+        table: BaseAddressTable,
+        device: GpuContext,
     ) -> None:
-        super().__init__(op, grant, local=local, route=route, report=report)
-        self._pages = pages
+        super().__init__(context)
         self._waits = list(waits)
         self._opened = opened
-        self._gate: Flag | None = None  # rises when the stream has waited for all of them
-        self._stream = device.open_stream if claim is None else claim.stream
+        self._gate: StreamCompletion | None = None  # done when the stream has passed all gates
+        self._stream = device.unblocked_stream if claim is None else claim.stream
         self._claim = claim
-        self._jobs = jobs
+        self._table = table
         self._device = device
-        # Also when all of them have happened: others share the stream, and wait on it for their own gates.
+        # Also after the gates have opened: other transfers share the stream, and their gates are enqueued on it.
         self._max_copies = MAX_GATED_COPIES if self._waits else MAX_COPIES
         self._in_flight: deque[_Launch] = deque()
         self._lanes: set[str] = set()
-        self._begun = False  # something may have been enqueued that no flag follows yet
-        self._uploads: list[Upload] = []
-        self._errors = device.error_slot()
+        self._begun = False  # whether work may be enqueued that no completion follows yet
+        self._uploads: list[PageIdUpload] = []
+        self._errors = device.take_error_words()
 
     @property
     def gated(self) -> bool:
         try:
             self._waits = [event for event in self._waits if not event.query()]
         except RuntimeError:
-            return False  # the GPU has failed: `_drain` asks it again, and says so
+            return False  # the GPU has failed, which `_drain` will find and report
         return bool(self._waits)
 
     def _run(self) -> Iterator[int]:
@@ -112,16 +105,16 @@ class KernelTransfer(Transfer):
             self._begin()
         for layers in groups:
             moved = self._launch(layers)
-            flag = self._device.signal(self._stream, soon=not self._waits)
-            self._in_flight.append(_Launch(layers, moved, flag))
-            yield from self._settle(MAX_LAUNCHES - 1)
-        yield from self._settle(0)
+            completion = self._device.signal(self._stream, copying=not self._waits)
+            self._in_flight.append(_Launch(layers, moved, completion))
+            yield from self._await_launches(MAX_LAUNCHES - 1)
+        yield from self._await_launches(0)
         self._release()
         for lane in self._lanes or {self._lane}:
-            self.route.count(lane, transfers=1)
+            self.connection.count(lane, transfers=1)
 
     def _begin(self) -> None:
-        """Lets the stream wait for the gates."""
+        """Makes the stream wait for the gates."""
         if not self._waits:
             return
         with torch.cuda.stream(self._stream):
@@ -130,29 +123,29 @@ class KernelTransfer(Transfer):
         self._gate = self._device.signal(self._stream)
 
     def _gate_opens(self) -> bool:
-        """Whether the gate was seen to open just now."""
+        """Whether all gates were seen to be open for the first time. Then also expects the end of the copies soon."""
         if self._gate is None or not self._gate.done:
             return False
         self._forget_gate()
         for launch in self._in_flight:
-            self._device.expect(launch.flag)
+            self._device.mark_copying(launch.completion)
         self._opened()
         return True
 
     def _forget_gate(self) -> None:
         gate, self._gate = self._gate, None
         if gate is not None:
-            self._device.retire(gate)
+            self._device.release_completion(gate)
 
     @cached_property
     def _ids(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page ids of both sides, in device memory."""
+        """The page ids of both sides in device memory: source, destination."""
         dst = self._upload("dst", self._grant.pages)
         return self._pages.ids if isinstance(self._pages, DevicePages) else self._upload("src", self._pages), dst
 
     @property
     def _lane(self) -> str:
-        return "local" if self.route.channel is None else "view"
+        return "local" if self.connection.channel is None else "view"
 
     def _upload(self, whose: str, ids: Int64Array) -> torch.Tensor:
         key = (whose, self._grant.dst, self._grant.generation)
@@ -160,22 +153,22 @@ class KernelTransfer(Transfer):
         return self._uploads[-1].ids
 
     def _release(self) -> None:
-        """The kernels have ended, or never began: what they shared with others is free."""
+        """Gives back what the kernels used, which have ended or were never enqueued."""
         self._forget_gate()
         if self._claim is not None:
             self._device.release(self._claim)
-        self._device.retire_errors(self._errors)
+        self._device.release_error_words(self._errors)
         for upload in self._uploads:
             self._device.uploads.release(upload)
 
     def _launch(self, layers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-        """Enqueues copies of ``layers``; returns lane -> bytes and spans. Raises ``TransportUnavailable``."""
+        """Enqueues copies of ``layers``. Returns lane -> (bytes, spans). Raises ``TransportUnavailable``."""
         moved: dict[str, tuple[int, int]] = {}
         with launching(self._stream, "copy pages"):
-            for group in self._jobs.groups:
+            for group in self._table.groups:
                 shape = group.geometry
                 limit = self._grant.num_tokens
-                pairs = len(shape.pairs(num_src_pages=self.op.num_pages, start=self.op.start, limit_tokens=limit))
+                pairs = len(shape.ordinals(num_src_pages=self.op.num_pages, start=self.op.start, limit_tokens=limit))
                 ranges = group.ranges(layers) if pairs else []
                 jobs = sum(count for _, count in ranges)
                 spans = self._long_spans(group, jobs, pairs * shape.pair_nbytes) if jobs else None
@@ -191,13 +184,11 @@ class KernelTransfer(Transfer):
                     moved[lane] = nbytes + count * pairs * shape.pair_nbytes, posted + count * per_job
         return moved
 
-    def _start_kernel(self, group: JobGroup, first: int, count: int) -> None:
+    def _start_kernel(self, group: AddressGroup, first: int, count: int) -> None:
         src, dst = self._ids
-        kernels.copy_pages(
-            group.table,
-            src,
-            dst,
-            group.geometry,
+        jobs = copies.CopyJobs(
+            table=group.table,
+            geometry=group.geometry,
             first_job=first,
             num_jobs=count,
             start=self.op.start,
@@ -205,89 +196,90 @@ class KernelTransfer(Transfer):
             errors=self._errors,
             blocks=self._device.blocks,
         )
+        copies.copy_pages(jobs, src, dst)
 
-    def _post(self, group: JobGroup, first: int, count: int, spans: _Spans) -> None:
+    def _post(self, group: AddressGroup, first: int, count: int, spans: _Spans) -> None:
         src_off, dst_off, length = spans
         src, dst = group.addresses[first : first + count].T[:, :, None]
-        copyengine.copy_batch((src + src_off).ravel(), (dst + dst_off).ravel(), np.tile(length, count), self._stream)
+        copy_engine.copy_batch((src + src_off).ravel(), (dst + dst_off).ravel(), np.tile(length, count), self._stream)
 
     # ------------------------------------------------------------------ kernel or copy engines
 
-    def _long_spans(self, group: JobGroup, jobs: int, nbytes: int) -> _Spans | None:
-        """What each of ``jobs`` jobs of ``group`` has to copy, ``nbytes``, if copy engines do it better; else None."""
+    def _long_spans(self, group: AddressGroup, jobs: int, nbytes: int) -> _Spans | None:
+        """The spans of each of ``jobs`` jobs of ``nbytes`` bytes; None if the kernel is to copy them."""
 
         def pays(spans: int) -> bool:
-            return cost.copy_engine_pays(spans=jobs * spans, nbytes=jobs * nbytes)
+            return path_cost.copy_engine_pays(spans=jobs * spans, nbytes=jobs * nbytes)
 
-        # What costs least to find out comes first: most transfers are of layers that are small, or of scattered pages.
-        if not pays(1) or self._offsets is None or not group.geometry.seamless or not pays(self._num_runs):
+        # The cheapest conditions come first: most transfers are of small layers or of scattered pages.
+        if not pays(1) or not self._engines_allowed or not group.geometry.seamless or not pays(self._num_runs):
             return None
-        spans = self._offsets.spans(group.slab, group.slab.layers[0])
-        if not pays(len(spans[0])) or copyengine.available() is not None:
+        spans = self._offsets.spans(group.segment, group.segment.layers[0])
+        if not pays(len(spans[0])) or copy_engine.available() is not None:
             return None
         return spans
 
-    @cached_property
-    def _offsets(self) -> PairOffsets | None:
-        """None if only the kernel can do it, or is known to do it best: copies within one GPU were never compared."""
-        if self.route.channel is None or isinstance(self._pages, DevicePages):
-            return None
-        return PairOffsets(self.op, self._grant, self._pages, self._local, self.route)
+    @property
+    def _engines_allowed(self) -> bool:
+        """Whether copy engines may be used.
+
+        Not where page ids are in GPU memory, which only kernels read; nor within one GPU, which was never measured.
+        """
+        return self.connection.channel is not None and not isinstance(self._pages, DevicePages)
 
     @cached_property
     def _num_runs(self) -> int:
-        """About the least number of spans that the pages of both sides allow, whatever the geometry."""
+        """A lower bound, about, for the spans of a job: the most runs of consecutive page ids of either side."""
         assert not isinstance(self._pages, DevicePages)
         src_size, dst_size = self._plan.src_page_size, self._plan.dst_page_size
         first, end = self.op.start * src_size, (self.op.start + self.op.num_pages) * src_size
         granted = self._grant.pages[first // dst_size : -(-end // dst_size)]
-        return max(cost.count_runs(self._pages), cost.count_runs(granted))
+        return max(path_cost.count_runs(self._pages), path_cost.count_runs(granted))
 
     # ------------------------------------------------------------------ the end
 
-    def _settle(self, allowed: int) -> Iterator[int]:
-        """Waits until at most ``allowed`` groups of layers are on their way, and reports those that have arrived."""
+    def _await_launches(self, allowed: int) -> Iterator[int]:
+        """Waits until at most ``allowed`` groups of layers are enqueued, and reports those that have arrived."""
         while len(self._in_flight) > allowed:
-            layers, moved, flag = self._in_flight[0]
-            if not flag.done:
+            layers, moved, completion = self._in_flight[0]
+            if not completion.done:
                 yield int(self._gate_opens())
                 continue
             self._in_flight.popleft()
-            self._device.retire(flag)
+            self._device.release_completion(completion)
             self._check_ids()
             for lane, (nbytes, spans) in moved.items():
-                self.route.count(lane, nbytes=nbytes, spans=spans)
+                self.connection.count(lane, nbytes=nbytes, spans=spans)
             self._lanes.update(moved)
             total = sum(nbytes for nbytes, _ in moved.values())
             self._report(layers, total, "direct")
-            # Not the bytes: it is the GPU that has copied them, and the step that ends this need not wait its turn.
-            yield 1
+            yield 1  # not the bytes, which count against what the progress thread may copy itself in one round
 
     def _check_ids(self) -> None:
-        """Raises what the kernels found wrong with page ids, of which they have written nothing."""
-        bad = kernels.first_error(self._errors)
+        """Raises ``PageOutOfRange`` for a bad page id that a kernel met. Kernels write nothing for such pages."""
+        bad = copies.first_error(self._errors)
         if bad is not None:
             mine = bad.side == "source"
-            slab = self._plan.slabs[0]
-            whose, side = ("this", self._local) if mine else ("the peer's", self.route)
-            limit = side.placements[slab.component, slab.layers[0]].num_pages
+            segment = self._plan.segments[0]
+            whose, side = ("this", self._local) if mine else ("the peer's", self.connection)
+            limit = side.placements[segment.component, segment.layers[0]].num_pages
             which = f"number {bad.position} of the {bad.side}'s ids"
             raise PageOutOfRange(f"page {bad.page} ({which}) is outside {whose} cache's [0, {limit})")
 
     def _drain(self) -> Iterator[int]:
-        """After a failure: the kernels that are enqueued run to their end."""
+        """After a failure: waits for the kernels and copies that are enqueued."""
         self._forget_gate()
         if self._begun:
-            # Also those of a step that failed half-way, and copies of page ids into memory that others get next.
+            # Including those of a step that failed half-way, and uploads of page ids into memory that is used again.
             try:
                 self._in_flight.append(_Launch((), {}, self._device.signal(self._stream)))
             except KVError:
-                self.flushed = False  # the first error is the one to report; this one means that nobody can tell
+                self.flushed = False  # it is unknown what was written; the error to report is the first one
         while self._in_flight:
-            flag = self._in_flight[0].flag
-            if flag.done:
+            completion = self._in_flight[0].completion
+            if completion.done:
                 self._in_flight.popleft()
-                self._device.retire(flag)
+                self._device.release_completion(completion)
             elif not self._is_alive():
                 break
             else:
@@ -296,7 +288,7 @@ class KernelTransfer(Transfer):
             self._release()
 
     def _is_alive(self) -> bool:
-        """Whether flags can still rise; else nobody can tell what was written."""
+        """Whether the GPU works. If it has failed, completions stay undone, and it is unknown what was written."""
         try:
             check_alive(self._stream)
         except TransportUnavailable as error:

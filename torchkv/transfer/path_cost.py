@@ -1,6 +1,6 @@
-"""What moving bytes costs: puts against the staging ring on a channel, copy engines against a kernel between two GPUs.
+"""Chooses the path of a verb by cost: puts or staging on a channel, copy engines or a kernel between two GPUs.
 
-Formulas only. What a channel costs is measured by `probe`.
+The costs of a channel are measured by `torchkv.engine.probe`; here are the formulas, and costs for unmeasured channels.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchkv.pieces import pair_ranks
-from torchkv.plan import PairPlan
-from torchkv.slab import Slab
-from torchkv.transport import Int64Array
+from torchkv.arrays import Int64Array
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.pieces import Cutter, pair_ordinals
+from torchkv.layout.plan_segment import PlanSegment
+from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection
 
 __all__ = [
     "ASSUMED",
     "GPU_PACK_SECONDS",
     "Choice",
-    "Costs",
     "Load",
     "cheapest",
+    "choose",
     "copy_engine_pays",
     "count_runs",
     "engine_seconds",
@@ -33,66 +34,54 @@ __all__ = [
 ]
 
 # Measured between two H200 over NVLink. cuMemcpyBatchAsync moved many spans of 32 KiB, 128 KiB, 512 KiB, 2 MiB and
-# 8 MiB at 52, 152, 277, 355 and 380 GB/s: so much for each span, and the link's rate for its bytes, meets all five
-# within 3%. Few spans show what a batch costs in itself: 1, 2 and 4 of 2 MiB went at 193, 262 and 312 GB/s.
+# 8 MiB at 52, 152, 277, 355 and 380 GB/s. A fixed time for each span plus the link's rate for its bytes fits all five
+# within 3%. Few spans show the fixed time of a batch: 1, 2 and 4 of 2 MiB went at 193, 262 and 312 GB/s.
 BATCH_SECONDS = 4.5e-6
 SPAN_SECONDS = 0.55e-6
 LINK_RATE = 392e9  # bytes a second, of one large copy
-# The copy kernel with 16 blocks, whatever the length of its runs; a layer of 4 MiB took 13.3 us.
+# The copy kernel with 16 blocks, for runs of any length; a layer of 4 MiB took 13.3 us.
 LAUNCH_SECONDS = 1.5e-6
 KERNEL_RATE = 354.6e9
 
-# Gathering slices of 512 bytes on one H200 with 16 blocks: 543 GB/s, see docs/measurements. Scattering takes as long.
+# Seconds a byte. Gathering slices of 512 bytes on one H200 with 16 blocks: 543 GB/s, see docs/measurements. Scattering
+# takes as long.
 GPU_PACK_SECONDS = 1 / 540e9
 
 # Two processes of one host with two cores, which others used too; from the verb until `finish` is done, best of 200.
-# One page, 16 KiB in two puts, took 0.9 ms longer over TCP and 1.4 ms over CMA when it was staged: for the ask, the
-# grant, the word that it is there, and the steps between. A MiB through rings of 256 KiB, in 16 pieces, took 0.8 and
-# 0.7 ms more than through large rings for each piece after the first: so long a part of a small ring is taken.
+# One page, 16 KiB in two puts, took 0.9 ms longer over TCP and 1.4 ms over CMA when it was staged: the messages
+# StageAsk, StageGrant and Staged, and the steps between them. A MiB through rings of 256 KiB, in 16 pieces, took 0.8
+# and 0.7 ms more than through large rings for each piece after the first: so long is a stage of a small ring taken.
 STAGING_SECONDS = 1.2e-3
 PIECE_SECONDS = 0.75e-3
-PIECES = 4  # of one verb that share the rings
-LARGEST_PIECE = 4 << 20  # on a host
+PIECES = 4  # pieces of one verb that share the ring
+LARGEST_PIECE = 4 << 20  # bytes, on a host
 
 
 def engine_seconds(*, spans: int, nbytes: int) -> float:
-    """What the copy engines take for one batch of ``spans`` descriptors, of ``nbytes`` bytes in all."""
+    """Seconds that the copy engines take for one batch of ``spans`` descriptors, of ``nbytes`` bytes in all."""
     return BATCH_SECONDS + spans * SPAN_SECONDS + nbytes / LINK_RATE
 
 
 def kernel_seconds(*, nbytes: int) -> float:
-    """What the copy kernel takes for ``nbytes`` bytes."""
+    """Seconds that the copy kernel takes for ``nbytes`` bytes."""
     return LAUNCH_SECONDS + nbytes / KERNEL_RATE
 
 
 def copy_engine_pays(*, spans: int, nbytes: int) -> bool:
     """Whether the copy engines are at least as fast as the kernel.
 
-    That is so for 15 MiB and more in spans of 2 MiB and more, on average. Then they are the better way, as they leave
-    all multiprocessors to the model.
+    They are for 15 MiB and more in spans of 2 MiB and more, on average. Then they are preferred, because they leave all
+    multiprocessors to the model.
     """
     return engine_seconds(spans=spans, nbytes=nbytes) <= kernel_seconds(nbytes=nbytes)
 
 
 def count_runs(pages: Int64Array) -> int:
-    """Of how many runs of consecutive ids ``pages``, int64 ``[n]`` with n > 0, consists."""
+    """The number of runs of consecutive page ids in ``pages``, int64 ``[n]`` with n > 0."""
     return 1 + int(np.count_nonzero(pages[1:] - pages[:-1] != 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What a channel costs, in seconds.
-
-    descriptor: of each put, beside its bytes. byte: of each byte put in bulk. pack: of each byte gathered from short
-    runs, or scattered to them, in the memory at its ends.
-    """
-
-    descriptor: float
-    byte: float
-    pack: float
-
-
-# By device type, for channels that nobody has measured. A put over shared memory takes 0.33 to 0.43 us, and 5 GB/s is a
+# By device type, for channels that were not measured. A put over shared memory takes 0.33 to 0.43 us, and 5 GB/s is a
 # guess; CUDA IPC takes 4.1 us a put, and carries 390 GB/s between two H200.
 ASSUMED = {
     "cpu": Costs(descriptor=0.4e-6, byte=1 / 5e9, pack=1 / 5e9),
@@ -102,7 +91,7 @@ ASSUMED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one verb moves: ``nbytes`` bytes, which are about so many ``descriptors`` where they are put one by one."""
+    """What one verb moves: its bytes, and about how many descriptors they take on the put paths."""
 
     descriptors: int
     nbytes: int
@@ -110,7 +99,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The path of one verb, and why: what it would take by puts and, where it can be staged, staged, in seconds."""
+    """The path of one verb, and why. put, staged: estimated seconds by puts and staged; None if it cannot be staged."""
 
     path: str
     load: Load
@@ -119,15 +108,16 @@ class Choice:
 
 
 def put_seconds(load: Load, costs: Costs) -> float:
-    """What puts take, one for each descriptor."""
+    """Seconds that puts take, one for each descriptor."""
     return load.descriptors * costs.descriptor + load.nbytes * costs.byte
 
 
 def staged_seconds(nbytes: int, costs: Costs, *, ring: int, mapped: bool) -> float:
-    """What ``nbytes`` bytes take through staging memory; ring: bytes of the smaller one of the two rings, not 0.
+    """Seconds that ``nbytes`` bytes take on the staged path.
 
-    A piece is scattered while the next is gathered and put; only the last one's scatter comes on top. mapped: pieces
-    are gathered straight into the receiver's ring, at the rate of whichever of the two is slower, without a put.
+    ring: bytes of the smaller of the two rings, not 0. mapped: whether pieces are gathered straight into the receiver's
+    ring, at the slower of the rates of gather and link, without a put. A piece is scattered while the next is gathered
+    and put, so only the scatter of the last piece adds time.
     """
     piece = max(1, min(LARGEST_PIECE, ring // PIECES))
     last = min(nbytes, piece) * costs.pack
@@ -136,9 +126,10 @@ def staged_seconds(nbytes: int, costs: Costs, *, ring: int, mapped: bool) -> flo
 
 
 def cheapest(load: Load, costs: Costs, *, page_for_page: bool, ring: int, mapped: bool = False) -> Choice:
-    """The path that costs least where the pages are not mapped.
+    """The cheapest path where the pages are not mapped.
 
-    ring, mapped: as for `staged_seconds`; no ring, 0, if it cannot be staged.
+    page_for_page: whether puts write whole pages. ring, mapped: as for `staged_seconds`; ring is 0 if the verb cannot
+    be staged.
     """
     put = put_seconds(load, costs)
     staged = staged_seconds(load.nbytes, costs, ring=ring, mapped=mapped) if ring else None
@@ -147,9 +138,9 @@ def cheapest(load: Load, costs: Costs, *, page_for_page: bool, ring: int, mapped
 
 
 def runs_between(src: Int64Array, dst: Int64Array, plan: PairPlan, start: int) -> int:
-    """The most runs that sender pages ``src`` form together with the granted pages ``dst``, whatever their slab.
+    """An upper bound for the runs, contiguous on both sides, from sender pages ``src`` to the granted pages ``dst``.
 
-    A run is contiguous on both sides. start: of ``src``, in sender pages after the prefix.
+    start: of ``src``, in sender pages after the prefix.
     """
     first = start * plan.src_page_size // plan.dst_page_size
     last = -(-(start + len(src)) * plan.src_page_size // plan.dst_page_size)
@@ -164,20 +155,61 @@ def load_of(
     num_pages: int,
     limit_tokens: int,
     runs: int | None,
-    seamless: Callable[[Slab], bool],
+    seamless: Callable[[PlanSegment], bool],
 ) -> Load:
-    """What sender pages [start, start + num_pages) of ``layers`` are under a grant of ``limit_tokens`` tokens.
+    """Estimates the load of sender pages [start, start + num_pages) of ``layers``, without making descriptors.
 
-    An estimate, that expands nothing. runs: see `runs_between`; None if the pages are to be taken for scattered.
-    seamless: whether nothing lies between the pairs of consecutive pages, on either side.
+    limit_tokens: tokens of the grant. runs: see `runs_between`; None to assume scattered pages. seamless: whether the
+    segment's page pairs of consecutive pages are adjacent in memory on both sides.
     """
     descriptors = nbytes = 0
-    for slab in plan.slabs_for(layers):
-        pairs = len(pair_ranks(plan, slab, start, num_pages, limit_tokens))
-        spans = pairs * slab.rows.per_pair
-        if runs is not None and slab.rows.per_pair == 1 and seamless(slab):
-            stripes = 0 if slab.holders == 1 else pairs // (slab.unit // slab.tokens)
+    for segment in plan.segments_for(layers):
+        pairs = len(pair_ordinals(plan, segment, start, num_pages, limit_tokens))
+        spans = pairs * segment.rows.per_pair
+        if runs is not None and segment.rows.per_pair == 1 and seamless(segment):
+            stripes = 0 if segment.stripe.holders == 1 else pairs // segment.stripe.per_unit
             spans = min(spans, runs + stripes)
-        descriptors += spans * len(slab.layers)
-        nbytes += pairs * slab.pair_nbytes * len(slab.layers)
+        descriptors += spans * len(segment.layers)
+        nbytes += pairs * segment.pair_nbytes * len(segment.layers)
     return Load(descriptors=descriptors, nbytes=nbytes)
+
+
+def choose(
+    plan: PairPlan,
+    layers: tuple[int, ...],
+    *,
+    local: LocalPages,
+    connection: PeerConnection,
+    start: int,
+    num_pages: int,
+    limit_tokens: int,
+    runs: int | None,
+    ring: int,
+) -> Choice:
+    """The cheapest path of a verb that cannot take the direct path. Arguments as for `load_of` and `cheapest`."""
+    load = load_of(
+        plan,
+        layers,
+        start=start,
+        num_pages=num_pages,
+        limit_tokens=limit_tokens,
+        runs=runs,
+        seamless=lambda segment: _seamless(plan, local, connection, segment),
+    )
+    costs = connection.costs or ASSUMED[local.device.type]
+    mapped = connection.staging_view is not None
+    choice = cheapest(load, costs, page_for_page=plan.page_for_page, ring=ring, mapped=mapped)
+    if choice.path != "staged":
+        return choice
+    cutter = Cutter(plan, layers, start, num_pages, limit_tokens=limit_tokens, checksum=False)
+    if cutter.least <= ring:
+        return choice
+    return cheapest(load, costs, page_for_page=plan.page_for_page, ring=0)
+
+
+def _seamless(plan: PairPlan, local: LocalPages, connection: PeerConnection, segment: PlanSegment) -> bool:
+    """Whether consecutive pages are adjacent in memory on both sides. Looks at the first layer of the segment only."""
+    key = segment.component, segment.layers[0]
+    src, dst = local.placements[key].page_stride, connection.placements[key].page_stride
+    pairs = plan.src_page_size // segment.tokens, plan.dst_page_size // segment.tokens
+    return (src, dst) == (pairs[0] * segment.pair_nbytes, pairs[1] * segment.pair_nbytes)

@@ -1,31 +1,39 @@
-"""The way to one peer: its channel, where its pages lie, which of them loads and stores reach, and what puts cost."""
+"""The connection to one peer: its channel, its pages' addresses, which of them are mapped here, and what puts cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from torchkv.cache import Placement
-from torchkv.cost import ASSUMED, Choice, Costs, cheapest, load_of
 from torchkv.errors import TransportUnavailable
-from torchkv.layout import KVLayout
-from torchkv.pieces import Cutter
-from torchkv.plan import PairPlan
-from torchkv.slab import Slab
-from torchkv.transport import Channel, RemoteView
+from torchkv.layout.layout import KVLayout
+from torchkv.transport.interface import Channel, RemoteView
 
-if TYPE_CHECKING:
-    from torchkv.jobs import JobTable
+__all__ = ["Costs", "Counter", "LocalPages", "PeerConnection", "StageTarget"]
 
-__all__ = ["Counter", "LocalPages", "Route", "StageTarget"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a channel costs, in seconds.
+
+    descriptor: each put, beside its bytes. byte: each byte put in bulk. pack: each byte gathered from short runs, or
+    scattered to them, in the memory at the channel's ends.
+    """
+
+    descriptor: float
+    byte: float
+    pack: float
 
 
 @dataclass(slots=True)
 class Counter:
-    """What one lane has carried: ``transfers`` verbs' shares, ``spans`` descriptors or rows, ``nbytes``, seconds."""
+    """What one lane has carried: ``transfers`` (verbs, each counted on every lane it used), ``spans`` and bytes.
+
+    spans: descriptors, runs or pieces, depending on the lane.
+    """
 
     transfers: int = 0
     spans: int = 0
@@ -34,16 +42,20 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class StageTarget:
-    """A peer's staging ring: which of its regions, its bytes, behind which its signals lie, channels of a stream."""
+    """A peer's staging ring.
+
+    region: its index among the peer's regions. nbytes: of the ring; the words of its signals lie after it.
+    fifo_channels: the most channels of a FIFO that the peer serves.
+    """
 
     region: int
     nbytes: int
-    channels: int = 0
+    fifo_channels: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPages:
-    """This rank's own pages: address of each storage, and its region index in the transport."""
+    """This rank's own pages. storage_ptrs, regions: address of each storage, and its region index in the transport."""
 
     layout: KVLayout
     device: torch.device
@@ -53,48 +65,47 @@ class LocalPages:
     regions: Sequence[int]
 
     def ptr(self, component: str, layer: int) -> int:
-        place = self.placements[component, layer]
-        return self.storage_ptrs[place.storage] + place.offset
+        placement = self.placements[component, layer]
+        return self.storage_ptrs[placement.storage] + placement.offset
 
     def page_stride(self, component: str, layer: int) -> int:
         return self.placements[component, layer].page_stride
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Route:
-    """From this rank to ``rank``. ``channel`` is None towards itself, where everything is a local copy."""
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
+class PeerConnection:
+    """What this rank needs to write to ``rank``. ``channel`` is None if that is this rank itself: copies are local."""
 
     rank: int
     layout: KVLayout
     placements: Mapping[tuple[str, int], Placement]
     channel: Channel | None
-    views: Sequence[RemoteView | None]  # by region of the peer
-    staging: StageTarget | None = None  # None: the peer has none
-    no_view: str = ""  # why not every region has a view
-    costs: Costs | None = None  # as measured
-    calibration: Iterator[None] | None = None  # what measures them, step by step, as long as it is not done
+    views: Sequence[RemoteView | None]  # by region of the peer; None for a region that is not mapped here
+    staging: StageTarget | None = None  # None: the peer has no staging ring
+    no_view: str = ""  # why a region is not mapped
+    costs: Costs | None = None  # measured
+    calibration: Iterator[None] | None = None  # measures the costs, step by step; None when done
     counters: dict[str, Counter] = field(default_factory=dict)
-    job_tables: list[JobTable] = field(default_factory=list)  # of the GPU's kernels, one a plan
 
-    direct: bool = field(init=False)  # whether every page of the peer can be stored to
+    direct: bool = field(init=False)  # whether all pages of the peer are mapped here
 
     def __post_init__(self) -> None:
-        self.direct = all(self.views[place.storage] is not None for place in self.placements.values())
+        self.direct = all(self.views[placement.storage] is not None for placement in self.placements.values())
 
     def ptr(self, component: str, layer: int) -> int:
-        """Address in this process of the peer's tensor. Only if ``direct``."""
-        place = self.placements[component, layer]
-        view = self.views[place.storage]
+        """The address, in this process, of the peer's tensor of a component and layer. Only if ``direct``."""
+        placement = self.placements[component, layer]
+        view = self.views[placement.storage]
         assert view is not None
-        return view.ptr + place.offset
+        return view.ptr + placement.offset
 
     def path(self, *, forced: str | None, page_for_page: bool) -> str:
-        """One of ``env.PATHS``, with puts for whatever is not mapped, which `choose` may know better.
+        """One of ``torchkv.options.PATHS``. For pages that are not mapped a put path; `choose` may prefer staging then.
 
-        Raises ``TransportUnavailable`` if the forced one cannot work.
+        forced: a path to take, or None. Raises ``TransportUnavailable`` if the forced path cannot work.
         """
         if self.channel is None:
-            return "direct"  # whatever is forced: a local copy has no other path
+            return "direct"  # also if another path is forced: a local copy has no other
         if forced == "direct" and not self.direct:
             raise TransportUnavailable(f"path 'direct' to rank {self.rank}: {self.no_view}; leave Options.path unset")
         if forced == "staged" and self.staging is None:
@@ -108,68 +119,28 @@ class Route:
         return "runs" if page_for_page else "slices"
 
     def calibrated(self) -> bool:
-        """Measures for a moment if need be. Whether all is measured that ever will be; else ask again."""
+        """Does one step of the measurement of costs. Returns whether it is over; if not, call again."""
         if self.calibration is not None and next(self.calibration, self) is self:
             self.calibration = None
         return self.calibration is None
 
     @property
     def staging_view(self) -> RemoteView | None:
-        """The peer's staging ring, where it is mapped here: then pieces are packed straight into it."""
+        """The peer's staging ring if it is mapped here, so that pieces are gathered straight into it; else None."""
         return None if self.staging is None else self.views[self.staging.region]
 
     def ring(self, own: int) -> int:
-        """Bytes of the smaller ring, of those that are needed, with ``own`` bytes to send from; 0 if one is missing."""
+        """Bytes of the smaller of the rings that staging to this peer needs; 0 if it is not possible.
+
+        own: bytes of this rank's send ring, which is not needed if the peer's ring is mapped here.
+        """
         if self.staging is None:
             return 0
         return self.staging.nbytes if self.staging_view is not None else min(self.staging.nbytes, own)
 
-    def choose(
-        self,
-        plan: PairPlan,
-        local: LocalPages,
-        layers: tuple[int, ...],
-        *,
-        start: int,
-        num_pages: int,
-        limit_tokens: int,
-        runs: int | None,
-        ring: int,
-    ) -> Choice:
-        """The cheapest path of a verb that cannot go ``direct``. Arguments as for `load_of` and `cheapest`."""
-        load = load_of(
-            plan,
-            layers,
-            start=start,
-            num_pages=num_pages,
-            limit_tokens=limit_tokens,
-            runs=runs,
-            seamless=lambda slab: self._seamless(plan, local, slab),
-        )
-        costs = self.costs or ASSUMED[local.device.type]
-        mapped = self.staging_view is not None
-        choice = cheapest(load, costs, page_for_page=plan.page_for_page, ring=ring, mapped=mapped)
-        if choice.path != "staged":
-            return choice
-        cutter = Cutter(plan, layers, start, num_pages, limit_tokens=limit_tokens, checksum=False)
-        if cutter.least <= ring:
-            return choice
-        return cheapest(load, costs, page_for_page=plan.page_for_page, ring=0)
-
-    def _seamless(self, plan: PairPlan, local: LocalPages, slab: Slab) -> bool:
-        """Whether pages that follow each other touch on both sides. Of a slab's layers the first speaks for all."""
-        key = slab.component, slab.layers[0]
-        src, dst = local.placements[key].page_stride, self.placements[key].page_stride
-        pairs = plan.src_page_size // slab.tokens, plan.dst_page_size // slab.tokens
-        return (src, dst) == (pairs[0] * slab.pair_nbytes, pairs[1] * slab.pair_nbytes)
-
-    def job_table(self, plan: PairPlan) -> JobTable | None:
-        """The one for ``plan``, if it was made."""
-        return next((table for table in self.job_tables if table.plan is plan), None)
-
     @property
     def lane(self) -> str:
-        """What carries bytes on this route, for people and tests."""
+        """What carries the bytes that are put, as named in counters: ``local``, or the channel's link."""
         if self.channel is None:
             return "local"
         return self.channel.link or "put"

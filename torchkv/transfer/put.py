@@ -1,4 +1,4 @@
-"""Descriptors through the transport: one-sided writes, whole pages (``runs``) or head slices (``slices``)."""
+"""The put paths: the transport writes whole pages (``runs``) or head slices (``slices``), one descriptor per run."""
 
 from __future__ import annotations
 
@@ -8,63 +8,49 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchkv.errors import KVError
-from torchkv.offsets import PairOffsets
-from torchkv.plan import Slab
-from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.route import LocalPages, Route
-from torchkv.transfer import Report, Transfer
-from torchkv.transport import Batch, Completion, Int64Array
+from torchkv.layout.plan_segment import PlanSegment
+from torchkv.transfer.base import Transfer, TransferContext
+from torchkv.transport.interface import Batch, Completion
 
 __all__ = ["PutTransfer"]
 
-MAX_PUTS = 4
+MAX_PUTS = 4  # batches under way at once
 
 
 class PutTransfer(Transfer):
-    """See `Transfer`. One batch per component and layer, a flush per group of layers."""
+    """Posts one batch of descriptors per component and layer, and flushes once per group of layers."""
 
-    def __init__(
-        self,
-        op: SendOp,
-        grant: BoundGrant,
-        *,
-        pages: Int64Array,
-        path: str,
-        local: LocalPages,
-        route: Route,
-        report: Report,
-    ) -> None:
-        super().__init__(op, grant, local=local, route=route, report=report)
-        self._offsets = PairOffsets(op, grant, pages, local, route)
+    def __init__(self, context: TransferContext, *, path: str) -> None:
+        super().__init__(context)
         self._path = path
         self._pending: deque[tuple[Completion, int]] = deque()
-        self._posted = False  # something may be on its way that only a flush can account for
+        self._posted = False  # puts may be under way whose arrival only a flush tells
 
     def _run(self) -> Iterator[int]:
-        route = self.route
-        assert route.channel is not None
+        connection = self.connection
+        assert connection.channel is not None
         spans = 0
         for layers in self._groups():
             total = 0
-            for slab in self._plan.slabs_for(layers):
-                for layer in slab.layers:
-                    batch = self._batch(slab, layer)
+            for segment in self._plan.segments_for(layers):
+                for layer in segment.layers:
+                    batch = self._batch(segment, layer)
                     if not len(batch):
                         continue
                     self._posted = True
-                    self._pending.append((route.channel.put(batch), batch.nbytes))
+                    self._pending.append((connection.channel.put(batch), batch.nbytes))
                     total += batch.nbytes
                     spans += len(batch)
-                    yield from self._settle(MAX_PUTS - 1)
-            yield from self._settle(0)
+                    yield from self._await_puts(MAX_PUTS - 1)
+            yield from self._await_puts(0)
             if total:
                 yield from self._flush()
-            route.count(route.lane, nbytes=total)
+            connection.count(connection.lane, nbytes=total)
             self._report(layers, total, self._path)
-        route.count(route.lane, transfers=1, spans=spans)
+        connection.count(connection.lane, transfers=1, spans=spans)
 
-    def _settle(self, allowed: int) -> Iterator[int]:
-        """Waits until at most ``allowed`` puts are pending."""
+    def _await_puts(self, allowed: int) -> Iterator[int]:
+        """Waits until at most ``allowed`` batches are pending."""
         while len(self._pending) > allowed:
             completion, nbytes = self._pending[0]
             if not completion.done:
@@ -76,8 +62,8 @@ class PutTransfer(Transfer):
             yield nbytes
 
     def _flush(self) -> Iterator[int]:
-        assert self.route.channel is not None
-        flush = self.route.channel.flush()
+        assert self.connection.channel is not None
+        flush = self.connection.channel.flush()
         while not flush.done:
             yield 0
         if flush.error is not None:
@@ -85,7 +71,7 @@ class PutTransfer(Transfer):
         self._posted = False
 
     def _drain(self) -> Iterator[int]:
-        """After a failure: what was posted must have landed, or be known never to."""
+        """After a failure: waits until what was posted has landed, or is known never to land."""
         for completion, _ in self._pending:
             completion.cancel()
         for completion, _ in self._pending:
@@ -97,13 +83,12 @@ class PutTransfer(Transfer):
         try:
             yield from self._flush()
         except KVError:
-            # The first error is the one to report; this one only means that nobody can tell any more.
-            self.flushed = False
+            self.flushed = False  # it is unknown what still lands; the error to report is the first one
 
-    def _batch(self, slab: Slab, layer: int) -> Batch:
-        src, dst, length = self._offsets.spans(slab, layer)
-        ours = self._local.placements[slab.component, layer]
-        theirs = self.route.placements[slab.component, layer]
+    def _batch(self, segment: PlanSegment, layer: int) -> Batch:
+        src, dst, length = self._offsets.spans(segment, layer)
+        ours = self._local.placements[segment.component, layer]
+        theirs = self.connection.placements[segment.component, layer]
         return Batch(
             local_region=np.full(len(src), self._local.regions[ours.storage], dtype=np.int64),
             local_offset=src + ours.offset,

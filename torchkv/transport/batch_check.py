@@ -1,21 +1,24 @@
-"""Batches of a put, which the caller numbers and which may be wrong, to checked absolute addresses: for transports."""
+"""For transports: turns a put's batch, which may be wrong, into checked absolute addresses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
-from torchkv.transport import Batch, Int64Array
+from torchkv.transport.interface import Batch
 
 __all__ = ["Spans", "Table", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Checked puts, int64[n] each: absolute addresses here and at the peer, bytes, and the regions by index."""
+    """Checked spans of a put, int64[n] each.
+
+    source, target: addresses in this process and in the peer's. length: bytes. local_region, remote_region: indices.
+    """
 
     source: Int64Array
     target: Int64Array
@@ -25,9 +28,9 @@ class Spans:
 
 
 class Table:
-    """Regions by index. Its arrays are replaced, never changed, so that running puts keep theirs.
+    """Regions by index, int64[number of regions] each. The arrays are replaced, never changed: running puts hold them.
 
-    base: address. nbytes: size, or -1 once deregistered.
+    base: address. nbytes: size, or -1 once the region is deregistered.
     """
 
     def __init__(self) -> None:
@@ -35,21 +38,21 @@ class Table:
         self.nbytes: Int64Array = np.zeros(0, dtype=np.int64)
 
     def add(self, base: int, nbytes: int) -> int:
-        """Returns the region's index."""
+        """Adds a region; returns its index."""
         self.base = np.append(self.base, np.int64(base))
         self.nbytes = np.append(self.nbytes, np.int64(nbytes))
         return len(self.base) - 1
 
     def remove(self, index: int) -> None:
         self.nbytes = self.nbytes.copy()
-        self.nbytes[index] = -1  # not even an empty span lies inside
+        self.nbytes[index] = -1  # so that not even an empty span at offset 0 passes the check
 
 
 def resolve(batch: Batch, local: Table, remote: Table, peer: str) -> Spans:
-    """Checks every span of ``batch`` against both regions. ``peer``: for messages.
+    """Checks every span of ``batch`` against its local and its remote region. peer: names it in messages.
 
-    Raises ``ProtocolError`` naming the first span that lies outside a region.
-    The arrays are copied: what was checked is what will be posted, whatever the caller does to its own.
+    Raises ``ProtocolError`` that names the first span outside a region, or says what is wrong with the arrays. The
+    arrays are copied, so what is posted is what was checked, even if the caller changes its own.
     """
     names = ("local_region", "local_offset", "remote_region", "remote_offset", "length")
     arrays = {name: _column(getattr(batch, name), name) for name in names}
@@ -66,7 +69,7 @@ def resolve(batch: Batch, local: Table, remote: Table, peer: str) -> Spans:
     )
 
 
-def _column(values: npt.NDArray[np.int64], name: str) -> Int64Array:
+def _column(values: Int64Array, name: str) -> Int64Array:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype != np.int64:
         raise ProtocolError(f"batch.{name} must be one-dimensional int64, not {array.ndim}-dimensional {array.dtype}")
@@ -74,13 +77,13 @@ def _column(values: npt.NDArray[np.int64], name: str) -> Int64Array:
 
 
 def _side(where: str, region: Int64Array, offset: Int64Array, length: Int64Array, table: Table) -> Int64Array:
-    """Absolute addresses of the spans on one side, all of them inside their regions."""
+    """Addresses of the spans on one side. Raises ``ProtocolError`` unless all lie inside their regions."""
     unknown = (region < 0) | (region >= len(table.base))
     if unknown.any():
         i = int(np.argmax(unknown))
         raise ProtocolError(f"{where} region {region[i]} of span {i} does not exist: there are {len(table.base)}")
     limit = table.nbytes[region]
-    # In this order nothing can overflow: limit - offset is only decisive where 0 <= offset <= limit.
+    # Nothing here overflows: limit - offset is compared only where 0 <= offset <= limit, so it is never negative.
     outside = (offset < 0) | (length < 0) | (offset > limit) | (length > limit - np.clip(offset, 0, None))
     if outside.any():
         i = int(np.argmax(outside))

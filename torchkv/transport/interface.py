@@ -1,27 +1,80 @@
-"""What a transport must do, and how transports are found.
+"""The contract of transports: what a backend has to implement, and how torchkv finds it.
 
-A *transport* moves bytes one-sidedly between registered memory of two processes. It knows nothing of pages,
-layouts or requests. torchkv finds transports through the entry-point group ``torchkv.backends``; the shipped
-ones (``ucx``, ``loopback``) use the same door as a third party's. ``tests/contract`` is the executable form of
-this contract: a new transport is done when that suite passes over it.
+A transport moves bytes one-sidedly between registered memory of two processes. It knows nothing of pages, layouts or
+requests. The tests of `torchkv.testing` hold this contract: a transport is done when they pass. ``docs/transports.md``
+is the way to write one, ``examples/template_backend`` the one to start from.
 
-Ownership and threads. A transport object and all its channels, regions and completions belong to one thread,
-which creates it, calls ``progress()`` until nothing is pending, and closes it. Only the static ``available()``
-may be called from elsewhere. Nothing blocks except ``close()``.
+Objects. A group has one `Transport` in each process. `Transport.register` makes a `Region` of a tensor's storage. The
+transport's address and the descriptors of its regions are opaque bytes; torchkv brings them to the other processes,
+where `Transport.connect` makes a `Channel` of them. `Channel.put` writes into the peer's regions, `Channel.flush` tells
+when the bytes are there; each returns a `Completion`.
 
-Completion. ``put`` completes when its *source* may be overwritten. ``flush`` completes when every put posted on
-that channel before it is *visible to loads of the peer's CPU (or GPU)*. A peer is told of bytes only after the
-flush. ``Completion.cancel()`` stops what is not yet posted; ``done`` still turns true only when nothing that was
-posted can touch memory any more.
+Lifecycle::
 
-Trust. Offsets are checked against both regions before anything is posted (``ProtocolError``), because some
-transports write wherever they are told. ``address()`` and region descriptors are opaque bytes for the same
-transport in a peer; decoding them must bound-check every field and must never unpickle.
+    available() -> join() -> Transport() -> allocate(), register() -> address(), Region.descriptor()
+        -> connect() -> put(), flush(), view(), progress(), arm() -> Channel.close() -> deregister() -> close()
+
+A channel knows the regions whose descriptors `connect` was given; peers do not see what is registered later. `close` of
+a transport closes whatever is still open. Both closes may be called again, and wait for no peer: it may be dead or
+stopped.
+
+Threads. One thread owns a transport with its regions, channels and completions. It constructs the transport, makes
+every call and closes it, so nothing needs a lock. Only the class's own ``available``, ``join`` and ``allocate_shared``
+are called from other threads.
+
+Progress. Operations advance inside `Transport.progress`, which the owner calls as long as the transport is open; a put
+may need the progress of the peer, too. Completions change inside calls of this interface only. Nothing blocks but
+``join``, ``allocate_shared`` and the two closes. `put` and a round of `progress` return within about a millisecond: a
+large batch is posted in parts, in later rounds, and without a Python loop over its spans if it is to be fast. Between
+rounds the owner may sleep on the file descriptor that `Transport.arm` returns.
+
+Completion. A *put* is done when its source may be overwritten; its bytes may still be on their way. A *flush* is done
+when the bytes of all puts that were posted on its channel before it are visible to loads of the peer's CPU, or of its
+GPU where they lie in device memory.
+
+Visibility. The writer tells the receiver of bytes by a message of another kind, a socket for instance, that it sends
+once the flush is done. The receiver looks at its memory only then. Spans and puts have no order among each other: only
+what is posted after a flush is done certainly lands after what was posted before that flush.
+
+Cancellation. ``Completion.cancel`` stops a put: nothing more of it is posted, and what has been posted runs to its end.
+A put that was stopped ends with ``TransferCancelled``, and is done only when none of its bytes can land any more; one
+of which all had been posted ends as usual. The channel goes on. A flush cannot be cancelled.
+
+Errors. A failure is a ``KVError``, raised by the call or stored in ``Completion.error``; any other exception is a bug
+of the backend and ends the group. A call that raises has done nothing, and the channel is as it was before.
+
+* ``ProtocolError``: what the caller or the peer did is wrong: a span outside its region, bytes that do not decode,
+  use after close.
+* ``TransportUnavailable``: the transport cannot do it here; the message says why, and what would help.
+* ``PeerLost``: the peer's process has ended, the connection to it is down, or the channel was closed.
+* ``TransferCancelled``: see above.
+
+After an operation has failed otherwise than by ``cancel``, its source is not read any more, but what has arrived at the
+peer is unknown. The channel may refuse everything from then on; it must not pretend that later puts arrived.
+
+Death. When a peer's process ends, pending operations towards it end with ``PeerLost``, later ones are refused with it,
+and other channels go on. `Channel.drained` turns true when nothing that the dead process has sent can land here any
+more; torchkv gives out the pages that it might have written only then. This must be noticed on a channel that has been
+idle, too. Where a transport cannot know, `drained` stays false.
+
+Trust. A batch may be wrong: every span is checked against the local and the remote region before anything is posted,
+because some networks write wherever they are told (`torchkv.transport.batch_check` does it). Addresses and descriptors
+come from the network: they are checked against a digest, decoded as a closed type, every field is bounded, nothing is
+unpickled (`torchkv.transport.framing`). A descriptor is the permission to write to the region: torchkv gives it to the
+members of the group and to nobody else.
+
+Memory. `allocate` gives the memory that the transport reaches best. `register` takes the whole storage of a tensor of
+any origin, or refuses it with the reason; the region keeps the storage alive until `deregister` or `close`. Regions are
+numbered from 0 as they are registered, and numbers are not used again. Before a region is deregistered its owner makes
+sure that no peer puts into it any more; a transport cannot know. A *view* is a peer's region mapped into this process;
+the code that loads and stores through it is responsible for their order and visibility.
+
+Discovery. `load_transport` finds a class by its name in the entry-point group ``torchkv.backends``. The transports of
+this repository (``ucx``, ``nvshmem``, ``loopback``) are found in the same way as yours.
 """
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,70 +82,50 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch._C._distributed_c10d import Store
 
-from torchkv.errors import KVError, ProtocolError, TransportUnavailable
+from torchkv.arrays import Int64Array
+from torchkv.errors import KVError, TransportUnavailable
 
 __all__ = [
-    "SIGNAL_SLOTS",
     "Batch",
     "Capabilities",
     "Channel",
     "Completion",
-    "Int64Array",
     "Region",
     "RemoteView",
-    "Revoke",
     "Transport",
-    "check_signal",
     "installed_transports",
     "load_transport",
     "transport_names",
 ]
 
-Int64Array = npt.NDArray[np.int64]
-
 ENTRY_POINT_GROUP = "torchkv.backends"
-
-SIGNAL_SLOTS = 64
-
-
-class Revoke(enum.Enum):
-    """Who can end a writer's ability to write, i.e. what proves that a page is quiescent."""
-
-    RECEIVER = "receiver"  # the receiver can fence off the writer by itself
-    WRITER_ACK = "writer's ack"  # only the writer's own word
-    WRITER_DEATH = "writer's death"  # the end of the writer's process also proves it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a transport can do.
 
-    devices: torch device types whose memory it can register (``"cpu"``, ``"cuda"``).
-    stream_ordered: channels have ``put_on_stream``.
-    dynamic_members: peers may come and go during the transport's life.
-    collective_memory: it has a heap that all members of a group allocate from together, see ``allocate_shared``.
-    revoke: what proves quiescence, see `Revoke`.
-    signals: streams and kernels of this rank's GPU may also write, and read, words in a peer's mapped memory.
+    devices: torch device types whose memory it can register: ``"cpu"``, ``"cuda"``.
+    collective_memory: it has a heap that all members of a group allocate from together, see
+        `Transport.allocate_shared`.
+    signals: streams and kernels of this rank's GPU may read and write single words in a peer's mapped memory, and see
+        them change: staging between GPUs then needs no host between gather and scatter.
     """
 
     devices: frozenset[str]
-    stream_ordered: bool
-    dynamic_members: bool
-    revoke: frozenset[Revoke]
     collective_memory: bool = False
     signals: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One-sided writes, as parallel int64 arrays of one length n (n may be 0).
+    """One-sided writes, as parallel arrays int64[n], n >= 0: span i is ``length[i]`` bytes.
 
-    local_region[i], remote_region[i]: index into the regions registered here, and into the ``regions`` given to
-    ``connect``. Offsets and lengths are in bytes from the start of the region.
+    local_region: index of a region registered here. remote_region: position in the ``regions`` given to ``connect``.
+    local_offset, remote_offset: bytes from the start of the region.
     """
 
     local_region: Int64Array
@@ -116,23 +149,26 @@ class Batch:
 
 
 class Completion(Protocol):
-    """The state of a put or flush; advances only inside ``Transport.progress()``."""
+    """The state of a put or a flush."""
 
     @property
     def done(self) -> bool:
-        """True once nothing of this operation can touch memory any more, whether it succeeded or not."""
+        """Whether it has ended, with success or not; see Completion and Cancellation in the module's text."""
 
     @property
     def error(self) -> KVError | None:
         """Why it failed, or None. Meaningful once ``done``."""
 
     def cancel(self) -> None:
-        """Stop posting. What was posted runs to its end; a stopped put ends with ``TransferCancelled``."""
+        """Posts nothing more of a put; without effect once all is posted, and on a flush."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteView:
-    """A peer's region, mapped into this process: loads and stores at [ptr, ptr + nbytes) reach its memory."""
+    """A peer's region, mapped into this process: loads and stores at [ptr, ptr + nbytes) reach its memory.
+
+    ptr: an address for the CPU, or for kernels on ``device``. Valid until the channel is closed.
+    """
 
     ptr: int
     nbytes: int
@@ -140,10 +176,10 @@ class RemoteView:
 
 
 class Region:
-    """A registered span of local memory: the whole storage of a tensor, kept alive until ``Transport.deregister``.
+    """Registered local memory: the whole storage of a tensor, kept alive until ``Transport.deregister`` or ``close``.
 
-    index: position in registration order; what ``Batch.local_region`` holds. descriptor: opaque bytes from which a
-    peer's transport reaches this region, at most 4 KiB.
+    index: position in the order of registration; what ``Batch.local_region`` holds. ptr, nbytes, device: where the
+    storage lies. descriptor: what `descriptor` returns.
     """
 
     def __init__(self, index: int, tensor: torch.Tensor, descriptor: bytes) -> None:
@@ -156,35 +192,37 @@ class Region:
         self._descriptor = descriptor
 
     def descriptor(self) -> bytes:
+        """Opaque bytes from which a peer's transport reaches this region; at most 4 KiB."""
         return self._descriptor
 
 
 class Channel(ABC):
-    """The way to one peer."""
+    """The way to one peer. There may be several channels to the same one."""
 
     @property
     @abstractmethod
     def link(self) -> str:
-        """What carries puts, for people: e.g. ``"tcp/lo"``, ``"cma/memory"``. May be empty before the first flush."""
+        """What carries puts, for people: ``"tcp/lo"``, ``"cma/memory"``. May be empty until a flush is done."""
 
     @abstractmethod
     def put(self, batch: Batch) -> Completion:
-        """Write each span to the peer. Raises ``ProtocolError`` (offset outside a region), ``PeerLost``.
+        """Writes each span to the peer. The batch's arrays may be changed once this has returned.
 
-        Spans of one batch must not overlap at the destination; their order is unspecified.
+        Spans of one batch must not overlap at the destination; they land in no particular order. Raises
+        ``ProtocolError`` that names the first span outside a region, ``TransportUnavailable`` for memory that puts do
+        not reach, ``PeerLost``.
         """
 
     @abstractmethod
     def flush(self) -> Completion:
-        """Completes when all earlier puts of this channel are visible at the peer."""
-
-    @abstractmethod
-    def signal(self, slot: int, value: int) -> Completion:
-        """Store ``value`` (int64) in the peer's signal ``slot`` (`SIGNAL_SLOTS`), ordered after all earlier puts."""
+        """Is done when all earlier puts of this channel are visible at the peer. Raises ``PeerLost``."""
 
     @abstractmethod
     def view(self, region: int) -> RemoteView | None:
-        """The peer's region mapped here, or None where loads and stores cannot reach it."""
+        """The peer's region mapped here, or None where loads and stores cannot reach it.
+
+        Raises ``ProtocolError`` for a region that the peer has not published.
+        """
 
     def why_no_view(self, region: int) -> str:
         """Why ``view(region)`` is None, in words."""
@@ -193,15 +231,18 @@ class Channel(ABC):
     @property
     @abstractmethod
     def drained(self) -> bool:
-        """After the peer's *process has ended*: true once nothing that it wrote can land here any more."""
+        """Whether the peer's process has ended and nothing that it sent can land here any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the channel and unmaps its views. Pending puts end with an error."""
+        """Ends the channel and unmaps its views. Pending operations are done on return, with an error. Idempotent."""
 
 
 class Transport(ABC):
-    """A way to move bytes between processes. Constructed by the thread that will own it."""
+    """A way to move bytes between processes. Constructed, without arguments, by the thread that will own it.
+
+    name: what ``Options.transport`` calls it, and its entry point.
+    """
 
     name: str
     capabilities: Capabilities
@@ -209,19 +250,20 @@ class Transport(ABC):
     @staticmethod
     @abstractmethod
     def available() -> str | None:
-        """None if this transport can work here, else the reason and the command that mends it."""
+        """None if this transport can work on this machine, else the reason and what would help. Loads nothing heavy."""
 
     @classmethod  # noqa: B027 - optional, so neither abstract nor an error
     def join(cls, *, rank: int, size: int, store: Store, device: torch.device, reserve: int) -> None:
-        """Called on every member of a group, on any thread, before memory is allocated for it or a transport is made.
+        """Collective: called by every member of a group, before its memory is allocated and its transports are made.
 
-        For transports whose members must meet first; may block until all have come. rank, size, store: the group's.
-        reserve: bytes that this rank will `allocate`, at most. May be called again. Raises ``TransportUnavailable``.
+        Only where ``capabilities.collective_memory``. May block until all members have called it, and may be called
+        again by the same group. rank, size, store: the group's. device: where the memory lies. reserve: the most bytes
+        that this rank will `allocate`. Raises ``TransportUnavailable``.
         """
 
     @classmethod
     def allocate_shared(cls, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 tensor in the transport's own heap. Called by all members of a group with one ``nbytes``.
+        """Collective: a uint8 tensor [nbytes] in the transport's own heap. All members ask for the same size.
 
         Only where ``capabilities.collective_memory``. Raises ``TransportUnavailable`` if the heap is too small.
         """
@@ -229,58 +271,46 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 tensor in the kind of memory this transport likes best. Raises ``TransportUnavailable``."""
+        """A uint8 tensor [nbytes] in the memory that this transport reaches best. Raises ``TransportUnavailable``."""
 
     @abstractmethod
     def register(self, tensor: torch.Tensor) -> Region:
-        """Registers the whole storage of ``tensor``. Raises ``TransportUnavailable`` with the reason."""
+        """Registers the whole storage of ``tensor``. Raises ``TransportUnavailable`` for memory that it cannot move."""
 
     @abstractmethod
     def deregister(self, region: Region) -> None:
-        """Undoes ``register``. No put of the region may be pending."""
+        """Undoes ``register``. Raises ``ProtocolError`` while a put from the region is pending, and the second time."""
 
     @abstractmethod
     def address(self) -> bytes:
-        """Opaque bytes from which a peer connects. At most 16 KiB."""
+        """Opaque bytes from which a peer connects; at most 16 KiB."""
 
     @abstractmethod
     def connect(self, address: bytes, regions: Sequence[bytes]) -> Channel:
         """A channel to the peer that published ``address`` and region descriptors ``regions``.
 
-        Raises ``ProtocolError`` for bytes that do not decode, ``TransportUnavailable`` where no lane reaches it.
+        Raises ``ProtocolError`` for bytes that are not what a peer has published, ``TransportUnavailable`` where
+        nothing reaches it.
         """
 
     @abstractmethod
-    def read_signal(self, slot: int) -> int:
-        """The value last stored by a peer's ``Channel.signal`` in this transport's ``slot``; 0 at first."""
-
-    @abstractmethod
     def progress(self) -> bool:
-        """Advances everything pending without blocking. True if anything moved."""
+        """Advances everything that is pending, for about a millisecond, without blocking. True if anything moved."""
 
     @abstractmethod
     def arm(self) -> int | None:
-        """A file descriptor that turns readable when ``progress()`` has work; call right before sleeping on it.
+        """A file descriptor that turns readable when ``progress()`` has work. Called right before each sleep on it.
 
-        As long as it does not turn readable, and this does not return None when called again, there is none.
-        None: there is work already (or the transport cannot sleep): call ``progress()`` instead.
+        None: there is work already, or the transport cannot sleep; call ``progress()`` instead.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Closes channels, regions and the transport itself. Idempotent."""
-
-
-def check_signal(slot: int, value: int = 0, *, where: str = "") -> None:
-    """Raises ``ProtocolError`` for a signal slot that does not exist, or a value that does not fit int64."""
-    if not 0 <= slot < SIGNAL_SLOTS:
-        raise ProtocolError(f"signal slot {slot}{where}: allowed are 0..{SIGNAL_SLOTS - 1}")
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ProtocolError(f"signal value {value}{where} does not fit int64")
+        """Closes channels, regions and the transport itself; frees every file descriptor and thread. Idempotent."""
 
 
 def transport_names() -> list[str]:
-    """Names of all installed transports, ours and others'."""
+    """Names of all installed transports."""
     return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
 
 

@@ -1,6 +1,6 @@
-"""A CUDA driver in a few lines of Python: allocations, IPC handles, contexts, and streams that run when told to.
+"""A fake CUDA driver: allocations, IPC handles, contexts, and streams that run only when a test says so.
 
-It refuses what the real one refuses, so that code which forgets a context, closes twice or frees twice fails here.
+It refuses what the real one refuses, so that code which forgets a context, closes twice or frees twice fails with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchkv import cudadriver, devicemem
+from torchkv.cuda import driver, ipc
 
 ALIGN = 2 << 20
 
@@ -89,13 +89,13 @@ class FakeDriver:
         self.enabled: set[tuple[int, int]] = set()
         self.streams: dict[int, deque[tuple[str, int, int]]] = {}
         self.capturing: set[int] = set()
-        self.fail: set[str] = set()  # calls that fail next
+        self.fail: set[str] = set()  # names of calls that fail
         self.words: Any = None
         self.current: int | None = 0  # the calling thread's device; None: no context
         self.events: list[FakeEvent] = []
         self.given: dict[Any, int] = {}  # (device, stream) -> operations enqueued
         self.ran: dict[Any, int] = {}  # ... and executed
-        self.waits: list[tuple[int, Any, int]] = []  # waiting stream, for which, and what of it
+        self.waits: list[tuple[int, Any, int]] = []  # waiting stream, awaited stream, how many of its operations
         self._next = 1 << 40
         self._number = 0
 
@@ -205,7 +205,7 @@ class FakeDriver:
 
     def cuMemHostGetDevicePointer(self, ptr: int, flags: int) -> Any:
         self.host = ptr
-        return OK, ptr + 4096  # not the host's address
+        return OK, ptr + 4096  # other than the host's address, as on some systems
 
     def cuStreamIsCapturing(self, stream: int, status: Any) -> int:
         status._obj.value = int(stream in self.capturing)
@@ -227,7 +227,7 @@ class FakeDriver:
         return OK
 
     def run(self, stream: int, limit: int = 1 << 30) -> int:
-        """Lets the device run up to ``limit`` operations of a stream; how many it ran before it had to wait."""
+        """Runs up to ``limit`` operations of a stream; returns how many ran before it had to wait."""
         queue = self.streams.get(stream, deque())
         done = 0
         while queue and done < limit:
@@ -240,7 +240,7 @@ class FakeDriver:
             done += 1
         return done
 
-    # Events: what a stream had been given, against what it has run.
+    # Events: the number of operations enqueued before them, compared with the number executed.
 
     def cuEventCreate(self, flags: int) -> Any:
         assert flags == 2
@@ -276,7 +276,7 @@ class FakeEvent:
 
 
 class FakeTensor:
-    """As much of a CUDA tensor as sharing looks at."""
+    """What `ipc.share` uses of a CUDA tensor."""
 
     is_cuda = True
     shape = (1,)
@@ -291,14 +291,14 @@ class FakeTensor:
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeDriver:
     """Makes torchkv use ``fake`` until the test ends."""
-    monkeypatch.setattr(cudadriver, "driver", lambda: fake)
-    monkeypatch.setattr(cudadriver, "library", lambda: fake)
-    monkeypatch.setattr(cudadriver, "library_with_gil", lambda: fake)
-    monkeypatch.setattr(devicemem, "driver", lambda: fake)
+    monkeypatch.setattr(driver, "driver", lambda: fake)
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(driver, "library_with_gil", lambda: fake)
+    monkeypatch.setattr(ipc, "driver", lambda: fake)
 
     def primary_context(index: int) -> Any:
-        return cudadriver.check(fake.cuDeviceGet(index), f"looking for cuda:{index}")
+        return driver.check(fake.cuDeviceGet(index), f"looking for cuda:{index}")
 
-    monkeypatch.setattr(cudadriver, "primary_context", primary_context)
-    monkeypatch.setattr(devicemem, "primary_context", primary_context)
+    monkeypatch.setattr(driver, "primary_context", primary_context)
+    monkeypatch.setattr(ipc, "primary_context", primary_context)
     return fake

@@ -1,4 +1,4 @@
-"""A GPU, and its driver's batched copy, without a GPU: what was enqueued can be looked at."""
+"""Fakes of `GpuContext`, and of the driver's batched copy, that record what was enqueued."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from torchkv.device import launching
 from torchkv.errors import TransportUnavailable
+from torchkv.kernels.gpu_context import launching
 
 __all__ = ["CLAIM", "STREAM", "Event", "FakeDriver", "Gpu"]
 
@@ -20,36 +20,36 @@ CLAIM: Any = SimpleNamespace(stream=STREAM)
 
 
 class Gpu:
-    """As much of `torchkv.device.Device` as a transfer uses. ``log``: what was enqueued, in order."""
+    """What transfers use of `torchkv.kernels.gpu_context.GpuContext`. ``log``: what was enqueued, in order."""
 
     blocks = 1
     device = torch.device("cpu")
     signals = True
-    open_stream = STREAM
+    unblocked_stream = STREAM
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.flags: list[Any] = []
+        self.completions: list[Any] = []
         self.released: list[str] = []
-        self.retired: list[Any] = []
+        self.released_completions: list[Any] = []
         self.uploads = SimpleNamespace(acquire=self._acquire, release=lambda upload: self.released.append("upload"))
         self.broken = False
-        self.rested = True  # or pauses do not end by themselves
-        self.holding = False  # whether a stream waits for this rank
+        self.rested = True  # False: pauses end only when stopped
+        self.holding = False  # whether a stream waits for this rank's host
         self.freed: list[str] = []
-        self.is_quiet = False  # within `quiet`, and it is
-        self.awaited: set[int] = set()  # words of peers that streams wait for
+        self.is_unblocked = False  # inside `no_blocked_streams`, which yielded True
+        self.awaited: set[int] = set()  # signal words that streams wait for
 
     def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
         self.log.append(f"upload {key[0]}")
         return SimpleNamespace(ids=torch.from_numpy(ids))
 
-    def signal(self, stream: Any, *, soon: bool = False) -> Any:
+    def signal(self, stream: Any, *, copying: bool = False) -> Any:
         if self.broken:
             raise TransportUnavailable("signalling from a stream failed: CUDA_ERROR_ILLEGAL_ADDRESS")
-        self.log.append("signal soon" if soon else "signal")
-        self.flags.append(SimpleNamespace(done=False))
-        return self.flags[-1]
+        self.log.append("signal copying" if copying else "signal")
+        self.completions.append(SimpleNamespace(done=False))
+        return self.completions[-1]
 
     def raise_signal(self, stream: Any, address: int, value: int) -> None:
         self.log.append(f"raise {address:#x} to {value}")
@@ -58,52 +58,52 @@ class Gpu:
         self.log.append(f"await {address:#x} at {value}")
         self.awaited.add(address)
 
-    def dismiss(self, stream: Any, address: int) -> None:
+    def abandon_signal(self, stream: Any, address: int) -> None:
         if address in self.awaited:
-            self.log.append(f"dismiss {address:#x}")
+            self.log.append(f"abandon {address:#x}")
 
     def forget_signal(self, address: int) -> None:
         self.log.append("forget")
         self.awaited.discard(address)
 
-    def expect(self, flag: Any) -> None:
-        assert flag in self.flags
-        self.log.append("expect")
+    def mark_copying(self, completion: Any) -> None:
+        assert completion in self.completions
+        self.log.append("mark copying")
 
-    def retire(self, flag: Any) -> None:
-        self.retired.append(flag)
+    def release_completion(self, completion: Any) -> None:
+        self.released_completions.append(completion)
 
     def release(self, claim: Any) -> None:
         assert claim is CLAIM
         self.released.append("stream")
 
     @contextmanager
-    def quiet(self) -> Iterator[bool]:
-        self.is_quiet = not (self.holding or self.awaited)
-        yield self.is_quiet
-        self.is_quiet = False
+    def no_blocked_streams(self) -> Iterator[bool]:
+        self.is_unblocked = not (self.holding or self.awaited)
+        yield self.is_unblocked
+        self.is_unblocked = False
 
-    def free_left(self) -> None:
-        assert self.is_quiet
-        self.freed.append("quiet")
+    def run_deferred_frees(self) -> None:
+        assert self.is_unblocked
+        self.freed.append("deferred")
 
-    def beside_the_model(self, what: str) -> AbstractContextManager[None]:
-        return launching(self.open_stream, what)
+    def on_side_stream(self, operation: str) -> AbstractContextManager[None]:
+        return launching(self.unblocked_stream, operation)
 
     def pause(self, seconds: float, stopped: Callable[[], bool]) -> Iterator[int]:
         self.log.append(f"pause {seconds:.3f}")
         while not stopped() and not self.rested:
             yield 0
 
-    def error_slot(self) -> torch.Tensor:
+    def take_error_words(self) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int64)
 
-    def retire_errors(self, slot: torch.Tensor) -> None:
+    def release_error_words(self, words: torch.Tensor) -> None:
         self.released.append("errors")
 
     def run(self) -> None:
-        for flag in self.flags:
-            flag.done = True
+        for completion in self.completions:
+            completion.done = True
 
 
 class Event:
@@ -122,7 +122,7 @@ def numbers(address: int, count: int) -> list[int]:
 
 
 class FakeDriver:
-    """``cuMemcpyBatchAsync`` (and ``_v2``): copies on the spot, and notes the attributes that it was given."""
+    """``cuMemcpyBatchAsync`` (and ``_v2``): copies at once, and checks the attributes."""
 
     def __init__(self, *names: str, result: int = 0) -> None:
         self.result = result

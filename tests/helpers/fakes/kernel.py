@@ -1,28 +1,24 @@
-"""For the tests of Triton kernels without a GPU: a kernel that only notes what is done with it, and the interpreter."""
+"""A Triton kernel that records what is done with it, for tests without a GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from torchkv.slab import Rows
-from torchkv.slabgeometry import Geometry, Side
+from torchkv.layout.kernel_geometry import Geometry, PageAddressing
+from torchkv.layout.plan_segment import StridedRuns, Stripe
 
-__all__ = ["FakeKernel", "run_in_interpreter", "shape"]
+__all__ = ["FakeKernel", "plain_geometry"]
 
 
-def shape(**given: Any) -> Geometry:
-    """Pages of 4 KiB in one run on both sides, but for what is ``given``."""
-    side = Side(page_stride=4096, base=0, token_stride=256, per_page=1, num_pages=8)
-    fields = {"tokens": 16, "holders": 1, "index": 0, "per_unit": 1, "src": side, "dst": side, "alignment": 16}
-    return Geometry(**{**fields, "rows": Rows(1, 0, 0, 1, 0, 0, 4096), **given})
+def plain_geometry(**given: Any) -> Geometry:
+    """A geometry with pages of 4 KiB in one run on both sides; ``given`` replaces fields."""
+    side = PageAddressing(page_stride=4096, base=0, token_stride=256, per_page=1, num_pages=8)
+    fields = {"stripe": Stripe(16, 1), "src": side, "dst": side, "alignment": 16}
+    return Geometry(**{**fields, "rows": StridedRuns(1, 0, 0, 1, 0, 0, 4096), **given})
 
 
 class FakeKernel:
-    """Takes the place of a Triton kernel; notes what is compiled, loaded and launched.
+    """Stands in for a Triton kernel; records what is compiled, loaded and launched in ``log``.
 
     num_integers: runtime arguments of the kernel, which come before its constants.
     """
@@ -43,7 +39,7 @@ class FakeKernel:
 
 
 class FakeCompiled(FakeKernel):
-    """One variant; loaded when it is first asked for what launches it, as Triton does."""
+    """A compiled kernel; it is loaded when its launcher is first asked for, as Triton does."""
 
     is_loaded = False
 
@@ -52,14 +48,3 @@ class FakeCompiled(FakeKernel):
             self.log.append(("load",))
             self.is_loaded = True
         return super().__getitem__(grid)
-
-
-def run_in_interpreter(cases: Path, *, timeout: float) -> None:
-    """Triton reads TRITON_INTERPRET when a kernel is defined, so the cases have a process to themselves."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    overrides = ["-o", "addopts=--strict-markers"]
-    done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout

@@ -1,4 +1,4 @@
-"""A model that runs nowhere in particular, and a group that writes down what it is asked to send."""
+"""A small model, and a fake group that records what it is asked to send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import torchkv
 from torchkv import KVLayout
-from torchkv.groupsize import Measured
+from torchkv.pipelining.group_size import Measured
 
 __all__ = ["INPUT", "Block", "Fixed", "Group", "Model", "Work", "hooks", "layout"]
 
@@ -72,18 +72,12 @@ class Group:
         self.fails: dict[str, torchkv.KVError] = {}  # request -> what its next send raises
         self.tombstones: dict[str, torchkv.KVError] = {}
         self._engine = SimpleNamespace(
-            device=None,
+            gpu=None,
             lock=threading.Lock(),
-            roster=SimpleNamespace(me=SimpleNamespace(num_pages=100), targets=lambda dst, what: (1,)),
+            group_map=SimpleNamespace(me=SimpleNamespace(num_pages=100), targets=lambda dst, operation: (1,)),
             sender=SimpleNamespace(admit=self._admit, prefix_tokens=lambda request, rank: 0),
         )
-
-    def _registered(self, verb: str) -> tuple[Any, KVLayout]:
-        return self._engine, self.layout
-
-    def _check_open(self, engine: Any, what: str) -> None: ...
-
-    def _check_alive(self, engine: Any, ranks: Any, what: str) -> None: ...
+        self._verbs = Verbs(self)
 
     def _admit(self, request: str, rank: int, start: int, num_pages: int, *, state: bool = False) -> None:
         if request in self.tombstones:
@@ -95,21 +89,36 @@ class Group:
         self.log.append(("send", request, tuple(layers), np.asarray(pages).tolist(), dst, start, event))
         return Work()
 
-    def _checked_slot(self, what: str, slot: int, layout: KVLayout) -> int:
-        if slot >= 4:
-            raise torchkv.PageOutOfRange(f"{what}: state_slot={slot}")
-        return slot
-
-    def _send_state(self, request: str, layers: Any, slot: int, dst: Any, event: Any) -> Work:
-        self.log.append(("state", request, tuple(layers), slot, dst, event))
-        return Work()
-
     def cancel(self, request: str) -> Work:
         self.log.append(("cancel", request))
         return Work()
 
     def sent(self, request: str = "r") -> list[tuple[int, ...]]:
         return [entry[2] for entry in self.log if entry[:2] == ("send", request)]
+
+
+class Verbs:
+    """In place of `torchkv.group.verbs.Verbs`: what `pipeline` uses of it."""
+
+    def __init__(self, group: Group) -> None:
+        self.engine = group._engine
+        self._group = group
+
+    def layout(self, verb: str) -> KVLayout:
+        return self._group.layout
+
+    def check_open(self, operation: str) -> None: ...
+
+    def check_alive(self, ranks: Any, operation: str) -> None: ...
+
+    def checked_slot(self, operation: str, slot: int, layout: KVLayout) -> int:
+        if slot >= 4:
+            raise torchkv.PageOutOfRange(f"{operation}: state_slot={slot}")
+        return slot
+
+    def send_states(self, request: str, layers: Any, slot: int, dst: Any, event: Any) -> Work:
+        self._group.log.append(("state", request, tuple(layers), slot, dst, event))
+        return Work()
 
 
 def layout(num_layers: int = 5, **changes: Any) -> KVLayout:

@@ -1,6 +1,6 @@
-"""NVSHMEM without GPUs: PEs are threads of one process, their heaps host memory, and streams run when they are asked.
+"""A fake of NVSHMEM without GPUs: PEs live in one process, their heaps are host memory, streams run when told to.
 
-The transport's own code runs unchanged, the compiled posting loop included: only the library and the device are fakes.
+The transport's own code runs unchanged, the compiled posting loop included; only the library and the device are fakes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchkv_nvshmem.exchange import through_store
 from torchkv_nvshmem.library import UID_NBYTES
 from torchkv_nvshmem.runtime import Membership, Party
 
-from torchkv import hostmem
 from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.host import shared_memory
 
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ _PUT = ctypes.CFUNCTYPE(
 
 
 class FakeStream:
-    """Work is done one piece at a time, by `run`; with ``world.running`` a look at any mark does all."""
+    """A queue of functions that `run` calls. While ``world.running``, reading any mark first runs all streams."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -50,9 +50,7 @@ class FakeStream:
 
     def run(self, count: int = 1 << 60) -> None:
         while self.work and count:
-            if self.work[0]() is False:  # it waits for another stream
-                return
-            self.work.popleft()
+            self.work.popleft()()
             count -= 1
 
     def mark(self) -> FakeMark:
@@ -61,13 +59,6 @@ class FakeStream:
         mark = FakeMark(self._world)
         self.add(mark.reach)
         return mark
-
-    def follow(self, other: FakeStream) -> None:
-        mark = other.mark()
-        self.add(lambda: mark.reached)
-
-    def read_int64(self, tensor: torch.Tensor, index: int) -> int:
-        return int(tensor[index])
 
     def close(self) -> None:
         self.closed = True
@@ -84,9 +75,8 @@ class FakeMark:
     @property
     def done(self) -> bool:
         if self._world.running:
-            for _ in self._world.streams:  # as often as one may wait for another
-                for stream in self._world.streams:
-                    stream.run()
+            for stream in self._world.streams:
+                stream.run()
         return self.reached
 
     def release(self) -> None:
@@ -94,7 +84,7 @@ class FakeMark:
 
 
 class FakeDevice:
-    """Host memory in the part of a GPU."""
+    """A `torchkv_nvshmem.gpu.Device` over host memory."""
 
     def __init__(self, world: World, pe: int) -> None:
         self.device = CPU
@@ -125,22 +115,18 @@ class FakeDevice:
     def stream(self) -> FakeStream:
         return FakeStream(self._world)
 
-    def borrow(self, stream: Any) -> FakeStream:
-        assert isinstance(stream, FakeStream)
-        return stream
-
     def share(self, tensor: torch.Tensor) -> bytes:
-        found = hostmem.share(tensor)
+        found = shared_memory.share(tensor)
         if found is None:
             raise TransportUnavailable("this memory cannot be shared")
         return found
 
     def open_share(self, share: bytes) -> Any:
-        return hostmem.open_segment(share)
+        return shared_memory.open_segment(share)
 
 
 class FakeLibrary:
-    """One PE's libnvshmem. Its put is a C function, called from compiled code."""
+    """One PE's `torchkv_nvshmem.library.Library`. Its put is a C function, called by the compiled posting loop."""
 
     def __init__(self, world: World, pe: int) -> None:
         self._world = world
@@ -190,10 +176,6 @@ class FakeLibrary:
     def quiet(self, stream: int) -> None:
         self._world.quiets += 1
 
-    def signal(self, address: int, value: int, pe: int, stream: int) -> None:
-        word = ctypes.c_int64.from_address(self._translate(address, pe))
-        self._world.streams[stream - 1].add(lambda: setattr(word, "value", value))
-
 
 class World:
     """``size`` PEs, each with a `Membership` of its own."""
@@ -211,7 +193,7 @@ class World:
         self.mark_errors: list[ProtocolError | TransportUnavailable] = []
         self.heap_full = False
         self.puts = self.quiets = 0
-        self.members = [
+        self.info = [
             Membership(
                 lambda pe=pe: FakeLibrary(self, pe),
                 lambda _, pe=pe: FakeDevice(self, pe),
@@ -229,8 +211,8 @@ class World:
         barrier.wait(10)
 
     def together(self, call: Callable[[int, Party], _T], pes: list[int] | None = None) -> list[_T | Exception]:
-        """``call(pe, party)`` on each of ``pes`` at once, as ranks of one group; what each returned or raised."""
-        chosen = list(range(len(self.members))) if pes is None else pes
+        """Calls ``call(pe, party)`` for all ``pes`` at once, as ranks of one group; what each returned or raised."""
+        chosen = list(range(len(self.info))) if pes is None else pes
         store = dist.HashStore()
         store.set_timeout(timedelta(seconds=5))
 
@@ -238,29 +220,29 @@ class World:
             party = Party(rank, len(chosen), through_store(store, rank=rank, size=len(chosen)))
             try:
                 return call(chosen[rank], party)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
+            except Exception as error:  # noqa: BLE001 - returned to the test
                 return error
 
         with ThreadPoolExecutor(len(chosen)) as pool:
             return list(pool.map(run, range(len(chosen))))
 
     def join(self, pes: list[int] | None = None, reserve: int = 1 << 20) -> list[Any]:
-        return self.together(lambda pe, party: self.members[pe].join(party, CPU, reserve), pes)
+        return self.together(lambda pe, party: self.info[pe].join(party, CPU, reserve), pes)
 
     def allocate(self, sizes: dict[int, int]) -> dict[int, Any]:
         """Joins as a group of these PEs, then allocates."""
 
         def call(pe: int, party: Party) -> torch.Tensor:
-            self.members[pe].join(party, CPU, 0)
-            return self.members[pe].allocate(sizes[pe], CPU)
+            self.info[pe].join(party, CPU, 0)
+            return self.info[pe].allocate(sizes[pe], CPU)
 
         return dict(zip(sizes, self.together(call, list(sizes)), strict=True))
 
     def transport(self, pe: int) -> NVSHMEMTransport:
-        return NVSHMEMTransport(self.members[pe])
+        return NVSHMEMTransport(self.info[pe])
 
     def margins_intact(self) -> bool:
-        """Whether nobody has written outside the blocks."""
+        """Whether the canary bytes around all blocks are as they were."""
         for heap in self.heaps:
             for base, memory, nbytes in heap:
                 start = base - memory.ctypes.data

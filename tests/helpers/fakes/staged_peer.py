@@ -1,28 +1,31 @@
-"""A `StagedTransfer` with a transport and a receiver that do exactly what the test says, when it says so."""
+"""A `StagedTransfer` with a fake transport and receiver, each step of which the test triggers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from oracle import GAP, Bytes, Pool, gqa
-from pack_kit import Pages
-from protocol_kit import pages as page_ids
-from protocol_kit import pair
 
+from tests.helpers.packing import Pages
+from tests.helpers.protocol import pages as page_ids
+from tests.helpers.protocol import pair
+from tests.helpers.references.page_transfer import GAP, Bytes, Pool, gqa
 from torchkv.errors import KVError
-from torchkv.packer import Early, HostPacker, Packer
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.protocol.stageclient import StageClient
-from torchkv.route import LocalPages, Route, StageTarget
-from torchkv.stagedtransfer import StagedTransfer
-from torchkv.stagememory import SendStages, StageMemory
+from torchkv.protocol.messages import StageAsk, Staged, StageDenied, StageGrant
+from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.staging.host_packer import HostPacker
+from torchkv.staging.memory import SendStages, StageMemory
+from torchkv.staging.packer import GatherJob, Packer
+from torchkv.staging.transfer import StagedTransfer
+from torchkv.transfer.base import TransferContext
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection, StageTarget
 from torchkv.transport import Batch, Channel, RemoteView
-from torchkv.wire import StageAsk, Staged, StageDenied, StageGrant
 
 REGION, RING_REGION = 5, 9
 GENERATION = 3
@@ -34,7 +37,7 @@ LEAST = 64 + 64  # one page of a layer
 
 
 class Op:
-    """A put or flush, over when the test says so."""
+    """A put or flush that ends when the test calls `end`."""
 
     def __init__(self) -> None:
         self.done = False
@@ -80,11 +83,10 @@ class Wire:
 
 
 class Gather:
-    """One that has begun: it writes, and is over, when the test says so. One that fails has written all."""
+    """A gather that writes, and ends, when the test calls `end`. A gather that fails has written everything."""
 
-    def __init__(self, early: Early | None, stopped: Callable[[], bool]) -> None:
-        self.early = early
-        self.stopped = stopped
+    def __init__(self, job: GatherJob) -> None:
+        self.job = job
         self.over = False
         self.error: KVError | None = None
 
@@ -93,7 +95,7 @@ class Gather:
 
 
 class SlowPacker(HostPacker):
-    """Others do the work, as on a GPU."""
+    """A packer whose gathers take time, as on a GPU."""
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         super().__init__(local, receiving)
@@ -101,12 +103,12 @@ class SlowPacker(HostPacker):
 
     signals = True
 
-    def gather(self, *args: Any, early: Early | None = None, stopped: Any, **settings: Any) -> Iterator[int]:
-        gather = Gather(early, stopped)
+    def gather(self, job: GatherJob) -> Iterator[int]:
+        gather = Gather(job)
         self.gathers.append(gather)
         while not gather.over:
             yield 0
-        for _ in super().gather(*args, **settings):
+        for _ in super().gather(replace(job, signalled=None)):
             pass
         if gather.error is not None:
             raise gather.error
@@ -114,7 +116,7 @@ class SlowPacker(HostPacker):
 
 
 class Source:
-    """What `KVWork` is to a transfer."""
+    """The part of a `KVWork` that a transfer uses."""
 
     def __init__(self) -> None:
         self.released = 0
@@ -138,34 +140,34 @@ class Case:
         mapped: bool = False,
         checksum: bool = False,
         packer: Callable[[LocalPages, None], Packer] = HostPacker,
-        channels: int = 0,
+        fifo_channels: int = 0,
     ) -> None:
         plan = pair(0).plan(0, (0,), 1)
         self.pool = Pool.random(gqa(), 8, np.random.default_rng())
         self.local = Pages(self.pool, torch.device("cpu")).local
         self.taken: list[int] = []
         self.stages = SendStages(own, self._make)
-        self.client = StageClient()
+        self.requester = StagingRequester()
         self.lock = threading.Lock()
         self.wire = Wire(self.stages.take)
         self.before = self.wire.ring.copy()
         views: list[RemoteView | None] = [None] * (RING_REGION + 1)
         if mapped:
             views[RING_REGION] = RemoteView(self.wire.ring.ctypes.data, RING, torch.device("cpu"))
-        self.route = Route(
+        self.connection = PeerConnection(
             rank=1,
             layout=gqa(),
             placements={},
             channel=cast(Channel, self.wire),
             views=views,
-            staging=StageTarget(RING_REGION, ring, channels),
+            staging=StageTarget(RING_REGION, ring, fifo_channels),
         )
         self.grant = BoundGrant(
             dst=1, generation=GENERATION, request="r", prefix_tokens=0, pages=page_ids(*DST), plan=plan
         )
         self.source = Source()
         self.reported = 0
-        self.spoken: list[int] = []  # messages that were sent at once
+        self.sent_at_once: list[int] = []  # queued messages at each call of send_stage_messages
         self.packer = packer(self.local, None)
         self.transfer = self.make(layers, checksum=checksum)
 
@@ -175,23 +177,25 @@ class Case:
 
     def make(self, layers: tuple[int, ...], *, checksum: bool = False) -> StagedTransfer:
         return StagedTransfer(
-            SendOp("r", 1, {}, layers, 0, len(SRC), self.source),
-            self.grant,
-            pages=page_ids(*SRC),
-            client=self.client,
+            TransferContext(
+                op=SendOp("r", 1, {}, layers, 0, len(SRC), self.source),
+                grant=self.grant,
+                pages=page_ids(*SRC),
+                local=self.local,
+                connection=self.connection,
+                report=self._report,
+            ),
+            requester=self.requester,
             lock=self.lock,
             stages=self.stages,
             packer=self.packer,
             checksum=checksum,
-            local=self.local,
-            route=self.route,
-            report=self._report,
-            speak=self._speak,
+            send_stage_messages=self._send_stage_messages,
         )
 
-    def _speak(self) -> None:
+    def _send_stage_messages(self) -> None:
         assert not self.lock.locked()
-        self.spoken.append(len(self.client.outbox))
+        self.sent_at_once.append(len(self.requester.outbox))
 
     def _report(self, layers: tuple[int, ...], nbytes: int, path: str) -> None:
         assert (layers, path) == ((), "staged"), "the receiver attests what it has unpacked"
@@ -202,16 +206,16 @@ class Case:
             if not self.transfer.finished:
                 self.transfer.advance()
 
-    def said(self) -> list[Any]:
-        outbox, self.client.outbox = self.client.outbox, []
+    def take_messages(self) -> list[Any]:
+        outbox, self.requester.outbox = self.requester.outbox, []
         assert {to for to, _ in outbox} <= {1}
         return [message for _, message in outbox]
 
     def give(self, ask: StageAsk, offset: int, *signal: int) -> None:
-        self.client.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes, *signal), 1 << 16, 8)
+        self.requester.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes, *signal), 1 << 16, 8)
 
     def deny(self, ask: StageAsk) -> None:
-        self.client.on_denied(1, StageDenied(GENERATION, ask.serial, "full of others"), 1 << 16)
+        self.requester.on_denied(1, StageDenied(GENERATION, ask.serial, "full of others"), 1 << 16)
 
     def packed(self, staged: Staged, offset: int) -> bool:
         """Whether the ring holds the pages of ``staged``."""
@@ -219,7 +223,7 @@ class Case:
         return np.array_equal(self.wire.ring[offset : offset + len(want)], want)
 
     def expected(self, staged: Sequence[tuple[Staged, int]]) -> Bytes:
-        """The ring with these pieces at these offsets, every other byte as before."""
+        """The ring with these pieces at these offsets, and all other bytes as before."""
         ring = self.before.copy()
         for message, offset in staged:
             want = self._bytes(message)
@@ -227,7 +231,7 @@ class Case:
         return ring
 
     def _bytes(self, staged: Staged) -> Bytes:
-        """Layer by layer, all of K, then all of V."""
+        """The packed bytes of a piece: layer by layer, all of K, then all of V."""
         return np.concatenate(
             [
                 self.pool.tensors[name, layer][page, :-GAP]
@@ -239,12 +243,12 @@ class Case:
 
 
 def offsets(start: int = 0) -> Iterator[int]:
-    """Where the receiver puts one stage after the other."""
+    """The offsets at which the receiver grants one stage after the other."""
     return iter(range(start, 1 << 16, 4096))
 
 
 def pages_sent(staged: list[tuple[Staged, int]]) -> list[tuple[int, int]]:
-    """(layer, page) of all that `run_to_end` has seen, in order."""
+    """(layer, page) of everything in the messages that `run_to_end` returned, sorted."""
     return sorted(
         (layer, page)
         for message, _ in staged
@@ -254,11 +258,11 @@ def pages_sent(staged: list[tuple[Staged, int]]) -> list[tuple[int, int]]:
 
 
 def run_to_end(case: Case, at: dict[int, int] | None = None) -> list[tuple[Staged, int]]:
-    """What was said of which offset. at: stages that are granted already, by serial."""
+    """Runs the transfer. Returns the `Staged` messages with their offsets. at: stages granted before, by serial."""
     places, at, staged = offsets(32768), dict(at or {}), []
     for _ in range(200):
         case.step(1)
-        for message in case.said():
+        for message in case.take_messages():
             if isinstance(message, StageAsk):
                 at[message.serial] = next(places)
                 case.give(message, at[message.serial])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import kv_group
-from lane_cases import own_device, random_fill
-from small import NUM_PAGES, check_transfer, small_layout
 
+from tests.helpers.harness import kv_group
+from tests.helpers.ranks.lane_transfer import own_device, random_fill
+from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, small_layout
 from torchkv import KVCache, KVProcessGroup
-from torchkv.flags import Flags, Hold
+from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
 
 __all__ = [
     "PATHS",
@@ -66,22 +69,28 @@ def check_both_ways(kv: KVProcessGroup) -> None:
 
 
 @contextmanager
-def held(*streams: torch.cuda.Stream) -> Iterator[list[Hold]]:
+def held(*streams: torch.cuda.Stream) -> Iterator[list[HostReleasedWait]]:
     """Stops ``streams`` here until the host opens what is yielded for each, or leaves.
 
     Every kernel that is to be launched meanwhile must have run before: a first launch loads it, and that waits for
     all streams, held ones too.
     """
-    flags = Flags(streams[0].device)
+    sync_words = SyncWords(streams[0].device)
     try:
-        yield [flags.hold(stream) for stream in streams]
+        yield [sync_words.hold(stream) for stream in streams]
     finally:
-        flags.close()
+        sync_words.close()
 
 
-def until(condition: Callable[[], bool], what: str, *, seconds: float = 30.0) -> None:
-    """Polls ``condition``. Fails with ``what`` if it does not come true."""
+def until(condition: Callable[[], bool], operation: str, *, seconds: float = 30.0) -> None:
+    """Polls ``condition``. Fails with ``operation``, and what all threads are doing, if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"after {seconds:g} s not yet: {what}"
+        assert time.monotonic() < deadline, f"after {seconds:g} s not yet: {operation}\n{_stacks()}"
         time.sleep(0.002)
+
+
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)

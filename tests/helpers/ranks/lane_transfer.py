@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from harness import kv_group
 
+from tests.helpers.harness import kv_group
 from torchkv import KVCache, KVLayout, KVProcessGroup
-from torchkv.endpoint import KVEndpoint
-from torchkv.route import Counter
-from torchkv.work import KVWork
+from torchkv.engine.work import KVWork
+from torchkv.transfer.peer_connection import Counter
 
 __all__ = [
     "AUX",
@@ -268,7 +267,7 @@ def prepare(
 
 
 def submit(
-    kv: KVEndpoint,
+    kv: KVProcessGroup,
     case: Case,
     layout: KVLayout,
     pages: list[int],
@@ -324,11 +323,11 @@ def check_reader(case: Case, pool: Pool, got: Sequence[Bytes], sources: Mapping[
     return nbytes
 
 
-def tally(routes: Iterable[Mapping[str, Counter]]) -> tuple[dict[str, int], int]:
+def tally(connections: Iterable[Mapping[str, Counter]]) -> tuple[dict[str, int], int]:
     """From the counters of routes: bytes by lane, and spans over all lanes."""
     lanes: dict[str, int] = {}
     spans = 0
-    for counters in routes:
+    for counters in connections:
         for lane, counter in counters.items():
             lanes[lane] = lanes.get(lane, 0) + counter.nbytes
             spans += counter.spans

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lane_cases import Case
 
+from tests.helpers.ranks.lane_transfer import Case
 from torchkv import Component, KVLayout
 
 __all__ = ["CASES", "case", "gqa", "tp"]

@@ -1,4 +1,6 @@
-"""The other process of the tests of shared device memory: ``python peer.py writer|owner|expandable ...``.
+"""The other process of the tests of shared device memory.
+
+``python -m tests.helpers.ranks.memory_peer writer|owner|expandable ...``
 
 It answers on its standard output, a line at a time, and goes on when it is sent a line.
 """
@@ -14,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchkv import devicemem
+from torchkv.cuda import ipc
 from torchkv.errors import TransportUnavailable
 
 
@@ -54,8 +56,8 @@ def writer(share: str, device: str, seed: str, begin: str, middle: str, end: str
     """Maps, says what it reads, writes [begin, middle) by a torch copy and [middle, end) by a kernel, and unmaps."""
     gpu, lo, mid, hi = torch.device("cuda", int(device)), int(begin), int(middle), int(end)
     torch.cuda.set_device(gpu)
-    mapping = devicemem.open_share(bytes.fromhex(share), gpu)
-    again = devicemem.open_share(bytes.fromhex(share), gpu)
+    mapping = ipc.open_share(bytes.fromhex(share), gpu)
+    again = ipc.open_share(bytes.fromhex(share), gpu)
     assert again.ptr == mapping.ptr
     again.close()
     window = as_tensor(mapping.ptr, mapping.nbytes)
@@ -73,23 +75,23 @@ def writer(share: str, device: str, seed: str, begin: str, middle: str, end: str
 
 def owner(device: str, nbytes: str, seed: str) -> None:
     """Shares random bytes and waits."""
-    tensor = devicemem.allocate(int(nbytes), torch.device("cuda", int(device)))
+    tensor = ipc.allocate(int(nbytes), torch.device("cuda", int(device)))
     tensor.copy_(pattern(int(seed), int(nbytes)))
     torch.cuda.synchronize()
-    say(devicemem.share(tensor).hex())
+    say(ipc.share(tensor).hex())
     sys.stdin.readline()
 
 
 def expandable() -> None:
     """With expandable segments on: PyTorch's memory is refused, our own is not."""
     try:
-        devicemem.check_shareable(torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0"))
+        ipc.check_shareable(torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:0"))
         say("not refused")
     except TransportUnavailable as error:
         say("refused:", error)
-    own = devicemem.allocate(1 << 20, torch.device("cuda", 0))
-    devicemem.check_shareable(own)
-    say(len(devicemem.share(own)))
+    own = ipc.allocate(1 << 20, torch.device("cuda", 0))
+    ipc.check_shareable(own)
+    say(len(ipc.share(own)))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lane_cases import random_fill, views
 
+from tests.helpers.ranks.lane_transfer import random_fill, views
 from torchkv import KVCache, KVLayout, KVProcessGroup
 
 __all__ = ["NUM_PAGES", "Gate", "Never", "check_transfer", "meet", "page_bytes", "random_cache", "small_layout"]
@@ -64,7 +64,7 @@ def check_transfer(
     Both ranks call it; on others it does nothing.
     """
     request = f"check {writer}-{reader}" if request is None else request  # a name may be used again
-    rank, cache = kv.rank(), kv._cache
+    rank, cache = kv.rank(), kv._verbs.cache
     if rank not in (writer, reader):
         return
     assert cache is not None

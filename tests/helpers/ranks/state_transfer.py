@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from harness import kv_group
-from lane_cases import HOST, Later, own_device
-from small import meet
 
+from tests.helpers.harness import kv_group
+from tests.helpers.ranks.lane_transfer import HOST, Later, own_device
+from tests.helpers.ranks.small_cache import meet
 from torchkv import Component, KVCache, KVLayout, KVProcessGroup, KVWork, State
 
 __all__ = [
@@ -214,7 +214,7 @@ class Sending:
 
     @property
     def layers(self) -> list[int]:
-        cache = self.kv._cache
+        cache = self.kv._verbs.cache
         assert cache is not None
         return [int(layer) for layer in self.rng.permutation(cache.layout.layers)]
 

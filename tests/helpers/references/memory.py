@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from oracle import GAP, Pool, reference
-from simulation import Cluster, Rank
-from state_oracle import held_layers, read_bytes
 
-from torchkv.layout import KVLayout, State
+from tests.helpers.references.page_transfer import GAP, Pool, reference
+from tests.helpers.references.state import held_layers, read_bytes
+from tests.helpers.simulation.cluster import Cluster, Rank
+from torchkv.arrays import Int64Array
+from torchkv.layout.layout import KVLayout, State
 
 Bytes = npt.NDArray[np.uint8]
 Views = dict[tuple[str, int], Bytes]  # (component or state, layer) -> [pages or slots, bytes of one]
@@ -66,10 +67,10 @@ class _Places:
     """
 
     def __init__(
-        self, what: str, memory: Views, leases: Callable[[], npt.NDArray[np.int64]], generator: np.random.Generator
+        self, operation: str, memory: Views, leases: Callable[[], Int64Array], generator: np.random.Generator
     ) -> None:
         self.memory = memory
-        self._what = what
+        self._what = operation
         self._current = leases
         self._generator = generator
         self._leases = leases().copy()
@@ -151,7 +152,7 @@ class Shadow:
 
     def check_received(
         self,
-        what: str,
+        operation: str,
         before: Pool,
         pages: Sequence[int],
         sources: Mapping[int, Pool],
@@ -162,10 +163,10 @@ class Shadow:
         for key, array in self._pages.memory.items():
             wrong = int((array[list(pages)] != want.tensors[key][list(pages), :-GAP]).sum())
             if wrong:
-                self.problems.append(f"{what} on rank {self.rank.rank}: {wrong} wrong bytes in {key}")
+                self.problems.append(f"{operation} on rank {self.rank.rank}: {wrong} wrong bytes in {key}")
 
     def check_state(
-        self, what: str, slot: int, sources: Mapping[int, tuple[KVLayout, Views, int]], layers: Sequence[int]
+        self, operation: str, slot: int, sources: Mapping[int, tuple[KVLayout, Views, int]], layers: Sequence[int]
     ) -> None:
         """Of each byte of these layers' state, ``slot`` holds what a rank that has it sent.
 
@@ -184,15 +185,17 @@ class Shadow:
                     )
                     right |= np.array([values.get(at, -1) for at in wanted.tolist()]) == array[slot]
             if not right.all():
-                self.problems.append(f"{what} on rank {self.rank.rank}: {(~right).sum()} wrong bytes in {name, layer}")
+                self.problems.append(
+                    f"{operation} on rank {self.rank.rank}: {(~right).sum()} wrong bytes in {name, layer}"
+                )
 
-    def _slot_leases(self) -> npt.NDArray[np.int64]:
+    def _slot_leases(self) -> Int64Array:
         held = self.rank.engine.receiver.leases._slots
         return np.array([held.get(slot, 0) for slot in range(self.rank.cache.num_slots)], dtype=np.int64)
 
 
 @cache
-def _read_bytes(layout: KVLayout, state: State) -> npt.NDArray[np.int64]:
+def _read_bytes(layout: KVLayout, state: State) -> Int64Array:
     return read_bytes(layout, state)
 
 

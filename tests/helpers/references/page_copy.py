@@ -1,4 +1,4 @@
-"""What `torchkv.kernels` does, as plain loops over tensors of bytes: slow, on any device, one row at a time.
+"""What `torchkv.kernels.copies` does, as plain loops over tensors of bytes: slow, on any device, one row at a time.
 
 The specification that the kernels are tested against, and a stand-in for them where there is no Triton.
 Addresses are tensors here: ``sources[j]`` and ``targets[j]`` are uint8 ``[nbytes]`` from job j's base address on.
@@ -7,22 +7,13 @@ Addresses are tensors here: ``sources[j]`` and ``targets[j]`` are uint8 ``[nbyte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
-from torchkv.slab import first_owed
-from torchkv.slabgeometry import Geometry, Side
+from torchkv.layout.kernel_geometry import BadPage, Geometry, PageAddressing
+from torchkv.layout.plan_segment import first_owed
 
-__all__ = ["BadPage", "copy_pages_reference", "gather_reference", "scatter_reference"]
-
-
-class BadPage(NamedTuple):
-    """side: ``source`` or ``destination``. position: in that side's page ids. page: the id, clipped to int32."""
-
-    side: str
-    position: int
-    page: int
+__all__ = ["copy_pages_reference", "gather_reference", "scatter_reference"]
 
 
 def copy_pages_reference(
@@ -95,17 +86,24 @@ def scatter_reference(
 
 def _pairs(geometry: Geometry, num_src_pages: int, start: int, limit_tokens: int) -> Iterator[int]:
     """The pairs of this writer's stripe, numbered from the prefix."""
+    stripe = geometry.stripe
     for pair in range(start * geometry.src.per_page, (start + num_src_pages) * geometry.src.per_page):
         if (pair + 1) * geometry.tokens > limit_tokens:
             return
-        if pair * geometry.tokens < first_owed(limit_tokens, geometry.window):
+        if pair * geometry.tokens < first_owed(limit_tokens, stripe.window):
             continue
-        if pair // geometry.per_unit % geometry.holders == geometry.index:
+        if pair // stripe.per_unit % stripe.holders == stripe.holder:
             yield pair
 
 
 def _offset(
-    geometry: Geometry, side: Side, name: str, pair: int, pages: torch.Tensor, first_page: int, bad: set[BadPage]
+    geometry: Geometry,
+    side: PageAddressing,
+    name: str,
+    pair: int,
+    pages: torch.Tensor,
+    first_page: int,
+    bad: set[BadPage],
 ) -> int | None:
     """Where a pair begins on one side, in bytes from a job's base; None, and one more in ``bad``, for a bad page id."""
     token = pair * geometry.tokens

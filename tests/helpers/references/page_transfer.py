@@ -1,6 +1,6 @@
 """A slow, obviously right model of a transfer: real pools of bytes, nested Python loops, one element at a time.
 
-`reference` shares no code with `torchkv.plan` and derives ownership from its own definition: when
+`reference` shares no code with `torchkv.layout.pair_plan` and derives ownership from its own definition: when
 tp_size <= heads, head h belongs to rank h // (heads // tp_size); else rank r holds head r // (tp_size // heads).
 """
 
@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchkv.layout import KVLayout
-from torchkv.plan import PairPlan, Slab, compile_plan, expand, page_pairs, pair_offsets
+from torchkv.arrays import Int64Array
+from torchkv.layout.descriptors import expand, page_pairs, pair_offsets
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import PairPlan, compile_plan
+from torchkv.layout.plan_segment import PlanSegment
 
 Bytes = npt.NDArray[np.uint8]
 PlanFor = Callable[[int, Mapping[int, KVLayout], KVLayout], PairPlan]
@@ -142,8 +145,8 @@ def planned(
     plan_for: PlanFor = compile_plan,
     factored: bool = False,
     chunk: int | None = None,
-) -> tuple[Pool, dict[tuple[str, int], npt.NDArray[np.int64]]]:
-    """The same by way of `torchkv.plan`: the pool, and how often each byte of it was written.
+) -> tuple[Pool, dict[tuple[str, int], Int64Array]]:
+    """The same by way of `torchkv.layout.pair_plan`: the pool, and how often each byte of it was written.
 
     factored: copy row by row from the factors instead of from expanded descriptors. chunk: pages per call.
     """
@@ -163,27 +166,27 @@ def planned(
 def _send(
     plan: PairPlan,
     source: Pool,
-    pages: npt.NDArray[np.int64],
+    pages: Int64Array,
     start: int,
     target: Pool,
-    dst_pages: npt.NDArray[np.int64],
-    written: dict[tuple[str, int], npt.NDArray[np.int64]],
+    dst_pages: Int64Array,
+    written: dict[tuple[str, int], Int64Array],
     factored: bool,
 ) -> None:
-    for slab in plan.slabs:
+    for segment in plan.segments:
         pairs = page_pairs(
-            slab,
+            segment,
             num_src_pages=len(pages),
             start=start,
             limit_tokens=len(dst_pages) * plan.dst_page_size,
             src_page_size=plan.src_page_size,
             dst_page_size=plan.dst_page_size,
         )
-        for layer in slab.layers:
-            src, dst = source.tensors[slab.component, layer], target.tensors[slab.component, layer]
-            offsets = pair_offsets(slab, pairs, pages, dst_pages, src.shape[1], dst.shape[1])
+        for layer in segment.layers:
+            src, dst = source.tensors[segment.component, layer], target.tensors[segment.component, layer]
+            offsets = pair_offsets(segment, pairs, pages, dst_pages, src.shape[1], dst.shape[1])
             if factored:
-                n0, s0, d0, n1, s1, d1, run = slab.rows
+                n0, s0, d0, n1, s1, d1, run = segment.rows
                 spans = [
                     (s + a * s0 + b * s1, d + a * d0 + b * d1, run)
                     for s, d in zip(*(array.tolist() for array in offsets), strict=True)
@@ -191,8 +194,8 @@ def _send(
                     for b in range(n1)
                 ]
             else:
-                spans = list(zip(*(array.tolist() for array in expand(slab, *offsets)), strict=True))
-            count = written[slab.component, layer]
+                spans = list(zip(*(array.tolist() for array in expand(segment, *offsets)), strict=True))
+            count = written[segment.component, layer]
             from_bytes, to_bytes = src.reshape(-1), dst.reshape(-1)
             for s, d, length in spans:
                 assert 0 <= s <= s + length <= src.size, f"reads [{s}, {s + length}) of {src.size} bytes"
@@ -265,5 +268,5 @@ def gqa(tp_rank: int = 0, tp_size: int = 1, **given: object) -> KVLayout:
     return KVLayout.gqa(**{**fields, **given})
 
 
-def one_slab(writer: KVLayout, reader: KVLayout) -> Slab:
-    return compile_plan(0, {0: writer}, reader).slabs[0]
+def one_segment(writer: KVLayout, reader: KVLayout) -> PlanSegment:
+    return compile_plan(0, {0: writer}, reader).segments[0]

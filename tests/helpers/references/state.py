@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
-import oracle
-from oracle import Bytes, PlanFor, Pool, differences, planned
 
-from torchkv.component import State
-from torchkv.layout import KVLayout
-from torchkv.plan import PairPlan, compile_plan
+from tests.helpers.references import page_transfer
+from tests.helpers.references.page_transfer import Bytes, PlanFor, Pool, differences, planned
+from torchkv.arrays import Int64Array
+from torchkv.layout.component import State
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import PairPlan, compile_plan
 
 __all__ = ["SLOTS", "compare", "cut", "held_layers", "keys", "local", "read_bytes", "state_plan", "wholes"]
 
@@ -59,7 +60,7 @@ def local(layout: KVLayout, state: State, whole: npt.NDArray[np.generic]) -> npt
     return cut(state, whole, layout.tp_rank, layout.tp_size).ravel()
 
 
-def read_bytes(layout: KVLayout, state: State) -> npt.NDArray[np.int64]:
+def read_bytes(layout: KVLayout, state: State) -> Int64Array:
     """Which byte of the global array each byte of this rank's slot is."""
     count = math.prod(state.shape) * state.dtype.itemsize
     numbers = np.arange(count).reshape(*state.shape, state.dtype.itemsize)
@@ -83,7 +84,7 @@ def _pool(layout: KVLayout, whole: Wholes, slot: int, rng: np.random.Generator) 
     tensors = {}
     for state, layer in keys(layout):
         mine = local(layout, state, whole[state.name, layer])
-        array = rng.integers(0, 256, (SLOTS, len(mine) + oracle.GAP), dtype=np.uint8)
+        array = rng.integers(0, 256, (SLOTS, len(mine) + page_transfer.GAP), dtype=np.uint8)
         array[slot, : len(mine)] = mine
         tensors[state.name, layer] = array
     return Pool(layout, tensors)

@@ -11,32 +11,32 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from staging_rings import lagging
 from torchkv_loopback import Faults, LoopbackTransport, World
 
+from tests.helpers.simulation.staging_rings import lagging
 from torchkv.cache import KVCache
-from torchkv.card import Card
-from torchkv.control import PeerEvent, PeerState
-from torchkv.endpoint import KVEndpoint
-from torchkv.engine import Engine
-from torchkv.env import Options
-from torchkv.layout import KVLayout, State
-from torchkv.packer import Staging
-from torchkv.processes import ProcessId
-from torchkv.registration import Registration
-from torchkv.stagememory import StageMemory
+from torchkv.control.channel import PeerEvent, PeerState
+from torchkv.engine.engine import Engine
+from torchkv.engine.peer_metadata import PeerMetadata
+from torchkv.engine.registration import Registration
+from torchkv.group.verbs import Verbs
+from torchkv.host.processes import ProcessId
+from torchkv.layout.layout import KVLayout, State
+from torchkv.options import Options
+from torchkv.staging.memory import StageMemory
+from torchkv.staging.packer import Staging
 
-SILENT_HEARTBEATS = 5
-# A round of steps takes a little time, so that kills and cancels also fall between two windows of one put.
+MISSED_HEARTBEATS = 5
+# A round of steps takes some virtual time, so that kills and cancels also fall between two windows of one put.
 ROUND_SECONDS = 1e-4
 MAX_IDLE_ROUNDS = 200_000
 
 
 class SimulatedControl:
-    """`torchkv.control.Control` over the world's datagrams.
+    """`torchkv.control.channel.ControlChannel` over the world's datagrams.
 
-    A peer is LOST once nothing has passed between it and this node for five heartbeats (it is paused, or a direction
-    is cut), and DEAD a moment after its end, if ``sees_death``; a death on another host only looks like silence.
+    A peer is LOST once it has been unreachable for five heartbeats: paused, dead, or cut off in one direction. With
+    ``sees_death`` it is DEAD a moment after its end; without, as on another host, a dead peer is only LOST.
     """
 
     def __init__(self, world: World, node: int, *, heartbeat: float, sees_death: bool) -> None:
@@ -45,7 +45,7 @@ class SimulatedControl:
         self.unread = False
         self._world = world
         self._node = node
-        self._silence = SILENT_HEARTBEATS * heartbeat
+        self._silence = MISSED_HEARTBEATS * heartbeat
         self._sees_death = sees_death
         self._grace: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
@@ -104,40 +104,25 @@ class SimulatedControl:
         return PeerState.LOST if now >= since + self._silence else self._state[rank]
 
 
-class Rank(KVEndpoint):
+class Rank(Verbs):
     """The verbs of one simulated rank."""
 
-    def __init__(self, world: World, node: int, rank: int, options: Options) -> None:
+    cache: KVCache
+
+    def __init__(self, world: World, node: int, engine: Engine, cache: KVCache | None) -> None:
+        super().__init__(engine, cache, wake=lambda: None, clock=lambda: world.now)
         self.world = world
         self.node = node
-        self.rank = rank
-        self._options = options
-        self._forced = options.forced_path
-        self._engine = None
-        self._cache = None
-        self._waker = None
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def cache(self) -> KVCache:
-        assert self._cache is not None
-        return self._cache
+        self.rank = engine.group_map.rank
 
     @property
     def running(self) -> bool:
         return self.world.alive(self.node) and not self.world.paused(self.node)
 
-    def _now(self) -> float:
-        return self.world.now
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What to register as one rank."""
+    """What one rank registers."""
 
     instance: str
     layout: KVLayout | None
@@ -146,7 +131,7 @@ class Place:
 
 
 class _Lagging(Registration):
-    """Of a rank whose packing takes its time."""
+    """Registers a rank whose gathers and scatters end some time after they began."""
 
     def _make_staging(self, ring: StageMemory | None) -> Staging:
         assert isinstance(self.transport, LoopbackTransport)
@@ -185,11 +170,11 @@ def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Pla
 
 
 class Cluster:
-    """Ranks of one group, registered by the real code with a list for an exchange.
+    """Ranks of one group, registered by the real code; a list stands in for the exchange of peer metadata.
 
-    world: an existing one, to launch a second group beside what the first left behind. sees_death: whether ranks
-    can tell a dead peer from a silent one. lag: whether gathers and scatters end some time after they began, as on a
-    GPU. observers: called with a rank after each of its steps.
+    world: an existing one, in which a second group begins while frames of the first are still under way. sees_death:
+    whether ranks can tell a dead peer from a lost one. lag: whether gathers and scatters end some time after they
+    began, as on a GPU. observers: called with a rank after each of its steps.
     """
 
     def __init__(
@@ -213,19 +198,17 @@ class Cluster:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._noted = 0
         registrations = [self._registration(i, place, sees_death, views, secret) for i, place in enumerate(places)]
-        cards = [registration.card().encode() for registration in registrations]
-        for rank, registration in zip(self.ranks, registrations, strict=True):
-            rank._engine = registration.engine([Card.decode(card) for card in cards])
-            rank._cache = registration.cache
-            registration.warm(rank.engine)
+        everyone = [registration.metadata().encode() for registration in registrations]
+        for registration in registrations:
+            engine = registration.engine([PeerMetadata.decode(metadata) for metadata in everyone])
+            self.ranks.append(Rank(self.world, registration.transport.node, engine, registration.cache))
+            registration.warm(engine)
 
     def _registration(
         self, index: int, place: Place, sees_death: bool, views: bool, secret: bytes | None
     ) -> Registration:
         world = self.world
         transport = LoopbackTransport(world, views=views)
-        rank = Rank(world, transport.node, index, self.options)
-        self.ranks.append(rank)
         return self._kind(
             rank=index,
             instance=place.instance,
@@ -243,12 +226,12 @@ class Cluster:
         return self.ranks[rank]
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Runs ``action`` between two rounds, as soon as the clock has reached ``time``."""
+        """Runs ``action`` between two rounds, as soon as the virtual clock has reached ``time``."""
         heapq.heappush(self._agenda, (time, self._noted, action))
         self._noted += 1
 
     def run(self, until: Callable[[], bool] = lambda: False, *, limit: float) -> bool:
-        """Steps everybody, at most ``limit`` virtual seconds; whether ``until`` came true."""
+        """Steps all ranks for at most ``limit`` virtual seconds. Whether ``until`` came true."""
         end = self.world.now + limit
         for _ in range(MAX_IDLE_ROUNDS):
             self._keep_agenda()
@@ -261,7 +244,7 @@ class Cluster:
                 self.world.advance(self.world.now + self.world.random.uniform(0.0, ROUND_SECONDS))
             else:
                 self.world.advance(self._next_wake(end))
-        raise AssertionError(f"{MAX_IDLE_ROUNDS} rounds did not reach {end:g} s: somebody is always busy")
+        raise AssertionError(f"{MAX_IDLE_ROUNDS} rounds did not reach {end:g} s: some rank is always busy")
 
     def _keep_agenda(self) -> None:
         while self._agenda and self._agenda[0][0] <= self.world.now:
@@ -298,12 +281,12 @@ class Cluster:
         self.world.resume(self.ranks[rank].node)
 
     def partition(self, src: int, dst: int) -> None:
-        """Cuts the way from ``src`` to ``dst``, not back."""
+        """Cuts the network from ``src`` to ``dst``, but not from ``dst`` to ``src``."""
         self.world.partition(self.ranks[src].node, self.ranks[dst].node)
 
     def heal(self, src: int, dst: int) -> None:
         self.world.heal(self.ranks[src].node, self.ranks[dst].node)
 
     def sever(self, src: int, dst: int) -> None:
-        """Breaks the data channels from ``src`` to ``dst``, though both live."""
+        """Breaks the data channels from ``src`` to ``dst``, though both processes live."""
         self.world.sever(self.ranks[src].node, self.ranks[dst].node)

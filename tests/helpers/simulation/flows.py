@@ -1,22 +1,21 @@
-"""What the applications of a random scenario mean to do with a request, on both sides."""
+"""The requests of a random scenario, as the applications on both sides intend and perform them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from oracle import Pool
-from simulation import Rank
-
-from torchkv.protocol.receive import Receive
-from torchkv.work import KVWork
+from tests.helpers.references.page_transfer import Pool
+from tests.helpers.simulation.cluster import Rank
+from torchkv.engine.work import KVWork
+from torchkv.protocol.receive_request import ReceiverRequest
 
 __all__ = ["Flow", "Gate", "Receiving", "Sending"]
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """An event in virtual time."""
+    """An event of virtual time, for ``event=`` of the verbs."""
 
     now: Callable[[], float]
     ready_at: float
@@ -27,7 +26,7 @@ class Gate:
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """One life of a request name, as the applications on both sides mean it."""
+    """One request, as the applications on both sides intend it."""
 
     name: str
     source: str
@@ -37,36 +36,36 @@ class Flow:
     begins: float
     aux: bytes
     verbs: tuple[str, ...]
-    after: Flow | None = None  # the earlier life of the same name
+    after: Flow | None = None  # the earlier request of the same name
 
 
 @dataclass(eq=False, slots=True)
 class Sending:
-    """A writer's share of a flow."""
+    """What one writer sends of a flow."""
 
     flow: Flow
     rank: Rank
     pages: list[int]
     slot: int | None
     works: list[KVWork] = field(default_factory=list)
-    lives: dict[int, object] = field(default_factory=dict)  # by destination: the sender's lives
+    reqs: dict[int, object] = field(default_factory=dict)  # by destination: the engine's sender requests
     failed: bool = False
 
     def bound_to(self, dst: int, generation: int) -> bool:
-        life = self.lives.get(dst)
-        grant = getattr(life, "grant", None)
+        req = self.reqs.get(dst)
+        grant = getattr(req, "grant", None)
         return grant is not None and grant.generation == generation
 
 
 @dataclass(eq=False, slots=True)
 class Receiving:
-    """A reader's share of a flow."""
+    """What one receiver receives of a flow."""
 
     flow: Flow
     rank: Rank
-    receive: Receive
+    req: ReceiverRequest
     work: KVWork
     before: Pool
     pages: list[int]
     slot: int | None
-    layers_done: set[int] = field(default_factory=set)  # of which it was said, before the end, that all is here
+    layers_done: set[int] = field(default_factory=set)  # those that were reported complete before the end

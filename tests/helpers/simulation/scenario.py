@@ -1,4 +1,4 @@
-"""One random life of a small cluster, from a seed: requests, cancels, faults, and what must hold in spite of them."""
+"""One random run of a small cluster, from a seed: requests, cancels, faults, and the properties that must hold."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from flows import Flow, Gate, Receiving, Sending
-from memory import Shadow, snapshot
-from simulation import Cluster, Rank, random_places
-from staging_rings import RingShadow
-from state_flows import StateFlows, random_states
 from torchkv_loopback import Faults
 
-from torchkv.env import Options
+from tests.helpers.references.memory import Shadow, snapshot
+from tests.helpers.simulation.cluster import Cluster, Rank, random_places
+from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending
+from tests.helpers.simulation.staging_rings import RingShadow
+from tests.helpers.simulation.state_flows import StateFlows, random_states
+from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch
-from torchkv.layout import State
-from torchkv.protocol.stagekeeper import Owner
-from torchkv.work import KVWork
+from torchkv.layout.layout import State
+from torchkv.options import Options
+from torchkv.protocol.staging_credits import Owner
 
-RECV_PAGES = 10  # pages [0, RECV_PAGES) receive, the rest of a pool sends
-BUSY_SECONDS = 4.0  # in which requests begin and faults happen
-SETTLE_SECONDS = 60.0  # in which everything must have come to an end afterwards
-# Of the staging rings, in bytes: one page of a layer takes up to 512, so that into the smallest not every one fits.
+RECV_PAGES = 10  # pages [0, RECV_PAGES) of a pool receive, the rest sends
+BUSY_SECONDS = 4.0  # virtual seconds in which requests begin and faults happen
+END_SECONDS = 60.0  # virtual seconds after that, in which every request must come to an end
+# Bytes of staging rings. One page of a layer takes up to 512, so not every page fits into the smallest ring.
 RINGS = (768, 1024, 1536, 4096)
 SMALL_RINGS = (256, 512, *RINGS, *RINGS)
-VERBS = (("staged",), ("staged", "slice"), ("layer", "slice", "pages", "staged"))  # of one flow
+VERBS = (("staged",), ("staged", "slice"), ("layer", "slice", "pages", "staged"))  # the verbs that one flow uses
 
 
 class Scenario:
-    """``run`` it, then look at ``problems`` (empty if every property held) and ``trace`` (equal for equal seeds)."""
+    """`run` it, then look at ``problems`` (empty if every property held) and ``trace`` (equal for equal seeds)."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class Scenario:
         views: bool = False,
         states: Sequence[State] | None = None,
     ) -> None:
-        """verbs: for every flow, instead of any. views: whether ranks have each other's memory mapped. states: of all
-        layouts, instead of any or none."""
+        """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
+        flow; empty: by chance. views: whether ranks have each other's memory mapped. states: of all layouts; None: by
+        chance.
+        """
         self.seed = seed
         self.verbs = verbs
         self.benign = benign
@@ -58,14 +60,14 @@ class Scenario:
             window=dice.choice([2, 8, 64]),
             pieces=dice.choice([1, 3, 8]),
         )
-        # Without other faults nothing may fail, so there lost messages must not look like a lack of progress.
+        # In a benign run nothing may fail, so there the timeouts must be longer than what lost messages cost.
         rings = RINGS if benign else SMALL_RINGS
         checksum = not verbs and dice.random() < 0.2
-        # What is not staged_put then takes a path that is certain to write to pages; elsewhere costs decide.
+        # With a forced path, every verb but staged_put writes to pages; without one, costs decide.
         path = "slices" if verbs or (not checksum and dice.random() < 0.5) else None
         staging = {"staging_send": dice.choice(rings), "staging_recv": dice.choice(rings)}
         if views:
-            staging["staging_send"] = 0  # pieces are gathered straight into the others' rings
+            staging["staging_send"] = 0  # pieces are gathered straight into the receivers' mapped rings
         limits = {"timeout": 30.0, "grant_timeout": 60.0} if benign else {"timeout": 3.0, "grant_timeout": 8.0}
         options = Options(transport="loopback", heartbeat=0.2, path=path, checksum=checksum, **limits, **staging)
         state_dice = random.Random(f"state {seed}")
@@ -85,28 +87,28 @@ class Scenario:
         self.cancels: list[tuple[Rank, KVWork]] = []
         self.expected_receives = 0
         self.severed: set[tuple[int, int]] = set()
-        self.frozen: set[int] = set()  # paused until the very end
+        self.frozen: set[int] = set()  # ranks that stay paused until the very end
         self.problems: list[str] = []
         self.trace: list[tuple[object, ...]] = []
         self.cluster.observers.append(self.observe)
 
     def run(self) -> list[str]:
-        """The whole life; the problems found."""
+        """Performs the whole run. Returns the problems found."""
         self._plan()
         self.cluster.run(limit=BUSY_SECONDS)
         for link in [(a, b) for a in self.sources for b in self.sources if a != b]:
             self.cluster.heal(*link)
         for rank in self.sources:
             self._unpause(rank)
-        # The plans of paused applications and the janitors still run; then everything must come to an end.
+        # Planned calls of paused applications, and their cancels, still happen; then everything must come to an end.
         self.cluster.run(limit=BUSY_SECONDS)
         self._cancel_all()
-        self.cluster.run(self._settled, limit=SETTLE_SECONDS)
+        self.cluster.run(self._all_ended, limit=END_SECONDS)
         self._check_end(justified=True)
         for rank in sorted(self.frozen):
             self.cluster.resume(rank)
         self._cancel_all()
-        self.cluster.run(lambda: self._settled() and not self._leftovers(), limit=SETTLE_SECONDS)
+        self.cluster.run(lambda: self._all_ended() and not self._leftovers(), limit=END_SECONDS)
         self.cluster.run(limit=1.0)
         self._check_end(justified=False)
         watched = [*self.shadows.values(), *self.rings.values()]
@@ -114,7 +116,7 @@ class Scenario:
 
     def _cancel_all(self) -> None:
         if self.benign:
-            return  # there, everything ends well by itself
+            return  # in a benign run everything ends by itself
         for name in sorted({sending.flow.name for sending in self.sendings}):
             for rank in self.cluster.ranks:
                 self.cancel(rank, name)
@@ -210,13 +212,13 @@ class Scenario:
                 cluster.at(at + dice.choice([0.2, 1.0, 3.0]), lambda way=way: cluster.heal(*way))
 
     def _sever(self, writer: int, reader: int) -> None:
-        """Breaks the data channel for good; what the writer then says of its writes proves nothing."""
+        """Breaks the data channel for good: from then on the writer cannot prove that it is quiescent."""
         self.severed.add((writer, reader))
         self.cluster.sever(writer, reader)
 
-    def _do(self, what: str, rank: int, action: Callable[[], None]) -> None:
+    def _do(self, operation: str, rank: int, action: Callable[[], None]) -> None:
         if self.world.alive(self.cluster[rank].node):
-            self.note(what, rank)
+            self.note(operation, rank)
             action()
 
     def _unpause(self, rank: int) -> None:
@@ -224,7 +226,7 @@ class Scenario:
             self.cluster.resume(rank)
 
     def _instance(self, name: str) -> list[Rank]:
-        return [self.cluster[rank] for rank in self.cluster[0].engine.roster.instances[name]]
+        return [self.cluster[rank] for rank in self.cluster[0].engine.group_map.instances[name]]
 
     # ------------------------------------------------------------------ what applications do
 
@@ -250,12 +252,12 @@ class Scenario:
         except KVError as error:
             self.note("not posted", rank.rank, flow.name, type(error).__name__)
             return
-        receive = rank.engine.receiver._live[flow.name]
-        self.note("posted", rank.rank, flow.name, receive.generation, tuple(pages))
-        self.receivings.append(Receiving(flow, rank, receive, work, before, pages, slot))
+        req = rank.engine.receiver._live[flow.name]
+        self.note("posted", rank.rank, flow.name, req.generation, tuple(pages))
+        self.receivings.append(Receiving(flow, rank, req, work, before, pages, slot))
 
     def _post_again(self, flow: Flow, rank: Rank) -> None:
-        """The reader gives up the earlier life and posts the next at once, while messages of the first still come."""
+        """The receiver cancels one request and posts the next at once, while messages of the former still arrive."""
         if rank.running:
             self.cancel(rank, flow.name)
             self._post(flow, rank)
@@ -265,11 +267,11 @@ class Scenario:
         if not self._may_go_on(sending):
             return
         pages = sending.pages[first:last]
-        event = Gate(rank._now, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
+        event = Gate(rank._clock, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
         self._call(sending, lambda: self._any_verb(sending, pages, layers, first, event))
 
     def call(self, sending: Sending, verb: Callable[[], KVWork]) -> None:
-        """What the application of ``sending`` does next, unless it has given up."""
+        """Calls ``verb`` for the application of ``sending``, unless that has given up."""
         if self._may_go_on(sending):
             self._call(sending, verb)
 
@@ -283,9 +285,9 @@ class Scenario:
         self._adopt(sending)
 
     def _may_go_on(self, sending: Sending) -> bool:
-        """An application that was paused, or cancelled, leaves it; a name is used again only after its last life."""
+        """False once it was paused or cancelled, or if an earlier request of the name has not ended when it begins."""
         name, rank = sending.flow.name, sending.rank
-        earlier_life = not sending.lives and any(life == name for life, _ in rank.engine.sender._lives)
+        earlier_life = not sending.reqs and any(request == name for request, _ in rank.engine.sender._requests)
         sending.failed |= earlier_life or not rank.running
         return not sending.failed
 
@@ -310,18 +312,18 @@ class Scenario:
         self.call(sending, lambda: sending.rank.finish(name, dst, aux=aux, state_slot=self.state.left(sending)))
 
     def _adopt(self, sending: Sending) -> None:
-        """Remembers which of the sender's lives are this flow's, so that grants can be traced to it."""
-        known = {id(life) for other in self.sendings for life in other.lives.values() if other is not sending}
-        for (name, dst), life in sending.rank.engine.sender._lives.items():
-            if name == sending.flow.name and id(life) not in known:
-                sending.lives.setdefault(dst, life)
+        """Records which of the engine's sender requests are this flow's, so that grants can be traced to it."""
+        known = {id(req) for other in self.sendings for req in other.reqs.values() if other is not sending}
+        for (name, dst), req in sending.rank.engine.sender._requests.items():
+            if name == sending.flow.name and id(req) not in known:
+                sending.reqs.setdefault(dst, req)
 
     def _stop(self, sending: Sending, error: KVError) -> None:
         sending.failed = True
         self.note("stopped", sending.rank.rank, sending.flow.name, type(error).__name__)
 
     def _tidy(self, sending: Sending) -> None:
-        """The application notices that its request failed, and cancels so that the name is free again."""
+        """The application finds that its request has failed, and cancels so that the name is free again."""
         if sending.failed or any(work.exception() is not None for work in sending.works):
             self.cancel(sending.rank, sending.flow.name)
 
@@ -329,23 +331,23 @@ class Scenario:
         if rank.running:
             self.note("cancel", rank.rank, name)
             for sending in self.sendings:
-                sending.failed |= sending.rank is rank and sending.flow.name == name and bool(sending.lives)
+                sending.failed |= sending.rank is rank and sending.flow.name == name and bool(sending.reqs)
             self.cancels.append((rank, rank.cancel(name)))
             self.observe(rank)
 
     # ------------------------------------------------------------------ watching
 
-    def note(self, *what: object) -> None:
-        self.trace.append((round(self.world.now, 9), *what))
+    def note(self, *operation: object) -> None:
+        self.trace.append((round(self.world.now, 9), *operation))
 
     def observe(self, rank: Rank) -> None:
-        """Pages whose lease has just ended are checked, and written to by their next owner at once."""
+        """Checks pages whose lease has just ended, then overwrites them, as their next owner would."""
         self.rings[rank.rank].observe()
         self.state.check_layers(rank)
         shadow = self.shadows[rank.rank]
         for generation, released in shadow.released().items():
-            found = next(r for r in self.receivings if r.rank is rank and r.receive.generation == generation)
-            succeeded = found.receive.error is None
+            found = next(r for r in self.receivings if r.rank is rank and r.req.generation == generation)
+            succeeded = found.req.error is None
             self.note("released", rank.rank, found.flow.name, generation, succeeded)
             if succeeded:
                 self._check_success(found)
@@ -353,12 +355,12 @@ class Scenario:
 
     def _check_success(self, found: Receiving) -> None:
         src_pages: dict[int, list[int]] = {}
-        for writer in found.receive.writers:
+        for writer in found.req.writers:
             sending = next(
                 (
                     s
                     for s in self.sendings
-                    if s.rank.rank == writer and s.bound_to(found.rank.rank, found.receive.generation)
+                    if s.rank.rank == writer and s.bound_to(found.rank.rank, found.req.generation)
                 ),
                 None,
             )
@@ -368,30 +370,34 @@ class Scenario:
             src_pages[writer] = sending.pages
         sources = {writer: self.sources[writer] for writer in src_pages}
         shadow = self.shadows[found.rank.rank]
-        what = f"request {found.flow.name}"
-        shadow.check_received(what, found.before, found.pages, sources, src_pages)
-        self.state.check(found, what, found.rank.cache.layout.layers)
+        operation = f"request {found.flow.name}"
+        shadow.check_received(operation, found.before, found.pages, sources, src_pages)
+        self.state.check(found, operation, found.rank.cache.layout.layers)
 
     # ------------------------------------------------------------------ the end
 
-    def _settled(self) -> bool:
+    def _all_ended(self) -> bool:
         posted = not self.benign or len(self.receivings) == self.expected_receives
-        return posted and not self._unsettled() and not self._landing()
+        return posted and not self._pending_calls() and not self._landing()
 
     def _landing(self) -> bool:
         return any(self.world.in_flight.values())
 
-    def _unsettled(self) -> list[str]:
+    def _pending_calls(self) -> list[str]:
         """Calls on running ranks that have not come to an end."""
         calls = [(s.rank, f"send of {s.flow.name}", work) for s in self.sendings for work in s.works]
         calls += [(r.rank, f"receive of {r.flow.name}", r.work) for r in self.receivings]
         calls += [(rank, "cancel", work) for rank, work in self.cancels if not self._quarantine_is_justified(rank)]
-        return [f"{what} on rank {rank.rank}" for rank, what, work in calls if rank.running and not work.is_completed()]
+        return [
+            f"{operation} on rank {rank.rank}"
+            for rank, operation, work in calls
+            if rank.running and not work.is_completed()
+        ]
 
     def _quarantine_is_justified(self, rank: Rank) -> bool:
-        """Whether every writer that this rank still waits for is one that nobody can vouch for."""
-        failed = [receive for receive in rank.engine.receiver._receives.values() if receive.error is not None]
-        held = {writer for receive in failed for writer in receive.pending_writers()}
+        """Whether every writer that this rank still waits for is one whose quiescence cannot be proved."""
+        failed = [req for req in rank.engine.receiver._requests.values() if req.error is not None]
+        held = {writer for req in failed for writer in req.pending_writers()}
         return bool(held) and all(self._unknown(writer, rank) for writer in held)
 
     def _unknown(self, writer: int, reader: Rank) -> bool:
@@ -401,7 +407,7 @@ class Scenario:
 
     def _check_end(self, *, justified: bool) -> None:
         when = "while some are frozen" if justified else "at the end"
-        self.problems += [f"{when}: {call} never ended" for call in self._unsettled()]
+        self.problems += [f"{when}: {call} never ended" for call in self._pending_calls()]
         if self._landing():
             self.problems.append(f"{when}: pieces of puts are still in flight")
         for rank in (rank for rank in self.cluster.ranks if rank.running):
@@ -430,31 +436,33 @@ class Scenario:
                 self.problems.append(f"{len(self.receivings)} receives were posted, not {self.expected_receives}")
 
     def _leftovers(self) -> list[str]:
-        """What running ranks still keep of requests that are over."""
+        """What running ranks still keep of requests that have ended."""
         problems = []
         for rank in (rank for rank in self.cluster.ranks if rank.running):
             engine = rank.engine
             left = {
-                "lives": list(engine.sender._lives),
+                "lives": list(engine.sender._requests),
                 "queued pages": engine.sender._queued_pages,
-                "transfers": engine._mover.pending,
+                "transfers": engine._scheduler.pending,
                 "live receives": list(engine.receiver._live),
                 "stages of its own": engine.staging.sending.ring.stages,
-                "asks for stages": list(engine._client._lines),
+                "asks for stages": list(engine._requester._queues),
                 "stages of others": [owner for owner in self._stage_owners(rank) if not self._unknown(owner.src, rank)],
             }
-            problems += [f"rank {rank.rank} ended with {what}: {value}" for what, value in left.items() if value]
+            problems += [
+                f"rank {rank.rank} ended with {operation}: {value}" for operation, value in left.items() if value
+            ]
         return problems
 
     def _stage_owners(self, rank: Rank) -> list[Owner]:
-        return [line.owner for lines in rank.engine.keeper._lines.values() for line in lines.values()]
+        return [queue.owner for queues in rank.engine.credits._queues.values() for queue in queues.values()]
 
     def _check_instances(self) -> None:
         """If one rank of an instance succeeded, none of the others failed before it was complete."""
         for one in (r for r in self.receivings if r.work.is_success()):
             for other in (r for r in self.receivings if r.flow is one.flow and r.rank.running):
-                if other.receive.error is not None and other.receive.complete_at is None:
+                if other.req.error is not None and other.req.complete_at is None:
                     self.problems.append(
                         f"{one.flow.name} succeeded on rank {one.rank.rank}, failed on rank {other.rank.rank}: "
-                        f"{other.receive.error}"
+                        f"{other.req.error}"
                     )

@@ -1,5 +1,6 @@
-"""A receiver with a staging ring and its writers, in one process: what they say crosses a lossy net, what they put
-lands late. One cell of the ring's memory stands for a byte; all that is random comes from one generator.
+"""A receiver with a staging ring, and its writers, in one process: messages cross a lossy network, puts land late.
+
+One cell of the ring's memory stands for a byte. Everything random comes from one generator.
 """
 
 from __future__ import annotations
@@ -8,15 +9,13 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from torchkv.control.session import Session
 from torchkv.errors import RingExhausted
-from torchkv.protocol.session import Session
-from torchkv.protocol.stageclient import StageClient
-from torchkv.protocol.stagekeeper import StageKeeper
-from torchkv.staging import Signal, Stage, StagingRing
-from torchkv.wire import (
+from torchkv.layout.stage_format import Signal
+from torchkv.protocol.messages import (
     MAX_ASKS,
     Abort,
-    Frame,
+    ControlFrame,
     Message,
     Quiesced,
     Revoke,
@@ -28,19 +27,22 @@ from torchkv.wire import (
     Withdraw,
     Withdrawn,
 )
+from torchkv.protocol.stage_allocator import Stage, StagingRing
+from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.staging_requester import StagingRequester
 
 ALIGNMENT = 4
 TIMEOUT = 1000.0
 RECEIVER = 0
-IN_FLIGHT = 3  # stages of one request
+IN_FLIGHT = 3  # stages that one request has under way at once
 SIGNALS = 3
-QUIET_ROUNDS = 40  # several retransmissions, one after the other
+QUIET_ROUNDS = 40  # longer than several retransmissions, one after the other
 Key = tuple[int, int, int]  # writer, generation, serial
 
 
 @dataclass(eq=False)
 class Put:
-    """One half of a stage on its way into the ring."""
+    """One half of a stage, on its way into the ring."""
 
     key: Key
     offset: int
@@ -51,13 +53,13 @@ class Put:
 
 @dataclass(eq=False)
 class Sending:
-    """A writer's part of a request. ``outcome`` is what the writer believes: '', 'done' or why not."""
+    """A writer's part of a request. outcome: '' while it runs, then 'done' or why it failed, as the writer sees it."""
 
     generation: int
     todo: deque[tuple[int, int]]
-    direct: bool  # at its end it also writes directly
+    direct: bool  # at the end it also writes to pages
     open: dict[int, list[Put]] = field(default_factory=dict)
-    early: dict[int, list[Put]] = field(default_factory=dict)  # called written before they have landed
+    signalled: dict[int, list[Put]] = field(default_factory=dict)  # announced before they have landed
     wrote_direct: bool = False
     outcome: str = ""
 
@@ -66,7 +68,7 @@ class Writer:
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange = exchange
         self.rank = rank
-        self.client = StageClient()
+        self.requester = StagingRequester()
         self.session = Session(rank, rank + 1, 1)
         self.inbox: deque[Message] = deque()
         self.running = True
@@ -76,22 +78,22 @@ class Writer:
     def step(self) -> None:
         for sending in list(self.sendings.values()):
             self._progress(sending)
-        self._speak()
+        self._send_stage_messages()
 
     def read(self) -> None:
         while self.inbox:
             message = self.inbox.popleft()
             self.on_message(message)
             self.exchange.note(RECEIVER, self.rank, message)
-        self._speak()
+        self._send_stage_messages()
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, StageGrant):
-            self.client.on_grant(RECEIVER, message, self.exchange.ring.capacity, SIGNALS)
+            self.requester.on_grant(RECEIVER, message, self.exchange.ring.capacity, SIGNALS)
         elif isinstance(message, StageDenied):
-            self.client.on_denied(RECEIVER, message, self.exchange.ring.capacity)
+            self.requester.on_denied(RECEIVER, message, self.exchange.ring.capacity)
         elif isinstance(message, Withdrawn):
-            self.client.on_withdrawn(RECEIVER, message.generation)
+            self.requester.on_withdrawn(RECEIVER, message.generation)
         elif isinstance(message, Revoke):
             sending = self.sendings.get(message.generation)
             if sending is None:
@@ -101,35 +103,35 @@ class Writer:
 
     def fail(self, sending: Sending, why: str) -> None:
         sending.outcome = why
-        self._speak()
+        self._send_stage_messages()
         self.session.send(Abort(sending.generation, "TransferCancelled", why))
 
-    def _speak(self) -> None:
-        for _, message in self.client.outbox:
+    def _send_stage_messages(self) -> None:
+        for _, message in self.requester.outbox:
             self.session.send(message)
-        self.client.outbox.clear()
+        self.requester.outbox.clear()
 
     def _progress(self, sending: Sending) -> None:
         if not sending.outcome:
             self._move(sending)
         if not sending.outcome:
             return
-        if any(not put.landed for puts in (*sending.open.values(), *sending.early.values()) for put in puts):
+        if any(not put.landed for puts in (*sending.open.values(), *sending.signalled.values()) for put in puts):
             return
-        self._speak()
+        self._send_stage_messages()
         last = Seal(sending.generation, 1, b"") if sending.outcome == "done" else Quiesced(sending.generation)
         self.session.send(last)
-        self.client.forget(RECEIVER, sending.generation)
+        self.requester.forget(RECEIVER, sending.generation)
         del self.sendings[sending.generation]
 
     def _move(self, sending: Sending) -> None:
         generation = sending.generation
         while sending.todo and len(sending.open) < IN_FLIGHT:
             nbytes, least = sending.todo.popleft()
-            sending.open[self.client.ask(RECEIVER, generation, nbytes=nbytes, least=least)] = []
+            sending.open[self.requester.ask(RECEIVER, generation, nbytes=nbytes, least=least)] = []
         for serial, puts in list(sending.open.items()):
             try:
-                span = self.client.granted(RECEIVER, generation, serial)
+                span = self.requester.granted(RECEIVER, generation, serial)
             except RingExhausted:
                 self.fail(sending, "denied")
                 return
@@ -137,46 +139,46 @@ class Writer:
                 key = (self.rank, generation, serial)
                 puts += self.exchange.post(key, span.offset, span.nbytes, span.signal)
                 if span.signal is not None and self.exchange.random.random() < 0.7:
-                    self._call_written(generation, serial, puts, early=True)
-                    sending.early[serial] = sending.open.pop(serial)
+                    self._call_written(generation, serial, puts, signalled=True)
+                    sending.signalled[serial] = sending.open.pop(serial)
             elif puts and all(put.landed for put in puts):
-                self._call_written(generation, serial, puts, early=False)
+                self._call_written(generation, serial, puts, signalled=False)
                 del sending.open[serial]
-        if sending.todo or sending.open or any(not put.landed for puts in sending.early.values() for put in puts):
+        if sending.todo or sending.open or any(not put.landed for puts in sending.signalled.values() for put in puts):
             return
         if sending.direct:
-            sending.wrote_direct = self.client.go_direct(RECEIVER, generation)
+            sending.wrote_direct = self.requester.go_direct(RECEIVER, generation)
         if sending.wrote_direct or not sending.direct:
             sending.outcome = "done"
 
-    def _call_written(self, generation: int, serial: int, puts: list[Put], *, early: bool) -> None:
+    def _call_written(self, generation: int, serial: int, puts: list[Put], *, signalled: bool) -> None:
         self.exchange.flushed[self.rank, generation, serial] = [cell for put in puts for cell in put.cells]
         piece = {"layers": (0,), "start": serial, "num_pages": 1, "checked": False}
-        self.client.staged(RECEIVER, generation, serial, **piece, early=early)
+        self.requester.staged(RECEIVER, generation, serial, **piece, signalled=signalled)
 
 
 @dataclass(eq=False)
 class Receiving:
-    """A generation on the receiver, up to the quiescence of its writers."""
+    """A request on the receiver. writers: those that are not quiescent yet; without any, the request is forgotten."""
 
     writers: set[int]
     failed: bool = False
 
 
 class Exchange:
-    """Ranks 1.. write to rank 0."""
+    """Rank 0, which receives, and writers 1, 2, ..."""
 
     def __init__(self, writers: int, *, capacity: int, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self.ring = StagingRing(capacity, alignment=ALIGNMENT)
-        self.keeper = StageKeeper(self.ring, timeout=TIMEOUT, signals=SIGNALS)
+        self.credits = StagingCredits(self.ring, timeout=TIMEOUT, signals=SIGNALS)
         self.words = [0] * SIGNALS
-        self.lost: set[Key] = set()  # of which a half never lands
+        self.lost: set[Key] = set()  # stages of which a half never lands
         self.writers = {rank: Writer(self, rank) for rank in range(1, writers + 1)}
         self.sessions = {rank: Session(RECEIVER, 1, rank + 1) for rank in self.writers}
         self.inbox: deque[tuple[int, Message]] = deque()
-        self.air: list[tuple[int, int, Frame]] = []  # (from, to, frame)
+        self.air: list[tuple[int, int, ControlFrame]] = []  # (from, to, frame)
         self.puts: list[Put] = []
         self.memory = [-1] * self.ring.capacity
         self.flushed: dict[Key, list[int]] = {}
@@ -184,14 +186,14 @@ class Exchange:
         self.scattered: list[Key] = []
         self.receivings: dict[int, Receiving] = {}
         self.all: list[tuple[int, Sending, int]] = []  # (writer, its sending, how many stages)
-        self.heard: list[tuple[int, int, Message]] = []  # (from, to, message): may come again
+        self.heard: list[tuple[int, int, Message]] = []  # (from, to, message): `replay` repeats them
         self.cancelled: set[int] = set()
         self.generation = 0
 
     # ------------------------------------------------------------------ what happens
 
     def open(self, ranks: set[int], pieces: list[tuple[int, int]], *, direct: bool = False) -> int:
-        """A new request; pieces: (bytes, least) of each stage. Returns its generation."""
+        """Begins a request. pieces: (bytes, least) of each stage. Returns its generation."""
         self.generation += 1
         ranks = {rank for rank in ranks if not self.writers[rank].dead}
         if ranks:
@@ -211,7 +213,7 @@ class Exchange:
 
     def land(self, put: Put) -> None:
         src, generation, serial = put.key
-        held = self.keeper._lines[generation][src].held[serial]
+        held = self.credits._queues[generation][src].stages[serial]
         assert held.state.value != "filled", f"{put.key} writes into what is being read"
         assert held.stage in self.ring.stages
         assert held.stage.offset <= put.offset
@@ -225,22 +227,22 @@ class Exchange:
                 self.words[put.signal.word] = put.signal.value
 
     def finish_scatter(self, index: int) -> None:
-        """Or look whether it can go on: if its signal has not come, it waits, unless its request has failed."""
+        """Ends one unpacking; one whose signal has not risen goes on waiting, unless its request has failed."""
         key, stage, signal = self.scatters[index]
         if signal is not None and self.words[signal.word] != signal.value:
             receiving = self.receivings.get(key[1])
             if receiving is None or receiving.failed:
                 del self.scatters[index]
                 self.words[signal.word] = signal.value + 1
-                self.keeper.release(*key, self.now, written=False)
-                self._speak()
+                self.credits.release(*key, self.now, written=False)
+                self._send_stage_messages()
             return
         del self.scatters[index]
         cells = self.flushed[key]
         assert self.memory[stage.offset : stage.offset + len(cells)] == cells, f"{key} was overwritten"
         self.scattered.append(key)
-        self.keeper.release(*key, self.now)
-        self._speak()
+        self.credits.release(*key, self.now)
+        self._send_stage_messages()
 
     def cancel(self, generation: int) -> None:
         receiving = self.receivings.get(generation)
@@ -248,13 +250,13 @@ class Exchange:
             return
         receiving.failed = True
         self.cancelled.add(generation)
-        self.keeper.revoke(generation)
-        self._speak()
+        self.credits.revoke(generation)
+        self._send_stage_messages()
         for rank in receiving.writers:
             self.sessions[rank].send(Revoke(generation, "TransferCancelled", ""))
 
     def kill(self, rank: int) -> None:
-        """What it has put lands or vanishes; then the receiver learns of its end."""
+        """Kills a writer: each of its puts lands or vanishes, then the receiver learns of the death."""
         writer = self.writers[rank]
         writer.running, writer.dead = False, True
         for put in [put for put in self.puts if put.key[0] == rank]:
@@ -266,17 +268,17 @@ class Exchange:
         for generation, receiving in list(self.receivings.items()):
             if rank in receiving.writers:
                 self.cancel(generation)
-        self.keeper.gone(rank, self.now)
+        self.credits.peer_dead(rank, self.now)
         for generation in list(self.receivings):
             self._quiescent(rank, generation)
-        self._speak()
+        self._send_stage_messages()
 
     def note(self, src: int, dst: int, message: Message) -> None:
         if isinstance(message, StageAsk | StageGrant | StageDenied | Staged | Withdraw | Withdrawn):
             self.heard.append((src, dst, message))
 
     def replay(self, index: int) -> None:
-        """A message that was heard before comes once more, past the session."""
+        """Delivers an earlier message once more, past the session."""
         src, dst, message = self.heard[index % len(self.heard)]
         if dst == RECEIVER:
             self.on_message(src, message)
@@ -284,41 +286,41 @@ class Exchange:
             self.writers[dst].on_message(message)
 
     def receive(self) -> None:
-        self.keeper.tick(self.now)
+        self.credits.tick(self.now)
         while self.inbox:
             src, message = self.inbox.popleft()
             self.on_message(src, message)
             self.note(src, RECEIVER, message)
-        self._speak()
+        self._send_stage_messages()
 
     def on_message(self, src: int, message: Message) -> None:
         generation = getattr(message, "generation", 0)
         receiving = self.receivings.get(generation)
         known = receiving is not None and src in receiving.writers and not receiving.failed
         if isinstance(message, StageAsk) and known:
-            self.keeper.ask(src, message, self.now)
+            self.credits.ask(src, message, self.now)
         elif isinstance(message, Staged):
             key = (src, generation, message.serial)
-            if message.early:
-                stage, signal = self.keeper.promise(*key) or (None, None)
+            if message.signalled:
+                stage, signal = self.credits.mark_signalled(*key) or (None, None)
             else:
-                stage, signal = self.keeper.fill(*key), None
+                stage, signal = self.credits.mark_written(*key), None
             if stage is not None:
                 assert receiving is not None, "scattered after its writer was quiescent"
                 assert not receiving.failed, "scattered for a failed request, whose pages may be in use again"
                 self.scatters.append((key, stage, signal))
         elif isinstance(message, Withdraw) and known:
-            self.keeper.withdraw(src, message)
+            self.credits.withdraw(src, message)
         elif isinstance(message, Abort) and known:
             self.cancel(generation)
         elif isinstance(message, Quiesced | Seal):
-            self.keeper.quiescent(src, generation, self.now)
+            self.credits.mark_quiescent(src, generation, self.now)
             self._quiescent(src, generation)
 
     # ------------------------------------------------------------------ the net
 
-    def talk(self) -> None:
-        """Puts what is due on the air."""
+    def messenger(self) -> None:
+        """Puts every frame that is due on the air."""
         for rank, session in self.sessions.items():
             self.air += [(RECEIVER, rank, frame) for frame in session.poll(self.now)]
         for rank, writer in self.writers.items():
@@ -326,7 +328,7 @@ class Exchange:
                 self.air += [(rank, RECEIVER, frame) for frame in writer.session.poll(self.now)]
 
     def deliver(self, *, drop: float = 0.0, double: float = 0.0) -> None:
-        """Everything on the air arrives in any order, but what is lost."""
+        """Delivers everything on the air in random order, except what is lost."""
         self.random.shuffle(self.air)
         air, self.air = self.air, []
         for src, dst, frame in air:
@@ -344,7 +346,7 @@ class Exchange:
                     self.writers[dst].inbox.append(message)
 
     def round(self, *, drop: float = 0.0, double: float = 0.0, late: float = 0.0) -> None:
-        """Everybody who runs gets to run once, in any order. ``late``: the share of copies that take longer."""
+        """Each running writer, then the receiver, takes a turn. late: the share of copies that take longer."""
         self.now += 0.3
         for put in self.random.sample(self.puts, len(self.puts)):
             if self.random.random() >= late:
@@ -357,12 +359,12 @@ class Exchange:
                 writer.read()
                 writer.step()
         self.receive()
-        self.talk()
+        self.messenger()
         self.deliver(drop=drop, double=double)
         self.check()
 
-    def settle(self, *, drop: float = 0.0) -> bool:
-        """Whether everybody who runs gets done; False after many rounds in which nothing was scattered or ended."""
+    def run_until_idle(self, *, drop: float = 0.0) -> bool:
+        """Whether all running ranks finish; False after many rounds in which nothing was unpacked or ended."""
         quiet, last = 0, (-1, -1)
         while quiet < QUIET_ROUNDS:
             if self._at_rest():
@@ -391,36 +393,36 @@ class Exchange:
             end = stage.offset + stage.nbytes
         assert end <= self.ring.capacity
         assert sum(stage.nbytes for stage in stages) == self.ring.in_use
-        lines = [line for lines in self.keeper._lines.values() for line in lines.values()]
-        assert sum(len(line.held) for line in lines) == len(stages), "somebody's stage is nobody's"
-        assert all(line.unwritten <= MAX_ASKS for line in lines)
-        assert {line for line in lines if line.waiting} == set(self.keeper._turn)
+        queues = [queue for queues in self.credits._queues.values() for queue in queues.values()]
+        assert sum(len(queue.stages) for queue in queues) == len(stages), "a stage of the ring belongs to no queue"
+        assert all(queue.unwritten <= MAX_ASKS for queue in queues)
+        assert {queue for queue in queues if queue.pending} == set(self.credits._round_robin)
         for writer in self.writers.values():
             for sending in writer.sendings.values():
                 if sending.wrote_direct:
-                    assert not self.keeper.promised(writer.rank, sending.generation), "its pages were called safe"
+                    assert not self.credits.is_ring_only(writer.rank, sending.generation), "its pages were called safe"
 
     def check_over(self) -> None:
-        """Nothing is left of anything, and every request that nobody stopped has arrived, each stage once."""
-        assert self.keeper._lines == {}
-        assert self.keeper._turn == {}
+        """Nothing is left over, and every request that was not stopped has arrived, each stage once."""
+        assert self.credits._queues == {}
+        assert self.credits._round_robin == {}
         assert self.ring.stages == ()
         assert self.ring.in_use == self.ring.quarantined == 0
-        assert self.ring.room == self.ring.capacity
+        assert self.ring.largest_possible == self.ring.capacity
         assert self.receivings == {}
         assert len(self.scattered) == len(set(self.scattered))
         for rank, sending, stages in self.all:
             stopped = sending.generation in self.cancelled
-            assert stopped or sending.outcome == "done", f"{rank}, {sending}: nobody stopped it"
+            assert stopped or sending.outcome == "done", f"{rank}, {sending}: it was not stopped"
             scattered = [key for key in self.scattered if key[:2] == (rank, sending.generation)]
             assert stopped or len(scattered) == stages, "a stage was lost"
         for writer in self.writers.values():
-            assert writer.dead or writer.client._lines == {}
+            assert writer.dead or writer.requester._queues == {}
 
-    def _speak(self) -> None:
-        for rank, message in self.keeper.outbox:
+    def _send_stage_messages(self) -> None:
+        for rank, message in self.credits.outbox:
             self.sessions[rank].send(message)
-        self.keeper.outbox.clear()
+        self.credits.outbox.clear()
 
     def _quiescent(self, rank: int, generation: int) -> None:
         receiving = self.receivings.get(generation)

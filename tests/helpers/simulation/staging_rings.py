@@ -1,41 +1,42 @@
-"""Staging of simulated ranks: packing takes its time, and nothing may land in a ring where no stage is."""
+"""Staging of simulated ranks: packing takes virtual time, and nothing may land in a ring outside its stages."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torchkv_loopback import World
 
-from torchkv.engine import Engine
+from torchkv.engine.engine import Engine
 from torchkv.errors import KVError
-from torchkv.packer import Early, Packer, Staging
 from torchkv.protocol.actions import Scatter
-from torchkv.staging import Stage
+from torchkv.protocol.stage_allocator import Stage
+from torchkv.staging.packer import GatherJob, Packer, SignalledStage, Staging
 
 __all__ = ["LaggingPacker", "RingShadow", "lagging", "raise_signal"]
 
 
 class LaggingPacker(Packer):
-    """Packs on the host, but as a GPU would: each job runs, and is known to be over, some virtual time later.
+    """Packs on the host, but as late as a GPU would: each job runs, and is reported to have ended, some time later.
 
-    It runs whether anybody still waits for it or not, unless the ``node`` whose job it is has died. Signals are words
-    in the receiver's memory, as on a GPU.
+    A job that has begun runs even if it is no longer waited for, unless its ``node`` has died. Signals are words in the
+    receiver's memory, as on a GPU.
     """
 
     signals = True
-    slowness = 1.0  # beside the delays of messages
+    slowness = 1.0  # a factor, beside the delays of messages
 
     def __init__(self, packer: Packer, world: World, node: int) -> None:
         self._packer = packer
         self._world = world
         self._node = node
 
-    def gather(self, *args: Any, checksum: bool, early: Early | None = None, **_: Any) -> Iterator[int]:
-        return self._late(self._packer.gather(*args, checksum=checksum), early)
+    def gather(self, job: GatherJob) -> Iterator[int]:
+        return self._late(self._packer.gather(replace(job, signalled=None)), job.signalled)
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         if job.signal is not None:
@@ -53,7 +54,7 @@ class LaggingPacker(Packer):
     def prepare(self, *args: Any, **settings: Any) -> None:
         self._packer.prepare(*args, **settings)
 
-    def _late(self, steps: Iterator[int], early: Early | None = None) -> Iterator[int]:
+    def _late(self, steps: Iterator[int], signalled: SignalledStage | None = None) -> Iterator[int]:
         over: list[KVError | None] = []
 
         def work() -> None:
@@ -61,8 +62,8 @@ class LaggingPacker(Packer):
             try:
                 while self._world.alive(self._node) and next(steps, None) is not None:
                     pass
-                if early is not None and self._world.alive(self._node):
-                    raise_signal(early)
+                if signalled is not None and self._world.alive(self._node):
+                    raise_signal(signalled)
             except KVError as raised:
                 error = raised
             self._world.schedule(self._world.delay(), lambda: over.append(error))
@@ -79,8 +80,8 @@ def _word(address: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(address)
 
 
-def raise_signal(early: Early) -> None:
-    _word(early.address).value = early.value
+def raise_signal(signalled: SignalledStage) -> None:
+    _word(signalled.address).value = signalled.value
 
 
 def lagging(staging: Staging, world: World, node: int) -> Staging:
@@ -88,15 +89,15 @@ def lagging(staging: Staging, world: World, node: int) -> Staging:
 
 
 class RingShadow:
-    """One rank's receiving ring. Bytes of no stage hold a pattern that only the test writes, anew after each stage."""
+    """Watches one rank's ring: bytes outside stages hold a pattern that nothing but this class may change."""
 
     def __init__(self, engine: Engine, generator: np.random.Generator) -> None:
         assert engine.staging is not None
         assert engine.staging.receiving is not None
         self.problems: list[str] = []
         self.stages_seen = 0
-        self._rank = engine.roster.rank
-        self._ring = engine.keeper.ring
+        self._rank = engine.group_map.rank
+        self._ring = engine.credits.ring
         self._memory: npt.NDArray[np.uint8] = engine.staging.receiving.tensor.numpy()
         self._generator = generator
         self._live: tuple[Stage, ...] = ()
@@ -104,7 +105,7 @@ class RingShadow:
         self._expected = self._memory.copy()
 
     def observe(self) -> None:
-        """After each step of the rank, before anything else can land."""
+        """To be called after each step of the rank, before anything else can land."""
         if self._ring.stages == self._live:
             return
         self.check()

@@ -1,4 +1,4 @@
-"""State in a random scenario: which slots send and receive, what leaves early, and what must have arrived."""
+"""State in a random scenario: which slots send and receive, what is sent before `finish`, what must have arrived."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from flows import Gate, Receiving, Sending
-from memory import slot_snapshot
-from simulation import Rank
 
-from torchkv.layout import State
-from torchkv.work import KVWork
+from tests.helpers.references.memory import slot_snapshot
+from tests.helpers.simulation.cluster import Rank
+from tests.helpers.simulation.flows import Gate, Receiving, Sending
+from torchkv.engine.work import KVWork
+from torchkv.layout.layout import State
 
 if TYPE_CHECKING:
-    from scenario import Scenario
+    from tests.helpers.simulation.scenario import Scenario
 
 __all__ = ["StateFlows", "random_states"]
 
@@ -23,7 +23,7 @@ RECV_SLOTS = 3  # slots [0, RECV_SLOTS) receive, the rest sends
 
 
 def random_states(dice: random.Random) -> list[State]:
-    """None, or one or two: sharded, in groups, whole on every rank; in all layers or some."""
+    """No state, or one or two: sharded, in shard groups, or whole on every rank; in all layers or in some."""
     layers = dice.choice([None, None, (0,), (1, 2)])
     ssm = State("ssm", (4, 3), torch.int16, shard_dim=0, layers=layers)
     conv = State("conv", (2, 8), torch.uint8, shard_dim=1, shard_groups=dice.choice([(4, 4), (2, 6)]), layers=layers)
@@ -32,7 +32,7 @@ def random_states(dice: random.Random) -> list[State]:
 
 
 class StateFlows:
-    """The state of all flows of ``scenario``. It has dice of its own: without state, a seed's run is what it was."""
+    """The state of all flows of ``scenario``. It has its own dice, so that no other choice of a seed depends on it."""
 
     def __init__(self, scenario: Scenario, dice: random.Random) -> None:
         self.dice = dice
@@ -41,22 +41,22 @@ class StateFlows:
         self._sources = {rank.rank: slot_snapshot(rank) for rank in ranks}
         self._unused = {rank.rank: list(range(RECV_SLOTS, rank.cache.num_slots)) for rank in ranks}
         self._given: dict[Sending, set[int]] = {}  # layers that are sent before `finish`
-        self._heard: dict[Receiving, float | None] = {}  # when something had last come, when it was last looked at
+        self._heard: dict[Receiving, float | None] = {}  # each request's ``progress_at`` when it was last checked
 
     # ------------------------------------------------------------------ what applications do
 
     def source_slot(self, rank: Rank) -> int | None:
-        """One for each flow, given on every stage, whether its layers have state or not."""
+        """A slot for each flow, on every rank whose layout has states, whether its layers have any or not."""
         return self._unused[rank.rank].pop() if rank.cache.layout.states else None
 
     def free(self, rank: Rank) -> list[int | None]:
-        """Slots to receive in; none are needed where there is no state."""
+        """Slots that may receive; [None] where the layout has no state."""
         if not rank.cache.layout.states:
             return [None]
         return [slot for slot in self._scenario.shadows[rank.rank].free_slots() if slot < RECV_SLOTS]
 
     def plan(self, sending: Sending, start: float, end: float) -> None:
-        """Some layers' state leaves between ``start`` and ``end``, the rest with `finish`."""
+        """Sends the state of some layers between ``start`` and ``end``; `finish` sends the rest."""
         dice, layout = self.dice, sending.rank.cache.layout
         if sending.slot is None:
             return
@@ -68,7 +68,7 @@ class StateFlows:
             self._scenario.cluster.at(dice.uniform(start, end), lambda layer=layer: self._send(sending, layer))
 
     def left(self, sending: Sending) -> int | None:
-        """What `finish` is given: the slot, unless it is sure to be of no use, and sometimes even then."""
+        """The slot to pass to `finish`; None where that needs none, in half of those cases."""
         if sending.slot is None:
             return None
         all_given = self._given[sending] == set(sending.rank.cache.layout.layers)
@@ -76,7 +76,7 @@ class StateFlows:
 
     def _send(self, sending: Sending, layer: int) -> None:
         rank, dice, now = sending.rank, self.dice, self._scenario.world.now
-        event = Gate(rank._now, now + dice.uniform(0.0, 0.5)) if dice.random() < 0.3 else None
+        event = Gate(rank._clock, now + dice.uniform(0.0, 0.5)) if dice.random() < 0.3 else None
 
         def verb() -> KVWork:
             assert sending.slot is not None
@@ -86,30 +86,30 @@ class StateFlows:
 
     # ------------------------------------------------------------------ watching
 
-    def check(self, found: Receiving, what: str, layers: Sequence[int]) -> None:
-        """The slot holds the state of these layers, from whichever writer that had this grant."""
+    def check(self, found: Receiving, operation: str, layers: Sequence[int]) -> None:
+        """Checks that the slot holds the state of ``layers`` from the writers that had this grant."""
         if found.slot is None:
             return
         sources = {
             sending.rank.rank: (sending.rank.cache.layout, self._sources[sending.rank.rank], sending.slot)
             for sending in self._scenario.sendings
-            if sending.bound_to(found.rank.rank, found.receive.generation) and sending.slot is not None
+            if sending.bound_to(found.rank.rank, found.req.generation) and sending.slot is not None
         }
-        self._scenario.shadows[found.rank.rank].check_state(what, found.slot, sources, layers)
+        self._scenario.shadows[found.rank.rank].check_state(operation, found.slot, sources, layers)
 
     def check_layers(self, rank: Rank) -> None:
-        """A layer that is said to be here has its state here, whatever else is still to come."""
+        """Checks the state of every layer that is reported to be complete, before the request ends."""
         if not rank.cache.layout.stateful:
             return
         receiver = rank.engine.receiver
         for found in self._scenario.receivings:
-            receive = found.receive
-            if found.rank is not rank or receive.error is not None or receive.ended:
+            req = found.req
+            if found.rank is not rank or req.error is not None or req.ended:
                 continue
-            if receive.heard == self._heard.get(found):
+            if req.progress_at == self._heard.get(found):
                 continue
-            self._heard[found] = receive.heard
+            self._heard[found] = req.progress_at
             for layer in sorted(set(rank.cache.layout.layers) - found.layers_done):
-                if receiver.layer_done(receive, layer):
+                if receiver.layer_done(req, layer):
                     found.layers_done.add(layer)
                     self.check(found, f"layer {layer} of request {found.flow.name}", [layer])

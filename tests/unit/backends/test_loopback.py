@@ -1,4 +1,4 @@
-"""Two loopback worlds are two worlds, also where they were made from one seed (as in two processes)."""
+"""Loopback worlds do not reach each other, also if they were made from one seed, as in two processes."""
 
 from __future__ import annotations
 

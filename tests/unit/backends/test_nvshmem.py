@@ -1,4 +1,4 @@
-"""The NVSHMEM transport over a fake of its library and device: all that is not a GPU's or NVSHMEM's own doing."""
+"""The NVSHMEM transport over fakes of its library and its device: everything but what CUDA and NVSHMEM do."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvshmem_fake import CPU, World
 from torchkv_nvshmem import NVSHMEMTransport, environment, library, wire
 from torchkv_nvshmem.exchange import through_store
 from torchkv_nvshmem.heap import ALIGNMENT, Heap, Place
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
 
-from torchkv import hostmem
+from tests.helpers.fakes.nvshmem import CPU, World
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransportUnavailable
-from torchkv.processes import ProcessId, process_started
+from torchkv.host import shared_memory
+from torchkv.host.processes import ProcessId, process_started
 from torchkv.transport import Batch, Channel, Completion, Region
 
 POISON = 0xDD
@@ -37,7 +37,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`environment.prepare` writes there; what a test has set or left is undone."""
+    """Undoes what `environment.prepare` writes into the environment, and what a test sets there."""
     for name in ("SYMMETRIC_SIZE", "MAX_MEMORY_PER_GPU", "DISABLE_NVLS", "BOOTSTRAP_UID_SOCK_IFNAME"):
         monkeypatch.setenv(f"NVSHMEM_{name}", "")
         monkeypatch.delenv(f"NVSHMEM_{name}")
@@ -120,7 +120,7 @@ def test_join_starts_once_and_all_agree() -> None:
     assert world.join([2, 0]) == [None] * 2, "a smaller one, in another order"
     assert len(world.started) == 3
     assert len(set(world.started)) == 1
-    runtimes = [member.runtime for member in world.members]
+    runtimes = [info.runtime for info in world.info]
     assert [runtime.pe for runtime in runtimes] == [0, 1, 2]
     assert len({runtime.heap_id for runtime in runtimes}) == 1
 
@@ -129,7 +129,7 @@ def test_before_joining_there_is_no_transport() -> None:
     with pytest.raises(TransportUnavailable, match="join"):
         World(1).transport(0)
     with pytest.raises(TransportUnavailable, match="join"):
-        World(1).members[0].allocate(1, CPU)
+        World(1).info[0].allocate(1, CPU)
 
 
 def test_one_rank_that_cannot_stops_all_before_anything_starts() -> None:
@@ -157,7 +157,7 @@ def test_ranks_of_two_jobs_are_refused() -> None:
     worlds = World(1), World(1)
     assert [world.join() for world in worlds] == [[None], [None]]
     mixed = World(2)
-    mixed.members = [world.members[0] for world in worlds]
+    mixed.info = [world.info[0] for world in worlds]
     for error in mixed.join():
         assert isinstance(error, TransportUnavailable)
         assert "different NVSHMEM jobs" in str(error)
@@ -215,7 +215,7 @@ def test_exchanges_leave_little_in_the_store() -> None:
 
 
 def test_exchanges_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rounds, each rank at its own pace: nobody sees bytes of another round."""
+    """Many rounds, each rank at its own speed: no rank sees bytes of another round."""
     world = World(3)
 
     def call(rank: int, party: Any) -> list[list[bytes]]:
@@ -252,7 +252,7 @@ def test_the_heaps_limit(monkeypatch: pytest.MonkeyPatch, text: str, limit: int 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """As if PyTorch were built for CUDA 13 with its pins; returns what is installed, to be changed."""
+    """Pretends that PyTorch was built for CUDA 13 with its pins; returns the installed versions, which tests change."""
     installed = {"nvidia-nvshmem-cu13": "3.4.5"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -318,7 +318,7 @@ def test_every_rank_sets_the_largest_aside() -> None:
     tensors = world.allocate({0: 5 * MIB, 1: 1000})
     assert [len(tensors[pe]) for pe in (0, 1)] == [5 * MIB, 1000]
     assert {heap[-1][2] for heap in world.heaps} == {6 * MIB}
-    assert [member.runtime.find(tensors[pe]) for pe, member in enumerate(world.members)] == [
+    assert [info.runtime.find(tensors[pe]) for pe, info in enumerate(world.info)] == [
         Place(1, 0, 5 * MIB),
         Place(0, 0, 1000),  # there was room for it in the first block
     ]
@@ -333,7 +333,7 @@ def test_freed_memory_is_used_again_without_growing() -> None:
     address = first[0].data_ptr()
     first.clear()
     gc.collect()
-    assert world.members[0].runtime.heap.largest_free < 8 * MIB, "a view is still there"
+    assert world.info[0].runtime.heap.largest_free < 8 * MIB, "a view is still there"
     del pages
     gc.collect()
     second = world.allocate({0: 7 * MIB, 1: 8 * MIB})
@@ -346,7 +346,7 @@ def test_freed_memory_is_used_again_without_growing() -> None:
 def test_memory_is_used_again_only_when_the_device_is_done_with_it() -> None:
     world = World(1)
     world.join(reserve=4 * MIB)
-    runtime = world.members[0].runtime
+    runtime = world.info[0].runtime
     ran = []
     stream = runtime.gpu.stream()
     first = runtime.take(3 * MIB)
@@ -364,7 +364,7 @@ def test_a_failed_join_leaves_no_group_to_allocate_in() -> None:
     world.obstacles[0] = "broken since"
     assert all(isinstance(error, TransportUnavailable) for error in world.join())
     with pytest.raises(TransportUnavailable, match="join"):
-        world.members[1].allocate(1, CPU)
+        world.info[1].allocate(1, CPU)
 
 
 def test_nothing_is_a_fine_amount() -> None:
@@ -428,7 +428,7 @@ def test_other_devices_are_refused() -> None:
     world = World(1)
     world.join()
     with pytest.raises(TransportUnavailable, match="meta"):
-        world.members[0].allocate(1, torch.device("meta"))
+        world.info[0].allocate(1, torch.device("meta"))
     transport = world.transport(0)
     with pytest.raises(TransportUnavailable, match="meta"):
         transport.allocate(1, torch.device("meta"))
@@ -441,7 +441,7 @@ def test_local_allocation_ends_with_the_reserve() -> None:
     world.join(reserve=4 * MIB)
     transport = world.transport(0)
     kept = transport.allocate(4 * MIB, CPU)
-    assert world.members[0].runtime.find(kept) is not None
+    assert world.info[0].runtime.find(kept) is not None
     with pytest.raises(TransportUnavailable, match="reserve="):
         transport.allocate(4 * MIB, CPU)
 
@@ -536,7 +536,7 @@ def test_the_comparison_notices_one_byte(pair: Pair) -> None:
 
 
 def test_regions_at_unlike_places_reach_each_other() -> None:
-    """Offsets are of the block, not of the PE: what lies where differs on the two sides."""
+    """Descriptors name block and offset, so a region may lie at different places of the heap on the two PEs."""
     made = make_pair(8 * KIB)
     extra = made.b.allocate(3000, CPU)
     extra.fill_(POISON)
@@ -545,7 +545,7 @@ def test_regions_at_unlike_places_reach_each_other() -> None:
     mine = made.a.allocate(3000, CPU)
     mine.copy_(torch.randint(0, 256, (3000,), dtype=torch.uint8))
     index = made.a.register(mine).index
-    assert made.world.members[0].runtime.find(mine) != made.world.members[1].runtime.find(extra)
+    assert made.world.info[0].runtime.find(mine) != made.world.info[1].runtime.find(extra)
     channel = made.a.connect(made.b.address(), [made.b.register(extra).descriptor()])
     assert made.finish(channel.put(batch((index, 1, 0, 2, 2998))), channel.flush()) == [None, None]
     assert torch.equal(extra[2:], mine[1:2999])
@@ -564,9 +564,6 @@ def test_regions_at_unlike_places_reach_each_other() -> None:
 def test_spans_outside_a_region_write_nothing(pair: Pair, row: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ProtocolError, match="span 1"):
         pair.channel.put(batch((0, 0, 0, 0, 4096), row))
-    with pytest.raises(ProtocolError, match="span 1"):
-        pair.channel.put_on_stream(batch((0, 0, 0, 0, 4096), row), pair.world.members[0].runtime.gpu.stream())
-    pair.world.streams[-1].close()
     assert pair.finish(pair.channel.flush()) == [None]
     pair.expect(batch())
     assert pair.world.puts == 0
@@ -641,60 +638,6 @@ def test_cancel_stops_what_is_not_posted() -> None:
     made.expect(after)
 
 
-def test_signals_come_after_bytes_and_carry_any_value(pair: Pair) -> None:
-    pair.world.running = False
-    put = pair.channel.put(batch((0, 0, 0, 0, 4096)))
-    sent = [pair.channel.signal(slot, value) for slot, value in ((0, 1), (63, -1), (5, (1 << 63) - 1), (6, -(1 << 63)))]
-    for _ in range(10):
-        pair.a.progress()
-    stream = pair.world.streams[pair.channel._stream.handle - 1]
-    while pair.b.read_signal(0) == 0:
-        assert stream.work
-        stream.run(1)
-    assert (pair.target[0][:4096] == pair.source[0][:4096]).all()
-    pair.world.running = True
-    assert pair.finish(put, *sent) == [None] * 5
-    assert [pair.b.read_signal(slot) for slot in (0, 63, 5, 6, 7)] == [1, -1, (1 << 63) - 1, -(1 << 63), 0]
-    assert pair.a.read_signal(0) == 0
-
-
-@pytest.mark.parametrize(("slot", "value"), [(-1, 0), (64, 0), (0, 1 << 63), (0, -(1 << 63) - 1)])
-def test_signals_are_bounded(pair: Pair, slot: int, value: int) -> None:
-    with pytest.raises(ProtocolError):
-        pair.channel.signal(slot, value)
-    if value == 0:
-        with pytest.raises(ProtocolError):
-            pair.a.read_signal(slot)
-
-
-def test_two_transports_of_one_process_have_their_own_signals(pair: Pair) -> None:
-    second = pair.world.transport(1)
-    other = pair.a.connect(second.address(), [])
-    assert pair.finish(other.signal(3, 7)) == [None]
-    assert (second.read_signal(3), pair.b.read_signal(3)) == (7, 0)
-    second.close()
-
-
-def test_a_put_on_a_callers_stream_follows_it_and_flushes_follow_the_put(pair: Pair) -> None:
-    pair.world.running = False
-    theirs = pair.world.members[0].runtime.gpu.stream()
-    late = np.random.default_rng().integers(0, 256, 4096, dtype=np.uint8)
-    theirs.add(lambda: pair.source[0].__setitem__(slice(0, 4096), late))  # the caller's kernel
-    given = batch((0, 0, 0, 8192, 4096), (0, 100, 0, 0, 10))
-    put = pair.channel.put_on_stream(given, theirs)
-    flush = pair.channel.flush()
-    pair.a.progress()
-    pair.world.streams[pair.channel._stream.handle - 1].run()
-    pair.a.progress()
-    assert (put.done, flush.done) == (False, False), "the caller's kernel has not run yet"
-    pair.world.running = True
-    assert pair.finish(flush) == [None]
-    assert (pair.target[0][8192 : 8192 + 4096] == late).all()
-    assert pair.finish(put) == [None]
-    pair.expect(given)
-    theirs.close()
-
-
 def test_views_are_the_peers_memory(pair: Pair) -> None:
     view = pair.channel.view(1)
     assert view is not None
@@ -723,7 +666,7 @@ def test_where_there_is_no_peer_access_puts_go_and_views_do_not() -> None:
 
 
 def test_an_engines_own_memory_has_views_but_no_puts(pair: Pair) -> None:
-    own = hostmem.allocate(4096)
+    own = shared_memory.allocate(4096)
     own.fill_(POISON)
     region = pair.b.register(own)
     channel = pair.a.connect(pair.b.address(), [region.descriptor(), pair.b._regions[0].descriptor()])
@@ -733,7 +676,7 @@ def test_an_engines_own_memory_has_views_but_no_puts(pair: Pair) -> None:
     assert own[8:17].tolist() == [POISON] * 2 + [1] * 5 + [POISON] * 2
     with pytest.raises(TransportUnavailable, match="remote region 0 of span 1 lies outside symmetric memory"):
         channel.put(batch((0, 0, 1, 0, 8), (0, 0, 0, 0, 8)))
-    mine = pair.a.register(hostmem.allocate(4096))
+    mine = pair.a.register(shared_memory.allocate(4096))
     with pytest.raises(TransportUnavailable, match="local region"):
         channel.put(batch((mine.index, 0, 1, 0, 8)))
     assert pair.finish(channel.flush()) == [None]
@@ -771,7 +714,7 @@ def test_close_ends_what_is_pending_and_is_idempotent(pair: Pair) -> None:
     pair.channel.close()
     assert pending.done
     assert isinstance(pending.error, PeerLost)
-    for call in (lambda: pair.channel.put(batch()), pair.channel.flush, lambda: pair.channel.signal(0, 1)):
+    for call in (lambda: pair.channel.put(batch()), pair.channel.flush):
         with pytest.raises(ProtocolError, match="closed"):
             call()
     with pytest.raises(ProtocolError, match="closed"):
@@ -783,7 +726,7 @@ def test_close_ends_what_is_pending_and_is_idempotent(pair: Pair) -> None:
 
 
 def test_a_closed_transport_leaves_nothing(pair: Pair) -> None:
-    free = pair.world.members[0].runtime.heap.largest_free
+    free = pair.world.info[0].runtime.heap.largest_free
     fds = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         again = pair.world.transport(0)
@@ -792,12 +735,12 @@ def test_a_closed_transport_leaves_nothing(pair: Pair) -> None:
         again.close()
         del again
         gc.collect()
-    assert pair.world.members[0].runtime.heap.largest_free == free
+    assert pair.world.info[0].runtime.heap.largest_free == free
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
 class Doomed:
-    """A process that can be killed, in the part of the peer."""
+    """A process that can be killed; the peer's address is changed to name it."""
 
     def __enter__(self) -> Doomed:
         self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -833,7 +776,7 @@ def test_a_dead_peer_is_lost_and_drained(pair: Pair) -> None:
         pair.world.running = True
         assert [type(error) for error in pair.finish(put, flush)] == [PeerLost, PeerLost]
         assert channel.drained
-        for call in (lambda: channel.put(batch()), channel.flush, lambda: channel.signal(0, 1)):
+        for call in (lambda: channel.put(batch()), channel.flush):
             with pytest.raises(PeerLost):
                 call()
     assert pair.finish(pair.channel.flush()) == [None], "the other channel lives"
@@ -920,8 +863,7 @@ def test_every_field_of_a_region_is_bounded_even_under_a_right_digest(pair: Pair
 @pytest.mark.parametrize(
     "change",
     [
-        {"pe": 2}, {"pe": -1}, {"mailbox_block": 9}, {"mailbox_offset": 3 * MIB}, {"mailbox_offset": 12},
-        {"mailbox_offset": -8}, {"process": ProcessId("x", 0, 0)}, {"process": ProcessId("x", 1 << 31, 0)},
+        {"pe": 2}, {"pe": -1}, {"process": ProcessId("x", 0, 0)}, {"process": ProcessId("x", 1 << 31, 0)},
         {"process": ProcessId("x", 1, -1)}, {"process": ProcessId("x" * 65, 1, 0)},
     ],
 )  # fmt: skip
@@ -940,7 +882,7 @@ def test_another_jobs_members_are_out_of_reach(pair: Pair) -> None:
 
 
 def test_a_view_of_less_memory_than_published_is_refused(pair: Pair) -> None:
-    good = wire.unpack(pair.b.register(hostmem.allocate(4096)).descriptor(), RegionBlob)
+    good = wire.unpack(pair.b.register(shared_memory.allocate(4096)).descriptor(), RegionBlob)
     channel: Channel = pair.a.connect(pair.b.address(), [wire.pack(msgspec.structs.replace(good, nbytes=8192))])
     with pytest.raises(ProtocolError, match="8192"):
         channel.view(0)

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchkv.bench import pipeline_table, pipelined, processes
-from torchkv.bench.cores import first_two, pin, two_cores, waited
-from torchkv.bench.decoder import Decoder, ModelSize
-from torchkv.bench.gates import Gate, PipelineResult, Way, median_error
-from torchkv.bench.memories import Paged, Received, rows
+from benchmarks import pipeline_table, pipelined
+from benchmarks.cores import first_two, pin, two_cores, waited
+from benchmarks.decoder import Decoder, ModelSize
+from benchmarks.gates import Gate, PipelineResult, Way, median_error
+from benchmarks.memories import Paged, Received, rows
+from torchkv.bench import processes
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
 

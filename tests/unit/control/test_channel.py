@@ -1,4 +1,4 @@
-"""The control channel's two ways, in one process: small frames go short, everything arrives, no news is missed."""
+"""The control channel's two ways, datagrams and ZeroMQ, in one process: every frame arrives, no wake-up is missed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from torchkv.control import RECEIVE_BURST, ZmqControl
-from torchkv.hostlane import MAX_DATAGRAM
-from torchkv.processes import ProcessId, this_process
+from torchkv.control.channel import RECEIVE_BURST, ZmqControlChannel
+from torchkv.control.unix_datagrams import MAX_DATAGRAM
+from torchkv.host.processes import ProcessId, this_process
 
 PATIENCE = 20.0
-SHORT, LONG = 1, 2  # bits of the two ways
-Pair = tuple[ZmqControl, ZmqControl]
+SHORT, LONG = 1, 2  # bits of `ControlChannel.fds`: datagrams, ZeroMQ
+Pair = tuple[ZmqControlChannel, ZmqControlChannel]
 Connect = Callable[[ProcessId], Pair]
 
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    made: list[ZmqControl] = []
+    made: list[ZmqControlChannel] = []
 
     def pair(process: ProcessId) -> Pair:
-        """The first one can send to the other, as rank 1, which it takes for a process of ``process``'s host."""
-        made.extend(ZmqControl(heartbeat=5.0) for _ in range(2))
+        """Two channels; the first sends to the second, as rank 1, and takes it for a process on ``process``'s host."""
+        made.extend(ZmqControlChannel(heartbeat=5.0) for _ in range(2))
         made[0].connect(1, made[1].endpoint, process)
         return made[0], made[1]
 
@@ -35,12 +35,12 @@ def connect() -> Iterator[Connect]:
         control.close()
 
 
-def elsewhere() -> ProcessId:
+def asynchronous() -> ProcessId:
     return msgspec.structs.replace(this_process(), host="another")
 
 
-def readable(control: ZmqControl) -> int:
-    """Waits for news; a bit for each of ``fds``."""
+def readable(control: ZmqControlChannel) -> int:
+    """Waits until something is readable; bit i is set if that is ``fds[i]``."""
     poller = select.poll()
     for fd in control.fds:
         poller.register(fd, select.POLLIN)
@@ -48,7 +48,7 @@ def readable(control: ZmqControl) -> int:
     return sum(1 << i for i, fd in enumerate(control.fds) if fd in ready)
 
 
-def gather(control: ZmqControl, count: int, where: int = SHORT | LONG) -> list[bytes]:
+def gather(control: ZmqControlChannel, count: int, where: int = SHORT | LONG) -> list[bytes]:
     frames: list[bytes] = []
     while len(frames) < count:
         assert control.unread or readable(control), f"{count - len(frames)} frames never came"
@@ -69,7 +69,7 @@ def test_small_frames_go_the_short_way_and_large_ones_the_long_way(connect: Conn
 
 
 def test_to_another_host_there_is_one_way_only(connect: Connect) -> None:
-    one, other = connect(elsewhere())
+    one, other = connect(asynchronous())
     assert not one.send_at_once(1, [b"x"])
     one.send(1, [b"first", b"second"])
     assert gather(other, 2) == [b"first", b"second"]
@@ -78,7 +78,7 @@ def test_to_another_host_there_is_one_way_only(connect: Connect) -> None:
 def test_what_the_short_way_refuses_goes_the_long_one(connect: Connect) -> None:
     one, other = connect(this_process())
     sent = [random.randbytes(100) for _ in range(300)]
-    for frame in sent:  # nobody reads meanwhile, so it is soon full
+    for frame in sent:  # the other end does not read meanwhile, so the datagram socket is soon full
         one.send(1, [frame])
     assert not one.send_at_once(1, [b"x"])
     assert sorted(gather(other, len(sent))) == sorted(sent)
@@ -88,7 +88,7 @@ def test_what_the_short_way_refuses_goes_the_long_one(connect: Connect) -> None:
 
 @pytest.mark.parametrize("long_way", [False, True])
 def test_more_than_one_look_takes_is_not_forgotten(long_way: bool, connect: Connect) -> None:
-    one, other = connect(elsewhere() if long_way else this_process())
+    one, other = connect(asynchronous() if long_way else this_process())
     sent = [random.randbytes(40) for _ in range(2 * RECEIVE_BURST + 10)]
     for frame in sent:
         one.send(1, [frame])
@@ -97,8 +97,8 @@ def test_more_than_one_look_takes_is_not_forgotten(long_way: bool, connect: Conn
 
 @pytest.mark.parametrize("long_way", [False, True])
 def test_sleep_ends_when_something_arrives_and_it_is_found_afterwards(long_way: bool, connect: Connect) -> None:
-    """ZeroMQ's file descriptor tells each piece of news once, and its poller may be who hears it."""
-    one, other = connect(elsewhere() if long_way else this_process())
+    """ZeroMQ's file descriptor signals each arrival once, and the poll in `sleep` may be what consumes the signal."""
+    one, other = connect(asynchronous() if long_way else this_process())
     one.send(1, [b"hello"])
     assert gather(other, 1) == [b"hello"]  # connected
     for turn in range(50):
@@ -106,7 +106,7 @@ def test_sleep_ends_when_something_arrives_and_it_is_found_afterwards(long_way: 
         thread = threading.Timer(0.002, one.send, (1, [frame]))
         thread.start()
         found: list[bytes] = []
-        for _ in range(100):  # it may also end for other news
+        for _ in range(100):  # it may also return for another event
             other.sleep(PATIENCE, ())
             if found := other.receive(-1 if other.unread else SHORT):
                 break

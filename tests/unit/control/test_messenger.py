@@ -1,4 +1,4 @@
-"""Sessions over a control channel: who may send what, and what becomes of what a caller could not send."""
+"""Sessions over a control channel: what any thread may send, and what is left to the progress thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from torchkv.layout import KVLayout
-from torchkv.roster import Member, Roster
-from torchkv.talk import Talk
-from torchkv.wire import Alive, Frame, Message, encode_frame
+from torchkv.control.messenger import ControlMessenger
+from torchkv.layout.group_map import GroupMap, RankInfo
+from torchkv.layout.layout import KVLayout
+from torchkv.protocol.messages import Alive, ControlFrame, Message, encode_frame
 
 KEY = b"k" * 32
 ME, PEER, OTHER = range(3)
@@ -36,79 +36,79 @@ class FakeControl:
         return frames
 
 
-def roster(rank: int) -> Roster:
+def group_map(rank: int) -> GroupMap:
     layout = KVLayout.gqa(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
     common = {"layout": layout, "num_pages": 4, "num_slots": 0}
-    return Roster(rank, [Member(rank=r, incarnation=100 + r, instance=f"i{r}", **common) for r in range(3)])
+    return GroupMap(rank, [RankInfo(rank=r, incarnation=100 + r, instance=f"i{r}", **common) for r in range(3)])
 
 
-def talk(rank: int) -> tuple[Talk, FakeControl]:
+def messenger(rank: int) -> tuple[ControlMessenger, FakeControl]:
     control: Any = FakeControl()
-    return Talk(roster(rank), KEY, control), control
+    return ControlMessenger(group_map(rank), KEY, control), control
 
 
-def say(number: int) -> Message:
+def send_now(number: int) -> Message:
     return Alive(number, True)
 
 
 def test_a_caller_sends_by_itself_and_nothing_is_left_to_the_driver() -> None:
-    (mine, here), (theirs, there) = talk(ME), talk(PEER)
-    mine.tell(PEER, say(7))
-    mine.tell(OTHER, say(8))
+    (mine, here), (theirs, there) = messenger(ME), messenger(PEER)
+    mine.tell(PEER, send_now(7))
+    mine.tell(OTHER, send_now(8))
     frames = mine.frames(0.0, {PEER})
-    mine.say(frames)
+    mine.send_now(frames)
     assert [rank for rank, _ in here.at_once] == [PEER]
     there.inbox = here.at_once[0][1]
-    assert [theirs.accept(frame) for frame in theirs.hear(-1)] == [[say(7)]]
+    assert [theirs.accept(frame) for frame in theirs.receive(-1)] == [[send_now(7)]]
     mine.send(mine.frames(0.0))
     assert [rank for rank, _ in here.sent] == [OTHER], "only what the caller had not taken"
 
 
 def test_what_a_caller_could_not_send_the_driver_sends() -> None:
-    (mine, here), (theirs, there) = talk(ME), talk(PEER)
+    (mine, here), (theirs, there) = messenger(ME), messenger(PEER)
     here.obliging = False
-    mine.tell(PEER, say(1))
-    mine.say(mine.frames(0.0, {PEER}))
-    mine.tell(PEER, say(2))
+    mine.tell(PEER, send_now(1))
+    mine.send_now(mine.frames(0.0, {PEER}))
+    mine.tell(PEER, send_now(2))
     assert here.at_once == []
     mine.send(mine.frames(0.0))
     there.inbox = [data for _, frames in here.sent for data in frames]
-    assert [m for frame in theirs.hear(-1) for m in theirs.accept(frame)] == [say(1), say(2)]
+    assert [m for frame in theirs.receive(-1) for m in theirs.accept(frame)] == [send_now(1), send_now(2)]
     mine.send([])
     assert len(here.sent) == 2, "once"
 
 
-def test_nothing_is_said_to_the_dead_nor_acknowledged() -> None:
-    (mine, here), (theirs, there) = talk(ME), talk(PEER)
-    theirs.tell(ME, say(1))
+def test_nothing_is_sent_to_a_dead_peer_not_even_acknowledgements() -> None:
+    (mine, here), (theirs, there) = messenger(ME), messenger(PEER)
+    theirs.tell(ME, send_now(1))
     theirs.send(theirs.frames(0.0))
-    mine.tell(PEER, say(2))
-    mine.silence(PEER)
-    mine.tell(PEER, say(3))
+    mine.tell(PEER, send_now(2))
+    mine.mark_dead(PEER)
+    mine.tell(PEER, send_now(3))
     here.inbox = there.sent[0][1]
-    assert [m for frame in mine.hear(-1) for m in mine.accept(frame)] == [say(1)], "its last words count"
+    assert [m for frame in mine.receive(-1) for m in mine.accept(frame)] == [send_now(1)], "its last words count"
     assert mine.frames(100.0) == []
     assert mine.next_poll == float("inf")
 
 
 def test_frames_that_are_no_good_are_counted() -> None:
-    mine, here = talk(ME)
-    good = encode_frame(Frame(PEER, 101, 100, 1, 0, say(1)), KEY)
+    mine, here = messenger(ME)
+    good = encode_frame(ControlFrame(PEER, 101, 100, 1, 0, send_now(1)), KEY)
     here.inbox = [
         b"short",
-        encode_frame(Frame(PEER, 101, 100, 1, 0, say(1)), b"x" * 32),
-        encode_frame(Frame(9, 101, 100, 1, 0, say(1)), KEY),  # no rank of this group
-        encode_frame(Frame(ME, 100, 100, 1, 0, say(1)), KEY),  # this rank does not talk to itself
+        encode_frame(ControlFrame(PEER, 101, 100, 1, 0, send_now(1)), b"x" * 32),
+        encode_frame(ControlFrame(9, 101, 100, 1, 0, send_now(1)), KEY),  # not a rank of this group
+        encode_frame(ControlFrame(ME, 100, 100, 1, 0, send_now(1)), KEY),  # this rank has no session with itself
         good,
     ]
-    assert [frame.source for frame in mine.hear(-1)] == [PEER]
+    assert [frame.source for frame in mine.receive(-1)] == [PEER]
     assert mine.dropped == 4
 
 
 def test_it_knows_when_there_will_be_something_to_send() -> None:
-    mine, _ = talk(ME)
+    mine, _ = messenger(ME)
     assert mine.next_poll == float("inf")
-    mine.tell(PEER, say(1))
+    mine.tell(PEER, send_now(1))
     assert mine.next_poll == 0.0
     mine.send(mine.frames(5.0))
     assert 5.0 < mine.next_poll < float("inf"), "it will be sent again unless it is acknowledged"

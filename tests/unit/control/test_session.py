@@ -1,4 +1,4 @@
-"""Two sessions over frames that are lost, doubled and swapped."""
+"""Two sessions over frames that are lost, duplicated and reordered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv.protocol.session import ACK_DELAY, FIRST_RETRY, LAST_RETRY, WINDOW, Session
-from torchkv.wire import Alive, Frame, Message
+from torchkv.control.session import ACK_DELAY, FIRST_RETRY, LAST_RETRY, WINDOW, Session
+from torchkv.protocol.messages import Alive, ControlFrame, Message
 
 A, B = 111, 222
 
@@ -35,7 +35,7 @@ def test_every_message_once_and_in_order(seed: int, drop: float, double: float, 
     totals = (there, back)
     sent = [0, 0]
     got: list[list[int]] = [[], []]
-    air: list[tuple[int, Frame]] = []  # (receiving end, frame)
+    air: list[tuple[int, ControlFrame]] = []  # (receiving end, frame)
     now = 0.0
     for _ in range(3000):
         for end in (0, 1):
@@ -57,7 +57,7 @@ def test_every_message_once_and_in_order(seed: int, drop: float, double: float, 
     assert ends[1].idle
 
 
-def test_frames_of_another_life_are_dropped() -> None:
+def test_frames_of_another_incarnation_are_dropped() -> None:
     one, other = both()
     one.send(message(1))
     (frame,) = one.poll(0.0)
@@ -67,8 +67,8 @@ def test_frames_of_another_life_are_dropped() -> None:
     assert numbers(other.receive(frame)) == [1]
 
 
-def acknowledgement(session: Session, now: float) -> Frame:
-    """What ``session``, which has nothing else to say, says when it has waited for something else to say."""
+def acknowledgement(session: Session, now: float) -> ControlFrame:
+    """The acknowledgement that ``session`` sends alone, because it has no message to send it with."""
     assert session.poll(now) == []
     (frame,) = session.poll(now + ACK_DELAY)
     assert frame.message is None
@@ -80,18 +80,18 @@ def test_acknowledgements_that_cannot_be_are_ignored() -> None:
     for i in range(3):
         one.send(message(i))
     frames = one.poll(0.0)
-    for ack in (4, 1 << 62):  # of what was never sent
-        one.receive(Frame(1, B, A, 0, ack, None))
+    for ack in (4, 1 << 62):  # of numbers that were never given
+        one.receive(ControlFrame(1, B, A, 0, ack, None))
         assert not one.idle
     for frame in frames:
         other.receive(frame)
     ack3 = acknowledgement(other, 0.0)
-    one.receive(Frame(1, B, A, 0, 1, None))
-    one.receive(Frame(1, B, A, 0, 0, None))  # stale: acknowledges less than is known already
+    one.receive(ControlFrame(1, B, A, 0, 1, None))
+    one.receive(ControlFrame(1, B, A, 0, 0, None))  # stale: acknowledges less than is known already
     assert [f.seq for f in one.poll(10.0)] == [2, 3]
     one.receive(ack3)
     assert one.idle
-    one.receive(Frame(1, B, A, 0, 2, None))
+    one.receive(ControlFrame(1, B, A, 0, 2, None))
     one.send(message(9))
     assert [f.seq for f in one.poll(10.0)] == [4]
 
@@ -124,7 +124,7 @@ def test_nothing_is_sent_before_it_is_due() -> None:
 
 
 def test_a_repeated_frame_is_acknowledged_again() -> None:
-    """Its first acknowledgement was lost; without a second the peer would repeat itself for ever."""
+    """Its first acknowledgement was lost; without a second one the peer would send the frame again for ever."""
     one, other = both()
     one.send(message(0))
     (frame,) = one.poll(0.0)
@@ -156,7 +156,7 @@ def test_an_acknowledgement_waits_for_a_message_to_go_with() -> None:
 @pytest.mark.parametrize("seq", [WINDOW + 1, 1 << 63])
 def test_frames_beyond_the_window_are_not_kept(seq: int) -> None:
     _, other = both()
-    assert other.receive(Frame(0, A, B, seq, 0, message(7))) == []
+    assert other.receive(ControlFrame(0, A, B, seq, 0, message(7))) == []
     assert other._early == {}
 
 

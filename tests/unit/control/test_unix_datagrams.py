@@ -1,4 +1,4 @@
-"""The short way between processes of one host: what arrives is what was sent, and what cannot be sent is refused."""
+"""Unix datagrams between processes of one host: frames arrive as they were sent, or are refused."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchkv import hostlane
-from torchkv.hostlane import BURST, MAX_DATAGRAM, HostLane
+from torchkv.control import unix_datagrams
+from torchkv.control.unix_datagrams import BURST, MAX_DATAGRAM, UnixDatagramChannel
 
 PEER = 3
 OVERHEAD = 4  # bytes before each frame
+Pair = tuple[UnixDatagramChannel, UnixDatagramChannel]
 
 
 @pytest.fixture
-def lanes() -> Iterator[tuple[HostLane, HostLane]]:
-    hostlane.warm_up()
-    one, other = HostLane(), HostLane()
+def channels() -> Iterator[Pair]:
+    unix_datagrams.warm_up()
+    one, other = UnixDatagramChannel(), UnixDatagramChannel()
     one.open(PEER, other.name)
     yield one, other
     one.close()
     other.close()
 
 
-def everything(lane: HostLane) -> list[bytes]:
-    frames, more = lane.receive()
+def everything(channel: UnixDatagramChannel) -> list[bytes]:
+    frames, more = channel.receive()
     while more:
-        rest, more = lane.receive()
+        rest, more = channel.receive()
         frames += rest
     return frames
 
 
-def test_frames_arrive_as_they_were_sent(lanes: tuple[HostLane, HostLane]) -> None:
-    one, other = lanes
+def test_frames_arrive_as_they_were_sent(channels: Pair) -> None:
+    one, other = channels
     dice = random.Random()
     for _ in range(20):
         sent = [[dice.randbytes(dice.choice([1, 57, 1000, 9000])) for _ in range(dice.randint(1, 3))] for _ in range(5)]
@@ -48,8 +49,10 @@ def test_frames_arrive_as_they_were_sent(lanes: tuple[HostLane, HostLane]) -> No
     assert everything(one) == []
 
 
-def test_the_largest_datagram_arrives_and_a_larger_one_is_refused(lanes: tuple[HostLane, HostLane]) -> None:
-    one, other = lanes
+def test_the_largest_datagram_arrives_and_a_larger_one_is_refused(
+    channels: Pair,
+) -> None:
+    one, other = channels
     largest = random.randbytes(MAX_DATAGRAM - OVERHEAD)
     assert one.send(PEER, [largest])
     assert not one.send(PEER, [largest + b"x"])
@@ -57,8 +60,10 @@ def test_the_largest_datagram_arrives_and_a_larger_one_is_refused(lanes: tuple[H
     assert everything(other) == [largest]
 
 
-def test_a_peer_that_does_not_read_refuses_for_a_while(lanes: tuple[HostLane, HostLane]) -> None:
-    one, other = lanes
+def test_a_peer_that_does_not_read_refuses_for_a_while(
+    channels: Pair,
+) -> None:
+    one, other = channels
     sent = []
     for _ in range(10_000):
         frame = random.randbytes(100)
@@ -72,9 +77,11 @@ def test_a_peer_that_does_not_read_refuses_for_a_while(lanes: tuple[HostLane, Ho
     assert everything(other) == [b"again"]
 
 
-def test_what_does_not_fit_into_one_look_comes_with_the_next(lanes: tuple[HostLane, HostLane]) -> None:
-    one, other = lanes
-    senders = [one, HostLane(), HostLane()]
+def test_what_does_not_fit_into_one_look_comes_with_the_next(
+    channels: Pair,
+) -> None:
+    one, other = channels
+    senders = [one, UnixDatagramChannel(), UnixDatagramChannel()]
     sent = set()
     for sender in senders:
         sender.open(PEER, other.name)
@@ -89,9 +96,9 @@ def test_what_does_not_fit_into_one_look_comes_with_the_next(lanes: tuple[HostLa
         sender.close()
 
 
-def test_a_peer_that_is_gone_or_was_never_there(lanes: tuple[HostLane, HostLane]) -> None:
-    one, other = lanes
-    assert not one.send(PEER + 1, [b"nobody opened a way to it"])
+def test_a_peer_that_is_gone_or_was_never_there(channels: Pair) -> None:
+    one, other = channels
+    assert not one.send(PEER + 1, [b"this rank was not opened"])
     other.close()
     assert not one.send(PEER, [b"x"])
     one.open(PEER, "torchkv-of-another-network-namespace")
@@ -99,9 +106,9 @@ def test_a_peer_that_is_gone_or_was_never_there(lanes: tuple[HostLane, HostLane]
     assert not one.send(PEER, [b"x"]), "and it is not asked again"
 
 
-def test_strangers_bytes_are_frames_or_nothing(lanes: tuple[HostLane, HostLane]) -> None:
-    """Whoever finds out the name can send to it. What is no sequence of frames is dropped; the rest is not affected."""
-    one, other = lanes
+def test_strangers_bytes_are_frames_or_nothing(channels: Pair) -> None:
+    """Any process that learns the name can send to it. Datagrams that are no sequence of frames are dropped."""
+    one, other = channels
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     for garbage in (b"", b"abc", b"\xff\xff\xff\xff", b"\x05\0\0\0abcd", b"\x03\0\0\0abcde", os.urandom(200)):
         stranger.sendto(garbage, b"\0" + other.name.encode())
@@ -112,12 +119,12 @@ def test_strangers_bytes_are_frames_or_nothing(lanes: tuple[HostLane, HostLane])
 
 @given(st.binary(max_size=64))
 def test_no_datagram_yields_more_than_it_holds(data: bytes) -> None:
-    frames = hostlane._frames(memoryview(data))
+    frames = unix_datagrams._frames(memoryview(data))
     assert frames == [] or sum(len(frame) + OVERHEAD for frame in frames) == len(data)
 
 
-def test_it_is_not_inherited_and_leaves_no_file(lanes: tuple[HostLane, HostLane]) -> None:
-    one, other = lanes
+def test_it_is_not_inherited_and_leaves_no_file(channels: Pair) -> None:
+    one, other = channels
     assert not os.get_inheritable(one.fd)
     assert one._socket.getsockname() == b"\0" + one.name.encode()
     assert one.name != other.name

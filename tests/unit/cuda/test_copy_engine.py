@@ -1,4 +1,4 @@
-"""The batched copy with a library in the place of the driver: what it is given, and what is refused before it is."""
+"""The batched copy with a fake driver library: which arguments the driver gets, and which are refused before."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_fake import STREAM, FakeDriver
 
-from torchkv import copyengine
+from tests.helpers.fakes.gpu import STREAM, FakeDriver
+from torchkv.cuda import copy_engine
 from torchkv.errors import ProtocolError, TransportUnavailable
 
 CANARY = 16
@@ -19,14 +19,14 @@ CANARY = 16
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """The driver is looked up once a process; here, once a test."""
-    copyengine._post.cache_clear()
+    """Looks up the driver anew for each test, not once per process."""
+    copy_engine._post.cache_clear()
     yield
-    copyengine._post.cache_clear()
+    copy_engine._post.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> FakeDriver:
-    monkeypatch.setattr(copyengine, "_driver", lambda: driver)
+    monkeypatch.setattr(copy_engine, "_driver", lambda: driver)
     return driver
 
 
@@ -40,7 +40,7 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> FakeDriver:
 )
 def test_copies_in_one_call(names: list[str], used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, FakeDriver(*names))
-    assert copyengine.available() is None
+    assert copy_engine.available() is None
     rng = np.random.default_rng()
     count, span = 9, 64
     source = rng.integers(0, 256, count * span, dtype=np.uint8)
@@ -53,7 +53,7 @@ def test_copies_in_one_call(names: list[str], used: str, monkeypatch: pytest.Mon
     assert not np.array_equal(target, expected)
     src = np.arange(count, dtype=np.int64) * span + source.ctypes.data
     dst = order.astype(np.int64) * span + target.ctypes.data + CANARY
-    copyengine.copy_batch(src, dst, lengths.astype(np.int64), STREAM)
+    copy_engine.copy_batch(src, dst, lengths.astype(np.int64), STREAM)
     np.testing.assert_array_equal(target, expected)
     assert driver.calls == [(used, count)]
 
@@ -65,7 +65,7 @@ def one(**given: Any) -> dict[str, Any]:
 def test_nothing_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, FakeDriver("cuMemcpyBatchAsync"))
     none = np.zeros(0, dtype=np.int64)
-    copyengine.copy_batch(none, none, none, STREAM)
+    copy_engine.copy_batch(none, none, none, STREAM)
     assert driver.calls == []
 
 
@@ -84,7 +84,7 @@ def test_nothing_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_arguments_reach_no_driver(given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = install(monkeypatch, FakeDriver("cuMemcpyBatchAsync_v2"))
     with pytest.raises(ProtocolError, match=words):
-        copyengine.copy_batch(**one(**given))
+        copy_engine.copy_batch(**one(**given))
     assert driver.calls == []
 
 
@@ -92,22 +92,22 @@ def test_wrong_arguments_reach_no_driver(given: dict[str, Any], words: str, monk
 def test_a_refusal_is_raised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeDriver(name, result=801))
     with pytest.raises(TransportUnavailable, match="of 3 copies failed: CUDA error 801"):
-        copyengine.copy_batch(**one())
+        copy_engine.copy_batch(**one())
 
 
 def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeDriver())
-    assert "CUDA 12.8 or newer" in (copyengine.available() or "")
+    assert "CUDA 12.8 or newer" in (copy_engine.available() or "")
     with pytest.raises(TransportUnavailable, match=r"CUDA 12\.8 or newer"):
-        copyengine.copy_batch(**one())
+        copy_engine.copy_batch(**one())
 
 
 def test_no_driver_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(copyengine.ctypes, "CDLL", missing)
-    assert "no CUDA driver" in (copyengine.available() or "")
+    monkeypatch.setattr(copy_engine.ctypes, "CDLL", missing)
+    assert "no CUDA driver" in (copy_engine.available() or "")
 
 
 def test_the_lock_is_given_up_meanwhile() -> None:
@@ -116,7 +116,7 @@ def test_the_lock_is_given_up_meanwhile() -> None:
     opened: list[str] = []
     real = ctypes.CDLL
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copyengine.ctypes, "CDLL", lambda name: opened.append(name) or real(library))
-        driver = copyengine._driver()
+        patch.setattr(copy_engine.ctypes, "CDLL", lambda name: opened.append(name) or real(library))
+        driver = copy_engine._driver()
     assert opened == ["libcuda.so.1"]
     assert not driver._func_flags_ & ctypes._FUNCFLAG_PYTHONAPI

@@ -1,4 +1,4 @@
-"""Pooled events: each says what its own recording saw, on the right GPU, and none is recorded under somebody's eyes."""
+"""Pooled events: each reports its own recording, on the right GPU, and none is reused while it is referenced."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver, install
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchkv import cudadriver, events
+from tests.helpers.fakes.cuda_driver import FakeDriver, install
+from torchkv.cuda import driver, events
+from torchkv.cuda.events import EventPool, RecordedEvent, is_capturing, wait_on_stream
 from torchkv.errors import TransportUnavailable
-from torchkv.events import EventPool, RecordedEvent, is_capturing, wait_on_stream
 
 STREAM = 7
 
@@ -78,12 +78,12 @@ def test_streams_wait_for_both_kinds_of_event(fake: FakeDriver) -> None:
     assert waited == [theirs]
 
 
-def test_an_event_is_used_again_only_when_nobody_holds_it(fake: FakeDriver) -> None:
+def test_an_event_is_reused_only_when_nothing_references_it(fake: FakeDriver) -> None:
     pool = EventPool(0)
     held = [pool.record() for _ in range(10)]
     assert len({event.handle for event in held}) == 10
     made = len(fake.events)
-    assert made == 12, "grown by fours"
+    assert made == 12, "the pool grows by four events"
     alias = held[3]
     kept = alias.handle
     held.clear()
@@ -126,7 +126,7 @@ def test_threads_share_a_pool(fake: FakeDriver) -> None:
                 mine[number] = {event.handle for event in held}
                 assert len(mine[number]) == 5
                 for other in range(3):
-                    assert other == number or not mine[number] & mine[other], "one event in two hands"
+                    assert other == number or not mine[number] & mine[other], "two threads got one event"
                 mine[number] = set()
                 del held
         except BaseException as error:  # noqa: BLE001 - the main thread looks at it
@@ -157,15 +157,15 @@ def test_captures_are_seen(fake: FakeDriver) -> None:
 
 
 def test_a_driver_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudadriver, "driver", lambda: None)
+    monkeypatch.setattr(driver, "driver", lambda: None)
     with pytest.raises(TransportUnavailable, match="cuEventQuery"):
-        cudadriver._load(lambda name: SimpleNamespace())
+        driver._load(lambda name: SimpleNamespace())
 
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
     with pytest.raises(TransportUnavailable, match=r"libcuda\.so\.1"):
-        cudadriver._load(missing)
-    library = SimpleNamespace(**{name: SimpleNamespace() for name in cudadriver._SIGNATURES})
-    assert cudadriver._load(lambda name: library) is library
+        driver._load(missing)
+    library = SimpleNamespace(**{name: SimpleNamespace() for name in driver._SIGNATURES})
+    assert driver._load(lambda name: library) is library
     assert len(library.cuEventRecord.argtypes) == 2

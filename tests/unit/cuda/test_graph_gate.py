@@ -7,32 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_driver import FakeDriver, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv import gate
+from tests.helpers.fakes.cuda_driver import FakeDriver, install
+from torchkv.cuda import graph_gate as gates
+from torchkv.cuda.graph_gate import Expectation, GateEvent, GraphGate
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.gate import Expectation, GateEvent, GraphGate
 
 LAYERS = 4
 
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the current stream is being captured: the test says so."""
+    """Whether the current stream is being captured, as set by the test."""
     state = [False]
     install(monkeypatch, FakeDriver())
-    monkeypatch.setattr(gate, "is_capturing", lambda index: False)
-    monkeypatch.setattr(gate, "current_device", lambda: 0)
+    monkeypatch.setattr(gates, "is_capturing", lambda index: False)
+    monkeypatch.setattr(gates, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
-    monkeypatch.setattr(gate, "_captured", {})
+    monkeypatch.setattr(gates, "_captured", {})
 
     def counters(num_layers: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         assert device.type == "cuda"
         return torch.zeros(num_layers, dtype=torch.int64), torch.zeros(num_layers, dtype=torch.int64)
 
-    monkeypatch.setattr(gate, "_counters", counters)
+    monkeypatch.setattr(gates, "_counters", counters)
     return state
 
 
@@ -41,7 +41,7 @@ def ready(events: list[GateEvent]) -> list[bool]:
 
 
 def replay(graph_gate: GraphGate, layers: range = range(LAYERS)) -> None:
-    """What a replay does: the marks' device work, without the host knowing."""
+    """Does what a replay does on the device: the marks' work, without a call of the host."""
     for layer in layers:
         count, seen = graph_gate._pairs[layer]
         count.add_(1)
@@ -66,14 +66,14 @@ def test_each_arm_waits_for_its_own_replay(capturing: list[bool]) -> None:
 def test_eager_marks_count_even_while_the_device_has_not_run_them(capturing: list[bool]) -> None:
     counts = np.zeros(2, dtype=np.int64)
     expectation = Expectation(counts)
-    expectation.marked(0)  # warm-ups, still under way
+    expectation.marked(0)  # warm-ups, still running
     expectation.marked(0)
     assert expectation.arm() == [3, 1]
     counts[0] = 2
     assert expectation.arm() == [4, 2]
 
 
-def test_finished_replays_that_nobody_armed_are_skipped(capturing: list[bool]) -> None:
+def test_finished_replays_that_were_not_armed_are_skipped(capturing: list[bool]) -> None:
     graph_gate = GraphGate(LAYERS, torch.device("cuda", 0))
     replay(graph_gate)
     replay(graph_gate)
@@ -116,7 +116,7 @@ def test_marks_inside_a_capture_are_not_counted_by_the_host_and_keep_the_gate_al
     for layer in range(LAYERS):
         graph_gate.mark(layer)
     capturing[0] = False
-    assert list(gate._captured.values()) == [graph_gate]
+    assert list(gates._captured.values()) == [graph_gate]
     assert not graph_gate._expectation._enqueued.any()
     graph_gate.mark(1)
     assert graph_gate._expectation._enqueued.tolist() == [0, 1, 0, 0]
@@ -158,12 +158,12 @@ def test_no_gate_is_made_inside_a_capture_or_without_a_gpu(capturing: list[bool]
 def test_sends_are_refused_inside_a_capture_with_the_way_out(
     capturing: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.refuse_capture("send_layer('r')", 1)
+    gates.refuse_capture("send_layer('r')", 1)
     capturing[0] = True
     with pytest.raises(ProtocolError, match=r"send_layer\('r'\).*GraphGate\.mark.*arm"):
-        gate.refuse_capture("send_layer('r')", 1)
+        gates.refuse_capture("send_layer('r')", 1)
     capturing[0] = False  # the current device's stream is free, but not that of the cache's device
-    monkeypatch.setattr(gate, "is_capturing", lambda index: index == 1)
-    gate.refuse_capture("send_layer('r')", 0)
+    monkeypatch.setattr(gates, "is_capturing", lambda index: index == 1)
+    gates.refuse_capture("send_layer('r')", 0)
     with pytest.raises(ProtocolError, match="GraphGate"):
-        gate.refuse_capture("send_layer('r')", 1)
+        gates.refuse_capture("send_layer('r')", 1)

@@ -1,4 +1,4 @@
-"""Who has which stream, so that what one waits for holds up few others."""
+"""Which owner gets which stream, so that what one waits for holds up as few others as possible."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from torchkv.streams import Claim, StreamPool
+from torchkv.cuda.side_streams import StreamClaim, StreamPool
 
 
-def test_what_one_tenant_waits_for_holds_up_no_other_as_long_as_there_are_streams() -> None:
+def test_what_one_owner_waits_for_holds_up_no_other_as_long_as_there_are_streams() -> None:
     pool = StreamPool(["a", "b"])
     first, others, second = pool.claim("r"), pool.claim("q"), pool.claim("r")
     assert first is not None
@@ -19,7 +19,7 @@ def test_what_one_tenant_waits_for_holds_up_no_other_as_long_as_there_are_stream
     assert [first.stream, others.stream, second.stream] == ["a", "b", "a"]
     assert pool.claim("s") is None
     pool.release(first)
-    assert pool.claim("s") is None, "there was more for r"
+    assert pool.claim("s") is None, "r has another claim"
     pool.release(second)
     claim = pool.claim("s")
     assert claim is not None
@@ -27,7 +27,7 @@ def test_what_one_tenant_waits_for_holds_up_no_other_as_long_as_there_are_stream
 
 
 def test_what_comes_out_of_order_waits_on_another_stream() -> None:
-    """The later one may come from behind the earlier one, as on a stream that waits for that transfer's end."""
+    """The later event may depend on the earlier transfer, as on a stream that waits for that transfer's end."""
     pool = StreamPool(["a", "b"])
     streams = []
     for number in (3, 5, 5, 4, 4, 6):
@@ -38,24 +38,24 @@ def test_what_comes_out_of_order_waits_on_another_stream() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()), max_size=60))
-def test_no_stream_has_tenants_out_of_order_or_two_of_them(calls: list[tuple[int, int, bool]]) -> None:
+def test_no_stream_has_claims_out_of_order_or_of_two_owners(calls: list[tuple[int, int, bool]]) -> None:
     pool = StreamPool(range(3))
-    claims: list[Claim[int]] = []
-    for tenant, order, ends in calls:
+    claims: list[StreamClaim[int]] = []
+    for owner, order, ends in calls:
         if ends and claims:
             pool.release(claims.pop(order % len(claims)))
-        elif (claim := pool.claim(tenant, order)) is not None:
+        elif (claim := pool.claim(owner, order)) is not None:
             claims.append(claim)
         for stream in range(3):
             here = [claim for claim in claims if claim.stream == stream]
             assert [claim.order for claim in here] == sorted(claim.order for claim in here)
-            assert len({claim.tenant for claim in here}) <= 1
+            assert len({claim.owner for claim in here}) <= 1
 
 
-def test_a_tenant_that_hangs_keeps_its_stream_to_itself_as_long_as_it_can() -> None:
+def test_an_owner_that_hangs_has_its_stream_to_itself_as_long_as_there_are_others() -> None:
     pool = StreamPool(["a", "b"])
     hung = [pool.share("hangs") for _ in range(2)]
-    for turn in range(5):  # however much others have to do at once
+    for turn in range(5):  # however many others claim streams at once
         claims = [pool.share(number) for number in range(turn)]
         hung.append(pool.share("hangs"))
         assert Counter(claim.stream for claim in claims) == ({"b": turn} if turn else {})
@@ -63,4 +63,4 @@ def test_a_tenant_that_hangs_keeps_its_stream_to_itself_as_long_as_it_can() -> N
             pool.release(claim)
     assert {claim.stream for claim in hung} == {"a"}
     assert pool.share("hangs, too").stream == "b"
-    assert pool.share("third").stream == "b", "that has waited less long"
+    assert pool.share("third").stream == "b", "the stream whose oldest claim is the most recent"

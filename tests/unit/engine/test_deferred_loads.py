@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_fake import Gpu
 
+from tests.helpers.fakes.gpu import Gpu
 from torchkv import Options
-from torchkv.engine import Engine
+from torchkv.engine.engine import Engine
+from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.errors import TransportUnavailable
-from torchkv.mover import Mover
-from torchkv.route import Route
+from torchkv.transfer.copy_tables import BaseAddressTables
+from torchkv.transfer.peer_connection import PeerConnection
 
 PLAN: Any = SimpleNamespace()
 
 
 @dataclass
 class Table:
-    """In place of `torchkv.jobs.JobTable`."""
+    """In place of `torchkv.transfer.copy_tables.BaseAddressTable`."""
 
     plan: Any
     is_loaded: bool = False
@@ -36,7 +37,7 @@ class Table:
 
 
 class Stages:
-    """In place of `torchkv.stagememory.SendStages`."""
+    """In place of `torchkv.staging.memory.SendStages`."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -49,81 +50,87 @@ class Stages:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr("torchkv.mover.StagedTransfer", lambda *_, stages, **__: stages)
+    monkeypatch.setattr("torchkv.engine.scheduler.StagedTransfer", lambda *_, stages, **__: stages)
     return Gpu()
 
 
-def mover(gpu: Gpu, stages: Any = None) -> Mover:
+def new_scheduler(gpu: Gpu, stages: Any = None) -> TransferScheduler:
     unused: Any = SimpleNamespace()
-    return Mover(
+    return TransferScheduler(
         sender=unused,
         lock=threading.Lock(),
         options=Options(),
-        local=unused,
-        device=gpu,  # type: ignore[arg-type]
-        staging=SimpleNamespace(sending=stages, packer=unused),  # type: ignore[arg-type]
-        client=unused,
-        route=unused,
-        broke=unused,
-        speak=unused,
+        memory=LocalMemory(
+            pages=unused,
+            gpu=gpu,  # type: ignore[arg-type]
+            staging=SimpleNamespace(sending=stages, packer=unused),  # type: ignore[arg-type]
+        ),
+        requester=unused,
+        connection=unused,
+        on_broken=unused,
+        send_stage_messages=unused,
     )
 
 
-def route_with(*tables: Any) -> Route:
+def connection_with(scheduler: TransferScheduler, *tables: Any) -> PeerConnection:
     layout: Any = SimpleNamespace()
-    return Route(rank=1, layout=layout, placements={}, channel=None, views=(), job_tables=[*tables])
+    connection = PeerConnection(rank=1, layout=layout, placements={}, channel=None, views=())
+    unused: Any = SimpleNamespace()
+    scheduler._tables = BaseAddressTables(unused)
+    scheduler._tables._tables[connection] = [*tables]
+    return connection
 
 
 def test_kernels_of_a_plan_that_nobody_foresaw(gpu: Gpu) -> None:
-    moving, table = mover(gpu), Table(PLAN)
-    route = route_with(Table(SimpleNamespace(), is_loaded=True), table)
+    scheduler, table = new_scheduler(gpu), Table(PLAN)
+    connection = connection_with(scheduler, Table(SimpleNamespace(), is_loaded=True), table)
     gpu.holding = True
-    assert moving._jobs(PLAN, route) is None
+    assert scheduler._jobs(PLAN, connection) is None
     assert not table.is_loaded
     gpu.holding = False
-    assert moving._jobs(PLAN, route) is table
+    assert scheduler._jobs(PLAN, connection) is table
     assert table.is_loaded
     gpu.holding = True
-    assert moving._jobs(PLAN, route) is table, "loaded once, it waits for nothing"
+    assert scheduler._jobs(PLAN, connection) is table, "loaded once, it waits for nothing"
 
 
 def test_kernels_that_could_not_be_loaded_are_not_taken_for_loaded(gpu: Gpu) -> None:
-    moving, table = mover(gpu), Table(PLAN, fails=True)
-    route = route_with(table)
+    scheduler, table = new_scheduler(gpu), Table(PLAN, fails=True)
+    connection = connection_with(scheduler, table)
     with pytest.raises(TransportUnavailable, match="refused to load kernels: out of memory"):
-        moving._jobs(PLAN, route)
+        scheduler._jobs(PLAN, connection)
     gpu.holding = True
-    assert moving._jobs(PLAN, route) is None
+    assert scheduler._jobs(PLAN, connection) is None
     gpu.holding, table.fails = False, False
-    assert moving._jobs(PLAN, route) is table
+    assert scheduler._jobs(PLAN, connection) is table
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_memory_to_send_from(gpu: Gpu, mapped: bool) -> None:
     """None is taken where pieces are packed straight into the receiver's ring."""
-    moving, op = mover(gpu, stages := Stages()), SimpleNamespace(payload=SimpleNamespace(pages=None))
-    route: Any = SimpleNamespace(staging_view=object() if mapped else None)
-    arguments: Any = (op, None, op.payload, route)
+    scheduler, op = new_scheduler(gpu, stages := Stages()), SimpleNamespace(source_pages=SimpleNamespace(pages=None))
+    connection: Any = SimpleNamespace(staging_view=object() if mapped else None)
+    arguments: Any = (op, None, op.source_pages, connection)
     gpu.holding = True
-    assert (moving._staged_transfer(*arguments) is None) is not mapped
+    assert (scheduler._staged_transfer(*arguments) is None) is not mapped
     gpu.holding = False
-    assert moving._staged_transfer(*arguments) is stages  # type: ignore[comparison-overlap]  # the fake's result
+    assert scheduler._staged_transfer(*arguments) is stages  # type: ignore[comparison-overlap]  # the fake's result
     assert stages.taken == (0 if mapped else 4096)
     gpu.holding = True
-    assert moving._staged_transfer(*arguments) is stages  # type: ignore[comparison-overlap]
+    assert scheduler._staged_transfer(*arguments) is stages  # type: ignore[comparison-overlap]
 
 
 def test_what_is_mapped_of_a_dead_peer(gpu: Gpu) -> None:
     closed: list[int] = []
-    routes = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(2)]
-    engine: Any = SimpleNamespace(device=gpu, _closing=[*routes])
+    connections = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(2)]
+    engine: Any = SimpleNamespace(gpu=gpu, _closing=[*connections])
     gpu.holding = True
-    Engine.let_go(engine)
+    Engine.run_deferred_frees(engine)
     assert closed == gpu.freed == []
     gpu.holding = False
-    Engine.let_go(engine)
+    Engine.run_deferred_frees(engine)
     assert sorted(closed) == [0, 1]
-    assert gpu.freed == ["quiet"], "and what this thread could not free before"
-    on_host: Any = SimpleNamespace(device=None, _closing=[*routes])
-    Engine.let_go(on_host)
+    assert gpu.freed == ["deferred"], "and what this thread could not free before"
+    on_host: Any = SimpleNamespace(gpu=None, _closing=[*connections])
+    Engine.run_deferred_frees(on_host)
     assert len(closed) == 4

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from torchkv.cache import KVCache
-from torchkv.card import Card, PlacementCard, RegionCard, placement_cards
-from torchkv.component import Component, State
+from torchkv.engine.peer_metadata import PeerMetadata, PlacementMetadata, RegionMetadata, placement_metadata
 from torchkv.errors import ProtocolError
-from torchkv.layout import KVLayout
-from torchkv.processes import this_process
+from torchkv.host.processes import this_process
+from torchkv.layout import codec
+from torchkv.layout.component import Component, State
+from torchkv.layout.layout import KVLayout
 
 PAGES, SLOTS = 5, 3
 
@@ -27,19 +28,19 @@ def hybrid() -> KVLayout:
     )
 
 
-def card(cache: KVCache, **changes: object) -> Card:
-    made = Card(
+def metadata(cache: KVCache, **changes: object) -> PeerMetadata:
+    made = PeerMetadata(
         rank=4,
         incarnation=1,
         instance="x",
         process=this_process(),
-        layout=cache.layout.encode(),
+        layout=codec.encode(cache.layout),
         num_pages=cache.num_pages,
         num_slots=cache.num_slots,
-        regions=[RegionCard(b"", storage.nbytes) for storage in cache.storages],
-        placements=placement_cards(cache),
+        regions=[RegionMetadata(b"", storage.nbytes) for storage in cache.storages],
+        placements=placement_metadata(cache),
     )
-    return Card.decode(msgspec.structs.replace(made, **changes).encode())
+    return PeerMetadata.decode(msgspec.structs.replace(made, **changes).encode())
 
 
 @pytest.fixture
@@ -47,25 +48,25 @@ def cache() -> KVCache:
     return KVCache.empty(hybrid(), PAGES, device="cpu", num_slots=SLOTS)
 
 
-def test_a_card_says_where_pages_and_slots_lie(cache: KVCache) -> None:
-    made = card(cache)
+def test_metadata_says_where_pages_and_slots_lie(cache: KVCache) -> None:
+    made = metadata(cache)
     assert made.placement_map() == cache.placements
     assert {place.num_pages for (name, _), place in made.placement_map().items() if name == "k"} == {PAGES}
     assert {place.num_pages for (name, _), place in made.placement_map().items() if name != "k"} == {SLOTS}
-    member = made.member()
-    assert (member.num_pages, member.num_slots, member.layout) == (PAGES, SLOTS, cache.layout)
+    info = made.info()
+    assert (info.num_pages, info.num_slots, info.layout) == (PAGES, SLOTS, cache.layout)
 
 
-def test_a_card_of_state_alone() -> None:
+def test_metadata_of_state_alone() -> None:
     layout = KVLayout([], num_layers=1, page_size=4, states=[State("ssm", (6,), torch.float32)])
-    made = card(KVCache.empty(layout, 1, device="cpu", num_slots=SLOTS))
-    assert (made.member().num_pages, made.member().num_slots) == (1, SLOTS)
+    made = metadata(KVCache.empty(layout, 1, device="cpu", num_slots=SLOTS))
+    assert (made.info().num_pages, made.info().num_slots) == (1, SLOTS)
 
 
-def moved(name: str, layer: int, **changes: int) -> Callable[[Card], dict[str, object]]:
+def moved(name: str, layer: int, **changes: int) -> Callable[[PeerMetadata], dict[str, object]]:
     """That placement changed by so much."""
 
-    def change(made: Card) -> dict[str, object]:
+    def change(made: PeerMetadata) -> dict[str, object]:
         placements = [
             msgspec.structs.replace(p, **{field: getattr(p, field) + by for field, by in changes.items()})
             if (p.component, p.layer) == (name, layer)
@@ -77,15 +78,15 @@ def moved(name: str, layer: int, **changes: int) -> Callable[[Card], dict[str, o
     return change
 
 
-def without(name: str, layer: int) -> Callable[[Card], dict[str, object]]:
+def without(name: str, layer: int) -> Callable[[PeerMetadata], dict[str, object]]:
     return lambda made: {"placements": [p for p in made.placements if (p.component, p.layer) != (name, layer)]}
 
 
-def with_extra(name: str, layer: int) -> Callable[[Card], dict[str, object]]:
-    return lambda made: {"placements": [*made.placements, PlacementCard(name, layer, 0, 0, 8)]}
+def with_extra(name: str, layer: int) -> Callable[[PeerMetadata], dict[str, object]]:
+    return lambda made: {"placements": [*made.placements, PlacementMetadata(name, layer, 0, 0, 8)]}
 
 
-BAD: dict[str, tuple[Callable[[Card], dict[str, object]], str]] = {
+BAD: dict[str, tuple[Callable[[PeerMetadata], dict[str, object]], str]] = {
     "one slot more": (lambda made: {"num_slots": 1 << 20}, f"{1 << 20} slots of 'ssm', layer 0.*outside its region 0"),
     "one page more": (lambda made: {"num_pages": 1 << 20}, f"{1 << 20} pages of 'k', layer 0.*outside its region 0"),
     "no slots": (lambda made: {"num_slots": 0}, "0 slots of 'ssm'"),
@@ -104,10 +105,10 @@ BAD: dict[str, tuple[Callable[[Card], dict[str, object]], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_lie_inside_its_region_is_refused(name: str, cache: KVCache) -> None:
     change, words = BAD[name]
-    good = card(cache)
-    good.member()
+    good = metadata(cache)
+    good.info()
     with pytest.raises(ProtocolError, match=words) as caught:
-        card(cache, **change(good)).member()
+        metadata(cache, **change(good)).info()
     assert "rank 4" in str(caught.value)
 
 
@@ -119,14 +120,14 @@ def test_the_last_byte_of_the_last_page_or_slot_counts(name: str, cache: KVCache
     place = cache.placements[name, 1]
     end = place.offset + (place.num_pages - 1) * place.page_stride + nbytes
     room = cache.storages[0].nbytes - end
-    card(cache, **moved(name, 1, offset=room)(card(cache))).member()
+    metadata(cache, **moved(name, 1, offset=room)(metadata(cache))).info()
     with pytest.raises(ProtocolError, match=f"end at byte {cache.storages[0].nbytes + 1}"):
-        card(cache, **moved(name, 1, offset=room + 1)(card(cache))).member()
+        metadata(cache, **moved(name, 1, offset=room + 1)(metadata(cache))).info()
 
 
 @pytest.mark.parametrize("field", ["offset", "page_stride"])
 def test_placements_are_bounded(field: str, cache: KVCache) -> None:
     for value in (-1, (1 << 46) + 1):
-        placements = [msgspec.structs.replace(placement_cards(cache)[0], **{field: value})]
-        with pytest.raises(ProtocolError, match="card does not decode"):
-            card(cache, placements=placements)
+        placements = [msgspec.structs.replace(placement_metadata(cache)[0], **{field: value})]
+        with pytest.raises(ProtocolError, match="registration metadata does not decode"):
+            metadata(cache, placements=placements)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchkv import probe
-from torchkv.cost import GPU_PACK_SECONDS
+from torchkv.engine import probe
 from torchkv.errors import KVError, PeerLost
+from torchkv.transfer.path_cost import GPU_PACK_SECONDS
 from torchkv.transport import Batch
 
 MIB = 1 << 20
@@ -79,9 +79,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def run(channel: FakeChannel, device: str = "cpu") -> tuple[Any, list[float]]:
     """The route afterwards, and how long each step took."""
-    route: Any = SimpleNamespace(rank=1, channel=channel, costs=None)
+    connection: Any = SimpleNamespace(rank=1, channel=channel, costs=None)
     source: Any = SimpleNamespace(index=3, nbytes=4 * MIB, device=torch.device(device))
-    steps: Iterator[None] = probe.calibration(route, source, 5, channel.progress)
+    steps: Iterator[None] = probe.calibration(connection, source, 5, channel.progress)
     took = []
     ended = False
     while not ended:
@@ -89,7 +89,7 @@ def run(channel: FakeChannel, device: str = "cpu") -> tuple[Any, list[float]]:
         ended = next(steps, channel) is channel
         took.append(channel.clock.now - began)
         channel.clock.now += 50e-6  # the thread's other work
-    return route, took
+    return connection, took
 
 
 # In the order of TCP, shared memory, CUDA IPC.
@@ -97,10 +97,10 @@ def run(channel: FakeChannel, device: str = "cpu") -> tuple[Any, list[float]]:
 def test_costs_are_told_apart(descriptor: float, byte: float, clock: Clock) -> None:
     channel = FakeChannel(clock, descriptor=descriptor, byte=byte, latency=150e-6)
     channel.hiccups = [0.0, 0.004, 0.002, 0.005]  # the best of several rounds counts
-    route, _ = run(channel)
-    assert route.costs.descriptor == pytest.approx(descriptor, rel=0.15, abs=2 * TICK / probe.MANY)
-    assert route.costs.byte == pytest.approx(byte, rel=0.15, abs=2 * TICK / (4 * MIB))
-    assert route.costs.pack == 7e-11
+    connection, _ = run(channel)
+    assert connection.costs.descriptor == pytest.approx(descriptor, rel=0.15, abs=2 * TICK / probe.MANY)
+    assert connection.costs.byte == pytest.approx(byte, rel=0.15, abs=2 * TICK / (4 * MIB))
+    assert connection.costs.pack == 7e-11
 
 
 def test_what_is_put_stays_inside_the_scratch_memory_and_apart(clock: Clock) -> None:
@@ -119,40 +119,40 @@ def test_what_is_put_stays_inside_the_scratch_memory_and_apart(clock: Clock) -> 
 def test_no_step_is_long(clock: Clock) -> None:
     """A slow link: the whole scratch memory takes 0.4 s, and there is one round."""
     channel = FakeChannel(clock, descriptor=1e-6, byte=1e-7, latency=1e-4)
-    route, took = run(channel)
+    connection, took = run(channel)
     assert max(took) <= 2 * (probe.SPIN + 2 * TICK)
     assert len(channel.batches) == 1 + 3
-    assert route.costs.byte == pytest.approx(1e-7, rel=0.05)
+    assert connection.costs.byte == pytest.approx(1e-7, rel=0.05)
 
 
 def test_one_bad_round_does_not_count(clock: Clock) -> None:
     """It is longer than what all rounds together should take."""
     channel = FakeChannel(clock, descriptor=8e-6, byte=1 / 3e9, latency=1e-4)
     channel.hiccups = [0.0, 0.03, 0.05, 0.04]
-    route, _ = run(channel)
-    assert route.costs.descriptor == pytest.approx(8e-6, rel=0.15)
-    assert route.costs.byte == pytest.approx(1 / 3e9, rel=0.15)
+    connection, _ = run(channel)
+    assert connection.costs.descriptor == pytest.approx(8e-6, rel=0.15)
+    assert connection.costs.byte == pytest.approx(1 / 3e9, rel=0.15)
 
 
 def test_a_disturbed_measurement_never_makes_costs_of_nothing(clock: Clock) -> None:
     channel = FakeChannel(clock, descriptor=0.0, byte=0.0, latency=1e-4)
     channel.hiccups = [0.0] + [0.01, 0.0, 0.0] * probe.ROUNDS
-    route, _ = run(channel)
-    assert route.costs.descriptor == probe.LEAST_PUT
-    assert route.costs.byte == probe.LEAST_BYTE
+    connection, _ = run(channel)
+    assert connection.costs.descriptor == probe.LEAST_PUT
+    assert connection.costs.byte == probe.LEAST_BYTE
 
 
 def test_gpus_pack_as_fast_as_was_measured_once(clock: Clock) -> None:
-    route, _ = run(FakeChannel(clock, descriptor=1e-6, byte=1e-10, latency=1e-4), device="cuda")
-    assert route.costs.pack == GPU_PACK_SECONDS
+    connection, _ = run(FakeChannel(clock, descriptor=1e-6, byte=1e-10, latency=1e-4), device="cuda")
+    assert connection.costs.pack == GPU_PACK_SECONDS
 
 
 def test_a_broken_channel_leaves_costs_to_be_assumed(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     channel = FakeChannel(clock, descriptor=1e-6, byte=1e-9, latency=1e-4)
     channel.error = PeerLost("the peer has reset the connection")
     with caplog.at_level(logging.WARNING):
-        route, _ = run(channel)
-    assert route.costs is None
+        connection, _ = run(channel)
+    assert connection.costs is None
     assert "rank 1" in caplog.text
     assert "reset" in caplog.text
 
@@ -161,8 +161,8 @@ def test_a_peer_that_takes_nothing_is_not_waited_for(clock: Clock, caplog: pytes
     channel = FakeChannel(clock, descriptor=1e6, byte=0.0, latency=0.0)
     began = clock.now
     with caplog.at_level(logging.WARNING):
-        route, _ = run(channel)
-    assert route.costs is None
+        connection, _ = run(channel)
+    assert connection.costs is None
     assert clock.now - began < probe.GIVE_UP + 0.01
     assert [put.cancelled for put in channel.puts] == [True]
     assert "more than 2 s" in caplog.text

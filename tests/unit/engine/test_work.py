@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, TransferCancelled, TransferTimeout
-from torchkv.work import KVWork
 
 
 def test_pages_of_a_request_that_goes_on_are_not_safe() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchkv import KVLayout, PageOutOfRange, ProtocolError
-from torchkv.arguments import as_aux, as_count, as_event, as_layers, as_pages, as_request, copy_ids
+from torchkv.group.arguments import as_aux, as_count, as_event, as_layers, as_pages, as_request
+from torchkv.host.page_id_check import copy_ids
 
 IDS = [3, 0, 7, 2]
 
@@ -38,7 +39,7 @@ def forms_of(ids: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("pages", forms_of(IDS), ids=lambda pages: f"{type(pages).__name__}")
 def test_every_form_of_page_ids_reads_the_same(pages: Any) -> None:
-    ids = as_pages(pages, num_pages=8, what="test")
+    ids = as_pages(pages, num_pages=8, operation="test")
     assert ids.dtype == np.int64
     assert ids.flags.c_contiguous
     assert ids.tolist() == IDS
@@ -46,25 +47,25 @@ def test_every_form_of_page_ids_reads_the_same(pages: Any) -> None:
 
 @pytest.mark.parametrize("pages", [[], (), np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64), range(0)])
 def test_no_pages_are_pages(pages: Any) -> None:
-    ids = as_pages(pages, num_pages=8, what="test")
+    ids = as_pages(pages, num_pages=8, operation="test")
     assert (ids.dtype, len(ids)) == (np.int64, 0)
 
 
 def test_a_range_is_a_sequence_of_pages() -> None:
-    assert as_pages(range(2, 8, 2), num_pages=8, what="test").tolist() == [2, 4, 6]
+    assert as_pages(range(2, 8, 2), num_pages=8, operation="test").tolist() == [2, 4, 6]
 
 
 @pytest.mark.parametrize("make", [lambda ids: np.array(ids), lambda ids: torch.tensor(ids), lambda ids: list(ids)])
 def test_page_ids_are_copied(make: Any) -> None:
     given_pages = make(IDS)
-    ids = as_pages(given_pages, num_pages=8, what="test")
+    ids = as_pages(given_pages, num_pages=8, operation="test")
     given_pages[0] = 5
     assert ids.tolist() == IDS
 
 
 def test_no_form_of_page_ids_makes_the_caller_wait_for_a_compiler() -> None:
     for pages in forms_of(IDS):
-        as_pages(pages, num_pages=8, what="test")
+        as_pages(pages, num_pages=8, operation="test")
     assert len(copy_ids.signatures) == 1  # type: ignore[attr-defined]  # numba's
 
 
@@ -72,21 +73,21 @@ def test_no_form_of_page_ids_makes_the_caller_wait_for_a_compiler() -> None:
 @pytest.mark.parametrize("make", [np.array, torch.tensor, list])
 def test_one_bad_id_among_a_thousand_is_found(make: Any, position: int) -> None:
     ids = np.random.default_rng().permutation(1000)
-    assert as_pages(make(ids.tolist()), num_pages=1000, what="test").tolist() == ids.tolist()
+    assert as_pages(make(ids.tolist()), num_pages=1000, operation="test").tolist() == ids.tolist()
     for bad in (-1, 1000, 2**40):
         ids[position] = bad
         with pytest.raises(PageOutOfRange, match=f"page {bad} "):
-            as_pages(make(ids.tolist()), num_pages=1000, what="test")
+            as_pages(make(ids.tolist()), num_pages=1000, operation="test")
 
 
 @given(st.lists(st.integers(-(2**64), 2**64), max_size=20), st.integers(1, 50))
 def test_any_integers_are_read_exactly_or_refused(values: list[int], num_pages: int) -> None:
     if all(0 <= value < num_pages for value in values):
-        assert as_pages(values, num_pages=num_pages, what="test").tolist() == values
+        assert as_pages(values, num_pages=num_pages, operation="test").tolist() == values
     else:
         # Beyond 64 bits numpy has no integer type left, so the type is what is wrong.
         with pytest.raises((PageOutOfRange, ProtocolError), match="test"):
-            as_pages(values, num_pages=num_pages, what="test")
+            as_pages(values, num_pages=num_pages, operation="test")
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,13 @@ def test_any_integers_are_read_exactly_or_refused(values: list[int], num_pages: 
 )
 def test_what_are_no_page_ids_is_refused(pages: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words) as caught:
-        as_pages(pages, num_pages=8, what="send_pages('r')")
+        as_pages(pages, num_pages=8, operation="send_pages('r')")
     assert "send_pages('r')" in str(caught.value)
 
 
 def test_too_many_pages_for_one_message_are_refused() -> None:
     with pytest.raises(ProtocolError, match="in chunks"):
-        as_pages(np.zeros((1 << 20) + 1, dtype=np.int64), num_pages=8, what="test")
+        as_pages(np.zeros((1 << 20) + 1, dtype=np.int64), num_pages=8, operation="test")
 
 
 LAYOUT = KVLayout.gqa(
@@ -147,7 +148,7 @@ LAYOUT = KVLayout.gqa(
     ],
 )
 def test_layers(layers: Any, expected: tuple[int, ...]) -> None:
-    found = as_layers(layers, LAYOUT, what="test")
+    found = as_layers(layers, LAYOUT, operation="test")
     assert found == expected
     assert all(type(layer) is int for layer in found)
 
@@ -155,7 +156,7 @@ def test_layers(layers: Any, expected: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("layers", [0, -1, 34, True, 3.0, "3", [3, 6], [None], [[3]], [3.0], {3: 4}, object()])
 def test_layers_that_are_not_held(layers: Any) -> None:
     with pytest.raises(ProtocolError, match=r"test: .*layers \[3, 4, 5, 30, 31, 32, 33\]"):
-        as_layers(layers, LAYOUT, what="test")
+        as_layers(layers, LAYOUT, operation="test")
 
 
 @pytest.mark.parametrize("request_name", ["r", "x" * 128, "\xe9" * 64, "a b\n\0", "\U0001f600" * 32])
@@ -173,22 +174,22 @@ def test_bad_requests(request_name: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, 5, np.int32(5), (1 << 40) - 1])
 def test_counts(value: Any) -> None:
-    assert as_count(value, what="test", name="start") == value
+    assert as_count(value, operation="test", name="start") == value
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 40, 1.0, True, None, "1"])
 def test_bad_counts(value: Any) -> None:
     with pytest.raises(ProtocolError, match="start"):
-        as_count(value, what="test", name="start")
+        as_count(value, operation="test", name="start")
 
 
 def test_aux() -> None:
     for kind in (bytes, bytearray, memoryview):
-        assert as_aux(kind(b"abc"), what="test") == b"abc"
-    assert len(as_aux(bytes(65536), what="test")) == 65536
+        assert as_aux(kind(b"abc"), operation="test") == b"abc"
+    assert len(as_aux(bytes(65536), operation="test")) == 65536
     for bad in (bytes(65537), "text", 5, None, [1]):
         with pytest.raises(ProtocolError, match="test"):
-            as_aux(bad, what="test")  # type: ignore[arg-type]
+            as_aux(bad, operation="test")  # type: ignore[arg-type]
 
 
 def test_events() -> None:
@@ -197,8 +198,8 @@ def test_events() -> None:
             return True
 
     ready = Ready()
-    assert as_event(None, what="test") is None
-    assert as_event(ready, what="test") is ready
+    assert as_event(None, operation="test") is None
+    assert as_event(ready, operation="test") is ready
     for bad in (object(), 5, "ready"):
         with pytest.raises(ProtocolError, match=r"query\(\)"):
-            as_event(bad, what="test")
+            as_event(bad, operation="test")

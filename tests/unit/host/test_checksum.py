@@ -1,4 +1,4 @@
-"""The checksum: compiled against plain Python, and what it must notice."""
+"""The checksum: the compiled function against plain Python, and which changes it must detect."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchkv import checksum
-from torchkv.checksum import PagePattern, checksum_reference, keys, page_sums, seed
+from tests.helpers.references.checksum import checksum_reference
 from torchkv.errors import ProtocolError
+from torchkv.host import checksum
+from torchkv.host.checksum import PagePattern, keys, page_sums, seed
 
 Bytes = npt.NDArray[np.uint8]
 SLOW = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,7 +33,7 @@ def splitmix64(number: int) -> int:
 
 
 def by_definition(data: bytes) -> int:
-    """The definition, word by word, in Python's own integers; signed, as it is stored."""
+    """The checksum by its definition, in Python integers; signed, as it is stored."""
     total = splitmix64(WHOLE - len(data))
     for j in range(0, len(data), 4):
         word = int.from_bytes(data[j : j + 4], "little")
@@ -135,7 +136,7 @@ def test_exchanged_missing_and_stale_rows_are_noticed() -> None:
 
 
 def test_memory_never_written_does_not_look_right() -> None:
-    """All zeros, sum included, are wrong; and so are fewer bytes than there should be."""
+    """All zeros, sum included, do not match, nor do fewer bytes than there should be."""
     sums = [one_sum(np.zeros(nbytes, np.uint8)) for nbytes in range(1, 200)]
     assert 0 not in sums
     assert len(set(sums)) == len(sums)

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchkv import hostcopy
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
+from torchkv.host import copy_loops
 
 Bytes = npt.NDArray[np.uint8]
-MARGIN = 4096  # canary bytes on both sides of what a copy may touch
+MARGIN = 4096  # canary bytes on both sides of the bytes that a copy may touch
 SLOW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Around every threshold of the kernels: a line (64), ordinary/streamed (128), a turn (256), and page sizes.
 RUNS = st.one_of(st.integers(0, 600), st.sampled_from([1024, 2048, 4096, 4160, 8192 + 24]))
@@ -38,7 +39,7 @@ class Arena:
         self.dst = fresh(dst_nbytes + 2 * MARGIN)
         self.src_before = self.src.copy()
         self.expected = self.dst.copy()
-        # Where offset 0 lies; moved to a multiple of 64 first, so that the skew is what was asked for.
+        # Where offset 0 lies: ``skew`` bytes after a multiple of 64.
         self.src_at = MARGIN // 2 + -(self.src.ctypes.data + MARGIN // 2) % 64 + src_skew
         self.dst_at = MARGIN // 2 + -(self.dst.ctypes.data + MARGIN // 2) % 64 + dst_skew
 
@@ -59,7 +60,7 @@ class Arena:
         np.testing.assert_array_equal(self.dst, self.expected)
 
 
-def shuffled(count: int, stride: int) -> hostcopy.Int64Array:
+def shuffled(count: int, stride: int) -> Int64Array:
     return np.random.default_rng().permutation(count).astype(np.int64) * stride
 
 
@@ -88,7 +89,7 @@ def test_pairs_equal_the_reference(
     arena = Arena(pages * src_page, pages * dst_page, *skews)
     src_off, dst_off = shuffled(pages, src_page), shuffled(pages, dst_page)
     first, last = sorted(min(edge, pages) for edge in window)
-    hostcopy.copy_pairs(arena.src_ptr, arena.dst_ptr, src_off, dst_off, first, last, (n0, s0, d0, n1, s1, d1, run))
+    copy_loops.copy_pairs(arena.src_ptr, arena.dst_ptr, src_off, dst_off, first, last, (n0, s0, d0, n1, s1, d1, run))
     for i in range(first, last):
         for a in range(n0):
             for b in range(n1):
@@ -111,7 +112,7 @@ def test_spans_equal_the_reference(
     arena = Arena(len(lengths) * room, len(lengths) * room, *skews)
     src_off, dst_off = shuffled(len(lengths), room), shuffled(len(lengths), room)
     first, last = sorted(min(edge, len(lengths)) for edge in window)
-    hostcopy.copy_spans(arena.src_ptr, arena.dst_ptr, src_off, dst_off, length, first, last)
+    copy_loops.copy_spans(arena.src_ptr, arena.dst_ptr, src_off, dst_off, length, first, last)
     for i in range(first, last):
         arena.expect(int(src_off[i]), int(dst_off[i]), int(length[i]))
     arena.check()
@@ -122,20 +123,20 @@ def test_every_destination_alignment(skew: int) -> None:
     run = 64 * 11 + 17
     arena = Arena(3 * run, 3 * run, src_skew=(skew * 7) % 64, dst_skew=skew)
     offsets = np.arange(3, dtype=np.int64) * run
-    hostcopy.copy_pairs(arena.src_ptr, arena.dst_ptr, offsets, offsets, 0, 3, (1, 0, 0, 1, 0, 0, run))
+    copy_loops.copy_pairs(arena.src_ptr, arena.dst_ptr, offsets, offsets, 0, 3, (1, 0, 0, 1, 0, 0, run))
     arena.expect(0, 0, 3 * run)
     arena.check()
 
 
 def test_head_slices_transpose_between_orders() -> None:
-    """Heads 2..3 of 8 from [token, head, dim] into [head, token, dim], judged by numpy indexing alone."""
+    """Heads 2..3 of 8 from [token, head, dim] into [head, token, dim], against plain numpy indexing."""
     pages, tokens, dim = 5, 16, 256
     full = fresh(pages * tokens * 8 * dim).reshape(pages, tokens, 8, dim)
     part = fresh(pages * 2 * tokens * dim).reshape(pages, 2, tokens, dim)
     src_off = shuffled(pages, tokens * 8 * dim)
     dst_off = shuffled(pages, 2 * tokens * dim)
     rows = (2, dim, tokens * dim, tokens, 8 * dim, dim, dim)
-    hostcopy.copy_pairs(full.ctypes.data + 2 * dim, part.ctypes.data, src_off, dst_off, 0, pages, rows)
+    copy_loops.copy_pairs(full.ctypes.data + 2 * dim, part.ctypes.data, src_off, dst_off, 0, pages, rows)
     for src_page, dst_page in zip(src_off // (tokens * 8 * dim), dst_off // (2 * tokens * dim), strict=True):
         np.testing.assert_array_equal(part[dst_page], full[src_page, :, 2:4].transpose(1, 0, 2))
 
@@ -145,30 +146,30 @@ def test_the_check_notices_one_wrong_byte_and_one_write_too_many() -> None:
     for wrong in (-1, 1):
         arena = Arena(512, 512)
         at = np.zeros(1, np.int64)
-        hostcopy.copy_pairs(arena.src_ptr, arena.dst_ptr, at, at, 0, 1, (1, 0, 0, 1, 0, 0, 256 + wrong))
+        copy_loops.copy_pairs(arena.src_ptr, arena.dst_ptr, at, at, 0, 1, (1, 0, 0, 1, 0, 0, 256 + wrong))
         arena.expect(0, 0, 256)
-        arena.dst[arena.dst_at + 256 + min(wrong, 0)] ^= 0xFF  # one random byte in 256 would agree by chance
+        arena.dst[arena.dst_at + 256 + min(wrong, 0)] ^= 0xFF  # so that it does not agree by chance
         with pytest.raises(AssertionError):
             arena.check()
 
 
 def test_read_only_offsets_do_not_compile_again() -> None:
-    hostcopy.warm_up()
-    kernel = hostcopy._pairs
+    copy_loops.warm_up()
+    kernel = copy_loops._pairs
     compiled = list(kernel.signatures)  # type: ignore[attr-defined]
     arena = Arena(256, 256)
     at = np.zeros(1, np.int64)
     at.flags.writeable = False
     for src_off, dst_off in ((at, at), (at, at.copy()), (at.copy(), at)):
-        hostcopy.copy_pairs(arena.src_ptr, arena.dst_ptr, src_off, dst_off, 0, 1, (1, 0, 0, 1, 0, 0, 256))
+        copy_loops.copy_pairs(arena.src_ptr, arena.dst_ptr, src_off, dst_off, 0, 1, (1, 0, 0, 1, 0, 0, 256))
     arena.expect(0, 0, 256)
     arena.check()
     assert list(kernel.signatures) == compiled  # type: ignore[attr-defined]
 
 
 def test_other_python_threads_run_during_a_copy() -> None:
-    """This thread must see the copy half done: with the interpreter lock held it would see nothing or all of it."""
-    hostcopy.warm_up()
+    """This thread must see the copy half done; if the copy held the GIL, it would see none or all of it."""
+    copy_loops.warm_up()
     block, repeats = 1 << 20, 8000
     src = np.ones(block, np.uint8)
     dst = np.zeros(2 * block, np.uint8)
@@ -177,7 +178,7 @@ def test_other_python_threads_run_during_a_copy() -> None:
     dst_off[repeats] = block  # the first block over and over, then the second
     rows = (1, 0, 0, 1, 0, 0, block)
     call = (src.ctypes.data, dst.ctypes.data, src_off, dst_off, 0, repeats + 1, rows)
-    thread = threading.Thread(target=hostcopy.copy_pairs, args=call)
+    thread = threading.Thread(target=copy_loops.copy_pairs, args=call)
     thread.start()
     half_done = False
     while thread.is_alive() and not half_done:
@@ -195,16 +196,16 @@ NOTHING = (0, 0, 0, 0, 0, 0, 0)
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: hostcopy.copy_pairs(0, 0, THREE, THREE, -1, 1, NOTHING),
-        lambda: hostcopy.copy_pairs(0, 0, THREE, THREE, 2, 1, NOTHING),
-        lambda: hostcopy.copy_pairs(0, 0, THREE, THREE, 0, 4, NOTHING),
-        lambda: hostcopy.copy_pairs(0, 0, THREE, NONE, 0, 1, NOTHING),
-        lambda: hostcopy.copy_pairs(0, 0, THREE, THREE, 0, 1, (1, 0, 0, 1, 0, 0, -1)),
-        lambda: hostcopy.copy_pairs(0, 0, THREE, THREE, 0, 1, (-1, 0, 0, 1, 0, 0, 1)),
-        lambda: hostcopy.copy_pairs(0, 0, THREE.astype(np.int32), THREE, 0, 1, NOTHING),
-        lambda: hostcopy.copy_pairs(0, 0, np.zeros(6, np.int64)[::2], THREE, 0, 1, NOTHING),
-        lambda: hostcopy.copy_spans(0, 0, THREE, THREE, THREE - 1, 0, 1),
-        lambda: hostcopy.copy_spans(0, 0, THREE, THREE, NONE, 0, 1),
+        lambda: copy_loops.copy_pairs(0, 0, THREE, THREE, -1, 1, NOTHING),
+        lambda: copy_loops.copy_pairs(0, 0, THREE, THREE, 2, 1, NOTHING),
+        lambda: copy_loops.copy_pairs(0, 0, THREE, THREE, 0, 4, NOTHING),
+        lambda: copy_loops.copy_pairs(0, 0, THREE, NONE, 0, 1, NOTHING),
+        lambda: copy_loops.copy_pairs(0, 0, THREE, THREE, 0, 1, (1, 0, 0, 1, 0, 0, -1)),
+        lambda: copy_loops.copy_pairs(0, 0, THREE, THREE, 0, 1, (-1, 0, 0, 1, 0, 0, 1)),
+        lambda: copy_loops.copy_pairs(0, 0, THREE.astype(np.int32), THREE, 0, 1, NOTHING),
+        lambda: copy_loops.copy_pairs(0, 0, np.zeros(6, np.int64)[::2], THREE, 0, 1, NOTHING),
+        lambda: copy_loops.copy_spans(0, 0, THREE, THREE, THREE - 1, 0, 1),
+        lambda: copy_loops.copy_spans(0, 0, THREE, THREE, NONE, 0, 1),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_byte_moves(call: Callable[[], None]) -> None:
@@ -215,24 +216,25 @@ def test_wrong_arguments_are_refused_before_any_byte_moves(call: Callable[[], No
 COPY_ONCE = """
 import os
 import numpy as np
-from torchkv import hostcopy
+from torchkv.host import copy_loops
 src, dst = np.frombuffer(os.urandom(300), np.uint8), np.zeros(300, np.uint8)
 at = np.zeros(1, np.int64)
-hostcopy.copy_spans(src.ctypes.data, dst.ctypes.data, at, at, at + 300, 0, 1)
+copy_loops.copy_spans(src.ctypes.data, dst.ctypes.data, at, at, at + 300, 0, 1)
 assert (src == dst).all()
 """
 
 
 @pytest.mark.parametrize("home", ["writable", "unwritable"])
 def test_works_where_the_package_folder_is_read_only(tmp_path: Path, home: str) -> None:
-    """The kernels go to the user's cache folder, and are compiled anew in each process if there is none."""
+    """Compiled functions go to the user's cache folder; without one they are compiled in each process."""
     package = tmp_path / "site" / "torchkv"
-    package.mkdir(parents=True)
+    (package / "host").mkdir(parents=True)
     (package / "__init__.py").touch()
-    for module in ("errors.py", "hostcopy.py"):
-        shutil.copy(Path(hostcopy.__file__).with_name(module), package)
-    # A file where a folder must be made stops even root, whom permission bits do not.
-    (package / "__pycache__").touch()
+    original = Path(copy_loops.__file__).parents[1]
+    for module in ("arrays.py", "errors.py", "host/__init__.py", "host/copy_loops.py", "host/jit.py"):
+        shutil.copy(original / module, package / module)
+    # A file in the place of a folder: permission bits would not stop root.
+    (package / "host" / "__pycache__").touch()
     user = tmp_path / "user"
     if home == "writable":
         user.mkdir()

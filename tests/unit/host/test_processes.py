@@ -1,4 +1,4 @@
-"""Processes as the kernel knows them: who has ended, and whom nobody here can tell anything about."""
+"""Watching processes: which have ended, and which cannot be watched from here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from torchkv.processes import ProcessId, process_ended, process_started, this_process, watch_process
+from torchkv.host.processes import ProcessId, process_ended, process_started, this_process, watch_process
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def watched(process: ProcessId) -> Iterator[int]:
         os.close(fd)
 
 
-def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_who_polls() -> None:
+def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_pollers() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         them = msgspec.structs.replace(this_process(), pid=child.pid, started=process_started(child.pid))
@@ -39,7 +39,7 @@ def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_who_polls(
         child.kill()
         child.communicate()
     with watched(them) as late:
-        assert process_ended(late), "its pid means nobody any more"
+        assert process_ended(late), "its pid belongs to no process any more"
 
 
 @pytest.mark.parametrize("later", [1, -1])

@@ -1,6 +1,6 @@
-"""The progress thread's rest: it ends for each of its reasons, and for nothing else.
+"""`spin_wait.rest`, in which the progress thread waits: it ends for each of its reasons, and for no other.
 
-Every test of these also shows that other threads run meanwhile: they are what ends the rest.
+Every test also shows that other threads run meanwhile: it is they that end the wait.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchkv import idle
+from torchkv.host import spin_wait
 
-LONG = 60.0  # seconds: a rest that lasts as long has missed its reason
+LONG = 60.0  # seconds: a rest that takes so long has missed its reason to end
 TOP = 1 << 32
 SPINS = pytest.mark.parametrize("spin", [0.0, LONG], ids=["naps", "spins"])
 
@@ -25,8 +25,10 @@ SPINS = pytest.mark.parametrize("spin", [0.0, LONG], ids=["naps", "spins"])
 class Rest:
     """A rest on a thread of its own."""
 
-    def __init__(self, wake: Any, fds: Any = (), **what: Any) -> None:
-        self._thread = threading.Thread(target=lambda: idle.rest(wake, fds, seconds=LONG, **what), daemon=True)
+    def __init__(self, wake: Any, fds: Any = (), **operation: Any) -> None:
+        self._thread = threading.Thread(
+            target=lambda: spin_wait.rest(wake, fds, seconds=LONG, **operation), daemon=True
+        )
         self._thread.start()
 
     def ends(self) -> bool:
@@ -34,13 +36,13 @@ class Rest:
         return not self._thread.is_alive()
 
     def goes_on(self) -> bool:
-        self._thread.join(0.1)  # also long enough for it to take naps
+        self._thread.join(0.1)  # long enough for some rests to reach the stage of naps
         return self._thread.is_alive()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    idle.warm_up()
+    spin_wait.warm_up()
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_a_readable_file_descriptor_ends_it_whichever_it_is(spin: float, wake: A
 def test_a_word_that_reaches_its_value_ends_it(value: int, wake: Any) -> None:
     words = np.zeros(8, dtype=np.uint32)
     words[[2, 6]] = (value - 1) % TOP
-    words[3] = value  # nobody waits for it
+    words[3] = value  # a word that is not awaited
     rest = Rest(wake, words=words, awaited=[(2, value), (6, value)])
     assert rest.goes_on()
     words[6] = value
@@ -99,10 +101,10 @@ def test_a_word_that_reaches_its_value_ends_it(value: int, wake: Any) -> None:
         (7, 7, True),
         (8, 7, True),
         (6, 7, False),
-        (0, TOP - 1, True),  # it has gone round
+        (0, TOP - 1, True),  # the word has wrapped around
         (TOP - 1, 0, False),
         ((1 << 31) - 1, 0, True),
-        (1 << 31, 0, False),  # that far ahead is behind
+        (1 << 31, 0, False),  # half the range ahead counts as behind
     ],
 )
 def test_words_are_compared_as_the_gpu_compares_them(word: int, value: int, reached: bool, wake: Any) -> None:
@@ -114,7 +116,7 @@ def test_it_ends_when_its_time_is_up(wake: Any) -> None:
     done = threading.Event()
 
     def short() -> None:
-        idle.rest(wake, (), seconds=0.01, words=np.zeros(1, dtype=np.uint32), awaited=[(0, 1)])
+        spin_wait.rest(wake, (), seconds=0.01, words=np.zeros(1, dtype=np.uint32), awaited=[(0, 1)])
         done.set()
 
     threading.Thread(target=short, daemon=True).start()
@@ -125,46 +127,46 @@ def test_it_tells_which_file_descriptors_are_readable(wake: Any) -> None:
     pipes = [os.pipe() for _ in range(4)]
     fds = tuple(ends[0] for ends in pipes)
     try:
-        assert idle.rest(wake, fds, seconds=0) == 0
+        assert spin_wait.rest(wake, fds, seconds=0) == 0
         os.write(pipes[1][1], b"x")
-        assert idle.rest(wake, fds, seconds=LONG) == 0b0010
+        assert spin_wait.rest(wake, fds, seconds=LONG) == 0b0010
         os.write(pipes[3][1], b"x")
-        assert idle.rest(wake, fds, seconds=LONG) == 0b1010
+        assert spin_wait.rest(wake, fds, seconds=LONG) == 0b1010
         wake[0] = 1
-        assert idle.rest(wake, fds, seconds=LONG) == 0b1010, "who calls again and again must not hide them"
+        assert spin_wait.rest(wake, fds, seconds=LONG) == 0b1010, "frequent wake-ups must not hide them"
         os.close(pipes[3][1])
         os.read(pipes[1][0], 1)
-        assert idle.rest(wake, fds, seconds=0) == 0b1000, "a pipe at its end is news too"
+        assert spin_wait.rest(wake, fds, seconds=0) == 0b1000, "so is a pipe at its end"
     finally:
         for fd in {fd for ends in pipes for fd in ends} - {pipes[3][1]}:
             os.close(fd)
 
 
 def sleeps(wake: Any, spin: float) -> int:
-    """How often this thread gave up its core of its own accord."""
+    """How often the calling thread gave up its core voluntarily."""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-    idle.rest(wake, (), seconds=0.05, spin=spin)
+    spin_wait.rest(wake, (), seconds=0.05, spin=spin)
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
 
 
 def test_it_sleeps_unless_it_is_to_spin(wake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "CROWDED", int(LONG * 1e9))
-    monkeypatch.setattr(idle, "SPIN", 0)
+    monkeypatch.setattr(spin_wait, "CROWDED", int(LONG * 1e9))
+    monkeypatch.setattr(spin_wait, "SPIN", 0)
     assert sleeps(wake, 0.0) > 20
     assert sleeps(wake, LONG) < 20
 
 
-def test_it_stops_spinning_where_somebody_else_takes_its_core(wake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "CROWDED", -1)  # as if every offer were taken
+def test_it_stops_spinning_where_another_thread_takes_its_core(wake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spin_wait, "CROWDED", -1)  # as if another thread took the core each time it is offered
     assert sleeps(wake, LONG) > 20
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.005, idle.SWITCH_INTERVAL), (0.0001, 0.0001)])
-def test_a_caller_that_goes_on_in_python_gives_the_thread_its_turn_soon(before: float, after: float) -> None:
+@pytest.mark.parametrize(("before", "after"), [(0.005, spin_wait.SWITCH_INTERVAL), (0.0001, 0.0001)])
+def test_a_caller_that_goes_on_in_python_gives_up_the_gil_soon(before: float, after: float) -> None:
     found = sys.getswitchinterval()
     try:
         sys.setswitchinterval(before)
-        thread = threading.Thread(target=idle.begin)
+        thread = threading.Thread(target=spin_wait.begin)
         thread.start()
         thread.join()
         assert sys.getswitchinterval() == pytest.approx(after, rel=0.02)  # kept in whole microseconds
@@ -173,14 +175,14 @@ def test_a_caller_that_goes_on_in_python_gives_the_thread_its_turn_soon(before: 
 
 
 def test_naps_end_in_time() -> None:
-    """The kernel's own slack for this thread, in nanoseconds."""
+    """Checks the timer slack that the kernel has for the thread, in nanoseconds."""
     slack: list[int] = []
 
     def look() -> None:
-        idle.begin()
-        slack.append(idle._libc.prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+        spin_wait.begin()
+        slack.append(spin_wait._libc.prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert slack == [idle._TIMER_SLACK]
+    assert slack == [spin_wait._TIMER_SLACK]

@@ -1,4 +1,4 @@
-"""The kernels, compiled for a GPU on a machine without one: the interpreter forgives much that Triton does not."""
+"""The kernels, compiled for a GPU on a machine without one: the interpreter accepts much that Triton does not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA b
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from torchkv import kernellaunch, pagecopy, pagesum
-from torchkv.kernellaunch import STREAM_WARPS
+from torchkv.kernels import checksum as checksum_kernel
+from torchkv.kernels import launch as kernel_launch
+from torchkv.kernels import page_copy
+from torchkv.kernels.launch import FIFO_WARPS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -31,21 +33,21 @@ def binary(kernel: Any, constants: tuple[int, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("table", [0, 256])
-@pytest.mark.parametrize("mode", [pagecopy.DIRECT, pagecopy.GATHER, pagecopy.SCATTER])
+@pytest.mark.parametrize("mode", [page_copy.DIRECT, page_copy.GATHER, page_copy.SCATTER])
 def test_copies(mode: int, table: int) -> None:
-    assert binary(pagecopy.copy, (mode, 16, 2, 1, 2048, table, 0))
+    assert binary(page_copy.copy, (mode, 16, 2, 1, 2048, table, 0))
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
 def test_copies_of_narrow_words(unit: int) -> None:
-    assert binary(pagecopy.copy, (pagecopy.SCATTER, unit, 0, 0, 2048, 0, 0))
+    assert binary(page_copy.copy, (page_copy.SCATTER, unit, 0, 0, 2048, 0, 0))
 
 
 @pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("table", [0, 256])
-@pytest.mark.parametrize("mode", [pagecopy.GATHER, pagecopy.SCATTER])
-def test_streams(mode: int, table: int, unit: int) -> None:
-    asm = compiled(pagecopy.copy, (mode, unit, 2, 1, 2048, table, kernellaunch.SLOTS), STREAM_WARPS)
+@pytest.mark.parametrize("mode", [page_copy.GATHER, page_copy.SCATTER])
+def test_fifo_copies(mode: int, table: int, unit: int) -> None:
+    asm = compiled(page_copy.copy, (mode, unit, 2, 1, 2048, table, kernel_launch.SLOTS), FIFO_WARPS)
     assert asm["cubin"]
     lines = [line.split("//")[0].strip() for line in asm["ptx"].splitlines()]
 
@@ -56,15 +58,16 @@ def test_streams(mode: int, table: int, unit: int) -> None:
     (polls,), (told,) = places(r"\.acquire\b.*\bsys\b|\.sys\.acquire\b"), places(r"\.release\b")
     assert ".sys" in lines[told]
     assert lines[told].split()[1].startswith("atom")
-    # The block has stored all of a chunk before one of its threads tells of it; one polls, and the others wait for it.
+    # All threads of a block have stored their part of a chunk before one of them publishes it. One thread polls, and
+    # the others wait for it.
     assert any(stores[-1] < barrier < told for barrier in barriers)
     assert any(polls < barrier < stores[0] for barrier in barriers)
-    # Only the words in the other's reach need more than an ordinary access: the copy itself is plain and wide.
-    assert len(stores) == 2048 * (16 if unit == 16 else 1) // (32 * STREAM_WARPS * unit)
+    # Only progress words need more than an ordinary access: the copy itself uses plain, wide stores.
+    assert len(stores) == 2048 * (16 if unit == 16 else 1) // (32 * FIFO_WARPS * unit)
     assert not places(r"ld\.global\.nc|ld\.volatile")
 
 
 @pytest.mark.parametrize("unit", [1, 16])
-@pytest.mark.parametrize("mode", [pagesum.WRITE, pagesum.VERIFY])
+@pytest.mark.parametrize("mode", [checksum_kernel.WRITE, checksum_kernel.VERIFY])
 def test_sums(mode: int, unit: int) -> None:
-    assert binary(pagesum.sum_pairs, (mode, unit, 2, 1, 8, 256))
+    assert binary(checksum_kernel.sum_pairs, (mode, unit, 2, 1, 8, 256))

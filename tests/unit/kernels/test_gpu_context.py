@@ -1,4 +1,4 @@
-"""What a rank's transfers share on its GPU, without one: streams, whether these may wait for peers', and pauses."""
+"""`GpuContext` without a GPU: which stream work gets, whether streams may wait for peers, and pauses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from torchkv import cudadriver, device
-from torchkv.cudadriver import num_queues
-from torchkv.device import Device, check_alive, launching
+from torchkv.cuda import driver
+from torchkv.cuda.driver import num_queues
+from torchkv.cuda.events import RecordedEvent
+from torchkv.cuda.side_streams import RESERVED_QUEUES, num_waiting_streams
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.events import RecordedEvent
-from torchkv.streams import OTHERS, may_wait
+from torchkv.kernels import gpu_context
+from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
 
 GPU = torch.device("cuda", 1)
 STREAM: Any = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
@@ -27,12 +28,12 @@ class FakeStream:
         assert (where, priority) == (GPU, -1)
 
 
-class FakeFlags:
+class FakeSyncWords:
     def __init__(self, where: torch.device) -> None:
-        self.is_quiet = True
+        self.is_unblocked = True
 
-    def quiet(self) -> Any:
-        return nullcontext(self.is_quiet)
+    def no_blocked_streams(self) -> Any:
+        return nullcontext(self.is_unblocked)
 
     def close(self) -> None:
         pass
@@ -45,17 +46,17 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(device, "Flags", FakeFlags)
-    monkeypatch.setattr(device, "_devices", {})
-    for name in ("Uploads", "wait_flags", "event_pool"):
-        monkeypatch.setattr(device, name, lambda where: SimpleNamespace())
+    monkeypatch.setattr(gpu_context, "SyncWords", FakeSyncWords)
+    monkeypatch.setattr(gpu_context, "_contexts", {})
+    for name in ("PageIdUploads", "wait_flags", "event_pool"):
+        monkeypatch.setattr(gpu_context, name, lambda where: SimpleNamespace())
     for name in ("library", "ignore_captures"):
-        monkeypatch.setattr(cudadriver, name, lambda: None)
-    monkeypatch.setattr(cudadriver, "make_current", lambda where: None)
+        monkeypatch.setattr(driver, name, lambda: None)
+    monkeypatch.setattr(driver, "make_current", lambda where: None)
 
 
-def claim(made: Device, *waits: Any, request: str) -> Any:
-    """The stream that `Device.claim` gives."""
+def claim(made: GpuContext, *waits: Any, request: str) -> Any:
+    """The stream that `GpuContext.claim` gives."""
     given = made.claim(waits, request)
     return None if given is None else given.stream
 
@@ -66,11 +67,11 @@ def test_streams_that_wait_leave_queues_to_the_others(
     said: str, count: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
-    waiting, gated = may_wait()
+    waiting, gated = num_waiting_streams()
     assert (waiting, gated) == count
-    assert waiting + gated <= max(0, num_queues() - OTHERS)
+    assert waiting + gated <= max(0, num_queues() - RESERVED_QUEUES)
     with caplog.at_level(logging.WARNING):
-        made = Device(GPU, blocks=16)
+        made = GpuContext(GPU, blocks=16)
     assert made.signals is (waiting > 0)
     assert made.signals is ("CUDA_DEVICE_MAX_CONNECTIONS" not in caplog.text)
     claimed = [claim(made, object(), request=f"{number}") for number in range(gated + 1)]
@@ -84,8 +85,8 @@ def test_neighbouring_pieces_of_a_peer_have_two_streams_if_the_whole_gpu_may_be_
     blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    made = Device(GPU, blocks=blocks)
-    opened = {made.open_stream for _ in range(4)}
+    made = GpuContext(GPU, blocks=blocks)
+    opened = {made.unblocked_stream for _ in range(4)}
     assert opened == ({made.outgoing, made.incoming} if blocks == 132 else {made.outgoing})
     waiting = set()
     for serial in range(4):
@@ -101,7 +102,7 @@ def test_neighbouring_pieces_of_a_peer_have_two_streams_if_the_whole_gpu_may_be_
 @pytest.mark.usefixtures("_gpu")
 def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    made, other = Device(GPU, blocks=16), Device(GPU, blocks=16)
+    made, other = GpuContext(GPU, blocks=16), GpuContext(GPU, blocks=16)
     pool: Any = SimpleNamespace(give_back=lambda handle: None)
 
     def recorded(stream: int, number: int) -> RecordedEvent:
@@ -115,16 +116,16 @@ def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeyp
     assert before is not first
     assert claim(made, recorded(8, 12), request="e") is None
     of_both = claim(other, recorded(7, 12), recorded(8, 12), request="f")
-    assert claim(other, recorded(7, 13), object(), request="f") is of_both, "as the request's"
+    assert claim(other, recorded(7, 13), object(), request="f") is of_both, "the request is the owner"
     assert claim(other, recorded(7, 13), request="f") is not of_both
     assert claim(other, recorded(8, 14), request="g") is None
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pause_that_ends_first_wakes_the_progress_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(device.time, "monotonic", lambda: now)
-    made, stopped = Device(GPU, blocks=16), False
+    monkeypatch.setattr(gpu_context.time, "monotonic", lambda: now)
+    made, stopped = GpuContext(GPU, blocks=16), False
     assert made.pause_ends == math.inf
     long, short = made.pause(3, lambda: stopped), made.pause(2, lambda: False)
     assert [next(long), next(short)] == [0, 0]
@@ -138,44 +139,44 @@ def test_the_first_of_all_pauses_wakes_the_progress_thread(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_it_is_not_quiet_while_a_stream_waits_for_a_peer_or_for_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, of_another_group = Device(GPU, blocks=16), Device(GPU, blocks=16)
-    monkeypatch.setattr(cudadriver, "device_index", lambda where: 0)
-    elsewhere = Device(GPU, blocks=16)
-    for one in (made, of_another_group, elsewhere):
+def test_streams_that_wait_for_a_peer_or_for_this_rank_are_blocked_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, of_another_group = GpuContext(GPU, blocks=16), GpuContext(GPU, blocks=16)
+    monkeypatch.setattr(driver, "device_index", lambda where: 0)
+    asynchronous = GpuContext(GPU, blocks=16)
+    for one in (made, of_another_group, asynchronous):
         one._library = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
-    flags: Any = made.flags
+    sync_words: Any = made.sync_words
 
-    def quiet() -> bool:
-        with made.quiet() as answer:
+    def no_blocked_streams() -> bool:
+        with made.no_blocked_streams() as answer:
             return answer
 
-    assert quiet()
-    elsewhere.await_signal(STREAM, 0x1000, 5)
-    assert quiet()
+    assert no_blocked_streams()
+    asynchronous.await_signal(STREAM, 0x1000, 5)
+    assert no_blocked_streams()
     for one in (made, of_another_group):
         one.await_signal(STREAM, 0x1000, 5)
-        assert not quiet()
+        assert not no_blocked_streams()
         one.forget_signal(0x1000)
-        assert quiet()
-    flags.is_quiet = False
-    assert not quiet()
+        assert no_blocked_streams()
+    sync_words.is_unblocked = False
+    assert not no_blocked_streams()
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_what_waits_for_a_peer_is_let_go_by_a_value_above_the_awaited_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_peer_is_ended_by_a_value_above_the_awaited_one(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, ...]] = []
-    made = Device(GPU, blocks=16)
+    made = GpuContext(GPU, blocks=16)
     made.outgoing = STREAM
     made._library = SimpleNamespace(
-        cuStreamWaitValue64_v2=lambda *_: 0, cuStreamWriteValue64_v2=lambda *what: written.append(what) or 0
+        cuStreamWaitValue64_v2=lambda *_: 0, cuStreamWriteValue64_v2=lambda *operation: written.append(operation) or 0
     )
     for address in (0x1000, 0x2000, 0x3000):
         made.await_signal(STREAM, address, address + 5)
     made.forget_signal(0x2000)
-    made.dismiss(STREAM, 0x2000)
+    made.abandon_signal(STREAM, 0x2000)
     assert written == []
-    made.dismiss(STREAM, 0x1000)
+    made.abandon_signal(STREAM, 0x1000)
     assert written == [(7, 0x1000, 0x1006, 0)]
     made.close()
     assert written[1:] == [(7, 0x1000, 0x1006, 0), (7, 0x3000, 0x3006, 0)]

@@ -1,4 +1,4 @@
-"""From plans to descriptors: page pairs, runs, seals, and planning at scale."""
+"""Descriptors: page pairs, merging of adjacent rows, seals, and planning at scale."""
 
 from __future__ import annotations
 
@@ -12,26 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import gqa, one_slab
 
-from torchkv.plan import (
-    Rows,
-    Slab,
-    compile_plan,
-    expand,
-    first_page_outside,
-    page_pairs,
-    pair_offsets,
-    seal_matches,
-)
+from tests.helpers.references.page_transfer import gqa, one_segment
+from torchkv.layout.descriptors import expand, page_pairs, pair_offsets
+from torchkv.layout.pair_plan import compile_plan, first_page_outside, seal_matches
+from torchkv.layout.plan_segment import PlanSegment, StridedRuns
 
 # Runs and descriptors
 
 
 def descriptors(src_pages: list[int], dst_pages: list[int], **strides: int) -> list[tuple[int, int, int]]:
-    slab = one_slab(gqa(), gqa())
+    segment = one_segment(gqa(), gqa())
     pairs = page_pairs(
-        slab,
+        segment,
         num_src_pages=len(src_pages),
         start=0,
         limit_tokens=4 * len(dst_pages),
@@ -40,7 +33,7 @@ def descriptors(src_pages: list[int], dst_pages: list[int], **strides: int) -> l
     )
     src, dst = strides.get("src", 64), strides.get("dst", 64)
     ids = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-    spans = expand(slab, *pair_offsets(slab, pairs, *ids, src, dst))
+    spans = expand(segment, *pair_offsets(segment, pairs, *ids, src, dst))
     assert all(array.dtype == np.int64 for array in spans)
     return list(zip(*(array.tolist() for array in spans), strict=True))
 
@@ -58,15 +51,15 @@ def test_trap_empty_lists_give_no_spans() -> None:
     assert descriptors([], []) == []
     assert descriptors([], [1, 2]) == []
     assert descriptors([1, 2], []) == []
-    slab = one_slab(gqa(0, 2), gqa())
+    segment = one_segment(gqa(0, 2), gqa())
     none = np.zeros(0, np.int64)
-    assert [len(array) for array in expand(slab, none, none)] == [0, 0, 0]
+    assert [len(array) for array in expand(segment, none, none)] == [0, 0, 0]
 
 
 def test_a_clipped_chunk_keeps_only_what_the_grant_has() -> None:
-    """Sender pages of 16 tokens into a grant of 5 pages of 4: the second page is cut after 4 tokens."""
-    slab = one_slab(gqa(page_size=16), gqa(page_size=4))
-    pairs = page_pairs(slab, num_src_pages=1, start=1, limit_tokens=20, src_page_size=16, dst_page_size=4)
+    """Sender pages of 16 tokens into a grant of 5 pages of 4 tokens: only 4 tokens of the second page are sent."""
+    segment = one_segment(gqa(page_size=16), gqa(page_size=4))
+    pairs = page_pairs(segment, num_src_pages=1, start=1, limit_tokens=20, src_page_size=16, dst_page_size=4)
     assert pairs.src_index.tolist() == [0]
     assert pairs.src_token.tolist() == [0]
     assert pairs.dst_index.tolist() == [4]
@@ -74,9 +67,9 @@ def test_a_clipped_chunk_keeps_only_what_the_grant_has() -> None:
 
 
 def test_rows_whose_seams_touch_are_merged() -> None:
-    """A page stride may make the last row of a pair meet the first of the next one on both sides."""
-    slab = replace(one_slab(gqa(1, 2), gqa()), rows=Rows(1, 0, 0, 2, 10, 20, 8))
-    src, dst, length = expand(slab, np.array([0, 18, 90]), np.array([0, 28, 56]))
+    """With some page strides, the last row of a pair and the first row of the next pair are adjacent on both sides."""
+    segment = replace(one_segment(gqa(1, 2), gqa()), rows=StridedRuns(1, 0, 0, 2, 10, 20, 8))
+    src, dst, length = expand(segment, np.array([0, 18, 90]), np.array([0, 28, 56]))
     assert list(zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)) == [
         (0, 0, 8),
         (10, 20, 16),
@@ -113,32 +106,32 @@ def test_first_page_outside(start: int, count: int, page_size: int, tokens: int)
 
 
 def nested_loops(
-    slab: Slab, src_pages: list[int], dst_pages: list[int], strides: tuple[int, int]
+    segment: PlanSegment, src_pages: list[int], dst_pages: list[int], strides: tuple[int, int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The obvious program: a descriptor for each row of each page."""
+    """The simplest program: one descriptor for each row of each page."""
     src, dst, length = [], [], []
-    rows = slab.rows
+    rows = segment.rows
     for src_page, dst_page in zip(src_pages, dst_pages, strict=True):
         for row in range(rows.n1):
-            src.append(src_page * strides[0] + slab.src_base + row * rows.s1)
-            dst.append(dst_page * strides[1] + slab.dst_base + row * rows.d1)
+            src.append(src_page * strides[0] + segment.src_base + row * rows.s1)
+            dst.append(dst_page * strides[1] + segment.dst_base + row * rows.d1)
             length.append(rows.run)
     return src, dst, length
 
 
 def test_131072_descriptors_equal_the_nested_loops(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints how much faster planning is than nested Python loops; only the equality is asserted."""
+    """Prints how much faster planning is than nested Python loops; asserts only that the results are equal."""
     wide = {"num_layers": 80, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
     writers = {rank: gqa(rank, 4, **wide) for rank in range(4)}
-    slab = compile_plan(2, writers, gqa(1, 2, **wide)).slabs[0]
+    segment = compile_plan(2, writers, gqa(1, 2, **wide)).segments[0]
     rng, pages, strides = np.random.default_rng(), 131072 // 16, (8192, 16384)
     src_pages, dst_pages = rng.permutation(pages), rng.permutation(pages)
 
     def vectorised() -> tuple[np.ndarray, ...]:
         pairs = page_pairs(
-            slab, num_src_pages=pages, start=0, limit_tokens=pages * 16, src_page_size=16, dst_page_size=16
+            segment, num_src_pages=pages, start=0, limit_tokens=pages * 16, src_page_size=16, dst_page_size=16
         )
-        return expand(slab, *pair_offsets(slab, pairs, src_pages, dst_pages, *strides))
+        return expand(segment, *pair_offsets(segment, pairs, src_pages, dst_pages, *strides))
 
     def seconds(work: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -146,14 +139,14 @@ def test_131072_descriptors_equal_the_nested_loops(capsys: pytest.CaptureFixture
         return time.perf_counter() - begin
 
     as_lists = src_pages.tolist(), dst_pages.tolist()
-    slow = statistics.median(seconds(lambda: nested_loops(slab, *as_lists, strides)) for _ in range(3))
+    slow = statistics.median(seconds(lambda: nested_loops(segment, *as_lists, strides)) for _ in range(3))
     fast = statistics.median(seconds(vectorised) for _ in range(25))
     with capsys.disabled():
         print(
             f"\nplanning {pages * 16} descriptors: nested loops {slow * 1e3:.1f} ms, "
             f"numpy {fast * 1e3:.2f} ms, {slow / fast:.0f} times faster"
         )
-    expected = nested_loops(slab, *as_lists, strides)
+    expected = nested_loops(segment, *as_lists, strides)
     for got, wanted in zip(vectorised(), expected, strict=True):
         assert len(got) == 131072
         assert got.tolist() == wanted

@@ -1,4 +1,4 @@
-"""Layouts: what a rank holds, what is refused, and what survives the wire."""
+"""Layouts: what a rank holds, which layouts are refused, and encoding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import held_heads
 
+from tests.helpers.examples import examples
+from tests.helpers.references.page_transfer import held_heads
 from torchkv.errors import KVError, LayoutMismatch, ProtocolError
-from torchkv.layout import Component, KVLayout, State, check_compatible, shard_heads
+from torchkv.layout import codec
+from torchkv.layout.layout import Component, KVLayout, State, check_compatible, shard_heads
 
 BASE = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
 MLA = {"num_layers": 61, "latent_dim": 512, "rope_dim": 64, "page_size": 64, "dtype": torch.bfloat16}
@@ -35,7 +37,6 @@ def test_gqa_shapes() -> None:
     assert layout.page_shape("v") == (16, 2, 64)
     assert layout.page_nbytes("k") == 16 * 2 * 128 * 2
     assert layout.page_nbytes("v") == 16 * 2 * 64 * 2
-    assert layout.itemsize("k") == 2
     assert gqa(order="HND", tp_rank=1, tp_size=4).page_shape("k") == (2, 16, 128)
 
 
@@ -118,7 +119,7 @@ def test_windows_are_kept_in_order_and_are_part_of_the_value() -> None:
     assert KVLayout([Component("k", 1, 1, torch.uint8)], num_layers=1, page_size=1, windows={0: 5}).window(0) == 5
 
 
-# What is refused
+# Layouts that are refused
 
 
 REFUSED = [
@@ -227,7 +228,7 @@ def test_unknown_names_are_refused(ask: object) -> None:
         gqa().state_shape("q")
 
 
-# Two layouts
+# Compatibility of two layouts
 
 
 def test_what_may_differ_between_instances() -> None:
@@ -295,7 +296,7 @@ def test_sharding_and_names_must_agree() -> None:
         check_compatible(layout(), layout(name="q"), rank_a=0, rank_b=1)
 
 
-# On the wire
+# Encoding
 
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,9}", fullmatch=True)
@@ -340,66 +341,66 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 @settings(deadline=None)
 @given(layouts())
 def test_round_trip(layout: KVLayout) -> None:
-    data = layout.encode()
-    assert KVLayout.decode(data) == layout
-    assert hash(KVLayout.decode(data)) == hash(layout)
-    assert KVLayout.decode(data).encode() == data
+    data = codec.encode(layout)
+    assert codec.decode(data) == layout
+    assert hash(codec.decode(data)) == hash(layout)
+    assert codec.encode(codec.decode(data)) == data
 
 
 def test_every_dtype_and_draft_layer_crosses_the_wire() -> None:
     for dtype in (torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.int64, torch.complex64):
         layout = gqa(dtype=dtype, layers=[0, 1, 7], states=[CONV], tp_rank=3, tp_size=4)
-        assert KVLayout.decode(layout.encode()) == layout
-    assert len(gqa(num_layers=4096).encode()) < 100, "contiguous layers cost nothing"
+        assert codec.decode(codec.encode(layout)) == layout
+    assert len(codec.encode(gqa(num_layers=4096))) < 100, "contiguous layers cost nothing"
 
 
 def test_the_most_windows_fit_onto_the_wire() -> None:
     layers = range((1 << 20) - 4096, 1 << 20)
     layout = gqa(layers=layers, windows=dict.fromkeys(layers, (1 << 31) - 1))
-    assert KVLayout.decode(layout.encode()) == layout
+    assert codec.decode(codec.encode(layout)) == layout
 
 
 def test_a_layout_too_large_for_the_wire_is_refused() -> None:
     layers = range(0, 8192, 2)
     components = [Component(f"c{i}", 1, 1, torch.uint8, layers=layers) for i in range(8)]
     with pytest.raises(LayoutMismatch, match="more than the 65536 allowed"):
-        KVLayout(components, num_layers=1, page_size=1, layers=layers).encode()
+        codec.encode(KVLayout(components, num_layers=1, page_size=1, layers=layers))
 
 
 def decodes_or_refuses(data: bytes) -> None:
     try:
-        layout = KVLayout.decode(data)
+        layout = codec.decode(data)
     except ProtocolError:
         return
-    assert KVLayout.decode(layout.encode()) == layout
+    assert codec.decode(codec.encode(layout)) == layout
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        KVLayout.decode(data)
+        codec.decode(data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(layouts(), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_decode_to_a_valid_layout_or_are_refused(
     layout: KVLayout, mutations: list[tuple[int, int]]
 ) -> None:
-    data = bytearray(layout.encode())
+    data = bytearray(codec.encode(layout))
     for position, value in mutations:
         data[position % len(data)] = value
     decodes_or_refuses(bytes(data))
     with pytest.raises(ProtocolError):
-        KVLayout.decode(bytes(layout.encode()[:-1]))
+        codec.decode(bytes(codec.encode(layout)[:-1]))
     with pytest.raises(ProtocolError):
-        KVLayout.decode(layout.encode() + b"\0")
+        codec.decode(codec.encode(layout) + b"\0")
 
 
 def forged(**change: object) -> bytes:
     scalars = ("num_layers", "page_size", "order", "tp_rank", "tp_size")
     order = ("version", "components", *scalars, "layers", "states", "windows")
-    fields = dict(zip(order, msgspec.msgpack.decode(gqa(states=[CONV]).encode()), strict=True))
+    fields = dict(zip(order, msgspec.msgpack.decode(codec.encode(gqa(states=[CONV]))), strict=True))
     return msgspec.msgpack.encode(list({**fields, **change}.values()))
 
 
@@ -445,12 +446,12 @@ HUGE = [[0, 1 << 20]]
     ],
 )
 def test_hostile_fields_are_refused(change: dict[str, object], message: str) -> None:
-    assert KVLayout.decode(forged()) == gqa(states=[CONV])
+    assert codec.decode(forged()) == gqa(states=[CONV])
     with pytest.raises(ProtocolError, match=message) as caught:
-        KVLayout.decode(forged(**change))
+        codec.decode(forged(**change))
     assert len(str(caught.value)) < 1000
 
 
 def test_oversized_bytes_are_refused_unread() -> None:
     with pytest.raises(ProtocolError, match="65537 bytes, more than the 65536"):
-        KVLayout.decode(b"\0" * 65537)
+        codec.decode(b"\0" * 65537)

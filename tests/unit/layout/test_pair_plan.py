@@ -1,10 +1,10 @@
-"""Plans against the oracle: every byte in its place, every byte written once, nothing else touched."""
+"""Plans against the slow reference: every byte in its place, every byte written once, nothing else written."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,43 +12,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import compare, gqa, held_heads, held_layers, holders_of, one_slab
 
+from tests.helpers.examples import examples
+from tests.helpers.layouts import divides, group, instances, mla
+from tests.helpers.plans import check, owed_of
+from tests.helpers.references.page_transfer import compare, gqa, held_heads, held_layers, holders_of, one_segment
 from torchkv.errors import LayoutMismatch
-from torchkv.layout import Component, KVLayout, State
-from torchkv.plan import (
-    PairPlan,
-    Rows,
-    compile_plan,
-    contributing,
-    coverage_gap,
-    page_pairs,
-)
+from torchkv.layout.descriptors import page_pairs
+from torchkv.layout.layout import Component, KVLayout, State
+from torchkv.layout.pair_plan import PairPlan, compile_plan, contributing, coverage_gap
+from torchkv.layout.plan_segment import StridedRuns, Stripe
 
-RELAXED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def mla(**given: object) -> KVLayout:
-    fields = {"num_layers": 2, "latent_dim": 4, "rope_dim": 1, "page_size": 4, "dtype": torch.int16}
-    return KVLayout.mla(**{**fields, **given})
-
-
-def owed_of(plan: PairPlan, layer: int, granted: int, limit: int | None = None) -> list[tuple[int, int]]:
-    """Tokens owed in one layer."""
-    found = dict(plan.owed(granted, limit))
-    assert dict(plan.owed(granted, limit, layers=[layer])) == ({layer: found[layer]} if layer in found else {})
-    return found.get(layer, [])
-
-
-def group(make: Callable[..., KVLayout], size: int, **given: object) -> dict[int, KVLayout]:
-    """Group rank -> layout of a tensor-parallel instance; ranks start at 3 and have gaps on purpose."""
-    return {3 + 2 * rank: make(tp_rank=rank, tp_size=size, **given) for rank in range(size)}
-
-
-def check(writers: Mapping[int, KVLayout], reader: KVLayout, **given: object) -> None:
-    given = {"num_tokens": 19, "rng": np.random.default_rng(), **given}
-    assert coverage_gap(writers, reader) is None
-    assert compare(writers, reader, **given) == (0, 0)
+RELAXED = settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def keys(tp_rank: int, tp_size: int, heads: int) -> KVLayout:
@@ -56,15 +31,35 @@ def keys(tp_rank: int, tp_size: int, heads: int) -> KVLayout:
     return KVLayout([component], num_layers=1, page_size=2, tp_rank=tp_rank, tp_size=tp_size)
 
 
-def divides(a: int, b: int) -> bool:
-    return max(a, b) % min(a, b) == 0
+# The example of the module's docstring
+
+
+def test_the_example_of_tensor_parallelism_4_to_2() -> None:
+    model = {"num_layers": 2, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+    writers = {rank: gqa(rank, 4, **model) for rank in range(4)}
+    plan = compile_plan(3, writers, gqa(1, 2, **model))
+    assert [segment.component for segment in plan.segments] == ["k", "v"]
+    assert {segment.heads for segment in plan.segments} == {range(6, 8)}
+    assert {segment.place for segment in plan.segments} == {(Stripe(tokens=16, per_unit=1), 0, 512, 512, 1024)}
+    assert {segment.rows for segment in plan.segments} == {StridedRuns(1, 0, 0, 16, 512, 1024, 512)}
+    assert contributing(writers, gqa(1, 2, **model)) == (2, 3)
+    assert [compile_plan(rank, writers, gqa(1, 2, **model)).parts for rank in (0, 1)] == [(), ()]
+
+
+def test_the_example_of_replicated_heads() -> None:
+    model = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "dtype": torch.bfloat16}
+    writers = {rank: gqa(rank, 4, **model) for rank in range(4)}
+    for writer in (0, 1):
+        plan = compile_plan(writer, writers, gqa(0, 2, **model))
+        assert {segment.stripe for segment in plan.segments} == {Stripe(16, 1, holders=2, holder=writer)}
+    assert [Stripe(16, 2, holders=3, holder=1).pair(ordinal) for ordinal in range(6)] == [2, 3, 8, 9, 14, 15]
 
 
 # Who sends which heads
 
 
 def test_ownership_for_every_tp_size_and_head_count() -> None:
-    """tp sizes 1..16 x heads 1..32, both ways: the planned heads and stripes are the oracle's."""
+    """TP sizes 1 to 16 on both sides and 1 to 32 heads: plans have the heads and stripes of the reference."""
     combos = [
         (heads, senders, readers)
         for heads in range(1, 33)
@@ -78,10 +73,10 @@ def test_ownership_for_every_tp_size_and_head_count() -> None:
         reader = keys(random.randrange(readers), readers, heads)
         owners: dict[int, dict[int, int]] = {head: {} for head in held_heads(reader, "k")}
         for writer in writers:
-            for slab in compile_plan(writer, writers, reader).slabs:
-                for head in slab.heads:
-                    assert slab.holders == len(holders_of(writers, "k", 0, head))
-                    assert owners[head].setdefault(slab.index, writer) == writer
+            for segment in compile_plan(writer, writers, reader).segments:
+                for head in segment.heads:
+                    assert segment.stripe.holders == len(holders_of(writers, "k", 0, head))
+                    assert owners[head].setdefault(segment.stripe.holder, writer) == writer
         for head, by_index in owners.items():
             assert [by_index[i] for i in sorted(by_index)] == holders_of(writers, "k", 0, head), (heads, senders)
 
@@ -103,7 +98,7 @@ DIVISION_TRAPS = [
 
 
 def modulo_mapping(writer: int, writers: Mapping[int, KVLayout], reader: KVLayout) -> PairPlan:
-    """The historic mistake: replicas of a head taken from rank modulo heads instead of rank // replicas."""
+    """A known mistake: the head of a replica is taken as rank % heads instead of rank // replicas."""
     heads = reader.component("k").heads
     if reader.tp_size <= heads:
         return compile_plan(writer, writers, reader)
@@ -128,11 +123,11 @@ def test_trap_heads_are_mapped_by_division_not_modulo(senders: int, readers: int
         check(writers, reader, num_tokens=4)
         wrong, _ = compare(writers, reader, rng=np.random.default_rng(), num_tokens=4, plan_for=modulo_mapping)
         caught += wrong > 0
-    assert caught, "the oracle must notice the modulo mapping"
+    assert caught, "the reference must notice the modulo mapping"
 
 
 def test_trap_global_heads_are_not_local_heads_times_tp_size() -> None:
-    """With replication a rank's head count times tp_size exceeds the model's heads."""
+    """With replicated heads, a rank's number of heads times tp_size is more than the model's heads."""
     layout = gqa(5, 16, num_kv_heads=4)
     assert layout.heads == range(1, 2)
     assert layout.component("k").heads == 4
@@ -140,11 +135,11 @@ def test_trap_global_heads_are_not_local_heads_times_tp_size() -> None:
 
 
 def test_replicated_heads_are_sent_once() -> None:
-    """16 ranks hold 4 heads: each page of each head has one writer, and all holders take turns."""
+    """16 ranks hold 4 heads: each page of each head has one writer, and a head's holders send equally many pages."""
     writers = group(gqa, 16, num_layers=1)
     reader = gqa(num_layers=1)
     plans = [compile_plan(rank, writers, reader) for rank in writers]
-    assert {slab.holders for plan in plans for slab in plan.slabs} == {4}
+    assert {segment.stripe.holders for plan in plans for segment in plan.segments} == {4}
     assert sum(plan.nbytes(64) for plan in plans) == 64 * 2 * 4 * 2 * 2
     assert len({plan.nbytes(64) for plan in plans}) == 1
     check(writers, reader, num_tokens=64)
@@ -154,17 +149,17 @@ def test_replicated_heads_are_sent_once() -> None:
 
 
 def test_trap_k_and_v_pair_by_layer_id_under_uneven_pp() -> None:
-    """15 layers = 7 + 8, a draft layer on the last stage, and a decode rank that holds them all."""
+    """Pipeline stages of 7 and 8 layers, the last one with a draft layer, and a decode rank that holds all layers."""
     stages = {0: gqa(num_layers=15, layers=range(7)), 1: gqa(num_layers=15, layers=range(7, 16))}
     check(stages, gqa(num_layers=15, layers=range(16)))
     plan = compile_plan(1, stages, gqa(num_layers=15, layers=range(16)))
     assert plan.layers == tuple(range(7, 16))
-    assert {slab.layers for slab in plan.slabs} == {tuple(range(7, 16))}
+    assert {segment.layers for segment in plan.segments} == {tuple(range(7, 16))}
 
 
 @pytest.mark.parametrize("draft_side", ["writer", "reader", "both"])
 def test_trap_draft_layers_on_one_side(draft_side: str) -> None:
-    """A sender without draft layers leaves the receiver's draft layer uncovered, and never shifts V into it."""
+    """If only the receiver has a draft layer, it stays uncovered; no V of another layer is written into it."""
     writer = gqa(num_layers=3, layers=range(4) if draft_side != "reader" else None)
     reader = gqa(num_layers=3, layers=range(4) if draft_side != "writer" else None)
     assert compare({0: writer}, reader, rng=np.random.default_rng(), num_tokens=9) == (0, 0)
@@ -214,7 +209,7 @@ def test_components_absent_from_some_layers() -> None:
     writers = {rank: layout(rank, 2) for rank in range(2)}
     check(writers, layout(0, 1))
     check(writers, layout(1, 2))
-    assert {slab.layers for slab in compile_plan(0, writers, layout(0, 1)).slabs_for([3, 4, 99])} == {
+    assert {segment.layers for segment in compile_plan(0, writers, layout(0, 1)).segments_for([3, 4, 99])} == {
         (3, 4),
         (3,),
         (4,),
@@ -225,7 +220,7 @@ def test_components_absent_from_some_layers() -> None:
 
 
 def test_trap_components_of_unlike_layers_pair_by_layer_id_under_uneven_pp() -> None:
-    """As models with several compressed caches have them: each in layers of its own, and 15 = 7 + 8."""
+    """A model with several compressed caches, each in some of its layers, in pipeline stages of 7 and 8 layers."""
 
     def layout(layers: range) -> KVLayout:
         components = [
@@ -273,7 +268,7 @@ def test_writers_of_unlike_page_sizes_share_one_unit() -> None:
     writers = {0: mla(page_size=4, tp_size=2), 1: mla(page_size=8, tp_rank=1, tp_size=2)}
     reader = mla(page_size=2)
     check(writers, reader, num_tokens=40)
-    assert {compile_plan(rank, writers, reader).slabs[0].unit for rank in (0, 1)} == {8}
+    assert {compile_plan(rank, writers, reader).segments[0].stripe.unit for rank in (0, 1)} == {8}
 
 
 def test_hybrid_of_sharded_and_replicated_components() -> None:
@@ -284,12 +279,15 @@ def test_hybrid_of_sharded_and_replicated_components() -> None:
     writers = {rank: layout(rank, 2) for rank in range(2)}
     check(writers, layout(0, 1))
     assert owed_of(compile_plan(0, writers, layout(0, 1)), 0, 8) == [(0, 8)]
-    assert [slab.owed(8) for slab in compile_plan(0, writers, layout(0, 1)).slabs] == [[(0, 8)], [(0, 2), (4, 6)]]
+    assert [segment.stripe.owed(8) for segment in compile_plan(0, writers, layout(0, 1)).segments] == [
+        [(0, 8)],
+        [(0, 2), (4, 6)],
+    ]
 
 
 def test_rows_collapse_as_far_as_both_sides_allow() -> None:
-    def rows(writer: KVLayout, reader: KVLayout) -> Rows:
-        return one_slab(writer, reader).rows
+    def rows(writer: KVLayout, reader: KVLayout) -> StridedRuns:
+        return one_segment(writer, reader).rows
 
     page = 4 * 4 * 4  # tokens x heads x bytes of a head
     assert rows(gqa(), gqa()) == (1, 0, 0, 1, 0, 0, page)
@@ -303,57 +301,16 @@ def test_rows_collapse_as_far_as_both_sides_allow() -> None:
 
 
 def test_is_page_only_for_whole_pages_on_both_sides() -> None:
-    assert one_slab(gqa(), gqa()).is_page
-    assert one_slab(gqa(2, 4), gqa(2, 4)).is_page
-    assert one_slab(gqa(num_kv_heads=1), gqa(num_kv_heads=1, order="HND")).is_page
-    assert not one_slab(gqa(), gqa(page_size=8)).is_page
-    assert not one_slab(gqa(), gqa(order="HND")).is_page
-    assert not one_slab(gqa(0, 2), gqa()).is_page
-    assert not one_slab(gqa(order="HND"), gqa(0, 2, order="HND")).is_page
+    assert one_segment(gqa(), gqa()).is_page
+    assert one_segment(gqa(2, 4), gqa(2, 4)).is_page
+    assert one_segment(gqa(num_kv_heads=1), gqa(num_kv_heads=1, order="HND")).is_page
+    assert not one_segment(gqa(), gqa(page_size=8)).is_page
+    assert not one_segment(gqa(), gqa(order="HND")).is_page
+    assert not one_segment(gqa(0, 2), gqa()).is_page
+    assert not one_segment(gqa(order="HND"), gqa(0, 2, order="HND")).is_page
 
 
 # Everything at once
-
-
-@st.composite
-def instances(draw: st.DrawFn) -> tuple[dict[int, KVLayout], KVLayout]:
-    heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    sizes = st.sampled_from([size for size in (1, 2, 3, 4, 6, 8) if divides(size, heads)])
-    components = [
-        Component("k", heads, draw(st.integers(1, 3)), draw(st.sampled_from([torch.uint8, torch.bfloat16]))),
-        Component("v", heads, draw(st.integers(1, 3)), torch.float8_e4m3fn),
-    ]
-    if draw(st.booleans()):
-        components.append(Component("latent", draw(st.integers(1, 2)), 3, torch.float32, sharded=False, layers=(0, 2)))
-    page_sizes = draw(st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 8), (8, 2), (3, 3), (3, 6)]))
-    num_layers = draw(st.integers(1, 3))
-    stages = draw(st.sampled_from([1, 2])) if num_layers > 1 else 1
-    cut = draw(st.integers(1, num_layers - 1)) if stages == 2 else num_layers
-    order = st.sampled_from(["NHD", "HND"])
-    windows = draw(st.just({}) | st.dictionaries(st.integers(0, 2), st.integers(1, 12)))
-
-    def layout(page_size: int, layers: range, rank: int, size: int, order: str) -> KVLayout:
-        return KVLayout(
-            components,
-            num_layers=num_layers,
-            page_size=page_size,
-            layers=layers,
-            tp_rank=rank,
-            tp_size=size,
-            order=order,  # type: ignore[arg-type]
-            windows=windows,
-        )
-
-    size, writer_order = draw(sizes), draw(order)
-    layers = [range(cut), range(cut, num_layers)][:stages]
-    writers = {
-        10 * stage + rank: layout(page_sizes[0], layers[stage], rank, size, writer_order)
-        for stage in range(stages)
-        for rank in range(size)
-    }
-    size = draw(sizes)
-    reader = layout(page_sizes[1], range(num_layers), draw(st.integers(0, size - 1)), size, draw(order))
-    return writers, reader
 
 
 @RELAXED
@@ -379,19 +336,19 @@ def test_owed_is_exactly_the_tokens_that_pairs_cover(pair: tuple[dict[int, KVLay
         plan = compile_plan(rank, writers, reader)
         nbytes = 0
         covered: dict[int, set[int]] = {layer: set() for layer in range(4)}
-        for slab in plan.slabs:
+        for segment in plan.segments:
             pairs = page_pairs(
-                slab,
+                segment,
                 num_src_pages=tokens // plan.src_page_size,
                 start=0,
                 limit_tokens=tokens,
                 src_page_size=plan.src_page_size,
                 dst_page_size=plan.dst_page_size,
             )
-            nbytes += len(pairs) * slab.pair_nbytes * len(slab.layers)
+            nbytes += len(pairs) * segment.pair_nbytes * len(segment.layers)
             first = pairs.dst_index * plan.dst_page_size + pairs.dst_token
-            for layer in slab.layers:
-                covered[layer] |= {int(token) + i for token in first for i in range(slab.tokens)}
+            for layer in segment.layers:
+                covered[layer] |= {int(token) + i for token in first for i in range(segment.tokens)}
         assert plan.nbytes(tokens) == nbytes
         for layer, wanted in covered.items():
             owed = owed_of(plan, layer, tokens)
@@ -401,9 +358,9 @@ def test_owed_is_exactly_the_tokens_that_pairs_cover(pair: tuple[dict[int, KVLay
 
 def mutants(plan: PairPlan) -> list[PairPlan]:
     def each(**change: object) -> PairPlan:
-        return replace(plan, slabs=tuple(replace(slab, **change) for slab in plan.slabs))
+        return replace(plan, segments=tuple(replace(segment, **change) for segment in plan.segments))
 
-    first = plan.slabs[0]
+    first = plan.segments[0]
     rows = first.rows
     return [
         each(src_base=first.src_base + 1),
@@ -411,9 +368,9 @@ def mutants(plan: PairPlan) -> list[PairPlan]:
         each(rows=rows._replace(run=rows.run - 1)),
         each(rows=rows._replace(s1=rows.s1 + 1)),
         each(rows=rows._replace(d1=rows.d1 - 1)),
-        each(holders=2),
-        replace(plan, slabs=plan.slabs[:-1]),
-        replace(plan, slabs=(*plan.slabs, first)),
+        each(stripe=first.stripe._replace(holders=2)),
+        replace(plan, segments=plan.segments[:-1]),
+        replace(plan, segments=(*plan.segments, first)),
     ]
 
 
@@ -443,7 +400,7 @@ def test_contributing_and_gaps() -> None:
 
 def test_disjoint_layouts_owe_nothing() -> None:
     plan = compile_plan(0, {0: gqa(0, 2)}, gqa(1, 2))
-    assert plan.empty
+    assert plan.parts == ()
     assert plan.layers == ()
     assert plan.nbytes(64) == 0
     assert owed_of(plan, 0, 64) == []
@@ -467,9 +424,9 @@ def test_a_rank_that_holds_only_state_contributes() -> None:
     assert contributing(writers, reader) == (0, 2)
     plan = compile_plan(2, writers, reader)
     assert plan.state is not None
-    assert [slab.component for slab in plan.state.slabs] == ["ssm"]
-    assert not plan.slabs
-    assert not plan.empty
+    assert [segment.component for segment in plan.state.segments] == ["ssm"]
+    assert not plan.segments
+    assert plan.parts == (plan.state,)
     assert coverage_gap(writers, reader) is None
     assert "state 'ssm', layer 1, shard elements 4 to 7" in (
         coverage_gap({rank: writers[rank] for rank in range(3)}, layout(0, 1, range(2))) or ""
@@ -482,7 +439,7 @@ def test_irreconcilable_layouts_are_refused(field: dict[str, object]) -> None:
         compile_plan(7, {7: gqa()}, gqa(**field))
 
 
-def test_held_layers_agree_with_the_oracle() -> None:
+def test_held_layers_agree_with_the_reference() -> None:
     layout = KVLayout(
         [Component("k", 1, 1, torch.uint8, layers=(5, 1, 9))], num_layers=4, page_size=1, layers=(9, 1, 2)
     )

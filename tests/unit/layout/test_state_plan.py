@@ -1,4 +1,4 @@
-"""Which bytes of state go where, against the oracle: every byte in its place, written once, nothing else touched."""
+"""Plans of state against the slow reference: every byte in its place, written once, nothing else written."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from state_oracle import compare, held_layers, keys, read_bytes, state_plan
 
-from torchkv import stateplan
-from torchkv.component import Component, State
-from torchkv.layout import KVLayout
-from torchkv.pieces import Cutter, check_piece, piece_layout
-from torchkv.plan import PairPlan, contributing, coverage_gap
-from torchkv.ranges import overlap, split_by_holders, uncovered
-from torchkv.slab import Rows
+from tests.helpers.examples import examples
+from tests.helpers.references.state import compare, held_layers, keys, read_bytes, state_plan
+from torchkv.layout import state_plan as planning
+from torchkv.layout.component import Component, State
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import PairPlan, contributing, coverage_gap
+from torchkv.layout.pieces import Cutter, check_piece, piece_layout
+from torchkv.layout.plan_segment import StridedRuns
+from torchkv.layout.ranges import overlap, split_by_holders, uncovered
 
-RELAXED = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
 
@@ -35,7 +36,7 @@ def layout(
 
 
 def instance(size: int, **given: object) -> dict[int, KVLayout]:
-    """Group rank -> layout of a tensor-parallel instance; ranks have gaps on purpose."""
+    """Group rank -> layout of a tensor-parallel instance. Ranks have gaps, unlike tp_rank."""
     return {3 + 2 * rank: layout(rank, size, **given) for rank in range(size)}  # type: ignore[arg-type]
 
 
@@ -63,10 +64,12 @@ def test_resharding_across_tensor_parallel_sizes(src: int, dst: int, state: Stat
 
 
 def test_trap_shards_are_mapped_by_division_not_modulo() -> None:
-    """Rank r of T holds [r * n / T, (r + 1) * n / T), whatever the other side's size; 6 writers, 4 readers."""
+    """Rank r of T holds [r * n / T, (r + 1) * n / T), for any size of the other side. Here: 6 writers, 4 readers."""
     writers = instance(6)
     parts = {
-        (rank, dst): [(slab.heads.start, slab.heads.stop) for slab in state_plan(rank, writers, layout(dst, 4)).slabs]
+        (rank, dst): [
+            (segment.heads.start, segment.heads.stop) for segment in state_plan(rank, writers, layout(dst, 4)).segments
+        ]
         for rank in writers
         for dst in range(4)
     }
@@ -83,24 +86,26 @@ def test_trap_shards_are_mapped_by_division_not_modulo() -> None:
 
 
 def test_trap_every_shard_group_is_cut_by_itself() -> None:
-    """The second of two writers holds the second half of q, of k and of v, not the second half of all."""
-    slabs = state_plan(5, instance(2, states=(CONV,)), layout(states=(CONV,))).slabs
-    assert [(slab.heads.start, slab.heads.stop) for slab in slabs] == [(6, 12), (18, 24), (30, 36)]
-    assert [slab.src_base for slab in slabs] == [0, 12, 24]  # bytes: 6 elements of 2 each
-    assert [slab.dst_base for slab in slabs] == [12, 36, 60]
-    assert {slab.rows for slab in slabs} == {Rows(1, 0, 0, 3, 36, 72, 12)}
+    """The second of two writers holds the second halves of q, k and v, not the second half of their concatenation."""
+    segments = state_plan(5, instance(2, states=(CONV,)), layout(states=(CONV,))).segments
+    assert [(segment.heads.start, segment.heads.stop) for segment in segments] == [(6, 12), (18, 24), (30, 36)]
+    assert [segment.src_base for segment in segments] == [0, 12, 24]  # bytes: 6 elements of 2 each
+    assert [segment.dst_base for segment in segments] == [12, 36, 60]
+    assert {segment.rows for segment in segments} == {StridedRuns(1, 0, 0, 3, 36, 72, 12)}
 
 
 def test_a_slot_that_is_alike_on_both_sides_is_one_run() -> None:
     for state, size in ((SSM, 1), (CONV, 2), (UNLIKE, 4), (FLAT, 1)):
         reader = layout(size - 1, size, states=(state,))
-        (slab,) = state_plan(2 * size + 1, instance(size, states=(state,)), reader).slabs
-        assert slab.is_page
-        assert slab.rows == Rows(1, 0, 0, 1, 0, 0, reader.state_nbytes(state.name))
+        (segment,) = state_plan(2 * size + 1, instance(size, states=(state,)), reader).segments
+        assert segment.is_page
+        assert segment.rows == StridedRuns(1, 0, 0, 1, 0, 0, reader.state_nbytes(state.name))
     plan = state_plan(5, instance(2, states=(SSM, CONV)), layout(states=(SSM, CONV)))
-    assert not any(slab.is_page for slab in plan.slabs)
-    assert {slab.rows.per_pair for slab in plan.slabs if slab.component == "ssm"} == {1}, "the outer dimension"
-    assert {slab.rows.per_pair for slab in plan.slabs if slab.component == "conv"} == {3}, "an inner one"
+    assert not any(segment.is_page for segment in plan.segments)
+    assert {segment.rows.per_pair for segment in plan.segments if segment.component == "ssm"} == {1}, (
+        "the outer dimension"
+    )
+    assert {segment.rows.per_pair for segment in plan.segments if segment.component == "conv"} == {3}, "an inner one"
 
 
 # Several holders, layers, stages
@@ -124,7 +129,7 @@ def test_replicas_among_sharded_writers_share_only_what_both_hold() -> None:
 
 
 def test_trap_state_pairs_by_layer_id_under_uneven_pp() -> None:
-    """15 layers = 7 + 8, every fourth without recurrent state, as hybrid models are built; decode with stages of 5."""
+    """Prefill stages of 7 and 8 layers, decode stages of 5; every fourth layer has no state, as in hybrid models."""
     recurrent = tuple(layer for layer in range(15) if layer % 4 != 3)
     states = (State("ssm", (4,), torch.uint8, layers=recurrent), State("conv", (6,), torch.int16, layers=recurrent))
     writers = {r: layout(0, 1, layers, states, 15) for r, layers in enumerate((tuple(range(7)), tuple(range(7, 15))))}
@@ -152,7 +157,7 @@ def test_each_stage_writes_its_own_layers_to_any_stage_of_the_reader() -> None:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> tuple[dict[int, KVLayout], KVLayout]:
-    """Some groups of writers, each with its own layers and TP size, and one rank of a reader; not all is covered."""
+    """Up to three instances of writers, each with its own layers and TP size, and a reader that they may not cover."""
     num_layers = draw(st.integers(1, 4))
     sizes = draw(st.sampled_from([(1, 2, 4), (1, 3), (2, 3, 6), (4, 6), (3, 4), (1, 1), (2, 2), (6,)]))
     multiple = math.lcm(*sizes)
@@ -187,10 +192,10 @@ def replace_rank(one: KVLayout, rank: int) -> KVLayout:
 
 
 def missing(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | None:
-    """The first thing that no writer holds, in the words of `stateplan.gap`; from the bytes."""
+    """The first part that no writer holds, computed from bytes, in the words of `state_plan.gap`."""
     for state, layer in keys(reader):
         held = {int(b) for w in writers.values() if layer in held_layers(w, state) for b in read_bytes(w, state)}
-        # Positions along the first group that the reader holds, and the global bytes of each.
+        # For each position along the first group that the reader holds, the global elements at that position.
         numbers = np.arange(math.prod(state.shape)).reshape(state.shape)
         if state.shard_dim is None:
             lines = {0: numbers.ravel()}
@@ -210,7 +215,7 @@ def missing(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | None:
 def test_any_pair_moves_exactly_the_right_bytes(pair: tuple[dict[int, KVLayout], KVLayout], seed: int) -> None:
     writers, reader = pair
     assert compare(writers, reader, rng=np.random.default_rng(seed)) == (0, 0)
-    assert stateplan.gap(writers.values(), reader) == missing(writers, reader)
+    assert planning.gap(writers.values(), reader) == missing(writers, reader)
 
 
 @RELAXED
@@ -223,25 +228,25 @@ def test_who_contributes_and_how_much(pair: tuple[dict[int, KVLayout], KVLayout]
             for state, layer in keys(reader)
             if layer in held_layers(writer, state)
         }
-        assert stateplan.intersects(writer, reader) == any(shared.values())
-        assert stateplan.intersects(reader, writer) == any(shared.values())
+        assert planning.intersects(writer, reader) == any(shared.values())
+        assert planning.intersects(reader, writer) == any(shared.values())
         alone = state_plan(rank, {rank: writer}, reader)
         assert alone.nbytes(1) == sum(shared.values())
         assert alone.layers == tuple(sorted({layer for (_, layer), nbytes in shared.items() if nbytes}))
-        assert {(slab.component, layer) for slab in alone.slabs for layer in slab.layers} == {
+        assert {(segment.component, layer) for segment in alone.segments for layer in segment.layers} == {
             key for key, nbytes in shared.items() if nbytes
         }
     assert contributing(writers, reader) == tuple(
-        sorted(rank for rank, writer in writers.items() if stateplan.intersects(writer, reader))
+        sorted(rank for rank, writer in writers.items() if planning.intersects(writer, reader))
     )
 
 
 @RELAXED
-@given(pair=topologies(), room=st.integers(1, 400), checksum=st.booleans())
+@given(pair=topologies(), max_nbytes=st.integers(1, 400), checksum=st.booleans())
 def test_pieces_of_state_hold_all_of_it_once(
-    pair: tuple[dict[int, KVLayout], KVLayout], room: int, checksum: bool
+    pair: tuple[dict[int, KVLayout], KVLayout], max_nbytes: int, checksum: bool
 ) -> None:
-    """A slot is one page: no piece cuts a layer, each is one that the receiver accepts, and nothing is left out."""
+    """As a slot is one page, no piece cuts a layer. The receiver accepts each piece, and nothing is left out."""
     writers, reader = pair
     for rank in writers:
         plan = state_plan(rank, writers, reader)
@@ -249,7 +254,7 @@ def test_pieces_of_state_hold_all_of_it_once(
         layers: list[int] = []
         payload = 0
         while not cutter.done:
-            space = max(room, cutter.least)
+            space = max(max_nbytes, cutter.least)
             piece = cutter.cut(space)
             check_piece(plan, piece, limit_tokens=1)
             made = piece_layout(plan, piece, limit_tokens=1, checksum=checksum)
@@ -266,17 +271,17 @@ def test_pieces_of_state_hold_all_of_it_once(
 
 def mutants(plan: PairPlan) -> list[PairPlan]:
     def each(**change: object) -> PairPlan:
-        return replace(plan, slabs=tuple(replace(slab, **change) for slab in plan.slabs))  # type: ignore[arg-type]
+        return replace(plan, segments=tuple(replace(segment, **change) for segment in plan.segments))  # type: ignore[arg-type]
 
-    first = plan.slabs[0]
+    first = plan.segments[0]
     return [
         each(src_base=first.src_base + 1),
         each(dst_base=first.dst_base + 1),
         each(rows=first.rows._replace(run=first.rows.run - 1)),
         each(rows=first.rows._replace(s1=first.rows.s1 + 1)),
         each(rows=first.rows._replace(n1=first.rows.n1 - 1)),
-        replace(plan, slabs=plan.slabs[:-1]),
-        replace(plan, slabs=(*plan.slabs, first)),
+        replace(plan, segments=plan.segments[:-1]),
+        replace(plan, segments=(*plan.segments, first)),
     ]
 
 
@@ -290,7 +295,7 @@ def test_negative_control_a_wrong_plan_is_noticed(which: int) -> None:
 
 
 def test_negative_control_groups_cut_as_one_are_noticed() -> None:
-    """What a plan that does not know of sub-groups does to a convolution state."""
+    """A plan that ignores the shard groups of a convolution state moves wrong bytes."""
 
     def ungrouped(one: KVLayout) -> KVLayout:
         plain = tuple(replace(state, shard_groups=None) for state in one.states)
@@ -309,10 +314,10 @@ def test_negative_control_groups_cut_as_one_are_noticed() -> None:
 
 
 def test_pages_and_state_of_one_layout_are_planned_apart() -> None:
-    """A component and a state in the same layers: neither plan holds anything of the other."""
+    """A component and a state in the same layers: neither plan has segments of the other."""
     both = KVLayout([Component("k", 4, 2, torch.uint8)], num_layers=2, page_size=4, states=[SSM])
     plan = state_plan(0, {0: both}, both)
-    assert {slab.component for slab in plan.slabs} == {"ssm"}
+    assert {segment.component for segment in plan.segments} == {"ssm"}
     assert plan.state is None
     assert (plan.src_page_size, plan.dst_page_size) == (1, 1)
 

@@ -1,4 +1,4 @@
-"""Layers with a sliding window: which pages of them are owed, and that everything which names pages agrees."""
+"""Layers with a sliding window: which of their pages are owed, and that all code that counts pages agrees on it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import compare, gqa, needed_from
-from protocol_kit import Acts, finish, grant, moved, pair, post, receiver, roster, sender, verb
-from test_pieces import RELAXED, Verb, verbs
-from test_plan import check, group, mla, owed_of
 
-from torchkv import copyreference, slabgeometry
+from tests.helpers.examples import examples
+from tests.helpers.layouts import group, mla
+from tests.helpers.plans import Verb, check, owed_of, verbs
+from tests.helpers.protocol import Acts, finish, grant, group_map, moved, pair, post, receiver, sender, verb
+from tests.helpers.references import page_copy as page_copy_reference
+from tests.helpers.references.page_transfer import compare, gqa, needed_from
 from torchkv.cache import Placement
-from torchkv.cost import load_of
 from torchkv.errors import LayoutMismatch, ProtocolError
-from torchkv.layout import KVLayout
-from torchkv.offsets import PairOffsets
-from torchkv.pieces import Cutter, Piece, check_piece, pair_ranks, piece_layout
-from torchkv.plan import PairPlan, Slab, Window, compile_plan, largest_grant, page_pairs, seal_matches
+from torchkv.layout import kernel_geometry
+from torchkv.layout.descriptors import page_pairs
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import PairPlan, compile_plan, largest_grant, seal_matches
+from torchkv.layout.pieces import Cutter, Piece, check_piece, pair_ordinals, piece_layout
+from torchkv.layout.plan_segment import PlanSegment, Window, first_owed
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.slab import first_owed
-from torchkv.wire import Attest, Seal, Verdict
+from torchkv.protocol.messages import Attest, Seal, Verdict
+from torchkv.transfer.offsets import PairOffsets
+from torchkv.transfer.path_cost import load_of
 
 # Where a window begins
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     tokens=st.integers(1, 300),
     sizes=st.sampled_from([(1, 1), (4, 4), (16, 16), (1, 16), (16, 1), (4, 16), (16, 4), (3, 6), (6, 3)]),
@@ -41,7 +44,7 @@ from torchkv.wire import Attest, Seal, Verdict
 def test_nothing_that_any_prompt_needs_is_left_out(
     tokens: int, sizes: tuple[int, int], larger: int, count: int
 ) -> None:
-    """And no more than to the unit below what the shortest prompt needs: the oracle tries every prompt."""
+    """And at most one unit more than the shortest prompt needs. The reference tries every length of a prompt."""
     granted, unit = count * sizes[1], max(sizes) * larger
     first = first_owed(granted, Window(tokens, *sizes, unit))
     assert first == needed_from(tokens, *sizes, granted) // unit * unit
@@ -54,13 +57,13 @@ def test_nothing_that_any_prompt_needs_is_left_out(
 @pytest.mark.parametrize(
     ("window", "granted", "first"),
     [
-        (Window(128, 16, 16, 16), 1024, 880),  # 1009 tokens at least: the one at 1008 attends to 881, and 880 with it
+        (Window(128, 16, 16, 16), 1024, 880),  # at least 1009 tokens: 1008 attends to 881; 880 is the margin
         (Window(128, 16, 16, 64), 1024, 832),
         (Window(128, 16, 16, 16), 144, 0),
         (Window(128, 16, 16, 16), 160, 16),
         (Window(1, 16, 16, 16), 160, 128),
-        (Window(128, 64, 16, 64), 1040, 832),  # 17 pages of 64, or 16: 961 tokens at least
-        (Window(128, 16, 64, 64), 1024, 832),  # 61 to 64 pages of 16: 961 tokens at least
+        (Window(128, 64, 16, 64), 1040, 832),  # 17 or 16 pages of 64: at least 961 tokens
+        (Window(128, 16, 64, 64), 1024, 832),  # 61 to 64 pages of 16: at least 961 tokens
         (Window((1 << 31) - 1, 16, 16, 16), 1 << 20, 0),
         (Window(1, 16, 16, 16), 0, 0),
         (None, 1024, 0),
@@ -128,12 +131,17 @@ def test_every_byte(name: str, tokens: int) -> None:
 
 
 def with_windows(change: Callable[[Window], Window | None]) -> Callable[..., PairPlan]:
-    """`compile_plan`, with other windows."""
+    """`compile_plan`, with each window replaced by ``change(window)``."""
 
     def made(writer: int, writers: Mapping[int, KVLayout], reader: KVLayout) -> PairPlan:
         plan = compile_plan(writer, writers, reader)
-        slabs = [slab if slab.window is None else replace(slab, window=change(slab.window)) for slab in plan.slabs]
-        return replace(plan, slabs=tuple(slabs))
+        segments = [
+            replace(segment, stripe=segment.stripe._replace(window=change(window)))
+            if (window := segment.stripe.window) is not None
+            else segment
+            for segment in plan.segments
+        ]
+        return replace(plan, segments=tuple(segments))
 
     return made
 
@@ -144,7 +152,7 @@ def test_negative_control_another_window_is_noticed(name: str) -> None:
     given = {"rng": np.random.default_rng(), "num_tokens": 75}
     wrong: list[Callable[[Window], Window | None]] = [
         lambda window: None,
-        # By as many units as there are holders at most, so that each of them writes too much, or too little.
+        # By 3 units, the most holders of any of these cases, so that each of them writes too much, or too little.
         lambda window: window._replace(tokens=window.tokens + 3 * window.unit),
         lambda window: window._replace(tokens=window.tokens - 3 * window.unit),
     ]
@@ -152,11 +160,11 @@ def test_negative_control_another_window_is_noticed(name: str) -> None:
         assert compare(writers, reader, plan_for=with_windows(change), **given) != (0, 0)
 
 
-def test_slabs_that_owe_the_same_stay_neighbours() -> None:
-    """So that keys and values of the windowed layers are packed together, and of the others, too."""
+def test_segments_that_owe_the_same_stay_neighbours() -> None:
+    """So keys and values of the windowed layers are packed together, and so are those of the other layers."""
     layout = gqa(num_layers=4, windows={1: 5, 3: 5})
     plan = compile_plan(0, {0: layout}, layout)
-    groups = [[(slab.component, slab.layers) for slab in group] for group in plan.groups]
+    groups = [[(segment.component, segment.layers) for segment in group] for group in plan.groups]
     assert groups == [[("k", (0, 2)), ("v", (0, 2))], [("k", (1, 3)), ("v", (1, 3))]]
     assert plan.layers == (0, 1, 2, 3)
     unlike = gqa(num_layers=4, windows={1: 5, 3: 6})
@@ -170,12 +178,12 @@ def test_layouts_with_other_windows_are_refused() -> None:
         compile_plan(7, {7: gqa(windows={1: 5})}, gqa())
 
 
-# Whatever names the pairs of a verb names the same
+# All code that lists or counts the pairs of a verb agrees
 
 
-def geometry_of(plan: PairPlan, slab: Slab) -> slabgeometry.Geometry:
-    return slabgeometry.geometry(
-        slab,
+def geometry_of(plan: PairPlan, segment: PlanSegment) -> kernel_geometry.Geometry:
+    return kernel_geometry.geometry(
+        segment,
         src_page_stride=1 << 12,
         dst_page_stride=1 << 12,
         src_page_size=plan.src_page_size,
@@ -186,35 +194,50 @@ def geometry_of(plan: PairPlan, slab: Slab) -> slabgeometry.Geometry:
     )
 
 
-def numbered(slab: Slab, ranks: range) -> list[int]:
-    """First tokens of the pairs of these ranks, by the definition of a stripe."""
-    per_unit = slab.unit // slab.tokens
-    stripe = (pair for pair in range(1 << 20) if pair // per_unit % slab.holders == slab.index)
-    return [pair * slab.tokens for rank, pair in zip(range(ranks.stop), stripe, strict=False) if rank in ranks]
+def numbered(segment: PlanSegment, ordinals: range) -> list[int]:
+    """First tokens of the pairs with these ordinals, by the definition of a stripe."""
+    _, per_unit, holders, holder, _ = segment.stripe
+    stripe = (pair for pair in range(1 << 20) if pair // per_unit % holders == holder)
+    return [
+        pair * segment.tokens
+        for ordinal, pair in zip(range(ordinals.stop), stripe, strict=False)
+        if ordinal in ordinals
+    ]
 
 
-@RELAXED
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(verb=verbs())
 def test_all_paths_move_the_same_pairs(verb: Verb) -> None:
     plan, start, num_pages, limit = verb.plan, verb.start, verb.num_pages, verb.limit_tokens
     chunk = range(start * plan.src_page_size, (start + num_pages) * plan.src_page_size)
     nbytes = 0
-    for slab in plan.slabs:
+    for segment in plan.segments:
         where = {"start": start, "limit_tokens": limit}
         pairs = page_pairs(
-            slab, num_src_pages=num_pages, src_page_size=plan.src_page_size, dst_page_size=plan.dst_page_size, **where
+            segment,
+            num_src_pages=num_pages,
+            src_page_size=plan.src_page_size,
+            dst_page_size=plan.dst_page_size,
+            **where,
         )
         listed = (pairs.dst_index * plan.dst_page_size + pairs.dst_token).tolist()
         assert listed == ((pairs.src_index + start) * plan.src_page_size + pairs.src_token).tolist()
-        owed = [token for lo, hi in slab.owed(limit) for token in range(lo, hi, slab.tokens) if token in chunk]
+        owed = [token for lo, hi in segment.stripe.owed(limit) for token in range(lo, hi, segment.tokens)]
+        owed = [token for token in owed if token in chunk]
         assert listed == owed
-        assert listed == numbered(slab, pair_ranks(plan, slab, start, num_pages, limit))
-        shape = geometry_of(plan, slab)
-        assert listed == numbered(slab, shape.pairs(num_src_pages=num_pages, **where))
-        assert listed == [pair * slab.tokens for pair in copyreference._pairs(shape, num_pages, start, limit)]
-        nbytes += len(listed) * slab.pair_nbytes * len(slab.layers)
+        assert listed == numbered(segment, pair_ordinals(plan, segment, start, num_pages, limit))
+        shape = geometry_of(plan, segment)
+        assert listed == numbered(segment, shape.ordinals(num_src_pages=num_pages, **where))
+        assert listed == [pair * segment.tokens for pair in page_copy_reference._pairs(shape, num_pages, start, limit)]
+        nbytes += len(listed) * segment.pair_nbytes * len(segment.layers)
     load = load_of(
-        plan, plan.layers, start=start, num_pages=num_pages, limit_tokens=limit, runs=None, seamless=lambda slab: False
+        plan,
+        plan.layers,
+        start=start,
+        num_pages=num_pages,
+        limit_tokens=limit,
+        runs=None,
+        seamless=lambda segment: False,
     )
     assert load.nbytes == nbytes
     piece = Piece(plan.layers, start, num_pages)
@@ -232,7 +255,11 @@ def test_layers_share_offsets_only_if_they_owe_the_same() -> None:
         dst=1, generation=1, request="r", prefix_tokens=0, pages=np.arange(10, dtype=np.int64), plan=plan
     )
     offsets = PairOffsets(SendOp("r", 1, {}, (0, 1, 2), 0, 10, None), bound, np.arange(10) + 3, side, side)
-    found = {(slab.component, layer): offsets.pairs(slab, layer) for slab in plan.slabs for layer in slab.layers}
+    found = {
+        (segment.component, layer): offsets.pairs(segment, layer)
+        for segment in plan.segments
+        for layer in segment.layers
+    }
     assert found["k", 0] is found["k", 2]
     for layer, first in ((0, 0), (1, 8), (2, 0)):
         src, dst = found["k", layer]
@@ -252,7 +279,7 @@ def test_pieces_leave_out_what_lies_before_the_window() -> None:
         check_piece(plan, Piece((1,), 0, 8), limit_tokens=40)
 
 
-# The protocol: pages of four tokens; of a grant of 40 tokens the window begins at page 8
+# The protocol, with pages of 4 tokens. In a grant of 40 tokens the window begins at page 8.
 
 
 LOCAL = gqa(windows={1: 4})
@@ -286,13 +313,13 @@ def test_a_sender_may_give_the_windows_pages_only() -> None:
 
 @pytest.mark.parametrize(("granted", "fine"), [(15, True), (12, True), (9, False)])
 def test_before_the_grant_finish_asks_for_what_any_grant_would(granted: int, fine: bool) -> None:
-    """Three pages of 16 tokens match 9 to 15 pages of 4; only for fewer than 12 does the window reach the first."""
+    """3 pages of 16 tokens match 9 to 15 pages of 4. With fewer than 12 of these, the window reaches the first page."""
     layouts = {"writer": gqa(page_size=16, windows={0: 8, 1: 8}), "reader": gqa(windows={0: 8, 1: 8})}
     machine = sender(pair(0, **layouts))
     work = verb(machine, 1, start=2)
     with pytest.raises(ProtocolError, match="layer 0 page 1"):
         finish(machine)
-    first = verb(machine, 1, start=1, ticket="first")
+    first = verb(machine, 1, start=1, work="first")
     finish(machine)
     machine.on_grant(1, grant(*range(granted)), 0.0)
     acts = Acts(machine)
@@ -312,14 +339,14 @@ def attest(lo: int, hi: int, *layers: int) -> Attest:
 
 def test_a_receive_waits_for_the_window_and_no_longer() -> None:
     machine = receiver(pair(1, writer=LOCAL, reader=LOCAL))
-    receive = post(machine, *TEN)
+    req = post(machine, *TEN)
     machine.on_attest(0, attest(0, 40, 0), 0.0)
     machine.on_attest(0, attest(0, 32, 1), 0.0)
-    assert machine.layer_done(receive, 0)
-    assert not machine.layer_done(receive, 1)
+    assert machine.layer_done(req, 0)
+    assert not machine.layer_done(req, 1)
     machine.on_seal(0, Seal(1, 10, b""), 0.0)
     machine.on_attest(0, attest(36, 40, 1), 0.0)
-    assert not machine.layer_done(receive, 1)
+    assert not machine.layer_done(req, 1)
     assert Acts(machine).settled == {}
     machine.on_attest(0, attest(32, 36, 1), 0.0)
     acts = Acts(machine)
@@ -328,7 +355,7 @@ def test_a_receive_waits_for_the_window_and_no_longer() -> None:
 
 
 def test_a_seal_of_fewer_tokens_does_not_move_the_window() -> None:
-    """15 pages of 4 are granted: the window begins at 16, with three pages of 16 as with four."""
+    """15 pages of 4 tokens are granted: the window begins at token 16, for a seal of 3 pages of 16 as for one of 4."""
     machine = receiver(pair(1, writer=gqa(page_size=16, windows={0: 8, 1: 8}), reader=gqa(windows={0: 8, 1: 8})))
     post(machine, *range(15))
     machine.on_seal(0, Seal(1, 3, b""), 0.0)
@@ -340,7 +367,7 @@ def test_a_seal_of_fewer_tokens_does_not_move_the_window() -> None:
 
 def test_every_holder_of_a_stripe_sends_its_part_of_the_window() -> None:
     layouts = [mla(tp_rank=rank, tp_size=2, windows={0: 4, 1: 4}) for rank in range(2)]
-    machine = receiver(roster(2, ("p", layouts[0]), ("p", layouts[1]), ("d", mla(windows={0: 4, 1: 4}))))
+    machine = receiver(group_map(2, ("p", layouts[0]), ("p", layouts[1]), ("d", mla(windows={0: 4, 1: 4}))))
     post(machine, *TEN, src=(0, 1))
     for rank, (lo, hi) in enumerate([(32, 36), (36, 40)]):
         assert Acts(machine).settled == {}

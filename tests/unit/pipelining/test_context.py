@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pipeline_kit import INPUT, Fixed, Group, Model, Work, hooks, layout
 
 import torchkv
+from tests.helpers.fakes.model import INPUT, Fixed, Group, Model, Work, hooks, layout
 from torchkv import PeerLost, ProtocolError, TransferCancelled
-from torchkv.passclock import busy_spans
+from torchkv.pipelining.pass_timer import busy_spans
 
 
 @pytest.fixture(autouse=True)
@@ -379,8 +379,8 @@ def test_the_default_policy_sends_the_first_pass_once_and_learns(kv: Group, monk
     model = Model()
     now = iter(range(1000))
     # Every look at the clock comes one second after the last: layers take seconds, transfers a millisecond.
-    monkeypatch.setattr("torchkv.passclock.time.perf_counter", lambda: float(next(now)))
-    monkeypatch.setattr("torchkv.groupsize.ASSUMED_LAUNCH", 0.0)
+    monkeypatch.setattr("torchkv.pipelining.pass_timer.time.perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr("torchkv.pipelining.group_size.ASSUMED_LAUNCH", 0.0)
     monkeypatch.setattr(Work, "seconds", 3.0)
     for _ in range(2):
         with torchkv.pipeline(model, kv, "r", [1], 1):
@@ -395,7 +395,7 @@ def test_the_default_policy_sends_the_first_pass_once_and_learns(kv: Group, monk
 def torchkv_learned() -> Any:
     import sys
 
-    return sys.modules["torchkv.pipeline"]._learned
+    return sys.modules["torchkv.pipelining.context"]._learned
 
 
 def test_spans_in_which_the_link_was_busy() -> None:

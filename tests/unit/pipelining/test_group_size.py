@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchkv.errors import ProtocolError
-from torchkv.groupsize import (
+from torchkv.pipelining.group_size import (
     HANDED_OVER,
     Adaptive,
     Estimator,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_kit import INPUT, Fixed, Group, Model, layout
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import torchkv
+from tests.helpers.fakes.model import INPUT, Fixed, Group, Model, layout
 from torchkv import PeerLost, ProtocolError
-from torchkv.passclock import SLOWDOWN
+from torchkv.pipelining.pass_timer import SLOWDOWN
 
 
 @pytest.fixture(autouse=True)
@@ -257,11 +257,11 @@ class FakeEvent:
 @pytest.fixture
 def gpu(kv: Group, monkeypatch: pytest.MonkeyPatch) -> Group:
     """A group whose cache pretends to lie on cuda:3."""
-    kv._engine.device = SimpleNamespace(index=3)
+    kv._engine.gpu = SimpleNamespace(index=3)
     monkeypatch.setattr("torch.cuda.Event", FakeEvent)
     monkeypatch.setattr("torch.cuda.current_stream", lambda index: f"stream of {index}")
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("torchkv.gate.refuse_capture", lambda what, index: None)
+    monkeypatch.setattr("torchkv.cuda.graph_gate.refuse_capture", lambda operation, index: None)
     return kv
 
 
@@ -322,11 +322,11 @@ def test_a_forward_that_is_captured_is_refused(gpu: Group, monkeypatch: pytest.M
         model(INPUT)
     assert gpu.log == [("cancel", "r")]
 
-    def refuse(what: str, index: int) -> None:
+    def refuse(operation: str, index: int) -> None:
         assert index == 3
         raise refusal
 
-    monkeypatch.setattr("torchkv.gate.refuse_capture", refuse)
+    monkeypatch.setattr("torchkv.cuda.graph_gate.refuse_capture", refuse)
     with pytest.raises(ProtocolError, match="GraphGate"):
         torchkv.pipeline(model, gpu, "r", [1], 1)
 

@@ -11,19 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv import PageOutOfRange, PeerLost, PrefixCache, ProtocolError
-from torchkv.errors import KVError
-from torchkv.prefixcache import Held
-
-
-def collide(cache: PrefixCache) -> PrefixCache:
-    """From now on every page has the same hash. Before anything is inserted."""
-    cache._index.keys[:] = 0
-    return cache
+from tests.helpers.prefixes import collide, failure
+from torchkv import PageOutOfRange, PrefixCache, ProtocolError
+from torchkv.prefix.cache import Held
 
 
 def filled(cache: PrefixCache, tokens: list[int], *, keep: bool = False) -> Held:
-    """Receives ``tokens`` as a decode loop would."""
+    """Matches, allocates and inserts ``tokens``, as a decode loop does, and releases them unless ``keep``."""
     held = cache.match(tokens)
     cache.allocate(held, -(-len(tokens) // cache.page_size) - len(held.pages))
     cache.insert(held, tokens)
@@ -33,15 +27,10 @@ def filled(cache: PrefixCache, tokens: list[int], *, keep: bool = False) -> Held
 
 
 def known(cache: PrefixCache, tokens: list[int]) -> int:
+    """How many of ``tokens`` the cache finds."""
     held = cache.match(tokens)
     cache.release(held)
     return held.num_tokens
-
-
-def failure(safe: bool) -> tuple[KVError, list[bool]]:
-    """An error of a receive, and the switch of its ``pages_safe``."""
-    state = [safe]
-    return PeerLost("gone", pages_safe=lambda: state[0]), state
 
 
 # ---------------------------------------------------------------------- sharing
@@ -58,12 +47,12 @@ def test_only_whole_pages_match() -> None:
 
 
 def test_a_match_ends_where_the_window_behind_it_is_whole() -> None:
-    """Of 16 tokens only the last 6 were received in all layers: the pages from 8 on, as 10 is in the third one."""
+    """Of 16 tokens only the last 6 were received in all layers: the pages from token 8 on, as page 2 holds token 10."""
     cache = PrefixCache(16, 4, window=6)
     prompt = list(range(16))
     filled(cache, prompt)
     assert known(cache, prompt) == 16
-    assert known(cache, [*prompt[:12], 99, 99]) == 0  # behind 12 the window reaches the page that begins at 4
+    assert known(cache, [*prompt[:12], 99, 99]) == 0  # the window before token 12 reaches the page of tokens 4 to 7
     held = cache.match([*prompt, *range(20, 28)])
     cache.allocate(held, 2)
     cache.insert(held, [*prompt, *range(20, 24)])  # received
@@ -91,7 +80,7 @@ def test_what_was_computed_here_is_whole_however_long() -> None:
     st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(0, 6)), min_size=1),
 )
 def test_no_match_points_at_pages_that_were_never_filled(window: int, align: int, rounds: Any) -> None:
-    """Prompts of two kinds of tokens, so that they share a lot; then answers, computed here."""
+    """Prompts of two different tokens, so that they share long prefixes; then answers, which are computed here."""
     cache = PrefixCache(64, 2, align=align, window=window)
     whole = np.zeros(64, dtype=bool)
     for prompt, answer in rounds:
@@ -138,7 +127,7 @@ def test_two_requests_that_receive_the_same_prompt_at_once_keep_their_own_pages(
     third = cache.match(tokens)
     assert third.pages.tolist() == one.pages.tolist()
     cache.release(third)
-    # Whoever goes on behind the other one's pages keeps those, too.
+    # ``two`` now extends the index behind the pages of ``one``, which therefore stay in the index.
     cache.allocate(two, 1)
     cache.insert(two, [*tokens, 5, 6])
     longer = cache.match([*tokens, 5, 6])
@@ -146,7 +135,7 @@ def test_two_requests_that_receive_the_same_prompt_at_once_keep_their_own_pages(
     cache.release(longer)
     cache.release(two)
     assert cache.available == 8
-    assert cache._num_free == 5  # the two that were not needed are free at once, not only evictable
+    assert cache._num_free == 5  # the two pages of ``two`` that were not indexed are free, not only evictable
 
 
 def test_a_sequence_may_grow_and_be_inserted_again() -> None:
@@ -155,7 +144,7 @@ def test_a_sequence_may_grow_and_be_inserted_again() -> None:
     assert known(cache, [1, 2, 3, 4, 5]) == 2
     cache.allocate(held, 1)
     assert cache.insert(held, [1, 2, 3, 4, 5]) == 4
-    assert cache.insert(held, [1, 2]) == 4  # nothing is taken back
+    assert cache.insert(held, [1, 2]) == 4  # nothing is removed
     assert known(cache, [1, 2, 3, 4, 5]) == 4
 
 
@@ -166,7 +155,7 @@ def test_the_least_recently_used_goes_first_and_from_its_end() -> None:
     cache = PrefixCache(6, 2)
     filled(cache, [1, 1, 2, 2, 3, 3])
     filled(cache, [9, 9, 8, 8, 7, 7])
-    assert known(cache, [1, 1, 2, 2, 3, 3]) == 6  # used just now
+    assert known(cache, [1, 1, 2, 2, 3, 3]) == 6  # this match makes it the most recently used
     held = cache.match([])
     cache.allocate(held, 2)
     assert known(cache, [9, 9, 8, 8, 7, 7]) == 2
@@ -184,14 +173,14 @@ def test_pages_in_use_are_never_evicted() -> None:
     assert cache.available == 2
     with pytest.raises(PageOutOfRange, match=r"3 pages wanted, but of 4 only 2 .* 2 are held by requests"):
         cache.allocate(other, 3)
-    assert known(cache, [1, 1, 2, 2, 3, 3]) == 6  # nothing was evicted for nothing
+    assert known(cache, [1, 1, 2, 2, 3, 3]) == 6  # the failed call evicted nothing
     fresh = cache.allocate(other, 2)
     assert not set(fresh) & set(user.pages)
     assert known(cache, [1, 1, 2, 2, 3, 3]) == 4
 
 
 def test_what_a_match_locks_no_longer_counts_as_available() -> None:
-    """A budget computed before the match would promise pages that the match itself has just locked."""
+    """A number of available pages that was read before the match includes pages that the match then holds."""
     cache = PrefixCache(4, 2)
     filled(cache, [1, 1, 2, 2, 3, 3, 4, 4])
     assert cache.available == 4
@@ -231,7 +220,7 @@ def test_pages_of_a_failed_request_stay_out_until_they_are_safe_and_are_not_inse
     error, safe = failure(safe=False)
     cache.release(held, error)
     assert (cache.withheld, cache.available) == (2, 2)
-    assert known(cache, [1, 1, 2, 2, 3, 3]) == 2  # what was there before is as good as ever
+    assert known(cache, [1, 1, 2, 2, 3, 3]) == 2  # the prefix that was matched is still in the index
     other = cache.match([])
     with pytest.raises(PageOutOfRange, match="2 withheld for failed"):
         cache.allocate(other, 3)
@@ -282,7 +271,7 @@ def test_random_tokens_spread_over_the_buckets() -> None:
     cache = PrefixCache(1 << 12, 4)
     filled(cache, np.random.default_rng().integers(0, 50_000, 4 << 12).tolist())
     used = (cache._index.buckets >= 0).mean()
-    assert 0.55 < used < 0.70  # 1 - 1/e, were it random
+    assert 0.55 < used < 0.70  # 1 - 1/e for random hashes
 
 
 # ---------------------------------------------------------------------- misuse
@@ -299,7 +288,7 @@ def test_released_twice_or_used_after_release() -> None:
     ):
         with pytest.raises(ProtocolError, match="released already"):
             use()
-    assert cache.available == 3  # the other one's reference is untouched
+    assert cache.available == 3  # the reference of ``other`` is unchanged
     with pytest.raises(ProtocolError, match="another PrefixCache"):
         PrefixCache(4, 2).release(other)
     assert repr(held).startswith("Held(released")
@@ -385,7 +374,7 @@ def test_sizes_that_make_no_sense(sizes: tuple[int, int]) -> None:
 
 
 def test_threads_may_share_a_cache() -> None:
-    """Whatever they do at once, a page that one of them holds fresh is held by no other."""
+    """A fresh page is never given to two of them."""
     cache = PrefixCache(64, 2)
     owners = np.zeros(64, dtype=np.int64)
     problems: list[str] = []

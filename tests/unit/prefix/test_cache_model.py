@@ -1,4 +1,4 @@
-"""The prefix cache against a naive one, call by call, with and without hash collisions."""
+"""The prefix cache against a naive model, call by call, with and without hash collisions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_prefixcache import collide, failure
 
+from tests.helpers.examples import examples
+from tests.helpers.prefixes import collide, failure
 from torchkv import PageOutOfRange, PrefixCache, ProtocolError
-from torchkv.prefixcache import Held
+from torchkv.prefix.cache import Held
 
 PAGE_SIZE = 2
 NUM_PAGES = 9
@@ -20,7 +21,7 @@ Prefix = tuple[int, ...]
 
 
 class Request:
-    """What the naive cache knows of one request: its pages, and which known prefixes it holds."""
+    """One request in the model: its pages, and the indexed prefixes that it holds."""
 
     def __init__(self, held: Held, prefixes: list[Prefix]) -> None:
         self.held = held
@@ -29,7 +30,7 @@ class Request:
 
 
 class AgainstNaive(RuleBasedStateMachine):
-    """The model: a dict from every known prefix, written out, to its page, and the moment it was last let go."""
+    """The model: for every indexed prefix, all its tokens -> the last page, and -> when it was last released."""
 
     colliding = False
 
@@ -39,7 +40,7 @@ class AgainstNaive(RuleBasedStateMachine):
         if self.colliding:
             collide(self.cache)
         self.known: dict[Prefix, int] = {}
-        self.let_go: dict[Prefix, int] = {}
+        self.last_released: dict[Prefix, int] = {}
         self.requests: list[Request] = []
         self.withheld: list[tuple[list[bool], list[int]]] = []
         self.free = set(range(NUM_PAGES))
@@ -66,7 +67,7 @@ class AgainstNaive(RuleBasedStateMachine):
         before = dict(self.known)
         victims = []
         while len(self.free) + len(victims) < count and (idle := self.evictable()):
-            victims.append(self.known.pop(min(idle, key=lambda prefix: self.let_go[prefix])))
+            victims.append(self.known.pop(min(idle, key=lambda prefix: self.last_released[prefix])))
         if len(self.free) + len(victims) < count:
             with pytest.raises(PageOutOfRange, match=rf"allocate: {count} pages wanted") as caught:
                 self.cache.allocate(request.held, count)
@@ -106,7 +107,7 @@ class AgainstNaive(RuleBasedStateMachine):
         self.requests.remove(request)
         for prefix in reversed(request.prefixes):
             self.clock += 1
-            self.let_go[prefix] = self.clock
+            self.last_released[prefix] = self.clock
         private = [page for page in request.pages if page not in self.known.values()]
         self.withheld.append((switch, private))
         self.return_pages()
@@ -149,7 +150,7 @@ class AgainstNaiveWithCollisions(AgainstNaive):
     colliding = True
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestAgainstNaive = AgainstNaive.TestCase
 TestAgainstNaive.settings = SETTINGS
 TestAgainstNaiveWithCollisions = AgainstNaiveWithCollisions.TestCase

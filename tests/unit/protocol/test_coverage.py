@@ -1,4 +1,4 @@
-"""Intervals against a plain set of integers."""
+"""Coverage against a plain set of integers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torchkv.protocol.coverage import Coverage, LayerCoverage
 
 _SPAN = st.tuples(st.integers(0, 40), st.integers(0, 40))
-_LAYERS = st.lists(st.integers(0, 5), max_size=8)  # in any order, also twice
+_LAYERS = st.lists(st.integers(0, 5), max_size=8)  # in any order, some twice
 
 
 def covered(spans: list[tuple[int, int]]) -> Coverage:
@@ -54,7 +54,7 @@ def test_layers_are_told_apart(
     lists: list[list[tuple[int, int]]],
     unit: int,
 ) -> None:
-    """``lists``: in units of ``unit``; several layers owe the same list, as in a plan."""
+    """lists: of intervals, in units of ``unit``. Several layers owe one and the same list object, as in a plan."""
     coverage, model = LayerCoverage(), set[tuple[int, int]]()
     for layers, (lo, hi) in added:
         coverage.add(layers, lo, hi)
@@ -69,4 +69,4 @@ def test_layers_are_told_apart(
     found = coverage.first_gap(((layer, lists[which]) for layer, which in owed), unit=unit)
     assert found == (missing[0] if missing else None)
     again = coverage.first_gap(((layer, list(lists[which])) for layer, which in owed), unit=unit)
-    assert again == found, "lists that nobody else keeps"
+    assert again == found, "also with lists that are freed after the call"

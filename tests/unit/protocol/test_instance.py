@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from oracle import gqa
-from protocol_kit import GRANT_TIMEOUT, Acts, roster
-
+from tests.helpers.protocol import GRANT_TIMEOUT, Acts, group_map
+from tests.helpers.references.page_transfer import gqa
 from torchkv.protocol.instance import InstanceLeader
-from torchkv.wire import InstanceVerdict, Outcome, Post
+from torchkv.protocol.messages import InstanceVerdict, Outcome, Post
 
 PAGE = 4
 
 
 def leader(size: int = 2) -> InstanceLeader:
-    """Ranks 0 .. size-1 are the instance, the last one writes to them."""
+    """A leader whose instance is ranks 0 .. size-1; the rank after them writes to them."""
     places = [("d", gqa(r, 4)) for r in range(size)]
-    return InstanceLeader(roster(0, *places, ("p", gqa())), grant_timeout=GRANT_TIMEOUT)
+    return InstanceLeader(group_map(0, *places, ("p", gqa())), grant_timeout=GRANT_TIMEOUT)
 
 
 def posted(
@@ -39,7 +38,7 @@ def failed(machine: InstanceLeader, rank: int, generation: int) -> None:
 
 
 def verdicts(machine: InstanceLeader) -> dict[tuple[int, int], str]:
-    """(rank, generation) -> kind; each told once."""
+    """(rank, generation) -> kind of the verdict. Checks that each is told once."""
     told = Acts(machine).tells(InstanceVerdict)
     result = {(rank, verdict.generation): verdict.kind for rank, verdict in told}
     assert len(result) == len(told), "told twice"
@@ -86,7 +85,7 @@ def test_a_straggler_learns_of_the_failure_when_it_posts() -> None:
     posted(machine, 1, 4)
     assert verdicts(machine) == {(1, 4): "TransferCancelled"}
     assert machine._rounds == {}
-    assert machine._fates == {}
+    assert machine._failures == {}
 
 
 def test_the_failure_says_who_and_why() -> None:
@@ -136,7 +135,7 @@ def test_a_lost_member_fails_open_rounds_and_later_ones_until_it_is_found() -> N
     assert set(verdicts(machine).values()) == {""}
 
 
-def test_losing_somebody_else_changes_nothing() -> None:
+def test_losing_a_rank_outside_the_instance_changes_nothing() -> None:
     machine = leader()
     posted(machine, 0, 1)
     machine.peer_lost(2, 0.0)
@@ -158,7 +157,7 @@ def test_the_kth_receive_meets_the_kth() -> None:
     assert verdicts(machine) == {(0, 2): "", (1, 8): ""}
 
 
-def test_outcomes_of_other_lives_and_other_ranks_are_ignored() -> None:
+def test_outcomes_of_other_generations_and_other_ranks_are_ignored() -> None:
     machine = leader()
     done(machine, 0, 1)
     posted(machine, 0, 1)
@@ -179,9 +178,9 @@ def test_a_round_that_a_rank_never_joins_is_forgotten() -> None:
     posted(machine, 0, 1, now=5.0)
     failed(machine, 0, 1)
     machine.tick(GRANT_TIMEOUT - 0.1)
-    assert machine._fates
+    assert machine._failures
     machine.tick(GRANT_TIMEOUT + 5.0)
-    assert machine._fates == {}
+    assert machine._failures == {}
     assert machine._rounds == {}
 
 
@@ -196,7 +195,7 @@ def test_a_rank_that_keeps_the_others_waiting_fails_the_round_for_all() -> None:
     told = dict(Acts(machine).tells(InstanceVerdict))
     assert {rank: verdict.kind for rank, verdict in told.items()} == {0: "TransferTimeout", 1: "TransferTimeout"}
     assert "ranks [1, 2]" in told[0].text
-    posted(machine, 2, 3)  # a straggler learns of it too, and the round is over
+    posted(machine, 2, 3)  # a rank that posts late is told too, and the round ends
     assert {rank for rank, _ in Acts(machine).tells(InstanceVerdict)} >= {2}
     assert machine._rounds == {}
 
@@ -211,7 +210,7 @@ def test_a_refused_call_is_that_ranks_part_in_the_round() -> None:
     posted(machine, 1, 2)
     assert verdicts(machine) == {(1, 2): "PageOutOfRange"}
     assert machine._rounds == {}
-    for rank in range(3):  # the next call meets the others' next
+    for rank in range(3):  # the next call of this rank belongs to the next round
         posted(machine, rank, 10 + rank)
         done(machine, rank, 10 + rank)
     assert verdicts(machine) == {(0, 10): "", (1, 11): "", (2, 12): ""}

@@ -7,14 +7,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import gqa
-from protocol_kit import GRANT_TIMEOUT, TIMEOUT, Acts, post, receiver, roster
 
+from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, group_map, post, receiver
+from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
-from torchkv.layout import KVLayout
+from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import Account
-from torchkv.protocol.receiver import Receiver
-from torchkv.wire import (
+from torchkv.protocol.messages import (
     Abort,
     Alive,
     Attest,
@@ -27,6 +26,7 @@ from torchkv.wire import (
     Seal,
     Verdict,
 )
+from torchkv.protocol.receiver import Receiver
 
 KINDS = st.sampled_from(["attest", "seal", "abort", "quiesced", "alive"])
 
@@ -36,14 +36,14 @@ def attest(lo: int, hi: int, *layers: int, generation: int = 1) -> Attest:
 
 
 def complete(machine: Receiver, *, generation: int = 1, tokens: int = 8, writer: int = 0, aux: bytes = b"") -> None:
-    """One writer sends and seals all of its tokens (page size 4)."""
+    """One writer attests all tokens and seals them; its page size is 4."""
     machine.on_attest(writer, attest(0, tokens, generation=generation), 0.0)
     machine.on_seal(writer, Seal(generation, tokens // 4, aux), 0.0)
 
 
 def halves() -> Receiver:
     """Ranks 0 and 1 hold half of the heads each, rank 2 receives."""
-    return receiver(roster(2, ("p", gqa(0, 2)), ("p", gqa(1, 2)), ("d", gqa())))
+    return receiver(group_map(2, ("p", gqa(0, 2)), ("p", gqa(1, 2)), ("d", gqa())))
 
 
 def leased(machine: Receiver) -> set[int]:
@@ -55,7 +55,7 @@ def leased(machine: Receiver) -> set[int]:
 
 def test_grant_coverage_seal_verdict() -> None:
     machine = receiver()
-    receive = post(machine, 5, 6, prefix=8)
+    req = post(machine, 5, 6, prefix=8)
     acts = Acts(machine)
     ((rank, message),) = acts.tells(Grant)
     assert (rank, message.request, message.generation, message.prefix_tokens, message.writers) == (0, "r", 1, 8, [0])
@@ -68,7 +68,7 @@ def test_grant_coverage_seal_verdict() -> None:
     assert acts.aux == {"rx": b"token"}
     assert acts.told == [(0, Verdict(1))]
     assert leased(machine) == set()
-    assert receive.ended
+    assert req.ended
 
 
 def test_the_seal_may_not_stand_in_for_bytes() -> None:
@@ -85,7 +85,7 @@ def test_the_seal_may_not_stand_in_for_bytes() -> None:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=60, deadline=None)
 def test_chunks_in_any_order_overlapping_and_repeated(seed: int) -> None:
-    """Complete exactly when the union of what was attested covers every layer."""
+    """The request is complete exactly when the union of what was attested covers every layer."""
     dice = random.Random(seed)
     machine = receiver()
     post(machine, 5, 6, 7)
@@ -114,9 +114,9 @@ def test_two_writers_must_both_seal_and_cover() -> None:
 
 
 def test_striped_writers_owe_their_stripe_only() -> None:
-    """Two ranks hold the same latent: each writes every other page."""
+    """Two ranks hold the same latent, so each of them writes every other page."""
     mla = KVLayout.mla(num_layers=2, latent_dim=4, rope_dim=2, page_size=4, dtype=gqa().components[0].dtype)
-    machine = receiver(roster(2, ("p", mla), ("p", mla), ("d", mla)))
+    machine = receiver(group_map(2, ("p", mla), ("p", mla), ("d", mla)))
     post(machine, 5, 6, src=(0, 1))
     for writer, (lo, hi) in enumerate([(0, 4), (4, 8)]):
         machine.on_attest(writer, attest(lo, hi), 0.0)
@@ -130,7 +130,7 @@ def test_striped_writers_owe_their_stripe_only() -> None:
 
 
 def test_a_rank_that_holds_nothing_for_us_is_not_awaited() -> None:
-    machine = receiver(roster(2, ("p", gqa()), ("p", gqa(layers=[9], num_layers=10)), ("d", gqa())))
+    machine = receiver(group_map(2, ("p", gqa()), ("p", gqa(layers=[9], num_layers=10)), ("d", gqa())))
     post(machine, 5, src=(0, 1))
     assert [rank for rank, _ in Acts(machine).tells(Grant)] == [0]
     complete(machine, tokens=4)
@@ -147,13 +147,13 @@ def test_no_pages_need_a_seal_and_nothing_else() -> None:
 
 def test_single_layers_are_done_early() -> None:
     machine = receiver()
-    receive = post(machine, 5, 6)
+    req = post(machine, 5, 6)
     machine.on_attest(0, attest(0, 8, 1), 0.0)
-    assert machine.layer_done(receive, 1)
-    assert not machine.layer_done(receive, 0)
+    assert machine.layer_done(req, 1)
+    assert not machine.layer_done(req, 0)
     machine.on_abort(0, Abort(1, "PeerLost", "x"))
     with pytest.raises(PeerLost):
-        machine.layer_done(receive, 1)
+        machine.layer_done(req, 1)
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_name_in_use_is_refused() -> None:
 
 
 def test_the_prefix_must_fit_the_writers_pages() -> None:
-    machine = receiver(roster(1, ("p", gqa(page_size=8)), ("d", gqa(page_size=4))))
+    machine = receiver(group_map(1, ("p", gqa(page_size=8)), ("d", gqa(page_size=4))))
     with pytest.raises(ProtocolError, match="prefix_tokens=4 is not a multiple of the page size 8 of writer rank 0"):
         post(machine, 5, prefix=4)
     assert leased(machine) == set()
@@ -233,7 +233,7 @@ def test_unlike_aux_fails_and_equal_or_single_aux_does_not() -> None:
 
 def test_failure_revokes_at_every_writer_and_waits_for_every_one() -> None:
     machine = halves()
-    receive = post(machine, 5, 6, src=(0, 1))
+    req = post(machine, 5, 6, src=(0, 1))
     machine.cancel("r", "cancel")
     acts = Acts(machine)
     error = acts.error("rx")
@@ -245,7 +245,7 @@ def test_failure_revokes_at_every_writer_and_waits_for_every_one() -> None:
     assert Acts(machine).settled == {}
     assert leased(machine) == {5, 6}
     assert not error.pages_safe
-    assert receive.pending_writers() == (0,)
+    assert req.pending_writers() == (0,)
     machine.on_quiesced(0, Quiesced(1), 0.0)
     assert Acts(machine).settled == {"cancel": None}
     assert leased(machine) == set()
@@ -285,7 +285,7 @@ def test_cancel_is_idempotent() -> None:
 
 
 def test_only_writers_of_the_grant_are_believed() -> None:
-    machine = receiver(roster(1, ("p", gqa()), ("d", gqa()), ("x", gqa())))
+    machine = receiver(group_map(1, ("p", gqa()), ("d", gqa()), ("x", gqa())))
     post(machine, 5)
     machine.cancel("r", "cancel")
     machine.on_quiesced(2, Quiesced(1), 0.0)
@@ -300,15 +300,15 @@ def test_only_writers_of_the_grant_are_believed() -> None:
 
 def test_quiesced_of_a_live_request_is_no_end() -> None:
     machine = receiver()
-    receive = post(machine, 5)
+    req = post(machine, 5)
     machine.on_quiesced(0, Quiesced(1), 0.0)
-    assert receive.pending_writers() == (0,)
+    assert req.pending_writers() == (0,)
     assert leased(machine) == {5}
 
 
 @pytest.mark.parametrize("earlier", ["succeeded", "was cancelled"])
 def test_a_write_report_of_an_older_generation_covers_nothing(earlier: str) -> None:
-    """The report of an earlier life, late or sent again, says nothing about the bytes of the one that lives now."""
+    """A late attestation of an earlier generation says nothing about the bytes of the present one."""
     machine = receiver()
     first = post(machine, 5, 6)
     if earlier == "succeeded":
@@ -321,14 +321,14 @@ def test_a_write_report_of_an_older_generation_covers_nothing(earlier: str) -> N
     machine.on_seal(0, Seal(2, 2, b""), 0.0)
     Acts(machine)
 
-    machine.on_attest(0, attest(0, 8, generation=1), 0.0)  # would cover the rest
+    machine.on_attest(0, attest(0, 8, generation=1), 0.0)  # tokens that are missing, but of the earlier generation
     acts = Acts(machine)
     assert "rx" not in acts.settled
     assert not any(isinstance(action, Account) for action in acts.all)
     assert not machine.layer_done(second, 0)
     assert {8, 9} <= leased(machine)
 
-    machine.on_attest(0, attest(0, 8, generation=2), 0.0)  # the same words, of this life
+    machine.on_attest(0, attest(0, 8, generation=2), 0.0)  # the same message, of the present generation
     assert Acts(machine).settled["rx"] is None
     assert second.ended
 
@@ -336,7 +336,7 @@ def test_a_write_report_of_an_older_generation_covers_nothing(earlier: str) -> N
 @given(st.lists(st.tuples(KINDS, st.integers(0, 1)), max_size=12))
 @settings(max_examples=100, deadline=None)
 def test_messages_of_an_earlier_generation_change_nothing(late: list[tuple[str, int]]) -> None:
-    """The name is used again while the first life still waits for its writers."""
+    """The name is used again while the first request of that name still waits for its writers."""
     machine = halves()
     post(machine, 5, 6, src=(0, 1))
     machine.cancel("r", "cancel")
@@ -353,7 +353,7 @@ def test_messages_of_an_earlier_generation_change_nothing(late: list[tuple[str, 
         messages[kind](writer)
     assert "rx" not in Acts(machine).settled
     assert second.pending_writers() == (0, 1)
-    assert second.heard is None
+    assert second.progress_at is None
     assert {8, 9} <= leased(machine)
     complete(machine, generation=2, writer=0)
     complete(machine, generation=2, writer=1)
@@ -401,7 +401,7 @@ def test_a_total_replaces_both() -> None:
     assert "timeout=3" in str(Acts(machine).error("rx"))
 
 
-def test_sealed_writers_hear_that_we_live() -> None:
+def test_sealed_writers_are_told_that_the_request_is_alive() -> None:
     machine = halves()
     post(machine, 5, 6, src=(0, 1))
     complete(machine, writer=0)
@@ -430,8 +430,8 @@ def test_a_lost_writer_fails_what_still_needs_it() -> None:
 
 
 def half_of_an_instance() -> Receiver:
-    """Rank 2 receives together with rank 1, its leader."""
-    return receiver(roster(2, ("p", gqa()), ("d", gqa(0, 2)), ("d", gqa(1, 2))))
+    """Rank 2 receives; its instance is ranks 1 and 2, and rank 1 is the leader."""
+    return receiver(group_map(2, ("p", gqa()), ("d", gqa(0, 2)), ("d", gqa(1, 2))))
 
 
 def test_success_waits_for_the_instance() -> None:
@@ -487,7 +487,7 @@ def test_a_lost_leader_fails_open_receives() -> None:
 
 
 def test_a_rank_that_is_done_leaves_the_time_to_its_leader() -> None:
-    """Otherwise it could time out while the leader declares success, and the verdict would not be one."""
+    """If a complete rank timed out by itself, it could fail while the leader declares success."""
     machine = half_of_an_instance()
     post(machine, 5, 6)
     complete(machine)
@@ -495,10 +495,10 @@ def test_a_rank_that_is_done_leaves_the_time_to_its_leader() -> None:
     assert "rx" not in Acts(machine).settled
 
 
-def test_abandon_ends_everything_now() -> None:
+def test_fail_all_ends_everything_now() -> None:
     machine = receiver()
     post(machine, 5)
-    post(machine, 6, request="s", ticket="rx2")
+    post(machine, 6, request="s", work="rx2")
     machine.cancel("s", "cancel")
-    machine.abandon(TransferCancelled("the group was destroyed"))
+    machine.fail_all(TransferCancelled("the group was destroyed"))
     assert Acts(machine).settled.keys() == {"rx", "rx2", "cancel"}

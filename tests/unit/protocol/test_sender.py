@@ -1,19 +1,19 @@
-"""The lives of (request, destination) on the sending side, without an engine."""
+"""Sender requests, from the first verb to the verdict or the cancel, without an engine."""
 
 from __future__ import annotations
 
 import pytest
-from oracle import gqa
-from protocol_kit import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, moved, pair, roster, sender, verb
 
+from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, group_map, moved, pair, sender, verb
+from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.protocol import sender as sender_module
+from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
 from torchkv.protocol.sender import Sender
-from torchkv.wire import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
 
 
 def bound(count: int = 2, *, ids: tuple[int, ...] = (5, 6), prefix: int = 0) -> Sender:
-    """A sender that has sent ``count`` pages under a grant, all of them on their way."""
+    """A sender whose request is bound to a grant and has ``count`` pages under way."""
     machine = sender()
     machine.on_grant(1, grant(*ids, prefix=prefix), 0.0)
     verb(machine, count)
@@ -33,7 +33,7 @@ def sealed() -> Sender:
 
 def test_verbs_before_the_grant_wait_and_then_start_in_order() -> None:
     machine = sender()
-    first, second = verb(machine, 1, ticket="a"), verb(machine, 1, start=1, ticket="b")
+    first, second = verb(machine, 1, work="a"), verb(machine, 1, start=1, work="b")
     assert Acts(machine).all == []
     machine.on_grant(1, grant(5, 6), 1.0)
     acts = Acts(machine)
@@ -41,7 +41,7 @@ def test_verbs_before_the_grant_wait_and_then_start_in_order() -> None:
     assert machine._queued_pages == 0
 
 
-def test_a_grant_waits_for_the_life_it_is_meant_for() -> None:
+def test_a_grant_waits_for_the_first_verb() -> None:
     machine = sender()
     machine.on_grant(1, grant(5, 6, prefix=8), 0.0)
     assert machine.prefix_tokens("r", 1) == 8
@@ -50,7 +50,7 @@ def test_a_grant_waits_for_the_life_it_is_meant_for() -> None:
     assert Acts(machine).started == [op]
 
 
-def test_seal_comes_after_the_last_transfer_and_the_verdict_ends_the_life() -> None:
+def test_seal_comes_after_the_last_transfer_and_the_verdict_ends_the_request() -> None:
     machine = bound(1)
     last = verb(machine, 1, start=1)
     first, _ = Acts(machine).started
@@ -66,7 +66,7 @@ def test_seal_comes_after_the_last_transfer_and_the_verdict_ends_the_life() -> N
     assert acts.tells(Seal) == [(1, Seal(1, 2, b"token"))]
     machine.on_verdict(1, Verdict(1))
     assert Acts(machine).settled == {"finish": None}
-    assert machine._lives == {}
+    assert machine._requests == {}
 
 
 def test_the_name_may_be_used_again_afterwards() -> None:
@@ -104,11 +104,11 @@ def test_finish_with_nothing_sent_is_legal_for_an_empty_grant_only() -> None:
     machine.on_grant(1, grant(5), 0.0)
     with pytest.raises(ProtocolError, match="layer 0 page 0"):
         finish(machine)
-    assert machine._lives == {}
+    assert machine._requests == {}
 
 
 def test_only_the_last_transfer_of_a_finished_request_is_announced() -> None:
-    """A message for each layer would cost more than it is worth."""
+    """One `Alive` message for each layer would cost more than it saves."""
     machine = sender()
     machine.on_grant(1, grant(5, 6), 0.0)
     first, second = (verb(machine, 2, layers=(layer,)) for layer in (0, 1))
@@ -165,9 +165,9 @@ def test_finish_with_too_few_pages_for_the_grant() -> None:
 
 
 def test_an_empty_chunk_changes_nothing() -> None:
-    """No pages, far behind: it must not count as if the pages before it had been promised."""
+    """A chunk of no pages at page 9 must not count pages 0 to 8 as sent."""
     machine = bound(2)
-    verb(machine, 0, start=9, ticket="nothing")
+    verb(machine, 0, start=9, work="nothing")
     for op in Acts(machine).started:
         moved(machine, op)
     finish(machine)
@@ -221,7 +221,7 @@ def test_a_page_outside_a_later_grant_fails_the_work_and_the_request() -> None:
 
 
 def test_one_verb_needs_equal_prefixes() -> None:
-    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
     machine.on_grant(1, grant(5, prefix=4), 0.0)
     machine.on_grant(2, grant(5, prefix=8), 0.0)
     with pytest.raises(ProtocolError, match="unequal prefixes"):
@@ -231,10 +231,10 @@ def test_one_verb_needs_equal_prefixes() -> None:
 
 
 def test_unequal_prefixes_seen_only_with_the_grants_fail_the_later_one() -> None:
-    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
     prefixes: dict[int, int] = {}
     for dst in (1, 2):
-        verb(machine, 1, dst=dst, prefixes=prefixes, ticket=f"to {dst}")
+        verb(machine, 1, dst=dst, prefixes=prefixes, work=f"to {dst}")
     machine.on_grant(1, grant(5, prefix=4), 0.0)
     assert len(Acts(machine).started) == 1
     machine.on_grant(2, grant(5, prefix=8), 0.0)
@@ -254,7 +254,7 @@ def test_cancel_drains_first() -> None:
     assert acts.halted == [op]
     assert [message.kind for _, message in acts.tells(Abort)] == ["TransferCancelled"]
     assert "cancel" not in acts.settled
-    error = machine._lives["r", 1].error
+    error = machine._requests["r", 1].error
     assert error is not None
     assert not error.pages_safe
     machine.op_finished(op, None, flushed=True, now=0.0)
@@ -262,7 +262,7 @@ def test_cancel_drains_first() -> None:
     assert isinstance(acts.error("send"), TransferCancelled)
     assert acts.settled["cancel"] is None
     assert error.pages_safe
-    assert machine._lives == {}
+    assert machine._requests == {}
 
 
 def test_cancel_of_nothing_is_nothing() -> None:
@@ -294,8 +294,8 @@ def test_a_tombstone_answers_until_the_caller_cancels() -> None:
     new = verb(machine, 2)
     acts = Acts(machine)
     assert acts.started == [new]
-    assert machine._lives["r", 1].grant is not None
-    assert machine._lives["r", 1].grant.generation == 2
+    assert machine._requests["r", 1].grant is not None
+    assert machine._requests["r", 1].grant.generation == 2
 
 
 def test_a_cancel_before_the_grant_refuses_exactly_that_grant() -> None:
@@ -312,11 +312,11 @@ def test_a_cancel_before_the_grant_refuses_exactly_that_grant() -> None:
     assert machine.prefix_tokens("r", 1) == 0
 
 
-def test_the_refused_grant_never_binds_a_new_life() -> None:
+def test_the_refused_grant_never_binds_a_new_request() -> None:
     machine = sender()
     verb(machine, 2)
     machine.cancel("r", "cancel", 0.0)
-    new = verb(machine, 2, ticket="new")
+    new = verb(machine, 2, work="new")
     Acts(machine)
     machine.on_grant(1, grant(5, 6), 1.0)
     acts = Acts(machine)
@@ -326,12 +326,12 @@ def test_the_refused_grant_never_binds_a_new_life() -> None:
     assert Acts(machine).started == [new]
 
 
-def test_each_life_cancelled_before_its_grant_refuses_one() -> None:
+def test_each_request_cancelled_before_its_grant_refuses_one() -> None:
     machine = sender()
     for life in range(2):
-        verb(machine, 2, ticket=f"send{life}")
+        verb(machine, 2, work=f"send{life}")
         machine.cancel("r", f"cancel{life}", 0.0)
-    new = verb(machine, 2, ticket="new")
+    new = verb(machine, 2, work="new")
     Acts(machine)
     for generation in (1, 2):
         machine.on_grant(1, grant(5, 6, generation=generation), 1.0)
@@ -353,7 +353,7 @@ def test_a_refusal_is_forgotten_after_the_grant_timeout() -> None:
 
 
 def revoked_unused() -> Sender:
-    """A sender whose grant was revoked before its first verb."""
+    """A sender that holds no request, and whose grant was revoked before the first verb."""
     machine = sender()
     machine.on_grant(1, grant(5, 6), 0.0)
     machine.on_revoke(1, Revoke(1, "TransferCancelled", "the receiver gave up"), 1.0)
@@ -369,8 +369,8 @@ def test_a_verb_after_the_revocation_of_its_grant_waits_briefly_and_fails_with_i
     assert Acts(machine).settled == {}
     assert machine.tick(TIMEOUT) is True
     acts = Acts(machine)
-    for ticket in ("send", "finish"):
-        error = acts.error(ticket)
+    for work in ("send", "finish"):
+        error = acts.error(work)
         assert isinstance(error, TransferCancelled)
         assert "the receiver gave up" in str(error)
         assert error.pages_safe
@@ -380,8 +380,8 @@ def test_a_verb_after_the_revocation_of_its_grant_waits_briefly_and_fails_with_i
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_the_next_grant_is_for_whoever_waits_then(failed: bool) -> None:
-    """For the verb that came after the revocation; for the next life, if that one has failed or was cancelled."""
+def test_the_grant_after_a_revoked_one_binds_the_request_that_waits_or_the_next(failed: bool) -> None:
+    """The next grant is for the verb after the revocation, or for the next request if that one has failed."""
     machine = revoked_unused()
     op = verb(machine, 2)
     if failed:
@@ -392,7 +392,7 @@ def test_the_next_grant_is_for_whoever_waits_then(failed: bool) -> None:
     assert (acts.started, acts.told) == ([] if failed else [op], [])
     if failed:
         assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
-        new = verb(machine, 2, ticket="new")
+        new = verb(machine, 2, work="new")
         assert Acts(machine).started == [new]
 
 
@@ -403,22 +403,42 @@ def test_a_cancel_after_the_revocation_refuses_no_later_grant() -> None:
     Acts(machine)
     machine.on_grant(1, grant(5, 6, generation=2), 3.0)
     assert Acts(machine).all == []
-    op = verb(machine, 2, ticket="new")
+    op = verb(machine, 2, work="new")
     assert Acts(machine).started == [op]
 
 
-@pytest.mark.parametrize("what", ["a new grant", "a cancel", "time"])
-def test_a_revocation_that_met_no_verb_is_forgotten_after(what: str) -> None:
+@pytest.mark.parametrize("operation", ["a new grant", "a cancel", "time"])
+def test_a_revocation_that_met_no_verb_is_forgotten_after(operation: str) -> None:
     machine = revoked_unused()
-    if what == "a new grant":
+    if operation == "a new grant":
         machine.on_grant(1, grant(5, 6, generation=2), 2.0)
-    elif what == "a cancel":
+    elif operation == "a cancel":
         assert machine.cancel("r", "cancel", 2.0) == []
     else:
         machine.tick(1.0 + GRANT_TIMEOUT)
     op = verb(machine, 2)
-    assert Acts(machine).started == ([op] if what == "a new grant" else [])
-    assert machine._lives["r", 1].gone is None
+    assert Acts(machine).started == ([op] if operation == "a new grant" else [])
+    assert machine._requests["r", 1].revoked_early is None
+
+
+def test_a_cancel_of_a_tombstone_keeps_the_revocation_that_the_next_request_must_meet() -> None:
+    """The receiver posted and failed generation 2 while the tombstone stood, so that is for the next request."""
+    machine = bound()
+    (op,) = Acts(machine).started
+    machine.on_revoke(1, Revoke(1, "TransferCancelled", "gave up once"), 1.0)
+    machine.op_finished(op, None, flushed=True, now=1.0)
+    machine.on_grant(1, grant(7, 8, generation=2), 2.0)
+    machine.on_revoke(1, Revoke(2, "TransferCancelled", "gave up twice"), 3.0)
+    assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
+    verb(machine, 2, work="second", now=5.0)
+    machine.tick(5.0 + TIMEOUT)
+    assert "gave up twice" in str(Acts(machine).error("second")), "not: recv_pages was never posted"
+    machine.cancel("r", "cancel", 6.0 + TIMEOUT)
+    Acts(machine)
+    machine.on_grant(1, grant(7, 8, generation=3), 7.0 + TIMEOUT)
+    assert Acts(machine).all == [], "generation 2 was the second request's: generation 3 must not be refused"
+    third = verb(machine, 2, work="third", now=8.0 + TIMEOUT)
+    assert Acts(machine).started == [third]
 
 
 def test_revocations_that_meet_no_verb_do_not_pile_up() -> None:
@@ -426,11 +446,11 @@ def test_revocations_that_meet_no_verb_do_not_pile_up() -> None:
     for i in range(sender_module.MAX_REMEMBERED + 1):
         machine.on_grant(1, grant(5, 6, request=f"r{i}", generation=i + 1), 0.0)
         machine.on_revoke(1, Revoke(i + 1, "TransferCancelled", "gone"), 0.0)
-    assert len(machine._stillborn) == sender_module.MAX_REMEMBERED
-    assert ("r0", 1) not in machine._stillborn
+    assert len(machine._revoked_before_bind) == sender_module.MAX_REMEMBERED
+    assert ("r0", 1) not in machine._revoked_before_bind
 
 
-def test_cancel_refuses_a_grant_that_nobody_used_yet() -> None:
+def test_cancel_refuses_a_grant_that_no_verb_has_used() -> None:
     machine = sender()
     machine.on_grant(1, grant(5, 6), 0.0)
     assert machine.cancel("r", "cancel", 0.0) == []
@@ -438,7 +458,7 @@ def test_cancel_refuses_a_grant_that_nobody_used_yet() -> None:
     assert machine.prefix_tokens("r", 1) is None
 
 
-def test_a_life_that_timed_out_waiting_answers_the_late_grant() -> None:
+def test_a_request_that_timed_out_waiting_answers_the_late_grant() -> None:
     machine = sender()
     verb(machine, 2)
     machine.tick(GRANT_TIMEOUT - 0.1)
@@ -448,7 +468,7 @@ def test_a_life_that_timed_out_waiting_answers_the_late_grant() -> None:
     machine.on_grant(1, grant(5, 6), GRANT_TIMEOUT + 1)
     assert [message.kind for _, message in Acts(machine).tells(Abort)] == ["TransferTimeout"]
     machine.on_grant(1, grant(5, 6, generation=2), GRANT_TIMEOUT + 2)
-    assert Acts(machine).all == [], "only one grant was meant for the dead life"
+    assert Acts(machine).all == [], "only one grant was meant for the failed request"
     machine.cancel("r", "cancel", GRANT_TIMEOUT + 3)
     Acts(machine)
     new = verb(machine, 2, now=GRANT_TIMEOUT + 3)
@@ -503,7 +523,7 @@ def test_revocation_after_the_seal_fails_finish() -> None:
 
 def test_a_failed_transfer_fails_the_request() -> None:
     machine = bound(1)
-    other = verb(machine, 1, start=1, ticket="other")
+    other = verb(machine, 1, start=1, work="other")
     op, _ = Acts(machine).started
     machine.op_finished(op, PeerLost("gone"), flushed=True, now=0.0)
     acts = Acts(machine)
@@ -516,7 +536,7 @@ def test_a_failed_transfer_fails_the_request() -> None:
 # -- clocks, liveness and bounds --------------------------------------------------------------------------------------
 
 
-def test_a_sealed_life_waits_for_signs_of_life_only() -> None:
+def test_a_sealed_request_waits_as_long_as_the_receiver_shows_progress() -> None:
     machine = sealed()
     Acts(machine)
     machine.tick(TIMEOUT - 0.1)
@@ -539,10 +559,10 @@ def test_progress_is_reported_while_bytes_move() -> None:
     assert Acts(machine).all == []
 
 
-def test_a_lost_peer_fails_its_lives_and_no_others() -> None:
-    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
-    verb(machine, 1, dst=1, ticket="to 1")
-    verb(machine, 1, dst=2, ticket="to 2")
+def test_a_lost_peer_fails_its_requests_and_no_others() -> None:
+    machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    verb(machine, 1, dst=1, work="to 1")
+    verb(machine, 1, dst=2, work="to 2")
     machine.peer_lost(1, "rank 1 is silent")
     acts = Acts(machine)
     assert isinstance(acts.error("to 1"), PeerLost)
@@ -590,17 +610,17 @@ def test_malformed_grants_are_refused(message: object) -> None:
     assert machine.prefix_tokens("r", 1) is None
 
 
-def test_abandon_ends_everything_now() -> None:
+def test_fail_all_ends_everything_now() -> None:
     machine = bound()
-    verb(machine, 1, request="waiting", ticket="waiting")
+    verb(machine, 1, request="waiting", work="waiting")
     finish(machine)
     machine.cancel("waiting", "cancel", 0.0)
     gone = TransferCancelled("the group was destroyed")
-    machine.abandon(gone)
+    machine.fail_all(gone)
     acts = Acts(machine)
     assert acts.settled.keys() == {"waiting", "finish", "cancel"}
     assert len(acts.halted) == 1
-    machine.farewell(gone)  # it did not drain in time: the caller is let go, the receiver told nothing
+    machine.end_all(gone)  # it did not drain in time: its work is completed, but Quiesced is not sent
     acts = Acts(machine)
     assert acts.settled.keys() == {"send"}
     assert acts.tells(Quiesced) == []
@@ -609,19 +629,19 @@ def test_abandon_ends_everything_now() -> None:
 def test_a_drained_rank_that_leaves_says_that_it_is_quiescent() -> None:
     machine = bound()
     gone = TransferCancelled("the group was destroyed")
-    (op,) = machine._lives["r", 1].running
-    machine.abandon(gone)
+    (op,) = machine._requests["r", 1].running
+    machine.fail_all(gone)
     machine.op_finished(op, gone, flushed=True, now=0.0)
-    machine.farewell(gone)
+    machine.end_all(gone)
     assert [rank for rank, _ in Acts(machine).tells(Quiesced)] == [1]
 
 
 def test_a_receiver_that_has_ended_still_counts_for_equal_prefixes() -> None:
-    """One verb to two receivers; the first grants, gets everything and ends before the second has granted."""
-    machine = sender(roster(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    """One verb to two receivers; the first of them grants, receives everything and ends before the second grants."""
+    machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
     prefixes: dict[int, int] = {}
-    first = verb(machine, 1, dst=1, prefixes=prefixes, ticket="to 1")
-    verb(machine, 1, dst=2, prefixes=prefixes, ticket="to 2")
+    first = verb(machine, 1, dst=1, prefixes=prefixes, work="to 1")
+    verb(machine, 1, dst=2, prefixes=prefixes, work="to 2")
     machine.on_grant(1, grant(5), 0.0)
     machine.op_finished(first, None, flushed=True, now=0.0)
     finish(machine, dst=1)
@@ -631,13 +651,13 @@ def test_a_receiver_that_has_ended_still_counts_for_equal_prefixes() -> None:
     assert "unequal prefixes" in str(Acts(machine).error("to 2"))
 
 
-def test_asking_for_the_prefix_begins_a_life() -> None:
+def test_asking_for_the_prefix_begins_a_request() -> None:
     machine = sender()
     machine.on_grant(1, grant(5, prefix=16), 0.0)
     machine.begin("r", 1, 0.0)
     assert machine.prefix_tokens("r", 1) == 16
     machine.on_revoke(1, Revoke(1, "TransferCancelled", "was cancelled"), 1.0)
-    machine.on_grant(1, grant(5, generation=2), 0.0)  # with another prefix: nothing computed for 16 may go there
+    machine.on_grant(1, grant(5, generation=2), 0.0)  # another prefix: not for what was computed behind 16 tokens
     with pytest.raises(TransferCancelled):
         machine.admit("r", 1, start=0, num_pages=1)
 

@@ -1,4 +1,4 @@
-"""The ring allocator against a map of cells, and the ways in which other rings got stuck."""
+"""The ring allocator against a map of cells, and the bugs by which other systems' rings got stuck."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv.staging import ALIGNMENT, Stage, StagingRing
+from tests.helpers.examples import examples
+from torchkv.layout.stage_format import ALIGNMENT
+from torchkv.protocol.stage_allocator import Stage, StagingRing
 
 UNIT = 8
 
@@ -20,7 +22,7 @@ def taken(ring: StagingRing, nbytes: int, owner: object = None) -> Stage:
 
 
 class CellMap:
-    """The same ring, one cell per unit, searched cell by cell."""
+    """A model of the ring: one flag per unit, searched one by one."""
 
     def __init__(self, cells: int) -> None:
         self.free = [True] * cells
@@ -49,7 +51,7 @@ def longest(flags: list[bool]) -> int:
 
 
 @given(st.integers(0, 24), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 200)), max_size=60))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_the_ring_is_a_map_of_cells(cells: int, actions: list[tuple[int, int]]) -> None:
     ring = StagingRing(cells * UNIT + UNIT - 1, alignment=UNIT)
     assert ring.capacity == cells * UNIT
@@ -74,10 +76,10 @@ def test_the_ring_is_a_map_of_cells(cells: int, actions: list[tuple[int, int]]) 
         assert ring.quarantined == sum(stage.nbytes for stage in held)
         assert ring.stages == tuple(live)
         blocked = {at for stage in held for at in range(stage.offset, stage.offset + stage.nbytes, UNIT)}
-        assert ring.room == (longest([at * UNIT not in blocked for at in range(cells)]) if cells else 0)
+        assert ring.largest_possible == (longest([at * UNIT not in blocked for at in range(cells)]) if cells else 0)
     for stage in live:
         ring.release(stage)
-    assert (ring.in_use, ring.quarantined, ring.room, ring.stages) == (0, 0, ring.capacity, ())
+    assert (ring.in_use, ring.quarantined, ring.largest_possible, ring.stages) == (0, 0, ring.capacity, ())
     if cells:
         assert taken(ring, ring.capacity).offset == 0
 
@@ -90,7 +92,7 @@ def test_a_stage_knows_its_owner_and_is_aligned() -> None:
 
 
 def test_an_emptied_ring_that_wraps_is_writable() -> None:
-    """sglang#37166: 60 of 100, given back, then 70, which has to wrap: with a FIFO watermark it waited for ever."""
+    """sglang#37166: 60 of 100, freed, then 70, which has to wrap: with a FIFO watermark that waited for ever."""
     ring = StagingRing(100, alignment=1)
     ring.release(taken(ring, 60))
     assert taken(ring, 70).offset == 0
@@ -98,7 +100,7 @@ def test_an_emptied_ring_that_wraps_is_writable() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.6, 1.0])
 def test_an_emptied_ring_takes_any_stage_that_fits(share: float) -> None:
-    """sglang#37166 again: shares of the ring above a half were those that got stuck."""
+    """sglang#37166 again: stages larger than half of the ring got stuck."""
     chance = random.Random()
     ring = StagingRing(1000, alignment=1)
     for _ in range(500):
@@ -121,7 +123,7 @@ def test_a_leaked_stage_costs_its_own_bytes_only() -> None:
         stage = taken(ring, 30)
         offsets.append(stage.offset)
         ring.release(stage)
-    assert offsets[:4] == [40, 70, 0, 40], "it goes on round the ring, past the leaked one"
+    assert offsets[:4] == [40, 70, 0, 40], "allocation goes round the ring, past the leaked stage"
     assert ring.stages == (leaked,)
 
 
@@ -150,7 +152,7 @@ def test_what_is_larger_than_the_ring_never_fits() -> None:
     assert ring.allocate(769, None) is None
     assert taken(ring, 768).nbytes == 768
     nothing = StagingRing(255, alignment=256)
-    assert (nothing.capacity, nothing.room) == (0, 0)
+    assert (nothing.capacity, nothing.largest_possible) == (0, 0)
     assert nothing.allocate(1, None) is None
 
 
@@ -159,13 +161,13 @@ def test_a_quarantined_stage_stays_taken_and_out_of_the_room() -> None:
     stages = [taken(ring, 10) for _ in range(4)]
     ring.quarantine(stages[3])
     ring.quarantine(stages[3])
-    assert (ring.room, ring.quarantined, ring.in_use) == (60, 10, 40)
+    assert (ring.largest_possible, ring.quarantined, ring.in_use) == (60, 10, 40)
     for stage in stages[:3]:
         ring.release(stage)
     assert ring.allocate(70, None) is None
     assert taken(ring, 60).offset == 40
     ring.release(stages[3])
-    assert (ring.room, ring.quarantined) == (100, 0)
+    assert (ring.largest_possible, ring.quarantined) == (100, 0)
     assert taken(ring, 40).offset == 0
 
 

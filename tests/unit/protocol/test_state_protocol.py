@@ -1,4 +1,4 @@
-"""State in the state machines of both sides: never missing, never on a slot that is somebody else's."""
+"""State in the state machines of both sides: never missing, never written to another request's slot."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import gqa
-from protocol_kit import (
+
+from tests.helpers.protocol import (
     GRANT_TIMEOUT,
     TIMEOUT,
     Acts,
     finish,
     grant,
+    group_map,
     moved,
     pair,
     post,
     receiver,
-    roster,
     send_state,
     sender,
     verb,
 )
-
-from torchkv.component import Component, State
+from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
-from torchkv.layout import KVLayout
+from torchkv.layout.component import Component, State
+from torchkv.layout.layout import KVLayout
 from torchkv.protocol import sender as sender_module
 from torchkv.protocol.actions import Account, Scatter, Start
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
-from torchkv.wire import (
+from torchkv.protocol.messages import (
     Abort,
     Attest,
     Grant,
@@ -46,9 +44,11 @@ from torchkv.wire import (
     Verdict,
     Withdraw,
 )
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.sender import Sender
 
 SLOTS = 4
-# Of the two layers of `gqa`, the second has both.
+# `gqa` has two layers; the second of them has both states.
 STATES = (
     State("ssm", (4, 3), torch.float32, shard_dim=0),
     State("conv", (2, 8), torch.int16, shard_dim=1, layers=(1,)),
@@ -60,12 +60,12 @@ def hybrid(tp_rank: int = 0, tp_size: int = 1, **given: object) -> KVLayout:
 
 
 def attest(layer: int, *, state: bool, generation: int = 1) -> Attest:
-    """All of a layer, of two pages of 4 tokens; or its state."""
+    """An attestation of all tokens of a layer (two pages of 4), or of its state."""
     return Attest(generation, [layer], 0, 1 if state else 8, 10, "runs", state)
 
 
 def writing() -> Sender:
-    view = roster(0, ("p", hybrid()), ("d", hybrid()), num_slots=SLOTS)
+    view = group_map(0, ("p", hybrid()), ("d", hybrid()), num_slots=SLOTS)
     return sender(view)
 
 
@@ -123,17 +123,17 @@ def test_finish_sends_what_was_not_sent_and_nothing_else(sent: tuple[int, ...], 
 
 def test_state_given_before_the_grant_waits_and_then_goes_to_the_granted_slot() -> None:
     machine = writing()
-    early = send_state(machine, 1)
+    signalled = send_state(machine, 1)
     assert started(machine) == []
     machine.on_grant(1, grant(5, 6, prefix=16, slot=2), 0.0)
     late = send_state(machine, 0)
     starts = started(machine)
-    assert [start.op for start in starts] == [early, late]
+    assert [start.op for start in starts] == [signalled, late]
     for start in starts:
         assert start.grant.pages.tolist() == [2]
         assert start.grant.num_tokens == 1
         assert start.grant.prefix_tokens == 0
-        assert {slab.component for slab in start.grant.plan.slabs} == {"ssm", "conv"}
+        assert {segment.component for segment in start.grant.plan.segments} == {"ssm", "conv"}
     op = verb(machine, 2)
     (page_start,) = started(machine)
     assert page_start.op is op
@@ -143,7 +143,7 @@ def test_state_given_before_the_grant_waits_and_then_goes_to_the_granted_slot() 
 def test_a_layer_may_be_sent_twice() -> None:
     machine = writing()
     machine.on_grant(1, grant(slot=0), 0.0)
-    ops = [send_state(machine, layer, ticket=f"{i}") for i, layer in enumerate((0, 1, 0))]
+    ops = [send_state(machine, layer, work=f"{i}") for i, layer in enumerate((0, 1, 0))]
     finish(machine)
     Acts(machine)
     for op in ops:
@@ -155,7 +155,7 @@ def test_a_layer_may_be_sent_twice() -> None:
 
 
 def test_a_full_hit_still_carries_state_and_aux() -> None:
-    """No page is granted, so none is owed; state is, and the seal of no pages comes after it."""
+    """No page is granted, so none is owed. State is, and the seal of 0 pages comes after it."""
     machine = writing()
     machine.on_grant(1, grant(prefix=32, slot=1), 0.0)
     with pytest.raises(ProtocolError, match="layer 0's state"):
@@ -171,25 +171,25 @@ def test_a_full_hit_still_carries_state_and_aux() -> None:
 
 
 def test_trap_a_full_hit_of_layers_without_state_expects_none() -> None:
-    """The layout knows of states, the held layers have none: neither side waits for what never comes."""
+    """The layout has states, but not in the layers that the receiver holds: neither side waits for any."""
     conv = STATES[1:]  # in layer 1 only
     places = ("p", hybrid(states=conv)), ("d", hybrid(states=conv, layers=[0]))
-    reading = receiver(roster(1, *places, num_slots=SLOTS))
-    receive = post(reading, prefix=32)
+    reading = receiver(group_map(1, *places, num_slots=SLOTS))
+    req = post(reading, prefix=32)
     ((_, message),) = Acts(reading).tells(Grant)
     assert message.state_slot is None
-    writing = sender(roster(0, *places, num_slots=SLOTS))
+    writing = sender(group_map(0, *places, num_slots=SLOTS))
     writing.on_grant(1, message, 0.0)
     finish(writing, aux=b"token")
     ((_, seal),) = Acts(writing).tells(Seal)
     reading.on_seal(0, seal, 0.0)
     assert Acts(reading).aux == {"rx": b"token"}
-    assert receive.ended
+    assert req.ended
 
 
 def test_a_full_hit_known_only_later_still_needs_its_state() -> None:
     machine = writing()
-    finish(machine, slot=3)  # with no page sent: legal if none turns out to be granted
+    finish(machine, slot=3)  # no page was sent, which is legal if the grant has none
     machine.on_grant(1, grant(slot=1), 0.0)
     (op,) = Acts(machine).started
     assert op.layers == (0, 1)
@@ -207,15 +207,15 @@ def test_pages_do_not_stand_in_for_state_nor_state_for_pages() -> None:
 
 
 def test_what_a_wider_set_of_writers_was_thought_to_write_is_asked_for_once_the_grant_is_there() -> None:
-    """Ranks 0 and 1 are replicas and share the layers; this grant names rank 0 alone, so all is its business."""
+    """Ranks 0 and 1 hold the same and share the layers. This grant names rank 0 alone, so that owes all of them."""
     flat = (State("flat", (5,), torch.uint8),)
-    view = roster(
+    view = group_map(
         0, ("p", hybrid(states=flat)), ("p", hybrid(states=flat)), ("d", hybrid(states=flat)), num_slots=SLOTS
     )
     machine = sender(view)
     verb(machine, 2, dst=2)
     send_state(machine, 0, dst=2)
-    finish(machine, dst=2)  # layer 1 would be rank 1's
+    finish(machine, dst=2)  # as long as both are thought to write, layer 1 is rank 1's
     machine.on_grant(2, grant(5, 6, slot=0), 0.0)
     acts = Acts(machine)
     assert "layer 1's state was not sent" in str(acts.error("finish"))
@@ -230,19 +230,19 @@ def test_what_a_wider_set_of_writers_was_thought_to_write_is_asked_for_once_the_
 
 
 def test_state_has_no_position_so_prefixes_and_page_counts_do_not_matter() -> None:
-    view = roster(0, ("p", hybrid()), ("d", hybrid()), ("e", hybrid()), num_slots=SLOTS)
+    view = group_map(0, ("p", hybrid()), ("d", hybrid()), ("e", hybrid()), num_slots=SLOTS)
     machine = sender(view)
     for dst in (1, 2):
-        send_state(machine, 0, dst=dst, ticket=f"to {dst}")
+        send_state(machine, 0, dst=dst, work=f"to {dst}")
     machine.on_grant(1, grant(prefix=4, slot=0), 0.0)
     machine.on_grant(2, grant(5, 6, prefix=8, slot=3), 0.0)
     assert [start.grant.pages.tolist() for start in started(machine)] == [[0], [3]]
 
 
 def test_a_receiver_without_the_layers_state_gets_an_op_that_owes_nothing() -> None:
-    """Its stage holds layer 0, whose only state is another stage's business."""
+    """The receiver holds layer 0; the only state is in layer 1, which another pipeline stage receives."""
     conv = STATES[1:]
-    view = roster(0, ("p", hybrid(states=conv)), ("d", hybrid(states=conv, layers=[0])), num_slots=0)
+    view = group_map(0, ("p", hybrid(states=conv)), ("d", hybrid(states=conv, layers=[0])), num_slots=0)
     machine = sender(view)
     machine.on_grant(1, grant(5, 6), 0.0)
     verb(machine, 2, layers=(0,))
@@ -250,7 +250,7 @@ def test_a_receiver_without_the_layers_state_gets_an_op_that_owes_nothing() -> N
     finish(machine, slot=1)
     ((op, bound),) = [(start.op, start.grant) for start in started(machine)]
     assert op.layers == (1,)
-    assert bound.plan.empty
+    assert bound.plan.parts == ()
     assert bound.pages.tolist() == []
     machine.attest(op, (), nbytes=0, path="none")
     assert Acts(machine).tells(Attest) == []
@@ -330,12 +330,12 @@ def test_a_grant_of_a_rank_without_slots_names_none() -> None:
 
 
 def reading(**changes: object) -> Receiver:
-    return receiver(roster(1, ("p", hybrid(**changes)), ("d", hybrid()), num_slots=SLOTS))
+    return receiver(group_map(1, ("p", hybrid(**changes)), ("d", hybrid()), num_slots=SLOTS))
 
 
 def halves() -> Receiver:
     """Ranks 0 and 1 hold half of the heads and of the state each, rank 2 receives."""
-    return receiver(roster(2, ("p", hybrid(0, 2)), ("p", hybrid(1, 2)), ("d", hybrid()), num_slots=SLOTS))
+    return receiver(group_map(2, ("p", hybrid(0, 2)), ("p", hybrid(1, 2)), ("d", hybrid()), num_slots=SLOTS))
 
 
 def complete(machine: Receiver, *, writer: int = 0, generation: int = 1) -> None:
@@ -348,20 +348,20 @@ def complete(machine: Receiver, *, writer: int = 0, generation: int = 1) -> None
 
 def test_the_grant_names_the_slot() -> None:
     machine = reading()
-    receive = post(machine, 5, 6, slot=3)
+    req = post(machine, 5, 6, slot=3)
     ((_, message),) = Acts(machine).tells(Grant)
     assert message.state_slot == 3
     complete(machine)
     assert Acts(machine).settled == {"rx": None}
-    assert receive.ended
+    assert req.ended
 
 
 @given(order=st.permutations([(0, False), (1, False), (0, True), (1, True), None]), twice=st.integers(0, 3))
 @settings(deadline=None)
 def test_done_exactly_when_all_pages_and_all_state_are_here(order: list[tuple[int, bool] | None], twice: int) -> None:
-    """In any order, the seal (None) included, and with one word said twice."""
+    """In any order, including the seal (None), and with one message sent twice."""
     machine = reading()
-    receive = post(machine, 5, 6, slot=3)
+    req = post(machine, 5, 6, slot=3)
     Acts(machine)
     for at, word in enumerate([*order[: twice + 1], *order[twice:]]):
         if word is None:
@@ -369,13 +369,13 @@ def test_done_exactly_when_all_pages_and_all_state_are_here(order: list[tuple[in
         else:
             machine.on_attest(0, attest(word[0], state=word[1]), 0.0)
         assert ("rx" in Acts(machine).settled) == (at == len(order))
-    assert receive.ended
+    assert req.ended
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_state_that_does_not_arrive_fails_the_receive_by_its_layer(missing: int) -> None:
     machine = reading()
-    receive = post(machine, 5, 6, slot=3)
+    req = post(machine, 5, 6, slot=3)
     for layer in (0, 1):
         machine.on_attest(0, attest(layer, state=False), 0.0)
     machine.on_attest(0, attest(1 - missing, state=True), 0.0)
@@ -388,7 +388,7 @@ def test_state_that_does_not_arrive_fails_the_receive_by_its_layer(missing: int)
     assert isinstance(error, TransferTimeout)
     assert f"'r': no progress for {TIMEOUT:g} s" in str(error)
     assert f"waiting for layer {missing}'s state from rank 0" in str(error)
-    assert receive.ended, "its only writer had sealed, so nothing can land any more"
+    assert req.ended, "its only writer had sealed, so nothing can land any more"
 
 
 def test_an_unsealed_writer_is_named_before_any_state() -> None:
@@ -405,7 +405,7 @@ def test_every_writer_must_bring_its_own_part_of_the_state() -> None:
     for layer in (0, 1):
         machine.on_attest(1, attest(layer, state=False), 0.0)
     machine.on_seal(1, Seal(1, 2, b""), 0.0)
-    for _ in range(2):  # what rank 0 says of the same layers, however often, is of its own part
+    for _ in range(2):  # attestations of rank 0 cover rank 0's part only
         machine.on_attest(0, attest(1, state=True), 0.0)
     assert "rx" not in Acts(machine).settled
     machine.tick(TIMEOUT)
@@ -414,33 +414,33 @@ def test_every_writer_must_bring_its_own_part_of_the_state() -> None:
 
 def test_a_full_hit_waits_for_its_state() -> None:
     machine = reading()
-    receive = post(machine, prefix=32, slot=1)
+    req = post(machine, prefix=32, slot=1)
     ((_, message),) = Acts(machine).tells(Grant)
     assert (message.pages, message.state_slot) == (b"", 1)
     machine.on_seal(0, Seal(1, 0, b"token"), 0.0)
     machine.on_attest(0, attest(0, state=True), 0.0)
     assert "rx" not in Acts(machine).settled
-    assert not receive.ended
+    assert not req.ended
     machine.on_attest(0, attest(1, state=True), 0.0)
     assert Acts(machine).aux == {"rx": b"token"}
 
 
 def test_a_layer_is_done_with_its_state() -> None:
     machine = reading()
-    receive = post(machine, 5, 6, slot=1)
+    req = post(machine, 5, 6, slot=1)
     machine.on_attest(0, attest(0, state=False), 0.0)
     machine.on_attest(0, attest(1, state=True), 0.0)
-    assert not machine.layer_done(receive, 0)
-    assert not machine.layer_done(receive, 1)
+    assert not machine.layer_done(req, 0)
+    assert not machine.layer_done(req, 1)
     machine.on_attest(0, attest(0, state=True), 0.0)
-    assert machine.layer_done(receive, 0)
-    assert not machine.layer_done(receive, 1)
+    assert machine.layer_done(req, 0)
+    assert not machine.layer_done(req, 1)
     machine.on_attest(0, attest(1, state=False), 0.0)
-    assert machine.layer_done(receive, 1)
+    assert machine.layer_done(req, 1)
 
 
 def test_a_stage_of_state_only_seals_no_pages() -> None:
-    """Of a pipeline, the second stage has layers with state and no keys."""
+    """The second pipeline stage has a layer with state and without keys."""
     layouts = {
         "first": {"layers": [0], "states": [STATES[1]]},
         "second": {"layers": [1], "states": [STATES[1]]},
@@ -452,7 +452,7 @@ def test_a_stage_of_state_only_seals_no_pages() -> None:
         return KVLayout([keys], num_layers=2, page_size=4, **layouts[name])  # type: ignore[arg-type]
 
     machine = receiver(
-        roster(2, ("p", layout("first")), ("p", layout("second")), ("d", layout("all")), num_slots=SLOTS)
+        group_map(2, ("p", layout("first")), ("p", layout("second")), ("d", layout("all")), num_slots=SLOTS)
     )
     post(machine, 5, 6, src=(0, 1), slot=2)
     machine.on_attest(0, attest(0, state=False), 0.0)
@@ -475,7 +475,7 @@ def test_what_is_said_of_layers_that_are_not_owed_changes_nothing() -> None:
     assert machine._live["r"].writers[0].states == set(), "and takes no room"
 
 
-def test_words_of_an_earlier_life_say_nothing_of_this_ones_state() -> None:
+def test_attestations_of_an_earlier_generation_say_nothing_of_this_ones_state() -> None:
     machine = reading()
     post(machine, 5, 6, slot=1)
     machine.cancel("r", "cancel")
@@ -511,7 +511,7 @@ def test_leased_and_quarantined_slots_are_named_with_their_holder() -> None:
     machine.cancel("r", "cancel")
     with pytest.raises(PageOutOfRange, match=r"slot 1 is quarantined: ranks \[0\] .* request 'r'; use other slots"):
         post(machine, 8, slot=1, request="other")
-    post(machine, 8, slot=2, request="other", ticket="other")  # page 8 was not leased by what was refused
+    post(machine, 8, slot=2, request="other", work="other")  # page 8 was not leased by the call that was refused
     assert machine.leases.quarantined_slots() == {1: (0,)}
     assert machine.leases.quarantined() == {5: (0,), 6: (0,)}
     machine.on_quiesced(0, Quiesced(1), 0.0)
@@ -528,18 +528,18 @@ def test_a_slot_is_free_after_success() -> None:
 
 
 def test_cancel_keeps_the_slot_of_a_full_hit_until_every_writer_is_quiescent() -> None:
-    """There is no page whose lease could keep the request alive."""
+    """A full hit leases no page, so only the slot can keep the request from ending."""
     machine = halves()
-    receive = post(machine, src=(0, 1), slot=3)
+    req = post(machine, src=(0, 1), slot=3)
     machine.cancel("r", "cancel")
-    assert isinstance(receive.error, TransferCancelled)
-    assert not receive.error.pages_safe
+    assert isinstance(req.error, TransferCancelled)
+    assert not req.error.pages_safe
     machine.on_quiesced(1, Quiesced(1), 0.0)
     assert machine.leases.quarantined_slots() == {3: (0,)}
     assert "cancel" not in Acts(machine).settled
     machine.on_quiesced(0, Quiesced(1), 0.0)
     assert Acts(machine).settled["cancel"] is None
-    assert receive.error.pages_safe
+    assert req.error.pages_safe
     assert machine.leases.quarantined_slots() == {}
 
 
@@ -556,17 +556,17 @@ def test_a_timeout_frees_no_slot() -> None:
 
 @dataclass
 class Ring:
-    """A receiver whose writer writes through the staging ring, as it promised, if it did."""
+    """A receiver, and its writer, which promises to write to the staging ring only unless told otherwise."""
 
     machine: Receiver
     serial: int = 0
 
-    def stage(self, *layers: int, only: bool = True, num_pages: int = 1, start: int = 0) -> list[Scatter]:
-        """One stage asked for, granted, written with these layers' state; the jobs that come of it."""
+    def stage(self, *layers: int, ring_only: bool = True, num_pages: int = 1, start: int = 0) -> list[Scatter]:
+        """Asks for a stage and announces it as holding the state of ``layers``; the unpacking jobs that follow."""
         machine, serial = self.machine, self.serial
         self.serial += 1
-        machine.on_stage_ask(0, StageAsk(1, serial, 4096, 4096, only), 0.0)
-        said, machine._keeper.outbox = machine._keeper.outbox, []
+        machine.on_stage_ask(0, StageAsk(1, serial, 4096, 4096, ring_only), 0.0)
+        said, machine._credits.outbox = machine._credits.outbox, []
         assert [type(message) for _, message in said] == [StageGrant]
         machine.on_staged(0, Staged(1, serial, list(layers), start, num_pages, False, True), 0.0)
         jobs = [action for action in machine.actions if isinstance(action, Scatter)]
@@ -576,59 +576,59 @@ class Ring:
 
 def test_a_stage_of_state_is_unpacked_into_the_slot_and_counts_as_state_only() -> None:
     machine = reading()
-    receive = post(machine, 5, 6, slot=3)
+    req = post(machine, 5, 6, slot=3)
     (job,) = Ring(machine).stage(0, 1)
     assert job.state
     assert job.pages.tolist() == [3]
     assert job.num_tokens == 1
-    assert {segment.slab.component for segment in job.layout.segments} == {"ssm", "conv"}
+    assert {section.segment.component for section in job.layout.sections} == {"ssm", "conv"}
     assert job.layout.payload == 2 * 48 + 32
     machine.scattered(job, None, 1.0)
-    assert receive.writers[0].states == {0, 1}
-    plan = receive.writers[0].plan
-    assert receive.writers[0].attested.first_gap(plan.owed(receive.num_tokens)) == (0, 0), "state is not tokens"
+    assert req.writers[0].states == {0, 1}
+    plan = req.writers[0].plan
+    assert req.writers[0].attested.first_gap(plan.owed(req.num_tokens)) == (0, 0), "state is not tokens"
     (account,) = [action for action in Acts(machine).all if isinstance(action, Account)]
     assert account.nbytes == 128
     for layer in (0, 1):
         machine.on_attest(0, attest(layer, state=False), 2.0)
     machine.on_seal(0, Seal(1, 2, b""), 2.0)
-    assert receive.ended
+    assert req.ended
 
 
 def test_success_waits_for_state_that_is_still_being_unpacked() -> None:
     machine = reading()
-    receive = post(machine, slot=3)
+    req = post(machine, slot=3)
     ring = Ring(machine)
     (first,) = ring.stage(0, 1)
     (again,) = ring.stage(0)
     machine.on_seal(0, Seal(1, 0, b""), 1.0)
     machine.scattered(first, None, 1.0)
-    assert not receive.ended, "the second copy of layer 0 may still be on its way into the slot"
+    assert not req.ended, "the second copy of layer 0 may still be on its way into the slot"
     machine.scattered(again, None, 1.0)
-    assert receive.ended
+    assert req.ended
 
 
 def test_a_failed_receive_keeps_its_slot_while_state_is_being_unpacked() -> None:
     machine = reading()
-    receive = post(machine, slot=3)
+    req = post(machine, slot=3)
     (job,) = Ring(machine).stage(0)
     machine.cancel("r", "cancel")
     assert machine.leases.quarantined_slots() == {3: ()}, "by no rank, but by this one itself"
     machine.scattered(job, None, 1.0)
-    assert receive.ended
+    assert req.ended
     post(machine, slot=3)
 
 
 def test_a_slot_of_a_writer_that_promised_is_free_at_once_and_of_one_that_withdrew_it_is_not() -> None:
     for withdrawn in (False, True):
         machine = reading()
-        receive = post(machine, slot=3)
+        req = post(machine, slot=3)
         (job,) = Ring(machine).stage(0)
         machine.scattered(job, None, 1.0)
         if withdrawn:
             machine.on_withdraw(0, Withdraw(1))
         machine.cancel("r", "cancel")
-        assert receive.ended == (not withdrawn)
+        assert req.ended == (not withdrawn)
         assert machine.leases.quarantined_slots() == ({3: (0,)} if withdrawn else {})
 
 
@@ -643,26 +643,26 @@ def test_a_stage_that_no_honest_writer_fills_fails_the_receive(layers: list[int]
     error = Acts(machine).error("rx")
     assert isinstance(error, ProtocolError)
     assert "'r': rank 0 wrote a stage" in str(error)
-    assert machine._keeper.ring.in_use == 0
+    assert machine._credits.ring.in_use == 0
 
 
 @pytest.mark.parametrize("states", [(), STATES[1:]], ids=["stateless", "none in its layers"])
 def test_a_stage_of_state_for_a_receiver_without_a_slot_fails_the_receive(states: tuple[State, ...]) -> None:
-    """Nothing may be written into a slot 0 that is not there, or not granted."""
+    """The receiver has no slot, so nothing may be written to slot 0 instead."""
     for layer in (0, 1):
-        machine = receiver(roster(1, ("p", hybrid(states=states)), ("d", hybrid(states=states, layers=[0]))))
+        machine = receiver(group_map(1, ("p", hybrid(states=states)), ("d", hybrid(states=states, layers=[0]))))
         post(machine, 5, 6)
         assert Ring(machine).stage(layer) == []
         assert isinstance(Acts(machine).error("rx"), ProtocolError)
 
 
 def test_pages_of_a_state_stage_are_not_taken_for_pages_of_the_cache() -> None:
-    """The flag alone says what a stage holds: without it, layers 0 and 1 are keys and values."""
+    """Only the message's flag says that a stage holds state: without it, layers 0 and 1 are keys and values."""
     machine = reading()
-    receive = post(machine, 5, 6, slot=3)
+    req = post(machine, 5, 6, slot=3)
     machine.on_stage_ask(0, StageAsk(1, 0, 4096, 4096, True), 0.0)
     machine.on_staged(0, Staged(1, 0, [0, 1], 0, 2, False, False), 0.0)
     (job,) = [action for action in machine.actions if isinstance(action, Scatter)]
-    assert np.array_equal(job.pages, receive.pages)
+    assert np.array_equal(job.pages, req.pages)
     machine.scattered(job, None, 1.0)
-    assert receive.writers[0].states == set()
+    assert req.writers[0].states == set()

@@ -1,9 +1,8 @@
-"""Packing pieces on GPUs. What runs the kernels is in pack_cases.py; here is what needs neither GPU nor interpreter."""
+"""Packing pieces on GPUs: what needs neither a GPU nor Triton's interpreter. tests/interpreter runs the kernels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,33 +12,29 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton (a CUDA build of PyTorch brings it)")
 
-from oracle import gqa
-from pack_kit import Pages, Pool
-from triton_kit import run_in_interpreter
-
-from torchkv import devicepack, kernellaunch, pagecopy, pagesum, sumlaunch
-from torchkv.devicepack import PagePacker
+from tests.helpers.packing import Pages, Pool
+from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import TransportUnavailable
-from torchkv.layout import KVLayout
-from torchkv.pieces import Piece, piece_layout
-from torchkv.plan import PairPlan, compile_plan, page_pairs
-from torchkv.slab import Rows
-from torchkv.slabgeometry import Geometry
-from torchkv.staging import SLOTS
+from torchkv.kernels import checksum as checksum_kernel
+from torchkv.kernels import checksum_launch, page_copy
+from torchkv.kernels import launch as kernel_launch
+from torchkv.layout.descriptors import page_pairs
+from torchkv.layout.kernel_geometry import Geometry
+from torchkv.layout.layout import KVLayout
+from torchkv.layout.pair_plan import PairPlan, compile_plan
+from torchkv.layout.pieces import Piece, piece_layout
+from torchkv.layout.plan_segment import StridedRuns
+from torchkv.layout.stage_format import SLOTS
+from torchkv.staging import cuda_pack
+from torchkv.staging.cuda_pack import CudaPackLauncher
 
-CASES = Path(__file__).with_name("pack_cases.py")
 BF16 = {"num_layers": 3, "head_dim": 8, "dtype": torch.bfloat16}
-
-
-@pytest.mark.timeout(180)
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(CASES, timeout=170)
 
 
 # One-sided geometries
 
 
-def offsets(rows: Rows, *, sending: bool) -> list[int]:
+def offsets(rows: StridedRuns, *, sending: bool) -> list[int]:
     """Where each byte of a pair lies on one side, in packed order."""
     n0, s0, d0, n1, s1, d1, run = rows
     outer, inner = (s0, s1) if sending else (d0, d1)
@@ -52,15 +47,17 @@ def offsets(rows: Rows, *, sending: bool) -> list[int]:
     gaps=st.tuples(st.integers(0, 1), st.integers(0, 1)),
     sending=st.booleans(),
 )
-def test_rows_that_touch_on_one_side_are_one(
+def test_rows_that_are_contiguous_on_one_side_are_merged(
     counts: tuple[int, int], run: int, gaps: tuple[int, int], sending: bool
 ) -> None:
-    """In the same order, byte for byte, whatever the other side has."""
+    """Byte order stays, whatever the strides of the other side."""
     n0, n1 = counts
     inner = run + gaps[1]
     outer = n1 * inner + gaps[0]
-    rows = Rows(n0, outer, 777, n1, inner, 99, run) if sending else Rows(n0, 777, outer, n1, 99, inner, run)
-    got = devicepack._rows(rows, sending=sending)
+    rows = (
+        StridedRuns(n0, outer, 777, n1, inner, 99, run) if sending else StridedRuns(n0, 777, outer, n1, 99, inner, run)
+    )
+    got = cuda_pack._rows(rows, sending=sending)
     assert offsets(got, sending=sending) == offsets(rows, sending=sending)
     assert offsets(got, sending=not sending) == [i for _ in range(got.per_pair) for i in range(got.run)]
     if gaps == (0, 0):
@@ -69,23 +66,23 @@ def test_rows_that_touch_on_one_side_are_one(
         assert got.run == run
 
 
-def packers(writer: KVLayout, reader: KVLayout) -> tuple[PairPlan, PagePacker, PagePacker]:
+def packers(writer: KVLayout, reader: KVLayout) -> tuple[PairPlan, CudaPackLauncher, CudaPackLauncher]:
     plan = compile_plan(0, {0: writer}, reader)
     rng = np.random.default_rng()
     made = (
-        PagePacker(plan, Pages(Pool.random(layout, 4, rng), torch.device("cpu")).local, sending=sending)
+        CudaPackLauncher(plan, Pages(Pool.random(layout, 4, rng), torch.device("cpu")).local, sending=sending)
         for layout, sending in ((writer, True), (reader, False))
     )
     return plan, *made
 
 
-def shapes(packer: PagePacker) -> set[Geometry]:
+def shapes(packer: CudaPackLauncher) -> set[Geometry]:
     return set(packer._geometries)
 
 
-def test_the_other_side_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_sides_layout_does_not_narrow_words_or_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender that has two heads of four, adjacent in each token, reads whole pages; the receiver writes rows."""
-    monkeypatch.setattr("oracle.GAP", 16)
+    monkeypatch.setattr("tests.helpers.references.page_transfer.GAP", 16)
     _, sender, receiver = packers(gqa(1, 2, **BF16), gqa(**BF16))
     (shape,) = shapes(sender)
     assert (shape.rows.per_pair, shape.rows.run, shape.unit) == (1, 4 * 2 * 16, 16)
@@ -93,18 +90,18 @@ def test_the_other_side_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (shape.rows.per_pair, shape.rows.run, shape.unit) == (4, 2 * 16, 16)
 
 
-def test_an_odd_stride_is_one_sides_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_page_stride_narrows_words_on_its_own_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = compile_plan(0, {0: gqa(**BF16)}, gqa(**BF16))
     units = []
     for gap in (16, 4):
-        monkeypatch.setattr("oracle.GAP", gap)
+        monkeypatch.setattr("tests.helpers.references.page_transfer.GAP", gap)
         pages = Pages(Pool.random(gqa(**BF16), 4, np.random.default_rng()), torch.device("cpu"))
-        units += [shape.unit for shape in shapes(PagePacker(plan, pages.local, sending=gap == 16))]
+        units += [shape.unit for shape in shapes(CudaPackLauncher(plan, pages.local, sending=gap == 16))]
     assert units == [16, 4]
 
 
-def test_pages_that_kernels_cannot_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchkv.slabgeometry.LIMIT", 3)
+def test_pages_that_kernels_cannot_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchkv.layout.kernel_geometry.LIMIT", 3)
     with pytest.raises(TransportUnavailable, match="component 'k'"):
         packers(gqa(**BF16), gqa(**BF16))
 
@@ -112,51 +109,50 @@ def test_pages_that_kernels_cannot_address(monkeypatch: pytest.MonkeyPatch) -> N
 # Launches
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fifo", [True, False])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_variants_are_what_is_launched(checksum: bool, stream: bool) -> None:
+def test_kernels_for_lists_what_is_launched(checksum: bool, fifo: bool) -> None:
     _, sender, receiver = packers(gqa(1, 2, **BF16), gqa(**BF16))
     for packer, copy, summing in (
-        (sender, pagecopy.GATHER, pagesum.WRITE),
-        (receiver, pagecopy.SCATTER, pagesum.VERIFY),
+        (sender, page_copy.GATHER, checksum_kernel.WRITE),
+        (receiver, page_copy.SCATTER, checksum_kernel.VERIFY),
     ):
         (shape,) = shapes(packer)
-        found = [(variant.kernel, variant.constants) for variant in packer.variants(checksum=checksum, stream=stream)]
-        copies = [
-            (pagecopy.copy, kernellaunch._constants(copy, kernellaunch.shape(shape), slots)) for slots in (0, SLOTS)
-        ]
-        sums = [(pagesum.sum_pairs, sumlaunch._constants(shape, summing))]
-        assert found == copies[: 1 + stream] + sums[: int(checksum)]
+        found = [(kernel.kernel, kernel.constants) for kernel in packer.kernels_for(checksum=checksum, fifo=fifo)]
+        params = kernel_launch.kernel_params(shape)
+        copies = [(page_copy.copy, kernel_launch._constants(copy, params, slots)) for slots in (0, SLOTS)]
+        sums = [(checksum_kernel.sum_pairs, checksum_launch._constants(shape, summing))]
+        assert found == copies[: 1 + fifo] + sums[: int(checksum)]
 
 
 def test_equal_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are (position in the group, first job, jobs); even jobs are of K, odd ones of V."""
-    monkeypatch.setattr("oracle.GAP", 16)
+    """Launches are (position in the group, first job, jobs); even jobs are of K, odd ones of V."""
+    monkeypatch.setattr("tests.helpers.references.page_transfer.GAP", 16)
     plan, sender, _ = packers(gqa(**BF16), gqa(**BF16))
-    for layers, runs in (((0, 1, 2), [(0, 0, 6)]), ((1, 2), [(0, 2, 4)]), ((0, 2), [(0, 0, 2), (2, 4, 2)])):
+    for layers, launches in (((0, 1, 2), [(0, 0, 6)]), ((1, 2), [(0, 2, 4)]), ((0, 2), [(0, 0, 2), (2, 4, 2)])):
         layout = piece_layout(plan, Piece(layers, 0, 4), limit_tokens=16, checksum=True)
-        assert [(run.position, run.first_job, run.num_jobs) for run in sender._runs(layout)] == runs
+        assert [(each.position, each.first_job, each.num_jobs) for each in sender._launches(layout)] == launches
 
 
-def test_slabs_that_are_unlike_are_launches_of_their_own() -> None:
+def test_segments_of_different_geometry_are_separate_launches() -> None:
     plan, sender, _ = packers(gqa(**BF16, v_head_dim=3), gqa(**BF16, v_head_dim=3))
     layout = piece_layout(plan, Piece((1, 2), 0, 4), limit_tokens=16, checksum=True)
-    assert [(run.segment.slab.component, run.first_job, run.num_jobs) for run in sender._runs(layout)] == [
+    assert [(each.section.segment.component, each.first_job, each.num_jobs) for each in sender._launches(layout)] == [
         ("k", 1, 2),
         ("v", 4, 2),
     ]
 
 
-def test_layers_that_are_aligned_unlike_are_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else words would be read across what one of them is aligned to."""
-    monkeypatch.setattr("oracle.GAP", 16)
+def test_layers_of_different_alignment_are_separate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of the wider alignment would be misaligned in the other layer."""
+    monkeypatch.setattr("tests.helpers.references.page_transfer.GAP", 16)
     plan = compile_plan(0, {0: gqa(**BF16)}, gqa(**BF16))
     local = Pages(Pool.random(gqa(**BF16), 4, np.random.default_rng()), torch.device("cpu")).local
     places = {**local.placements, ("k", 1): replace(local.placements["k", 1], offset=8)}
-    sender = PagePacker(plan, replace(local, placements=places), sending=True)
+    sender = CudaPackLauncher(plan, replace(local, placements=places), sending=True)
     layout = piece_layout(plan, Piece((0, 1, 2), 0, 4), limit_tokens=16, checksum=True)
-    runs = [(run.position, run.first_job, run.num_jobs, run.geometry.unit) for run in sender._runs(layout)]
-    assert runs == [(0, 0, 2, 16), (2, 2, 1, 8), (3, 3, 3, 16)]
+    launches = [(one.position, one.first_job, one.num_jobs, one.geometry.unit) for one in sender._launches(layout)]
+    assert launches == [(0, 0, 2, 16), (2, 2, 1, 8), (3, 3, 3, 16)]
 
 
 # Mismatches
@@ -173,21 +169,21 @@ PAIRS: dict[str, tuple[dict[int, KVLayout], KVLayout]] = {
 
 
 @pytest.mark.parametrize("family", PAIRS)
-def test_every_code_names_its_page(family: str) -> None:
-    """Of two, the earlier: by layer, then component, then page."""
+def test_every_mismatch_code_names_its_page(family: str) -> None:
+    """Of two mismatches the first is named: by layer, then component, then page."""
     writers, reader = PAIRS[family]
     pages = Pages(Pool.random(reader, 4, np.random.default_rng()), torch.device("cpu"))
     limit = 96
     for rank in writers:
         plan = compile_plan(rank, writers, reader)
-        receiver = PagePacker(plan, pages.local, sending=False)
+        receiver = CudaPackLauncher(plan, pages.local, sending=False)
         for piece in (Piece((0, 1, 2), 0, limit // plan.src_page_size), Piece((1, 2), 3, 6)):
-            slots, number, last = devicepack.mismatch_slots(), 0, None
+            slots, number, last = cuda_pack.mismatch_buffer(), 0, None
             assert receiver.first_mismatch(slots, piece, limit_tokens=limit) is None
             for layer in (0, 1, 2):
-                for slab in plan.slabs:
+                for segment in plan.segments:
                     pairs = page_pairs(
-                        slab,
+                        segment,
                         num_src_pages=piece.num_pages,
                         start=piece.start,
                         limit_tokens=limit,
@@ -197,7 +193,7 @@ def test_every_code_names_its_page(family: str) -> None:
                     for i, position in enumerate(pairs.dst_index.tolist()):
                         slots[:2] = torch.tensor([0, (number << 31 | i) + 1])
                         name = receiver.first_mismatch(slots, piece, limit_tokens=limit)
-                        assert name == (layer, slab.component, position)
+                        assert name == (layer, segment.component, position)
                         if last is not None:
                             slots[0], slots[1] = int(slots[1]), last[0]
                             assert receiver.first_mismatch(slots, piece, limit_tokens=limit) == last[1]

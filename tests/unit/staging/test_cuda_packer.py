@@ -1,4 +1,4 @@
-"""Staging on a GPU, without one: what is enqueued, waited for and given back, and how failures come out."""
+"""`CudaPacker` on a fake GPU: what it enqueues, waits for and gives back, and how it reports failures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_fake import Gpu
 
-from torchkv import devicepacker, pagecopy
-from torchkv.devicepacker import ASK_EVERY, PATIENCE, STATES, DevicePacker
+from tests.helpers.fakes.gpu import Gpu
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, ProtocolError, TransportUnavailable
-from torchkv.hostpack import Mismatch
-from torchkv.kernels import Flow
-from torchkv.packer import Early
-from torchkv.pieces import Piece
-from torchkv.stagememory import StageMemory
-from torchkv.staging import MAX_CHANNELS, Signal, StagingRing, Stream
+from torchkv.kernels import page_copy
+from torchkv.kernels.launch import FifoArgs
+from torchkv.layout.pieces import Mismatch, Piece
+from torchkv.layout.stage_format import MAX_CHANNELS, ChunkFifo, Signal
+from torchkv.protocol.stage_allocator import StagingRing
+from torchkv.staging import cuda_packer
+from torchkv.staging.cuda_pack import PieceArgs
+from torchkv.staging.cuda_packer import ASK_EVERY, PATIENCE, STATES, CudaPacker
+from torchkv.staging.memory import StageMemory
+from torchkv.staging.packer import GatherJob, SignalledStage
 
 PLAN: Any = SimpleNamespace()
 LAYOUT: Any = SimpleNamespace(payload=4096)
@@ -31,21 +33,21 @@ RING = 1 << 16
 
 
 @dataclass
-class FakeVariant:
-    pages: FakePages
-    what: tuple[bool, bool, bool]
+class FakeKernel:
+    pages: FakeLauncher
+    operation: tuple[bool, bool, bool]
 
     @property
     def is_loaded(self) -> bool:
-        return self.what in self.pages.loaded
+        return self.operation in self.pages.loaded
 
     def load(self) -> None:
-        PREPARED.append(self.what)
-        self.pages.loaded.add(self.what)
+        PREPARED.append(self.operation)
+        self.pages.loaded.add(self.operation)
 
 
-class FakePages:
-    """In place of `PagePacker`: notes what it is told to enqueue, with which ids and which part of the stage."""
+class FakeLauncher:
+    """In place of `CudaPackLauncher`: notes what it is told to enqueue, with which ids and which part of the stage."""
 
     def __init__(self, plan: Any, local: Any, *, sending: bool) -> None:
         self.sending = sending
@@ -54,35 +56,32 @@ class FakePages:
         self.refuses = False
         self.loaded: set[tuple[bool, bool, bool]] = set()
 
-    def _enqueue(
-        self, name: str, *args: Any, errors: torch.Tensor, guard: Any = (0, 0), stream: Any = None, **_: Any
-    ) -> None:
-        layout, piece, ids, stage = args
-        self.errors, self.flow = errors, stream
+    def _enqueue(self, name: str, args: PieceArgs, *, guard: Any = (0, 0), fifo_args: Any = None) -> None:
+        self.errors, self.fifo_args = args.errors, fifo_args
         if name == "scatter":
             self.guard = guard
-        assert (layout, piece) == (LAYOUT, PIECE)
+        assert (args.layout, args.piece, args.limit_tokens, args.blocks) == (LAYOUT, PIECE, 64, Gpu.blocks)
         if self.refuses:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        LOG.append((name, ids.tolist(), stage.nbytes))
+        LOG.append((name, args.ids.tolist(), args.stage.nbytes))
         if self.bad_page is not None:
-            errors[0] = ((1 + 1) << 33) | self.bad_page
+            args.errors[0] = ((1 + 1) << 33) | self.bad_page
 
-    def variants(self, *, checksum: bool, stream: bool) -> list[FakeVariant]:
-        return [FakeVariant(self, (self.sending, checksum, stream))]
+    def kernels_for(self, *, checksum: bool, fifo: bool) -> list[FakeKernel]:
+        return [FakeKernel(self, (self.sending, checksum, fifo))]
 
-    def gather(self, *args: Any, **settings: Any) -> None:
-        self._enqueue("gather", *args, **settings)
+    def gather(self, args: PieceArgs, **settings: Any) -> None:
+        self._enqueue("gather", args, **settings)
 
-    def write_sums(self, *args: Any, **settings: Any) -> None:
-        self._enqueue("write sums", *args, **settings)
+    def write_sums(self, args: PieceArgs) -> None:
+        self._enqueue("write sums", args)
 
-    def scatter(self, *args: Any, **settings: Any) -> None:
-        self._enqueue("scatter", *args, **settings)
+    def scatter(self, args: PieceArgs, **settings: Any) -> None:
+        self._enqueue("scatter", args, **settings)
 
-    def verify_sums(self, *args: Any, mismatches: torch.Tensor, **settings: Any) -> None:
+    def verify_sums(self, args: PieceArgs, *, mismatches: torch.Tensor) -> None:
         assert not mismatches.any()
-        self._enqueue("verify sums", *args, **settings)
+        self._enqueue("verify sums", args)
         mismatches[3] = 1
 
     def first_mismatch(self, mismatches: torch.Tensor, piece: Piece, *, limit_tokens: int) -> Mismatch | None:
@@ -91,7 +90,7 @@ class FakePages:
 
 
 LOG: list[tuple[str, list[int], int]] = []
-PREPARED: list[tuple[bool, bool, bool]] = []  # sending, with checksums, with streams
+PREPARED: list[tuple[bool, bool, bool]] = []  # sending, with checksums, with FIFOs
 
 
 class Bench:
@@ -100,7 +99,7 @@ class Bench:
         PREPARED.clear()
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
-        self.gpu.open_stream = self.stream
+        self.gpu.unblocked_stream = self.stream
         self.waiting: list[tuple[int, int]] = []  # ranks and pieces that have a stream to wait for them
         self.gpu.waiting_stream = self._waiting  # type: ignore[attr-defined]
         self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]
@@ -108,10 +107,8 @@ class Bench:
         self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
         local: Any = SimpleNamespace(num_pages=16)
         device: Any = self.gpu
-        self.packer = DevicePacker(local, memory, device=device)
+        self.packer = CudaPacker(local, memory, device=device)
         self.stage = StagingRing(RING).allocate(8192, "r")
-        self.op: Any = SimpleNamespace(start=2, dst=1)
-        self.grant: Any = SimpleNamespace(generation=4, plan=PLAN, num_tokens=64)
 
     @contextlib.contextmanager
     def _waiting(self, src: int, serial: int) -> Iterator[Any]:
@@ -120,16 +117,31 @@ class Bench:
         self.waiting.remove((src, serial))
 
     def pages(self, *, sending: bool) -> Any:
-        if (id(PLAN), sending) not in self.packer._packers:
+        if (id(PLAN), sending) not in self.packer._launchers:
             self.packer.prepare(PLAN, sending=sending, checksum=False)
-        return self.packer._packers[id(PLAN), sending]
+        return self.packer._launchers[id(PLAN), sending]
 
-    def gather(self, *, checksum: bool = False, **how: Any) -> Any:
+    def gather_job(self, *, checked: bool = False, signalled: SignalledStage | None = None) -> GatherJob:
+        """Of a verb that begins at page 2."""
         assert self.stage is not None
-        room = self.memory.room(self.stage)
-        if "early" in how:
-            self.packer.prepare(PLAN, sending=True, checksum=checksum)
-        return self.packer.gather(self.op, self.grant, PAGES, PIECE, LAYOUT, room, checksum=checksum, **how)
+        if signalled is not None:
+            self.packer.prepare(PLAN, sending=True, checksum=checked)
+        return GatherJob(
+            dst=1,
+            generation=4,
+            stage=self.memory.span(self.stage),
+            piece=PIECE,
+            layout=LAYOUT,
+            plan=PLAN,
+            pages=PAGES,
+            start=2,
+            num_tokens=64,
+            checked=checked,
+            signalled=signalled,
+        )
+
+    def gather(self, **settings: Any) -> Any:
+        return self.packer.gather(self.gather_job(**settings))
 
     def job(self, *, checked: bool = False, signal: int | None = None) -> Any:
         job: Any = SimpleNamespace(
@@ -146,7 +158,7 @@ class Bench:
             num_tokens=64,
             checked=checked,
             signal=None if signal is None else Signal(3, signal),
-            stream=None,
+            fifo=None,
             written=signal is None,
             stopped=False,
         )
@@ -159,18 +171,18 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(devicepacker, "PagePacker", FakePages)
+    monkeypatch.setattr(cuda_packer, "CudaPackLauncher", FakeLauncher)
     return Bench()
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_a_gather_is_over_when_the_gpu_says_so(bench: Bench, checksum: bool) -> None:
+def test_a_gather_ends_when_its_stream_has_signalled_completion(bench: Bench, checksum: bool) -> None:
     """The piece begins at page 3 of a verb that begins at page 2: its ids are the second and third."""
-    steps = bench.gather(checksum=checksum)
+    steps = bench.gather(checked=checksum)
     assert [next(steps), next(steps)] == [0, 0]
     want = [("gather", [5, 9], 8192), ("write sums", [5, 9], 8192)]
     assert want[: 1 + checksum] == LOG
-    assert bench.gpu.log[-1] == "signal soon"
+    assert bench.gpu.log[-1] == "signal copying"
     assert bench.gpu.released == []
     bench.gpu.run()
     assert list(steps) == [1]
@@ -187,32 +199,32 @@ def test_a_scatter_has_all_ids_of_the_grant(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_a_signal_is_raised_behind_everything_that_is_packed(bench: Bench, checksum: bool) -> None:
-    steps = bench.gather(checksum=checksum, early=Early(0x1000, 42))
+def test_a_signal_is_raised_after_everything_is_packed(bench: Bench, checksum: bool) -> None:
+    steps = bench.gather(checked=checksum, signalled=SignalledStage(0x1000, 42))
     assert next(steps) == 0
     assert len(LOG) == 1 + checksum
-    assert bench.gpu.log == ["upload src", "raise 0x1000 to 42", "signal soon"]
+    assert bench.gpu.log == ["upload src", "raise 0x1000 to 42", "signal copying"]
     bench.gpu.run()
     assert list(steps) == [1]
 
 
-STREAM = Stream(1 << 20, 3)
+FIFO = ChunkFifo(1 << 20, 3)
 
 
 @pytest.mark.parametrize("sending", [True, False])
-def test_a_stream_is_begun_again_as_long_as_it_waited_in_vain(bench: Bench, sending: bool) -> None:
+def test_an_unfinished_fifo_kernel_is_launched_again(bench: Bench, sending: bool) -> None:
     job = bench.job(signal=42)
-    job.stream = STREAM
-    steps = bench.gather(early=Early(0x1000, 42, STREAM)) if sending else bench.packer.scatter(job)
+    job.fifo = FIFO
+    steps = bench.gather(signalled=SignalledStage(0x1000, 42, FIFO)) if sending else bench.packer.scatter(job)
     pages = bench.pages(sending=sending)
-    bench.packer._states[-1].fill_(7)  # of a stream before it
+    bench.packer._states[-1].fill_(7)  # as an earlier FIFO left it
     state = bench.packer._states[-1]
     for _ in range(3):
         assert next(steps) == 0
         address = 0x1000 if sending else bench.words[3].data_ptr()
-        assert pages.flow == Flow(address, 42, STREAM, state.data_ptr(), PATIENCE)
+        assert pages.fifo_args == FifoArgs(address, 42, FIFO, state.data_ptr(), PATIENCE)
         assert pages.errors[1] == 0
-        pages.errors[1] = pagecopy.UNFINISHED
+        pages.errors[1] = page_copy.UNFINISHED
         bench.gpu.run()
     assert next(steps) == 0
     assert not state.any(), "zeroed before the first launch"
@@ -226,20 +238,20 @@ def test_a_stream_is_begun_again_as_long_as_it_waited_in_vain(bench: Bench, send
     assert len(bench.packer._states) == STATES
 
 
-def test_a_stream_that_waits_for_nothing_is_begun_again_more_and_more_rarely(
+def test_pauses_between_launches_grow_until_a_fifo_kernel_makes_progress(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each launch waits for 40 ms in vain, but for the tenth, which moves something."""
+    """Each launch takes 40 ms and moves nothing, but for the tenth."""
     now = 0.0
-    monkeypatch.setattr(devicepacker, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(cuda_packer, "time", SimpleNamespace(monotonic=lambda: now))
     job = bench.job(signal=42)
-    job.stream = STREAM
+    job.fifo = FIFO
     steps = bench.packer.scatter(job)
     for launch in range(1, 12):
         assert next(steps) == 0
         now += 0.04
-        moved = pagecopy.MOVED << 32 if launch == 10 else 0
-        bench.pages(sending=False).errors[1] = moved | pagecopy.UNFINISHED
+        moved = page_copy.MOVED << 32 if launch == 10 else 0
+        bench.pages(sending=False).errors[1] = moved | page_copy.UNFINISHED
         bench.gpu.run()
     assert next(steps) == 0
     bench.gpu.run()
@@ -250,13 +262,13 @@ def test_a_stream_that_waits_for_nothing_is_begun_again_more_and_more_rarely(
 
 @pytest.mark.parametrize("when", ["while it runs", "in a pause"])
 @pytest.mark.parametrize("sending", [True, False])
-def test_a_stream_that_is_stopped_is_not_begun_again(bench: Bench, sending: bool, when: str) -> None:
-    job = bench.job(signal=42)
-    job.stream = STREAM
-    stop = lambda: job.stopped  # noqa: E731
-    steps = bench.gather(early=Early(0x1000, 42, STREAM), stopped=stop) if sending else bench.packer.scatter(job)
+def test_a_stopped_fifo_kernel_is_not_launched_again(bench: Bench, sending: bool, when: str) -> None:
+    job: Any = bench.gather_job(signalled=SignalledStage(0x1000, 42, FIFO)) if sending else bench.job(signal=42)
+    if not sending:
+        job.fifo = FIFO
+    steps = bench.packer.gather(job) if sending else bench.packer.scatter(job)
     assert next(steps) == 0
-    bench.pages(sending=sending).errors[1] = pagecopy.UNFINISHED
+    bench.pages(sending=sending).errors[1] = page_copy.UNFINISHED
     if when == "in a pause":
         bench.gpu.rested = False
         bench.gpu.run()
@@ -269,17 +281,17 @@ def test_a_stream_that_is_stopped_is_not_begun_again(bench: Bench, sending: bool
         bench.gpu.run()
     assert list(steps) == [1]
     assert len(LOG) == 1
-    assert not job.written
+    assert sending or not job.written
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench: Bench, checked: bool) -> None:
+def test_a_signalled_stage_is_unpacked_after_its_signal(bench: Bench, checked: bool) -> None:
     word = bench.words[3].data_ptr()
     job = bench.job(signal=42, checked=checked)
     steps = bench.packer.scatter(job)
     assert next(steps) == 0
     assert bench.pages(sending=False).guard == (word, 42)
-    assert bench.gpu.log == ["upload rx", f"await {word:#x} at 42", "signal soon"]
+    assert bench.gpu.log == ["upload rx", f"await {word:#x} at 42", "signal copying"]
     assert bench.waiting == [(0, 7)]
     assert not job.written
     bench.gpu.run()
@@ -290,15 +302,15 @@ def test_an_early_stage_is_unpacked_behind_its_signal_if_that_is_what_came(bench
 
 
 @pytest.mark.parametrize("signals", [True, False])
-def test_nothing_waits_for_a_peer_where_that_would_hold_up_other_streams(bench: Bench, signals: bool) -> None:
+def test_no_signals_where_waiting_streams_would_block_others(bench: Bench, signals: bool) -> None:
     bench.gpu.signals = signals
     local: Any = SimpleNamespace(num_pages=16)
     device: Any = bench.gpu
-    assert DevicePacker(local, bench.memory, device=device).signals is signals
+    assert CudaPacker(local, bench.memory, device=device).signals is signals
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come(bench: Bench, late: bool) -> None:
+def test_a_stopped_job_ends_the_wait_for_its_signal_and_says_whether_it_was_raised(bench: Bench, late: bool) -> None:
     word = bench.words[3].data_ptr()
     job = bench.job(signal=42, checked=True)
     bench.pages(sending=False).mismatch = Mismatch(0, "k", 1)  # of a stage that nobody has written
@@ -306,13 +318,13 @@ def test_a_stopped_job_ends_its_wait_itself_and_says_whether_the_signal_had_come
     assert [next(steps), next(steps)] == [0, 0]
     job.stopped = True
     assert [next(steps), next(steps)] == [0, 0]
-    stop = f"dismiss {word:#x}"
+    stop = f"abandon {word:#x}"
     assert bench.gpu.log.count(stop) == 1
     if not late:
-        bench.pages(sending=False).errors[0] = pagecopy.SKIPPED
+        bench.pages(sending=False).errors[0] = page_copy.SKIPPED
     bench.gpu.run()
-    assert next(steps) == 0, "the word is in nobody's way before that write has ended too"
-    assert bench.gpu.log[-3:] == [stop, "forget", "signal soon"]
+    assert next(steps) == 0, "the word is free only when the write that ended the wait has landed"
+    assert bench.gpu.log[-3:] == [stop, "forget", "signal copying"]
     bench.gpu.run()
     if late:
         with pytest.raises(ChecksumMismatch):
@@ -333,7 +345,7 @@ def test_a_bad_page_id_on_the_gpu_is_named_by_its_place_in_the_call(bench: Bench
 
 
 @pytest.mark.parametrize("mismatch", [None, Mismatch(1, "v", 2)])
-def test_a_mismatch_names_the_page_and_its_slots_are_used_again(bench: Bench, mismatch: Mismatch | None) -> None:
+def test_a_mismatch_names_the_page_and_its_buffer_is_used_again(bench: Bench, mismatch: Mismatch | None) -> None:
     bench.pages(sending=False).mismatch = mismatch
     for _ in range(2):
         steps = bench.scatter(checked=True)
@@ -344,12 +356,12 @@ def test_a_mismatch_names_the_page_and_its_slots_are_used_again(bench: Bench, mi
         else:
             with pytest.raises(ChecksumMismatch, match=r"'r' from rank 0: layer 1, component 'v', page 9 \(number 2"):
                 next(steps)
-    assert len(bench.packer._slots) == 1
+    assert len(bench.packer._mismatches) == 1
     assert [name for name, *_ in LOG] == ["scatter", "verify sums"] * 2
 
 
 def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench: Bench) -> None:
-    """Loading waits for streams, and this thread is who stops that wait."""
+    """Loading waits for all streams, and only the loading thread could end the wait of that stream."""
     bench.gpu.rested = False
     assert not bench.packer.ready(PLAN, checksum=False)
     waiting, job = bench.packer.scatter(first := bench.job(signal=42)), bench.job()
@@ -375,7 +387,7 @@ def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench
 
 
 def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench) -> None:
-    """It might wait for this very piece."""
+    """The stream might wait for this very piece."""
     bench.gpu.rested, bench.gpu.holding = False, True
     steps = [bench.gather(), bench.packer.scatter(bench.job())]
     assert [next(one) for one in steps] == [0, 0]
@@ -387,24 +399,23 @@ def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench)
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_what_is_stopped_waits_for_no_kernels(bench: Bench, early: bool) -> None:
-    """A failed request does not keep pages and stages until unrelated streams wait no more, nor is unpacked then."""
+@pytest.mark.parametrize("signalled", [False, True])
+def test_stopped_jobs_do_not_wait_for_kernels(bench: Bench, signalled: bool) -> None:
+    """So a failed request does not hold pages and stages until unrelated streams unblock, and is never unpacked."""
     bench.gpu.rested, bench.gpu.holding = False, True
-    job, stopped = bench.job(signal=42 if early else None), False
-    scatter = bench.packer.scatter(job)
-    gather = bench.gather(stopped=lambda: stopped)
+    job, mine = bench.job(signal=42 if signalled else None), bench.gather_job()
+    scatter, gather = bench.packer.scatter(job), bench.packer.gather(mine)
     assert [next(scatter), next(gather)] == [0, 0]
-    job.stopped = stopped = True
+    job.stopped = mine.stopped = True
     assert [list(scatter), list(gather)] == [[], []]
     assert PREPARED == LOG == bench.gpu.log[2:] == []
-    assert job.written is not early, "nobody knows whether an early stage is written"
+    assert job.written is not signalled, "a signalled stage may still be written"
     assert not bench.waiting
 
 
-def test_a_plan_whose_kernels_others_have_loaded_need_not_wait(bench: Bench) -> None:
+def test_a_plan_whose_kernels_are_loaded_for_another_plan_does_not_wait(bench: Bench) -> None:
     for sending in (True, False):
-        bench.packer._packer(PLAN, sending=sending).loaded.add((sending, False, True))
+        bench.packer._launcher(PLAN, sending=sending).loaded.add((sending, False, True))
     bench.gpu.holding = True
     assert [next(bench.gather()), next(bench.packer.scatter(bench.job()))] == [0, 0]
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
@@ -412,12 +423,12 @@ def test_a_plan_whose_kernels_others_have_loaded_need_not_wait(bench: Bench) -> 
     assert bench.packer.ready(PLAN, checksum=False)
 
 
-def test_what_cannot_be_loaded_is_an_error_of_the_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(self: FakeVariant) -> None:
+def test_a_kernel_that_cannot_be_loaded_fails_the_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: FakeKernel) -> None:
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FakeVariant, "load", load)
+        patch.setattr(FakeKernel, "load", load)
         with pytest.raises(TransportUnavailable, match="load kernels: No space left"):
             next(bench.gather())
     assert not bench.packer.ready(PLAN, checksum=False)
@@ -432,7 +443,9 @@ def test_checksums_have_kernels_of_their_own(bench: Bench) -> None:
     assert PREPARED == [(False, False, True), (False, True, False)]
 
 
-def test_without_a_free_flag_what_is_enqueued_is_still_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_free_sync_word_enqueued_work_is_still_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise ProtocolError("16384 stream operations are under way already", retryable=True)
 
@@ -447,7 +460,7 @@ def test_without_a_free_flag_what_is_enqueued_is_still_watched(bench: Bench, mon
     assert len(LOG) == 1
 
 
-def test_a_wait_for_a_signal_that_fails_lets_the_stream_go_on(bench: Bench) -> None:
+def test_if_the_gpu_fails_the_wait_for_a_signal_is_ended(bench: Bench) -> None:
     steps = bench.packer.scatter(job := bench.job(signal=42))
     next(steps)
 
@@ -457,12 +470,12 @@ def test_a_wait_for_a_signal_that_fails_lets_the_stream_go_on(bench: Bench) -> N
     bench.stream.query = query
     with pytest.raises(TransportUnavailable):
         list(steps)
-    assert bench.gpu.log[-2:] == [f"dismiss {bench.words[3].data_ptr():#x}", "forget"]
+    assert bench.gpu.log[-2:] == [f"abandon {bench.words[3].data_ptr():#x}", "forget"]
     assert not job.written
-    assert bench.gpu.retired == bench.gpu.flags
+    assert bench.gpu.released_completions == bench.gpu.completions
 
 
-def test_a_gpu_that_fails_ends_the_wait(bench: Bench) -> None:
+def test_if_the_gpu_fails_the_gather_raises(bench: Bench) -> None:
     steps = bench.gather()
     next(steps)
 
@@ -476,7 +489,7 @@ def test_a_gpu_that_fails_ends_the_wait(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("sending", [True, False])
-def test_a_launch_that_is_refused_is_an_error_of_the_transfer(bench: Bench, sending: bool) -> None:
+def test_a_refused_launch_fails_the_transfer(bench: Bench, sending: bool) -> None:
     bench.pages(sending=sending).refuses = True
     with pytest.raises(TransportUnavailable, match="refused to pack pages: CUDA error"):
         next(bench.gather() if sending else bench.scatter())

@@ -1,4 +1,4 @@
-"""Gather on one side, scatter on the other, through a poisoned stage: byte for byte what the oracle says."""
+"""Gather and scatter through a stage of random bytes, compared byte for byte with the slow reference."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import Pool, differences, gqa, reference
-from test_plan import group, instances, mla
 
-from torchkv import hostpack
-from torchkv.checksum import checksum_reference
-from torchkv.copyreference import gather_reference
-from torchkv.hostpack import Mismatch
-from torchkv.layout import Component, KVLayout
-from torchkv.pieces import Cutter, Piece, PieceLayout, piece_layout
-from torchkv.plan import PairPlan, compile_plan, page_pairs
-from torchkv.slabgeometry import geometry
-from torchkv.transfer import STEP_BYTES
+from tests.helpers.layouts import group, instances, mla
+from tests.helpers.references.checksum import checksum_reference
+from tests.helpers.references.page_copy import gather_reference
+from tests.helpers.references.page_transfer import Pool, differences, gqa, reference
+from torchkv.arrays import Int64Array
+from torchkv.host.copy_loops import STEP_BYTES
+from torchkv.layout.descriptors import page_pairs
+from torchkv.layout.kernel_geometry import geometry
+from torchkv.layout.layout import Component, KVLayout
+from torchkv.layout.pair_plan import PairPlan, compile_plan
+from torchkv.layout.pieces import Cutter, Mismatch, Piece, PieceLayout, piece_layout
+from torchkv.staging import host_packer
 
 Bytes = npt.NDArray[np.uint8]
 MARGIN = 512  # canary bytes on both sides of a stage
 
 
 class Stage:
-    """Random (poisoned) bytes at a multiple of 256, between canaries."""
+    """Random bytes at a multiple of 256, between canaries."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = np.frombuffer(os.urandom(nbytes + 2 * MARGIN + 256), np.uint8).copy()
@@ -44,7 +45,7 @@ class Side:
     """One rank's pool and its pages in one transfer."""
 
     pool: Pool
-    pages: npt.NDArray[np.int64]
+    pages: Int64Array
 
     def arguments(self, stage: Stage, limit_tokens: int, pages: slice = slice(None)) -> dict[str, Any]:
         return {
@@ -75,26 +76,26 @@ def result_of(steps: Generator[int, None, Mismatch | None]) -> tuple[Mismatch | 
             return end.value, nbytes
 
 
-def gather(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any) -> Iterator[int]:
-    return hostpack.copy(layout, hostpack.Side(True, piece, plan, **place), stage)
+def gather(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **given: Any) -> Iterator[int]:
+    return host_packer.copy(layout, host_packer.Side(True, piece, plan, **given), stage)
 
 
-def write_sums(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any) -> Iterator[int]:
-    return hostpack.write_sums(layout, hostpack.Side(True, piece, plan, **place), stage)
+def write_sums(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **given: Any) -> Iterator[int]:
+    return host_packer.write_sums(layout, host_packer.Side(True, piece, plan, **given), stage)
 
 
-def scatter(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any) -> Iterator[int]:
-    return hostpack.copy(layout, hostpack.Side(False, piece, plan, **place), stage)
+def scatter(layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **given: Any) -> Iterator[int]:
+    return host_packer.copy(layout, host_packer.Side(False, piece, plan, **given), stage)
 
 
 def find_bad(
-    layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **place: Any
+    layout: PieceLayout, piece: Piece, plan: PairPlan, *, stage: int, **given: Any
 ) -> Generator[int, None, Mismatch | None]:
-    return hostpack.find_bad(layout, hostpack.Side(False, piece, plan, **place), stage)
+    return host_packer.find_bad(layout, host_packer.Side(False, piece, plan, **given), stage)
 
 
 class Transfer:
-    """One writer's share, piece by piece. The sender's and the receiver's stage are different memory."""
+    """One writer's part of a transfer, piece by piece. The sender's and the receiver's stage are different memory."""
 
     def __init__(self, plan: PairPlan, source: Side, target: Side, *, checksum: bool = True) -> None:
         self.plan, self.source, self.target = plan, source, target
@@ -124,12 +125,12 @@ class Transfer:
         assert bad is not None or nbytes == layout.payload
         return bad
 
-    def run(self, rooms: Callable[[int], int]) -> None:
-        """All of it; each piece in a fresh stage, in which only what the layout names may be written."""
+    def run(self, sizes: Callable[[int], int]) -> None:
+        """Transfers everything, each piece through a new stage, in which only what the layout names may be written."""
         while not self.cutter.done:
-            room = rooms(self.cutter.least)
-            piece = self.cutter.cut(room)
-            ours, theirs = Stage(room), Stage(room)
+            max_nbytes = sizes(self.cutter.least)
+            piece = self.cutter.cut(max_nbytes)
+            ours, theirs = Stage(max_nbytes), Stage(max_nbytes)
             expected = self.expected(piece, ours)
             self.gather(piece, ours)
             np.testing.assert_array_equal(ours.memory, expected)
@@ -141,15 +142,15 @@ class Transfer:
             np.testing.assert_array_equal(theirs.memory, before)
 
     def expected(self, piece: Piece, stage: Stage) -> Bytes:
-        """The stage's memory after the gather, by the slow reference that GPU kernels follow too."""
+        """What the stage should be after the gather, by the slow reference that GPU kernels are tested with too."""
         memory = stage.memory.copy()
         inside = memory[stage.at : stage.at + len(stage.bytes)]
         ids = torch.from_numpy(self.source.pages[sent_by(piece)])
-        for segment in self.layout(piece).segments:
-            slab = segment.slab
-            src = [self.source.pool.tensors[slab.component, layer] for layer in segment.layers]
+        for section in self.layout(piece).sections:
+            segment = section.segment
+            src = [self.source.pool.tensors[segment.component, layer] for layer in section.layers]
             shape = geometry(
-                slab,
+                segment,
                 src_page_stride=src[0].shape[1],
                 dst_page_stride=1,
                 src_page_size=self.plan.src_page_size,
@@ -158,17 +159,17 @@ class Transfer:
                 num_dst_pages=1,
                 addresses=[],
             )
-            packed = torch.zeros(segment.nbytes, dtype=torch.uint8)
+            packed = torch.zeros(section.nbytes, dtype=torch.uint8)
             sources = [torch.from_numpy(tensor.reshape(-1)) for tensor in src]
             where = {"start": piece.start, "limit_tokens": self.limit}
             assert gather_reference(sources, ids, packed, shape, **where) == set()
-            for number, rows in enumerate(packed.numpy().reshape(len(segment.layers), -1)):
-                at = segment.offset + number * segment.layer_stride
+            for number, rows in enumerate(packed.numpy().reshape(len(section.layers), -1)):
+                at = section.offset + number * section.layer_stride
                 inside[at : at + len(rows)] = rows
                 if self.checksum:
-                    pairs = rows.reshape(-1, slab.pair_nbytes)
+                    pairs = rows.reshape(-1, segment.pair_nbytes)
                     sums = np.array([checksum_reference(pair) for pair in pairs], np.int64).view(np.uint8)
-                    at = segment.sums + number * segment.sums_stride
+                    at = section.sums + number * section.sums_stride
                     inside[at : at + len(sums)] = sums
         return memory
 
@@ -179,7 +180,7 @@ def check(
     *,
     num_tokens: int = 19,
     checksum: bool = True,
-    rooms: Callable[[int], int] | None = None,
+    sizes: Callable[[int], int] | None = None,
     seed: int | None = None,
 ) -> None:
     """All writers send ``num_tokens`` (rounded up to pages); pools have odd strides and canaries behind each page."""
@@ -197,7 +198,7 @@ def check(
     for rank, side in sources.items():
         transfer = Transfer(compile_plan(rank, writers, reader), side, target, checksum=checksum)
         # From a page of one layer up to many layers in a stage.
-        transfer.run(rooms or (lambda least: least * int(rng.choice([1, 2, 5, 20, 80]))))
+        transfer.run(sizes or (lambda least: least * int(rng.choice([1, 2, 5, 20, 80]))))
         assert differences(side.pool, untouched[rank]) == 0
     assert differences(target.pool, expected) == 0
 
@@ -208,7 +209,7 @@ def check(
 @pytest.mark.parametrize(("senders", "readers"), [(1, 1), (1, 4), (4, 1), (4, 2), (2, 8), (8, 2)])
 @pytest.mark.parametrize("orders", ["NN", "NH", "HN", "HH"])
 def test_tensor_parallel_sizes_and_orders(senders: int, readers: int, orders: str) -> None:
-    """8 ranks hold 4 heads: that is replicated heads, striped over their holders."""
+    """With 8 ranks for 4 heads, heads are replicated and their pages striped over the holders."""
     order = {"N": "NHD", "H": "HND"}
     rank = int(np.random.default_rng().integers(readers))
     check(group(gqa, senders, order=order[orders[0]]), gqa(rank, readers, order=order[orders[1]]))
@@ -250,7 +251,7 @@ def test_pipeline_stages_with_a_layer_held_twice() -> None:
 @pytest.mark.parametrize("chunk", [1, 20_000, 1 << 20])
 def test_runs_and_chunks_of_every_kind(monkeypatch: pytest.MonkeyPatch, head_dim: int, chunk: int) -> None:
     """Rows of a page, whole pages on both sides of SHORT_RUN, cut where a chunk ends."""
-    monkeypatch.setattr(hostpack, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(host_packer, "CHUNK_BYTES", chunk)
     check({0: gqa(head_dim=head_dim)}, gqa(head_dim=head_dim), num_tokens=40)
     check(group(gqa, 2, head_dim=head_dim), gqa(head_dim=head_dim, page_size=8), num_tokens=40)
 
@@ -265,7 +266,7 @@ def test_any_pair(pair: tuple[dict[int, KVLayout], KVLayout], tokens: int, check
 
 
 def test_steps_are_bounded() -> None:
-    """Some 80 MiB in steps of at most STEP_BYTES; a layer of 10 MiB is more than a chunk, the others are joined."""
+    """About 80 MiB in steps of at most STEP_BYTES. A layer of 10 MiB is more than a chunk; small chunks are joined."""
     rng = np.random.default_rng()
     large = gqa(num_layers=4, num_kv_heads=8, head_dim=128, page_size=16)
     plan = compile_plan(0, {0: large}, large)
@@ -293,9 +294,9 @@ def test_steps_are_bounded() -> None:
 
 @pytest.mark.parametrize(("senders", "rank"), [(1, 3), (2, 5)], ids=["whole", "slices"])
 def test_a_step_writes_what_it_yields(monkeypatch: pytest.MonkeyPatch, senders: int, rank: int) -> None:
-    monkeypatch.setattr(hostpack, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(host_packer, "CHUNK_BYTES", 100)
     transfer, piece = one_piece(group(gqa, senders, num_layers=1), rank, gqa(num_layers=1))
-    keys, values = transfer.layout(piece).segments
+    keys, values = transfer.layout(piece).sections
     stage = Stage(values.offset + values.nbytes)
     poison = stage.bytes.copy()
     given = transfer.source.arguments(stage, transfer.limit, sent_by(piece))
@@ -329,24 +330,24 @@ def test_each_layer_may_have_a_page_stride_of_its_own() -> None:
 
 
 def corrupted(layout: PieceLayout, piece: Piece, transfer: Transfer, offset: int) -> Mismatch | None:
-    """Where the byte at ``offset`` of a stage ends up, found by listing; None for a byte that belongs to nothing."""
-    for segment in layout.segments:
-        slab = segment.slab
+    """The page that the byte at ``offset`` of a stage belongs to, found by enumeration; None for an unused byte."""
+    for section in layout.sections:
+        segment = section.segment
         pairs = page_pairs(
-            slab,
+            segment,
             num_src_pages=piece.num_pages,
             start=piece.start,
             limit_tokens=transfer.limit,
             src_page_size=transfer.plan.src_page_size,
             dst_page_size=transfer.plan.dst_page_size,
         )
-        for number, layer in enumerate(segment.layers):
-            data = segment.offset + number * segment.layer_stride
-            sums = segment.sums + number * segment.sums_stride
-            for first, size in ((data, slab.pair_nbytes), (sums, 8)):
+        for number, layer in enumerate(section.layers):
+            data = section.offset + number * section.layer_stride
+            sums = section.sums + number * section.sums_stride
+            for first, size in ((data, segment.pair_nbytes), (sums, 8)):
                 if first <= offset < first + len(pairs) * size:
                     pair = (offset - first) // size
-                    return Mismatch(layer, slab.component, int(pairs.dst_index[pair]))
+                    return Mismatch(layer, segment.component, int(pairs.dst_index[pair]))
     return None
 
 
@@ -374,22 +375,23 @@ def test_one_flipped_byte_anywhere_is_found_and_named(pair: tuple[dict[int, KVLa
     assert sum(owner is not None for owner in owners) >= layout.payload
     assert {owner.layer for owner in owners if owner} == set(transfer.plan.layers)
     assert len({owner.position for owner in owners if owner}) > 1
-    for offset, owner in enumerate(owners):
-        stage.bytes[offset] ^= 1 << np.random.default_rng().integers(8)
+    bits = 1 << np.random.default_rng().integers(8, size=len(owners), dtype=np.uint8)
+    for offset, (bit, owner) in enumerate(zip(bits, owners, strict=True)):
+        stage.bytes[offset] ^= bit
         transfer.scatter(piece, stage)
         assert transfer.find_bad(piece, stage) == owner, offset
-        transfer.gather(piece, stage)
+        stage.bytes[offset] ^= bit
 
 
 @pytest.mark.parametrize("chunk", [1, 200, STEP_BYTES])
-def test_the_first_of_several_is_named_by_layer_then_component_then_page(
+def test_the_first_of_several_mismatches_is_named_by_layer_then_component_then_page(
     monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(hostpack, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(host_packer, "CHUNK_BYTES", chunk)
     transfer, piece = one_piece(*PAIRS[0])
     stage = Stage(transfer.layout(piece).nbytes)
     layout = transfer.gather(piece, stage)
-    keys, values = layout.segments
+    keys, values = layout.sections
     spoiled = [
         (values, 2, 0, Mismatch(2, "v", 0)),
         (values, 1, 4, Mismatch(1, "v", 1)),
@@ -398,21 +400,21 @@ def test_the_first_of_several_is_named_by_layer_then_component_then_page(
         (keys, 1, 0, Mismatch(1, "k", 0)),
         (values, 0, 9, Mismatch(0, "v", 2)),
     ]
-    for segment, number, pair, named in spoiled:
-        stage.bytes[segment.offset + number * segment.layer_stride + pair * segment.slab.pair_nbytes] ^= 1
+    for section, number, pair, named in spoiled:
+        stage.bytes[section.offset + number * section.layer_stride + pair * section.segment.pair_nbytes] ^= 1
         transfer.scatter(piece, stage)
         assert transfer.find_bad(piece, stage) == named
 
 
 def test_a_page_overwritten_after_the_scatter_is_found() -> None:
-    """The sums are taken of the receiver's pages, not of the stage."""
+    """Checksums are computed from the receiver's pages, not from the stage."""
     transfer, piece = one_piece(*PAIRS[0])
     stage = Stage(transfer.layout(piece).nbytes)
     transfer.gather(piece, stage)
     transfer.scatter(piece, stage)
     assert transfer.find_bad(piece, stage) is None
     page = int(transfer.target.pages[1])
-    heads = transfer.plan.slabs[0].heads
+    heads = transfer.plan.segments[0].heads
     transfer.target.pool.element("v", 2, page, 0, heads.start)[0] ^= 0x40
     assert transfer.find_bad(piece, stage) == Mismatch(2, "v", 1)
 
@@ -420,8 +422,8 @@ def test_a_page_overwritten_after_the_scatter_is_found() -> None:
 # A stage used again
 
 
-def test_a_short_piece_after_a_long_one_shows_no_foreign_byte() -> None:
-    """Two requests through one stage; the second's pages hold its own bytes, or what was there before."""
+def test_a_short_piece_after_a_long_one_unpacks_none_of_its_bytes() -> None:
+    """Two requests use one stage; the second's pages hold its own bytes, or what they held before."""
     writers = group(gqa, 2)
     stage = Stage(1 << 16)
     long, piece = one_piece(writers, 3, gqa())
@@ -448,11 +450,11 @@ def test_a_short_piece_after_a_long_one_shows_no_foreign_byte() -> None:
 @pytest.mark.parametrize("broken", ["offset", "stride", "page", "start"])
 def test_negative_control_wrong_copies_are_noticed(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     def spoil(name: str, change: Callable[..., Any]) -> None:
-        right = getattr(hostpack, name)
-        monkeypatch.setattr(hostpack, name, lambda *given, **named: change(right, *given, **named))
+        right = getattr(host_packer, name)
+        monkeypatch.setattr(host_packer, name, lambda *given, **named: change(right, *given, **named))
 
     if broken == "page":
-        spoil("page_pairs", lambda right, slab, **named: right(slab, **{**named, "start": named["start"] + 1}))
+        spoil("page_pairs", lambda right, segment, **named: right(segment, **{**named, "start": named["start"] + 1}))
     elif broken == "start":
         spoil(
             "Side",
@@ -461,7 +463,7 @@ def test_negative_control_wrong_copies_are_noticed(monkeypatch: pytest.MonkeyPat
             ),
         )
     elif broken == "stride":
-        spoil("Rows", lambda right, *rows: right(*rows[:4], rows[4] + 1, *rows[5:]))
+        spoil("StridedRuns", lambda right, *rows: right(*rows[:4], rows[4] + 1, *rows[5:]))
     else:
         spoil("copy", lambda right, layout, side, stage: right(layout, side, stage + side.sending))
     with pytest.raises((AssertionError, IndexError)):

@@ -1,6 +1,6 @@
-"""One staged verb into a ring that is mapped here: pieces are gathered straight into their stages, and nothing is put.
+"""A `StagedTransfer` into a ring that is mapped here: pieces are gathered straight into their stages, nothing is put.
 
-A stage is promised to this rank only until its receive fails; whatever comes later must still fall into it.
+When the request fails, the receiver quarantines the stage: what is written later must still land inside it.
 """
 
 from __future__ import annotations
@@ -8,31 +8,43 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracle import Pool, differences, gqa, reference
-from pack_kit import Pages
-from stagedtransfer_kit import DST, LAYER, LEAST, RING, SRC, Case, SlowPacker, offsets, pages_sent, run_to_end
 
-from torchkv import stagedtransfer
-from torchkv.devicepages import DevicePages
+from tests.helpers.fakes.staged_peer import (
+    DST,
+    LAYER,
+    LEAST,
+    RING,
+    SRC,
+    Case,
+    SlowPacker,
+    offsets,
+    pages_sent,
+    run_to_end,
+)
+from tests.helpers.packing import Pages
+from tests.helpers.references.page_transfer import Pool, differences, gqa, reference
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, ProtocolError, RingExhausted, TransportUnavailable
-from torchkv.packer import HostPacker
-from torchkv.pieces import Piece, piece_layout
+from torchkv.layout.pieces import Piece, piece_layout
+from torchkv.layout.stage_format import SLOTS, ChunkFifo, signal_offset
 from torchkv.protocol.actions import Scatter
-from torchkv.route import Counter
-from torchkv.stagedtransfer import STREAMS
-from torchkv.stagememory import StageMemory
-from torchkv.staging import SLOTS, Stage, Stream, signal_offset
-from torchkv.wire import StageAsk, Staged
+from torchkv.protocol.messages import StageAsk, Staged
+from torchkv.protocol.stage_allocator import Stage
+from torchkv.staging import transfer as staged_transfer
+from torchkv.staging.host_packer import HostPacker
+from torchkv.staging.memory import StageMemory
+from torchkv.staging.transfer import FIFOS_IN_FLIGHT
+from torchkv.transfer.peer_connection import Counter
 
 
 class Mapped(Case):
-    """Without memory of its own, unless told otherwise."""
+    """A transfer into a mapped ring. own: bytes of the send ring, which it should not need."""
 
     def __init__(self, *, own: int = 0, **settings: object) -> None:
         super().__init__(own=own, mapped=True, **settings)
 
     def check_untouched(self) -> None:
-        """Nothing was put, and no memory taken."""
+        """Checks that nothing was put and the send ring was not allocated."""
         assert (self.wire.puts, self.wire.flushes) == ([], [])
         assert self.taken == []
         assert self.stages.taken == 0
@@ -48,15 +60,15 @@ def slow(**settings: object) -> tuple[Mapped, SlowPacker]:
 # ---------------------------------------------------------------------- in order
 
 
-def test_a_verb_from_its_first_ask_to_its_last_word() -> None:
+def test_a_verb_from_ask_to_staged() -> None:
     case = Mapped()
     case.step()
-    (ask,) = case.said()
-    assert ask.only
+    (ask,) = case.take_messages()
+    assert ask.ring_only
     assert np.array_equal(case.wire.ring, case.before), "nothing is written before the grant"
     case.give(ask, 4096)
     case.step()
-    (staged,) = case.said()
+    (staged,) = case.take_messages()
     assert (tuple(staged.layers), staged.start, staged.num_pages, staged.checked) == ((0, 1), 0, 4, False)
     want = case.expected([(staged, 4096)])
     assert np.array_equal(case.wire.ring, want)
@@ -66,13 +78,13 @@ def test_a_verb_from_its_first_ask_to_its_last_word() -> None:
     assert case.transfer.flushed
     assert case.reported == 2 * LAYER
     assert case.source.released == 1
-    assert case.route.counters == {"view": Counter(transfers=1, spans=1, nbytes=2 * LAYER)}
+    assert case.connection.counters == {"view": Counter(transfers=1, spans=1, nbytes=2 * LAYER)}
     case.check_untouched()
 
 
 @pytest.mark.parametrize("ring", [RING, LEAST, 300, 1536])
 @pytest.mark.parametrize("own", [0, LEAST, RING])
-def test_the_receivers_ring_alone_decides_on_the_pieces(own: int, ring: int) -> None:
+def test_only_the_receivers_ring_limits_the_pieces(own: int, ring: int) -> None:
     case = Mapped(own=own, ring=ring)
     staged = run_to_end(case)
     assert case.transfer.error is None
@@ -84,7 +96,7 @@ def test_the_receivers_ring_alone_decides_on_the_pieces(own: int, ring: int) -> 
     case.check_untouched()
 
 
-def test_this_ranks_own_memory_is_not_waited_for() -> None:
+def test_a_full_send_ring_is_not_waited_for() -> None:
     case = Mapped(own=512)
     assert case.stages.ring.allocate(512, "another verb") is not None
     staged = run_to_end(case)
@@ -94,17 +106,17 @@ def test_this_ranks_own_memory_is_not_waited_for() -> None:
 
 
 def test_a_stage_larger_than_what_is_left_keeps_its_other_bytes() -> None:
-    """And one that nothing is left for is given back unused."""
+    """A stage that nothing is left for is given back unused."""
     case = Mapped(ring=1536)
     case.step()
-    asks = case.said()
-    extra = case.client.ask(1, case.grant.generation, nbytes=512, least=LEAST)
-    case.transfer._flights.append(case.transfer._fly(extra, 512))
-    asks += case.said()
+    asks = case.take_messages()
+    extra = case.requester.ask(1, case.grant.generation, nbytes=512, least=LEAST)
+    case.transfer._pieces.append(case.transfer._send_piece(extra, 512))
+    asks += case.take_messages()
     for ask, at in zip(asks, offsets(), strict=False):
         case.give(ask, at)
     case.step()
-    said = {message.serial: message for message in case.said()}
+    said = {message.serial: message for message in case.take_messages()}
     assert said[extra].num_pages == 0
     staged = [(said[ask.serial], at) for ask, at in zip(asks, offsets(), strict=False) if ask.serial != extra]
     assert np.array_equal(case.wire.ring, case.expected(staged))
@@ -115,7 +127,7 @@ def test_a_stage_larger_than_what_is_left_keeps_its_other_bytes() -> None:
 def test_the_source_is_released_when_the_last_gather_is_over() -> None:
     case, packer = slow(ring=1536)
     case.step()
-    for ask, at in zip(case.said(), offsets(), strict=False):
+    for ask, at in zip(case.take_messages(), offsets(), strict=False):
         case.give(ask, at)
     case.step()
     first, second = packer.gathers
@@ -128,25 +140,25 @@ def test_the_source_is_released_when_the_last_gather_is_over() -> None:
     assert case.transfer.finished
 
 
-# ---------------------------------------------------------------------- called written early
+# ---------------------------------------------------------------------- signalled stages
 
 
-def test_with_a_signal_a_piece_is_called_written_as_soon_as_its_gather_is_enqueued() -> None:
+def test_with_a_signal_the_receiver_is_told_as_soon_as_the_gather_is_enqueued() -> None:
     case, packer = slow()
     case.step()
-    (ask,) = case.said()
+    (ask,) = case.take_messages()
     case.give(ask, 4096, 5, 42)
     case.step()
     (gather,) = packer.gathers
-    assert gather.early == (case.wire.ring.ctypes.data + signal_offset(RING, 5), 42, None)
-    (staged,) = case.said()
-    assert staged.early
+    assert gather.job.signalled == (case.wire.ring.ctypes.data + signal_offset(RING, 5), 42, None)
+    (staged,) = case.take_messages()
+    assert staged.signalled
     assert np.array_equal(case.wire.ring, case.before), "nothing of it has been written yet"
     assert case.source.released == 0
     assert not case.transfer.finished
     gather.end()
     case.step()
-    assert case.said() == [], "said once"
+    assert case.take_messages() == [], "said once"
     assert case.transfer.finished
     assert case.reported == 2 * LAYER
     assert case.source.released == 1
@@ -154,110 +166,112 @@ def test_with_a_signal_a_piece_is_called_written_as_soon_as_its_gather_is_enqueu
 
 
 @pytest.mark.parametrize("how", ["no signal", "ids on the GPU", "a packer without signals"])
-def test_else_it_is_called_written_when_it_is(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_signal_the_receiver_is_told_when_the_stage_is_written(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Page ids on the GPU are checked there, and bytes of a page that does not exist are never written."""
     case, packer = slow()
     if how == "ids on the GPU":
         case.transfer._pages = object.__new__(DevicePages)
     monkeypatch.setattr(SlowPacker, "signals", how != "a packer without signals")
     case.step()
-    (ask,) = case.said()
+    (ask,) = case.take_messages()
     case.give(ask, 4096, *([] if how == "no signal" else [5, 42]))
     case.step()
-    assert packer.gathers[0].early is None
-    assert case.said() == []
+    assert packer.gathers[0].job.signalled is None
+    assert case.take_messages() == []
 
 
-# ---------------------------------------------------------------------- streams
+# ---------------------------------------------------------------------- FIFOs
 
 
-def streaming(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Mapped, SlowPacker]:
+def with_fifos(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Mapped, SlowPacker]:
     """Of one layer a piece, as both sides have two channels."""
-    monkeypatch.setattr(SlowPacker, "channels", 2)
-    for name, value in (("LEAST_STREAMED", LAYER), ("LARGEST_STREAMED", LAYER), ("CHUNK_UNIT", 16)):
-        monkeypatch.setattr(stagedtransfer, name, value)
-    case = Mapped(packer=SlowPacker, channels=3, **settings)
+    monkeypatch.setattr(SlowPacker, "fifo_channels", 2)
+    for name, value in (("LEAST_FIFO_VERB", LAYER), ("LARGEST_FIFO_PIECE", LAYER), ("CHUNK_UNIT", 16)):
+        monkeypatch.setattr(staged_transfer, name, value)
+    case = Mapped(packer=SlowPacker, fifo_channels=3, **settings)
     assert isinstance(case.packer, SlowPacker)
     return case, case.packer
 
 
-def test_a_large_verb_asks_for_a_small_stage_and_is_streamed_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stagedtransfer, "LARGEST_CHUNK", 32)
-    case, packer = streaming(monkeypatch)
+def test_a_large_verb_asks_for_a_small_stage_and_passes_through_it_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_transfer, "LARGEST_CHUNK", 32)
+    case, packer = with_fifos(monkeypatch)
     case.step()
-    asks = case.said()
-    assert [ask.nbytes for ask in asks] == [2 * SLOTS * 32] * STREAMS
+    asks = case.take_messages()
+    assert [ask.nbytes for ask in asks] == [2 * SLOTS * 32] * FIFOS_IN_FLIGHT
     assert LAYER > 2 * SLOTS * 32
     for ask, at in zip(asks, (0, 4096), strict=True):
         case.give(ask, at, ask.serial, 42 + ask.serial)
     case.step()
-    staged = case.said()
-    assert [gather.early.stream for gather in packer.gathers] == [Stream(32, 2)] * 2
-    assert [(message.early, message.chunk, message.channels) for message in staged] == [(True, 32, 2)] * 2
+    staged = case.take_messages()
+    assert [gather.job.signalled.fifo for gather in packer.gathers] == [ChunkFifo(32, 2)] * 2
+    assert [(message.signalled, message.chunk, message.channels) for message in staged] == [(True, 32, 2)] * 2
     assert pages_sent([(message, 0) for message in staged]) == [(layer, page) for layer in (0, 1) for page in range(4)]
     for gather in packer.gathers:
         gather.over = True
     assert not case.transfer.finished
 
 
-@pytest.mark.parametrize(("unit", "stream"), [(16, Stream(64, 2)), (48, Stream(48, 2)), (80, None)])
+@pytest.mark.parametrize(("unit", "fifo"), [(16, ChunkFifo(64, 2)), (48, ChunkFifo(48, 2)), (80, None)])
 def test_chunks_are_as_large_as_the_stage_allows(
-    unit: int, stream: Stream | None, monkeypatch: pytest.MonkeyPatch
+    unit: int, fifo: ChunkFifo | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If not one fits for every channel, the piece has to fit into the stage."""
-    case, packer = streaming(monkeypatch)
-    monkeypatch.setattr(stagedtransfer, "CHUNK_UNIT", unit)
+    case, packer = with_fifos(monkeypatch)
+    monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", unit)
     case.step()
-    ask, *_ = case.said()
+    ask, *_ = case.take_messages()
     case.give(ask, 0, 0, 42)
     case.step()
-    assert packer.gathers[0].early.stream == stream
-    assert case.said()[0].early
+    assert packer.gathers[0].job.signalled.fifo == fifo
+    assert case.take_messages()[0].signalled
 
 
 @pytest.mark.parametrize("why", ["no channels there", "checksums", "short"])
-def test_else_verbs_are_cut_into_what_fits(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, _ = streaming(monkeypatch, checksum=why == "checksums")
+def test_without_a_fifo_verbs_are_cut_into_pieces_that_fit(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, _ = with_fifos(monkeypatch, checksum=why == "checksums")
     if why == "no channels there":
-        monkeypatch.setattr(SlowPacker, "channels", 0)
-        case = Mapped(packer=SlowPacker, channels=3)
+        monkeypatch.setattr(SlowPacker, "fifo_channels", 0)
+        case = Mapped(packer=SlowPacker, fifo_channels=3)
     elif why == "short":
-        monkeypatch.setattr(stagedtransfer, "LEAST_STREAMED", 2 * LAYER + 1)
-        case = Mapped(packer=SlowPacker, channels=3)
+        monkeypatch.setattr(staged_transfer, "LEAST_FIFO_VERB", 2 * LAYER + 1)
+        case = Mapped(packer=SlowPacker, fifo_channels=3)
     case.step()
-    assert sum(ask.nbytes for ask in case.said()) >= 2 * LAYER
+    assert sum(ask.nbytes for ask in case.take_messages()) >= 2 * LAYER
 
 
-def test_a_stream_that_gets_no_signal_is_cut_to_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stagedtransfer, "LARGEST_CHUNK", 32)
-    case, packer = streaming(monkeypatch)
+def test_a_piece_for_a_fifo_that_gets_no_signal_is_cut_to_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_transfer, "LARGEST_CHUNK", 32)
+    case, packer = with_fifos(monkeypatch)
     while not case.transfer.finished:
         case.step()
-        for ask in case.said():
+        for ask in case.take_messages():
             if isinstance(ask, StageAsk):
                 case.give(ask, 1024 * (ask.serial % 8))
         for gather in packer.gathers:
             gather.end()
     assert case.transfer.error is None
     assert case.reported == 2 * LAYER
-    assert all(gather.early is None for gather in packer.gathers)
+    assert all(gather.job.signalled is None for gather in packer.gathers)
     assert len(packer.gathers) > 2
 
 
-def test_a_stream_that_has_failed_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, packer = streaming(monkeypatch)
+def test_a_fifo_of_a_failed_transfer_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, packer = with_fifos(monkeypatch)
     case.step()
-    ask, *_ = case.said()
+    ask, *_ = case.take_messages()
     case.give(ask, 0, 0, 42)
     case.step()
     (gather,) = packer.gathers
-    assert not gather.stopped()
-    assert not case.transfer.torn
+    assert not gather.job.stopped
+    assert not case.transfer.truncated
     case.transfer.halt()
-    assert gather.stopped()
+    assert gather.job.stopped
     gather.end()
     case.step()
-    assert case.transfer.torn, "the receiver waits for the rest, and another path would not end that"
+    assert case.transfer.truncated, "the receiver waits for the rest, and another path would not end that"
 
 
 # ---------------------------------------------------------------------- what the rings must hold
@@ -274,7 +288,7 @@ def test_only_a_page_that_is_too_large_for_the_receivers_ring_is_refused(own: in
     assert "TORCHKV_STAGING_RECV" in str(error)
     assert "STAGING_SEND" not in str(error)
     assert str(LEAST) in str(error)
-    assert case.said() == []
+    assert case.take_messages() == []
     run_to_end(fits := Mapped(own=own, ring=LEAST))
     assert fits.transfer.error is None
 
@@ -282,7 +296,7 @@ def test_only_a_page_that_is_too_large_for_the_receivers_ring_is_refused(own: in
 def test_a_denial_fails_the_verb_after_what_is_being_gathered() -> None:
     case, packer = slow(ring=1024)
     case.step()
-    first, *others = case.said()
+    first, *others = case.take_messages()
     assert others
     case.give(first, 0)
     case.step()
@@ -295,7 +309,7 @@ def test_a_denial_fails_the_verb_after_what_is_being_gathered() -> None:
     assert case.transfer.finished
     assert isinstance(case.transfer.error, RingExhausted)
     assert case.transfer.flushed
-    assert not any(isinstance(message, Staged) for message in case.said())
+    assert not any(isinstance(message, Staged) for message in case.take_messages())
 
 
 # ---------------------------------------------------------------------- failures
@@ -304,7 +318,7 @@ def test_a_denial_fails_the_verb_after_what_is_being_gathered() -> None:
 def test_a_stage_that_kernels_cannot_address_is_refused_before_anything_is_written() -> None:
     case = Mapped()
     case.step()
-    (ask,) = case.said()
+    (ask,) = case.take_messages()
     case.give(ask, 4096 + 8)
     case.step()
     assert isinstance(case.transfer.error, ProtocolError)
@@ -317,7 +331,7 @@ def test_a_stage_that_kernels_cannot_address_is_refused_before_anything_is_writt
 def test_a_halt_between_grant_and_gather_writes_nothing(seen: bool) -> None:
     case = Mapped()
     case.step()
-    (ask,) = case.said()
+    (ask,) = case.take_messages()
     case.give(ask, 0)
     if seen:
         assert case.transfer.advance() == 1
@@ -325,14 +339,14 @@ def test_a_halt_between_grant_and_gather_writes_nothing(seen: bool) -> None:
     case.step()
     assert case.transfer.finished
     assert case.transfer.flushed
-    assert case.said() == []
+    assert case.take_messages() == []
     assert np.array_equal(case.wire.ring, case.before)
 
 
-def test_a_halt_waits_for_the_gather_which_still_falls_into_its_stage() -> None:
+def test_a_halt_waits_for_the_gather_which_still_writes_to_its_stage() -> None:
     case, packer = slow()
     case.step()
-    (ask,) = case.said()
+    (ask,) = case.take_messages()
     case.give(ask, 8192)
     case.step()
     case.transfer.halt()
@@ -343,7 +357,7 @@ def test_a_halt_waits_for_the_gather_which_still_falls_into_its_stage() -> None:
     case.step()
     assert case.transfer.finished
     assert case.transfer.flushed
-    assert case.said() == [], "nobody is told of it"
+    assert case.take_messages() == [], "the receiver is not told of it"
     changed = np.flatnonzero(case.wire.ring != case.before)
     assert len(changed), "nothing landed late: this test has shown nothing"
     assert 8192 <= changed.min() <= changed.max() < 8192 + ask.nbytes
@@ -356,11 +370,11 @@ def test_a_halt_waits_for_the_gather_which_still_falls_into_its_stage() -> None:
     ("error", "lands"), [(PageOutOfRange("page 99"), False), (TransportUnavailable("the GPU failed"), True)]
 )
 def test_an_error_in_the_middle_of_a_gather(error: KVError, lands: bool, mapped: bool) -> None:
-    """Where the GPU fails, nobody can tell any more what it still writes: into the peer's memory, if that is mapped."""
+    """If the GPU fails, it is unknown what it still writes to the peer's memory, if that is mapped."""
     case = Case(ring=1536, mapped=mapped, packer=SlowPacker)
     assert isinstance(case.packer, SlowPacker)
     case.step()
-    asks = case.said()
+    asks = case.take_messages()
     for ask, at in zip(asks, offsets(), strict=False):
         case.give(ask, at)
     case.step()
@@ -374,7 +388,7 @@ def test_an_error_in_the_middle_of_a_gather(error: KVError, lands: bool, mapped:
     assert isinstance(case.transfer.error, type(error))
     assert all(words in str(case.transfer.error) for words in ("'r'", "rank 1", "layers 0, 1", str(error)))
     assert case.transfer.flushed is not (lands and mapped)
-    assert case.said() == []
+    assert case.take_messages() == []
     assert case.reported == 0
     assert case.source.released == 0
     assert case.stages.ring.in_use == 0
@@ -387,7 +401,7 @@ def test_an_error_in_the_middle_of_a_gather(error: KVError, lands: bool, mapped:
 
 
 def unpack(case: Case, staged: Staged, at: int) -> tuple[Pool, Pool]:
-    """The receiver's pool after it has unpacked that stage of the ring, and what it should be."""
+    """The receiver's pool after that stage is unpacked, and what it should be."""
     target = Pool.random(gqa(), 8, np.random.default_rng())
     want = reference({0: case.pool}, {0: SRC}, target, DST)
     assert differences(target, want) > 0
@@ -437,13 +451,13 @@ def test_a_byte_flipped_in_the_ring_is_found() -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_a_grant_is_progress_though_the_gather_takes_its_time(mapped: bool) -> None:
+def test_a_grant_is_progress_while_the_gather_is_slow(mapped: bool) -> None:
     case = Case(mapped=mapped, packer=SlowPacker)
     case.step()
     assert case.transfer.patience > 1
-    case.give(case.said()[0], 0)
+    case.give(case.take_messages()[0], 0)
     case.transfer.op.moved = False
     assert sum(case.transfer.advance() for _ in range(8)) > 0
     assert case.transfer.op.moved
     assert case.transfer.patience == 1
-    assert sum(case.transfer.advance() for _ in range(8)) == 0, "but to go on waiting is none"
+    assert sum(case.transfer.advance() for _ in range(8)) == 0, "waiting is no progress"

@@ -1,4 +1,4 @@
-"""The receiver's unpacking: what a failed request left is not unpacked, and each job is reported exactly once."""
+"""`StageUnpacker`: stages of failed requests are not unpacked, and each job is reported exactly once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, cast
 import pytest
 
 from torchkv.errors import ChecksumMismatch, KVError
+from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.receiver import Receiver
-from torchkv.transfer import STEP_BYTES
-from torchkv.unstager import OF_ALL, OF_ONE, Unstager
+from torchkv.staging.unpacker import MAX_ACTIVE, MAX_OF_ONE_WRITER, StageUnpacker
 
 
 @dataclass(eq=False)
 class Job:
-    """As much of a `Scatter` as matters here."""
+    """The part of a `Scatter` that the unpacker reads."""
 
     name: str
     src: int
@@ -26,7 +26,7 @@ class Job:
 
 
 class World:
-    """The receiver and the packer that an `Unstager` works for."""
+    """The receiver and the packer of a `StageUnpacker`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -34,13 +34,16 @@ class World:
         self.over: list[str] = []
         self.reports: list[tuple[str, KVError | None]] = []
         self.steps: dict[str, Iterator[int]] = {}
-        self.elsewhere = False  # as the packer: whether a GPU does the work
+        self.asynchronous = False  # as the packer: whether a GPU does the work
         self.told: list[int] = []  # how many reports there were when somebody was to be told
-        self.unstager = Unstager(
-            receiver=cast(Receiver, self), lock=self.lock, packer=cast(Any, self), speak=self._speak
+        self.unpacker = StageUnpacker(
+            receiver=cast(Receiver, self),
+            lock=self.lock,
+            packer=cast(Any, self),
+            send_stage_messages=self._send_stage_messages,
         )
 
-    def _speak(self) -> None:
+    def _send_stage_messages(self) -> None:
         assert not self.lock.locked()
         self.told.append(len(self.reports))
 
@@ -62,14 +65,14 @@ class World:
 
         self.steps[name] = run()
         job = Job(name, src)
-        self.unstager.start(cast(Scatter, job))
+        self.unpacker.start(cast(Scatter, job))
         return job
 
     def run(self) -> None:
         for _ in range(100):
-            if not self.unstager.busy:
+            if not self.unpacker.busy:
                 return
-            self.unstager.advance(1.0)
+            self.unpacker.advance(1.0)
         pytest.fail(f"still busy with {set(self.steps) - {job for job, _ in self.reports}}")
 
 
@@ -77,15 +80,15 @@ def test_every_job_is_reported_once_and_only_when_nothing_of_it_writes_any_more(
     world = World()
     for number in range(10):
         world.start(f"job {number}", 0, 10, 0, 5)
-    while world.unstager.busy:
-        assert world.unstager.advance(1.0) in (True, False)
+    while world.unpacker.busy:
+        assert world.unpacker.advance(1.0) in (True, False)
         assert {job for job, _ in world.reports} == set(world.over)
     assert sorted(job for job, _ in world.reports) == [f"job {number}" for number in range(10)]
     assert all(error is None for _, error in world.reports)
-    assert world.unstager.advance(1.0) is False
+    assert world.unpacker.advance(1.0) is False
 
 
-def test_what_a_failed_request_left_is_never_unpacked_but_reported() -> None:
+def test_stages_of_a_failed_request_are_reported_but_not_unpacked() -> None:
     world = World()
     for name in "abcd":
         world.start(name, 1).stopped = name in "bd"
@@ -96,35 +99,35 @@ def test_what_a_failed_request_left_is_never_unpacked_but_reported() -> None:
 
 def test_a_request_that_fails_while_its_job_waits_is_not_begun() -> None:
     world = World()
-    for number in range(OF_ONE):
+    for number in range(MAX_OF_ONE_WRITER):
         world.start(f"busy {number}", *[0] * 5)
     late = world.start("late", 1)
-    world.unstager.advance(1.0)
-    assert len(world.begun) == OF_ONE
+    world.unpacker.advance(1.0)
+    assert len(world.begun) == MAX_OF_ONE_WRITER
     late.stopped = True
-    world.unstager.advance(1.0)
-    assert world.reports == [("late", None)], "it needs nobody's turn"
+    world.unpacker.advance(1.0)
+    assert world.reports == [("late", None)], "a stopped job does not wait for its turn"
     world.run()
     assert "late" not in world.begun
 
 
 def test_a_writer_whose_stages_are_never_written_holds_up_no_other() -> None:
     world = World()
-    hung = [world.start(f"hung {number}", *[0] * 90) for number in range(OF_ONE + 3)]
+    hung = [world.start(f"hung {number}", *[0] * 90) for number in range(MAX_OF_ONE_WRITER + 3)]
     others = [world.start(f"of {src}, {number}", 0, 1, src=src) for number in range(3) for src in range(1, 9)]
     for _ in range(20):
-        world.unstager.advance(1.0)
-        assert len(world.unstager._active) <= OF_ALL
-    assert world.begun[:OF_ONE] == [job.name for job in hung[:OF_ONE]]
+        world.unpacker.advance(1.0)
+        assert len(world.unpacker._active) <= MAX_ACTIVE
+    assert world.begun[:MAX_OF_ONE_WRITER] == [job.name for job in hung[:MAX_OF_ONE_WRITER]]
     assert {name for name, _ in world.reports} == {job.name for job in others}
-    firsts = [name for name in world.begun if name.startswith("of")][: OF_ALL - OF_ONE]
-    assert firsts == [job.name for job in others[: OF_ALL - OF_ONE]], "in their order"
+    firsts = [name for name in world.begun if name.startswith("of")][: MAX_ACTIVE - MAX_OF_ONE_WRITER]
+    assert firsts == [job.name for job in others[: MAX_ACTIVE - MAX_OF_ONE_WRITER]], "in their order"
 
 
-def test_a_job_under_way_is_run_to_its_end_whatever_became_of_its_request() -> None:
+def test_a_job_under_way_runs_to_its_end_after_its_request_has_failed() -> None:
     world = World()
     job = world.start("a", 0, 1, 0, 1)
-    world.unstager.advance(1.0)
+    world.unpacker.advance(1.0)
     assert world.begun == ["a"]
     job.stopped = True
     assert world.reports == []
@@ -133,17 +136,17 @@ def test_a_job_under_way_is_run_to_its_end_whatever_became_of_its_request() -> N
     assert world.reports == [("a", None)]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_where_a_gpu_unpacks_each_free_stage_is_told_of_at_once(elsewhere: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_with_an_asynchronous_packer_messages_about_each_stage_are_sent_at_once(asynchronous: bool) -> None:
     world = World()
-    world.elsewhere = elsewhere
+    world.asynchronous = asynchronous
     for job in "abc":
         world.start(job, 0, 1)
     world.run()
-    assert world.told == ([1, 2, 3] if elsewhere else [])
+    assert world.told == ([1, 2, 3] if asynchronous else [])
 
 
-def test_an_error_of_one_job_is_its_own() -> None:
+def test_an_error_of_one_job_does_not_affect_others() -> None:
     world = World()
     error = ChecksumMismatch("wrong")
     world.start("bad", 1, error)
@@ -157,7 +160,7 @@ def test_a_job_that_waits_for_the_gpu_does_not_hold_up_the_others() -> None:
     world.start("waits", *[0] * 50)
     world.start("works", 1, 1)
     for _ in range(8):
-        world.unstager.advance(1.0)
+        world.unpacker.advance(1.0)
     assert world.reports == [("works", None)]
 
 
@@ -165,6 +168,6 @@ def test_a_step_is_bounded() -> None:
     world = World()
     world.start("large", *[STEP_BYTES] * 3)
     world.start("other", *[STEP_BYTES] * 3)
-    world.unstager.advance(1.0)
+    world.unpacker.advance(1.0)
     assert world.begun == ["large"]
     assert world.reports == []

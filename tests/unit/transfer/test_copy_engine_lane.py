@@ -1,8 +1,7 @@
-"""Which verbs the copy engines get, and that they get the right bytes: real plans and addresses, in host memory."""
+"""Which verbs the copy engines copy, and that they copy the right bytes: real plans and addresses, in host memory."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +11,19 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from gpu_fake import CLAIM, Event, FakeDriver, Gpu
-
-from torchkv import KVCache, KVLayout, copyengine, cost, kerneltransfer
-from torchkv.devicepages import DevicePages
+from tests.helpers.fakes.gpu import CLAIM, Event, FakeDriver, Gpu
+from torchkv import KVCache, KVLayout
+from torchkv.cuda import copy_engine
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import TransportUnavailable
-from torchkv.jobs import JobTable
-from torchkv.kerneltransfer import KernelTransfer
-from torchkv.offsets import PairOffsets
-from torchkv.plan import compile_plan
+from torchkv.layout.pair_plan import compile_plan
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.route import LocalPages, Route
+from torchkv.transfer import path_cost
+from torchkv.transfer.base import TransferContext
+from torchkv.transfer.copy_tables import BaseAddressTable
+from torchkv.transfer.cuda_copy import CudaCopyTransfer
+from torchkv.transfer.offsets import PairOffsets
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 from torchkv.transport import RemoteView
 
 HOST = torch.device("cpu")
@@ -40,7 +41,7 @@ def layout(**changes: Any) -> KVLayout:
 
 
 class Pool:
-    """A cache over random bytes with guards between its tensors, and a copy of all that there was."""
+    """A cache over random bytes with guards between its tensors, and a copy of its initial bytes."""
 
     def __init__(self, shape: KVLayout, *, gap: int = 0) -> None:
         """gap: bytes behind each page."""
@@ -65,7 +66,7 @@ class Pool:
         self.cache = KVCache(shape, adopted)
 
     def position(self, key: tuple[str, int], page: int) -> int:
-        """Of a page's first byte in ``memory``."""
+        """The offset of a page's first byte in ``memory``."""
         return self.tensors[key][page].data_ptr() - self.memory.data_ptr()
 
     @property
@@ -79,9 +80,9 @@ class Pool:
             regions=list(range(len(self.cache.storages))),
         )
 
-    def route(self, channel: Any) -> Route:
+    def connection(self, channel: Any) -> PeerConnection:
         views = [RemoteView(storage.data_ptr(), storage.nbytes, HOST) for storage in self.cache.storages]
-        return Route(
+        return PeerConnection(
             rank=1,
             layout=self.cache.layout,
             placements=self.cache.placements,
@@ -108,23 +109,25 @@ class World:
     ) -> None:
         plan = compile_plan(0, {0: source.cache.layout}, target.cache.layout)
         grant = BoundGrant(dst=1, generation=1, request="r", prefix_tokens=0, pages=np.asarray(dst), plan=plan)
-        self.route = target.route(channel)
-        self.transfer = KernelTransfer(
-            SendOp("r", 1, {}, layers, start, len(src), None),
-            grant,
-            pages=src,
+        self.connection = target.connection(channel)
+        self.transfer = CudaCopyTransfer(
+            TransferContext(
+                op=SendOp("r", 1, {}, layers, start, len(src), None),
+                grant=grant,
+                pages=src,
+                local=source.local,
+                connection=self.connection,
+                report=lambda layers, nbytes, path: gpu.log.append(f"report {len(layers)} {nbytes} {path}"),
+            ),
             waits=waits,
             claim=CLAIM if waits else None,
-            jobs=JobTable(plan, source.local, self.route),
+            table=BaseAddressTable(plan, source.local, self.connection),
             device=gpu,  # type: ignore[arg-type]
-            local=source.local,
-            route=self.route,
             opened=lambda: gpu.log.append("opened"),
-            report=lambda layers, nbytes, path: gpu.log.append(f"report {len(layers)} {nbytes} {path}"),
         )
 
     def run(self, gpu: Gpu) -> dict[str, int]:
-        """To its end; lane -> bytes."""
+        """Runs the transfer to its end. Returns lane -> bytes."""
         for _ in range(50):
             if self.transfer.finished:
                 break
@@ -133,27 +136,18 @@ class World:
         assert self.transfer.finished
         if self.transfer.error is not None:
             raise self.transfer.error
-        assert all(counter.transfers == 1 for counter in self.route.counters.values())
-        return {lane: counter.nbytes for lane, counter in self.route.counters.items()}
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    made = Gpu()
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(kerneltransfer, "wait_on_stream", lambda event, stream: event.log.append("wait"))
-    monkeypatch.setattr(kerneltransfer.kernels, "copy_pages", lambda *args, **what: made.log.append("kernel"))
-    return made
+        assert all(counter.transfers == 1 for counter in self.connection.counters.values())
+        return {lane: counter.nbytes for lane, counter in self.connection.counters.items()}
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     made = FakeDriver("cuMemcpyBatchAsync_v2")
     # Whatever a batch costs in itself: it is spans of 2 MiB on average that decide here, in pools of a few MiB.
-    monkeypatch.setattr(cost, "BATCH_SECONDS", 0.0)
-    monkeypatch.setattr(cost, "LAUNCH_SECONDS", 0.0)
-    monkeypatch.setattr(copyengine, "_post", copyengine._post.__wrapped__)  # without the memory of tests before
-    monkeypatch.setattr(copyengine, "_driver", lambda: made)
+    monkeypatch.setattr(path_cost, "BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(path_cost, "LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr(copy_engine, "_post", copy_engine._post.__wrapped__)  # without the memory of tests before
+    monkeypatch.setattr(copy_engine, "_driver", lambda: made)
     return made
 
 
@@ -175,14 +169,14 @@ def expected(source: Pool, target: Pool, pairs: Sequence[tuple[int, int]], layer
         pytest.param(np.r_[37:69, 3:35], LONG, (0, 2), 8, id="not all layers"),
     ],
 )
-def test_long_spans_go_by_the_copy_engines(
+def test_long_spans_are_copied_by_the_copy_engines(
     src: Any, dst: Any, layers: tuple[int, ...], copies: int, gpu: Gpu, driver: FakeDriver
 ) -> None:
     source, target = Pool(layout()), Pool(layout())
     world = World(gpu, source, target, src, dst, layers=layers)
     total = len(layers) * 2 * 64 * 65536
     assert world.run(gpu) == {"copy-engine": total}
-    assert world.route.counters["copy-engine"].spans == copies == sum(count for _, count in driver.calls)
+    assert world.connection.counters["copy-engine"].spans == copies == sum(count for _, count in driver.calls)
     assert gpu.log[-1] == f"report {len(layers)} {total} direct"
     assert "kernel" not in gpu.log
     want = expected(source, target, list(zip(src, dst, strict=True)), layers)
@@ -191,7 +185,7 @@ def test_long_spans_go_by_the_copy_engines(
     assert torch.equal(source.memory, source.before)
 
 
-def test_pages_of_unlike_sizes_and_a_chunk(gpu: Gpu, driver: FakeDriver) -> None:
+def test_pages_of_different_sizes_and_a_later_chunk(gpu: Gpu, driver: FakeDriver) -> None:
     """The writer's pages are half as large; eight of them come before the chunk, scattered at the reader."""
     source, target = Pool(layout(page_size=16)), Pool(layout())
     src, granted = np.arange(10, 10 + 128), [4, 2, 0, 3, *LONG]
@@ -207,7 +201,7 @@ def test_pages_of_unlike_sizes_and_a_chunk(gpu: Gpu, driver: FakeDriver) -> None
     assert torch.equal(target.memory, want)
 
 
-def test_only_the_window_of_some_layers(gpu: Gpu, driver: FakeDriver) -> None:
+def test_layers_with_a_window_copy_only_the_window(gpu: Gpu, driver: FakeDriver) -> None:
     """Layers share their page pairs, but for what lies before a window: of 64 pages of 32 tokens the last 33 move."""
     shape = layout(windows={1: 1000})
     source, target = Pool(shape), Pool(shape)
@@ -242,7 +236,7 @@ def device_pages(ids: Any) -> Any:
         pytest.param({}, "copy-engine", id="control"),
     ],
 )
-def test_all_else_goes_by_the_kernel(
+def test_everything_else_is_copied_by_the_kernel(
     given: dict[str, Any],
     lane: str,
     gpu: Gpu,
@@ -267,16 +261,16 @@ def test_all_else_goes_by_the_kernel(
 
 @pytest.mark.parametrize(("layers", "lane"), [((0,), "copy-engine"), ((0, 1), "copy-engine"), ((0, 1, 2), "view")])
 def test_few_copies_wait_behind_a_gate(layers: tuple[int, ...], lane: str, gpu: Gpu, driver: FakeDriver) -> None:
-    """Each takes a place in a queue in which the progress thread must find room."""
+    """Each copy takes an entry of the stream's queue, and the progress thread must not wait for a free entry."""
     waits = [Event(gpu.log)]
     world = World(gpu, Pool(layout()), Pool(layout()), LONG, LONG, layers=layers, waits=waits)
     assert set(world.run(gpu)) == {lane}
     assert gpu.log[0] == "wait"
 
 
-def test_a_driver_without_batches_is_no_hindrance(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copyengine, "_post", copyengine._post.__wrapped__)
-    monkeypatch.setattr(copyengine, "_driver", FakeDriver)
+def test_with_a_driver_without_batches_the_kernel_copies(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_engine, "_post", copy_engine._post.__wrapped__)
+    monkeypatch.setattr(copy_engine, "_driver", FakeDriver)
     assert set(World(gpu, Pool(layout()), Pool(layout()), LONG, LONG).run(gpu)) == {"view"}
 
 
@@ -289,8 +283,8 @@ def test_a_refused_batch_fails_the_transfer(gpu: Gpu, driver: FakeDriver) -> Non
     assert world.transfer.flushed
 
 
-def test_jobs_of_unlike_strides_have_offsets_of_their_own(gpu: Gpu, driver: FakeDriver) -> None:
-    """One slab, but the values' pages have gaps: the keys alone go by the copy engines."""
+def test_jobs_of_different_strides_have_their_own_offsets(gpu: Gpu, driver: FakeDriver) -> None:
+    """One segment, but the pages of the values have gaps: the copy engines copy the keys only."""
     source, target = Pool(layout()), Pool(layout())
     loose = Pool(layout(), gap=64)
     cache = KVCache(source.cache.layout, {"k": source.cache.k, "v": loose.cache.v})

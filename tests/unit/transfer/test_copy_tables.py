@@ -1,4 +1,4 @@
-"""Which jobs of a table a verb's layers are: every layer's, no other's, in as few ranges as there are gaps."""
+"""Which rows of a table are launched: all jobs of the verb's layers and no others, in as few launches as possible."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchkv.jobs import JobGroup
+from torchkv.transfer.copy_tables import AddressGroup, job_ranges
 
-UNUSED: Any = None  # geometry and slab are not looked at here
+UNUSED: Any = None  # geometry and segment are not looked at here
 
 
-def group(layers: list[int]) -> JobGroup:
+def group(layers: list[int]) -> AddressGroup:
     addresses = torch.zeros(len(layers), 2, dtype=torch.int64)
-    return JobGroup(UNUSED, UNUSED, tuple(layers), addresses.numpy(), addresses)
+    return AddressGroup(UNUSED, UNUSED, tuple(layers), addresses.numpy(), addresses)
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,16 @@ def test_ranges_hold_exactly_the_wanted_jobs(held: list[int], wanted: set[int]) 
     assert covered == [job for job, layer in enumerate(made.layers) if layer in wanted]
     for (first, count), (after, _) in itertools.pairwise(ranges):
         assert first + count < after, "neighbours were not joined"
+
+
+@given(edges=st.lists(st.integers(0, 30), max_size=12).map(sorted), splits=st.sets(st.integers(0, 30)).map(sorted))
+def test_launches_are_as_long_as_gaps_and_splits_allow(edges: list[int], splits: list[int]) -> None:
+    """Jobs are ascending ranges, some of which touch, some of which are empty."""
+    jobs = list(map(range, edges[::2], edges[1::2]))
+    found = job_ranges(jobs, splits)
+    assert [job for first, count in found for job in range(first, first + count)] == list(itertools.chain(*jobs))
+    for first, count in found:
+        assert count > 0
+        assert not set(range(first + 1, first + count)) & set(splits), "two geometries in one launch"
+    for (first, count), (after, _) in itertools.pairwise(found):
+        assert first + count < after or after in splits, "neighbours were not joined"

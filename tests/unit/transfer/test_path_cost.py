@@ -1,4 +1,4 @@
-"""The choices by cost, on both sides of where two ways are equally fast: copy engines or a kernel, puts or staged."""
+"""Choices by cost, on both sides of the break-even point: copy engines or a kernel, puts or staging."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv import KVLayout, cost
-from torchkv.descriptors import expand, page_pairs, pair_offsets
-from torchkv.plan import compile_plan
+from torchkv import KVLayout
+from torchkv.layout.descriptors import expand, page_pairs, pair_offsets
+from torchkv.layout.pair_plan import compile_plan
+from torchkv.transfer import path_cost
+from torchkv.transfer.peer_connection import Costs
 
 MIB = 1 << 20
 
@@ -21,7 +23,7 @@ MEASURED = {32 << 10: 52.2, 128 << 10: 151.9, 512 << 10: 277.4, 2 * MIB: 354.9, 
 @pytest.mark.parametrize("span", MEASURED)
 def test_the_constants_meet_what_was_measured(span: int) -> None:
     spans = 2048
-    predicted = spans * span / cost.engine_seconds(spans=spans, nbytes=spans * span) / 1e9
+    predicted = spans * span / path_cost.engine_seconds(spans=spans, nbytes=spans * span) / 1e9
     assert predicted == pytest.approx(MEASURED[span], rel=0.03)
 
 
@@ -31,24 +33,24 @@ def test_the_constants_meet_what_was_measured(span: int) -> None:
 )
 def test_the_constants_meet_what_few_spans_were_measured_at(spans: int, span: int, rate: float) -> None:
     nbytes = spans * span * MIB
-    assert nbytes / cost.engine_seconds(spans=spans, nbytes=nbytes) / 1e9 == pytest.approx(rate, rel=0.06)
+    assert nbytes / path_cost.engine_seconds(spans=spans, nbytes=nbytes) / 1e9 == pytest.approx(rate, rel=0.06)
 
 
 def test_one_layer_by_the_kernel_takes_what_was_measured() -> None:
-    assert cost.kernel_seconds(nbytes=4 * MIB) == pytest.approx(13.3e-6, rel=0.03)
+    assert path_cost.kernel_seconds(nbytes=4 * MIB) == pytest.approx(13.3e-6, rel=0.03)
 
 
 @pytest.mark.parametrize(("spans", "mib"), [(1, 13), (2, 15), (8, 27), (64, 137), (5000, 9780)])
-def test_both_sides_of_the_crossover(spans: int, mib: int) -> None:
-    assert cost.copy_engine_pays(spans=spans, nbytes=mib * MIB)
-    assert not cost.copy_engine_pays(spans=spans, nbytes=mib * MIB * 9 // 10)
-    assert not cost.copy_engine_pays(spans=spans, nbytes=0)
+def test_both_sides_of_the_break_even_point(spans: int, mib: int) -> None:
+    assert path_cost.copy_engine_pays(spans=spans, nbytes=mib * MIB)
+    assert not path_cost.copy_engine_pays(spans=spans, nbytes=mib * MIB * 9 // 10)
+    assert not path_cost.copy_engine_pays(spans=spans, nbytes=0)
 
 
-def test_it_is_the_average_that_counts() -> None:
+def test_the_average_length_of_spans_decides() -> None:
     """Two short spans beside long ones do no harm; many do."""
-    assert cost.copy_engine_pays(spans=2 + 2, nbytes=2 * (12 * MIB) + 2 * 512)
-    assert not cost.copy_engine_pays(spans=2 + 20, nbytes=2 * (12 * MIB) + 20 * 512)
+    assert path_cost.copy_engine_pays(spans=2 + 2, nbytes=2 * (12 * MIB) + 2 * 512)
+    assert not path_cost.copy_engine_pays(spans=2 + 20, nbytes=2 * (12 * MIB) + 20 * 512)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_it_is_the_average_that_counts() -> None:
     [([7], 1), ([4, 5, 6], 1), ([4, 5, 7], 2), ([6, 5, 4], 3), ([4, 4], 2), ([0, 1, 9, 10, 3], 3)],
 )
 def test_runs(pages: list[int], runs: int) -> None:
-    assert cost.count_runs(np.array(pages, dtype=np.int64)) == runs
+    assert path_cost.count_runs(np.array(pages, dtype=np.int64)) == runs
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40))
@@ -67,53 +69,53 @@ def test_runs_against_a_loop(pages: list[int]) -> None:
         if previous is None or page != previous + 1:
             runs += 1
         previous = page
-    assert cost.count_runs(np.array(pages, dtype=np.int64)) == runs
+    assert path_cost.count_runs(np.array(pages, dtype=np.int64)) == runs
 
 
 # ---------------------------------------------------------------------- puts or staged
 
-TCP = cost.Costs(descriptor=8e-6, byte=1 / 3e9, pack=1 / 6e9)
-MEMORY = cost.Costs(descriptor=0.35e-6, byte=1 / 8e9, pack=1 / 6e9)
+TCP = Costs(descriptor=8e-6, byte=1 / 3e9, pack=1 / 6e9)
+MEMORY = Costs(descriptor=0.35e-6, byte=1 / 8e9, pack=1 / 6e9)
 RING = 128 * MIB
 
 
-def load(count: int, nbytes: int) -> cost.Load:
+def load(count: int, nbytes: int) -> path_cost.Load:
     """``count`` descriptors of ``nbytes`` bytes each."""
-    return cost.Load(descriptors=count, nbytes=count * nbytes)
+    return path_cost.Load(descriptors=count, nbytes=count * nbytes)
 
 
-def path(count: int, nbytes: int, costs: cost.Costs, *, page_for_page: bool = False, ring: int = RING) -> str:
-    return cost.cheapest(load(count, nbytes), costs, page_for_page=page_for_page, ring=ring).path
+def path(count: int, nbytes: int, costs: Costs, *, page_for_page: bool = False, ring: int = RING) -> str:
+    return path_cost.cheapest(load(count, nbytes), costs, page_for_page=page_for_page, ring=ring).path
 
 
 def test_puts_cost_by_descriptor_and_by_byte() -> None:
-    costs = cost.Costs(descriptor=2e-6, byte=1e-9, pack=1.0)
-    assert cost.put_seconds(load(1000, 500), costs) == pytest.approx(1000 * 2e-6 + 500_000e-9)
+    costs = Costs(descriptor=2e-6, byte=1e-9, pack=1.0)
+    assert path_cost.put_seconds(load(1000, 500), costs) == pytest.approx(1000 * 2e-6 + 500_000e-9)
 
 
 def test_staging_costs_its_beginning_its_bytes_and_the_last_scatter() -> None:
-    costs = cost.Costs(descriptor=1.0, byte=1e-9, pack=3e-9)
+    costs = Costs(descriptor=1.0, byte=1e-9, pack=3e-9)
     nbytes = 100 * MIB
-    expected = cost.STAGING_SECONDS + nbytes * 4e-9 + cost.LARGEST_PIECE * 3e-9
-    assert cost.staged_seconds(nbytes, costs, ring=RING, mapped=False) == pytest.approx(expected)
-    least = cost.staged_seconds(512, costs, ring=RING, mapped=False)
-    assert least == pytest.approx(cost.STAGING_SECONDS + 512 * 7e-9, rel=0.1)
+    expected = path_cost.STAGING_SECONDS + nbytes * 4e-9 + path_cost.LARGEST_PIECE * 3e-9
+    assert path_cost.staged_seconds(nbytes, costs, ring=RING, mapped=False) == pytest.approx(expected)
+    least = path_cost.staged_seconds(512, costs, ring=RING, mapped=False)
+    assert least == pytest.approx(path_cost.STAGING_SECONDS + 512 * 7e-9, rel=0.1)
 
 
 @pytest.mark.parametrize(("byte", "pack"), [(1e-9, 3e-9), (3e-9, 1e-9)])
 def test_a_piece_gathered_straight_into_a_mapped_ring_costs_no_put(byte: float, pack: float) -> None:
     nbytes = 100 * MIB
-    expected = cost.STAGING_SECONDS + nbytes * 3e-9 + cost.LARGEST_PIECE * pack
-    costs = cost.Costs(descriptor=1.0, byte=byte, pack=pack)
-    assert cost.staged_seconds(nbytes, costs, ring=RING, mapped=True) == pytest.approx(expected)
+    expected = path_cost.STAGING_SECONDS + nbytes * 3e-9 + path_cost.LARGEST_PIECE * pack
+    costs = Costs(descriptor=1.0, byte=byte, pack=pack)
+    assert path_cost.staged_seconds(nbytes, costs, ring=RING, mapped=True) == pytest.approx(expected)
 
 
-def test_a_small_ring_costs_its_turns() -> None:
-    """Of 16 pieces, as in the measurement that the constants come from."""
-    costs = cost.Costs(descriptor=1.0, byte=1e-12, pack=1e-12)
-    small = cost.staged_seconds(MIB, costs, ring=256 << 10, mapped=False)
-    assert small == pytest.approx(cost.STAGING_SECONDS + 16 * cost.PIECE_SECONDS, rel=0.01)
-    assert cost.staged_seconds(MIB, costs, ring=RING, mapped=False) < small / 5
+def test_a_small_ring_costs_time_for_each_piece() -> None:
+    """16 pieces, as in the measurement that the constants come from."""
+    costs = Costs(descriptor=1.0, byte=1e-12, pack=1e-12)
+    small = path_cost.staged_seconds(MIB, costs, ring=256 << 10, mapped=False)
+    assert small == pytest.approx(path_cost.STAGING_SECONDS + 16 * path_cost.PIECE_SECONDS, rel=0.01)
+    assert path_cost.staged_seconds(MIB, costs, ring=RING, mapped=False) < small / 5
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_small_ring_costs_its_turns() -> None:
     ],
 )
 @pytest.mark.parametrize("page_for_page", [True, False], ids=["runs", "slices"])
-def test_both_sides_of_puts_or_staged(costs: cost.Costs, nbytes: int, few: int, many: int, page_for_page: bool) -> None:
+def test_both_sides_of_puts_or_staged(costs: Costs, nbytes: int, few: int, many: int, page_for_page: bool) -> None:
     puts = "runs" if page_for_page else "slices"
     assert path(few, nbytes, costs, page_for_page=page_for_page) == puts
     assert path(many, nbytes, costs, page_for_page=page_for_page) == "staged"
@@ -140,9 +142,9 @@ def test_large_pages_never_pay_for_packing() -> None:
 
 
 def test_nothing_is_staged_without_a_ring() -> None:
-    choice = cost.cheapest(load(100_000, 512), TCP, page_for_page=False, ring=0)
+    choice = path_cost.cheapest(load(100_000, 512), TCP, page_for_page=False, ring=0)
     assert (choice.path, choice.staged) == ("slices", None)
-    assert choice.put == cost.put_seconds(choice.load, TCP)
+    assert choice.put == path_cost.put_seconds(choice.load, TCP)
     assert path(100_000, 512, TCP) == "staged"
 
 
@@ -151,9 +153,9 @@ def test_nothing_to_move_is_not_staged() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_assumed_stages_many_slices_and_puts_few_pages(device: str) -> None:
-    assert path(30_000, 512, cost.ASSUMED[device]) == "staged"
-    assert path(64, 128 << 10, cost.ASSUMED[device], page_for_page=True) == "runs"
+def test_assumed_costs_stage_many_slices_and_put_few_pages(device: str) -> None:
+    assert path(30_000, 512, path_cost.ASSUMED[device]) == "staged"
+    assert path(64, 128 << 10, path_cost.ASSUMED[device], page_for_page=True) == "runs"
 
 
 # ---------------------------------------------------------------------- how much a verb is
@@ -204,38 +206,38 @@ def test_the_load_against_an_expanded_plan(name: str, runs: tuple[int, int], sta
     granted = page_list(runs[0], total // plan.dst_page_size, rng)
     src = page_list(runs[1], total // plan.src_page_size, rng)[start:]
     strides = {
-        slab.component: tuple(shape.page_nbytes(slab.component) for shape in (writers[0], reader))
-        for slab in plan.slabs
+        segment.component: tuple(shape.page_nbytes(segment.component) for shape in (writers[0], reader))
+        for segment in plan.segments
     }
     descriptors = nbytes = 0
-    for slab in plan.slabs:
+    for segment in plan.segments:
         pairs = page_pairs(
-            slab,
+            segment,
             num_src_pages=len(src),
             start=start,
             limit_tokens=total,
             src_page_size=plan.src_page_size,
             dst_page_size=plan.dst_page_size,
         )
-        _, _, length = expand(slab, *pair_offsets(slab, pairs, src, granted, *strides[slab.component]))
-        descriptors += len(length) * len(slab.layers)
-        nbytes += int(length.sum()) * len(slab.layers)
-    estimate = cost.load_of(
+        _, _, length = expand(segment, *pair_offsets(segment, pairs, src, granted, *strides[segment.component]))
+        descriptors += len(length) * len(segment.layers)
+        nbytes += int(length.sum()) * len(segment.layers)
+    estimate = path_cost.load_of(
         plan,
         plan.layers,
         start=start,
         num_pages=len(src),
         limit_tokens=total,
-        runs=cost.runs_between(src, granted, plan, start),
-        seamless=lambda slab: (
-            strides[slab.component]
+        runs=path_cost.runs_between(src, granted, plan, start),
+        seamless=lambda segment: (
+            strides[segment.component]
             == (
-                plan.src_page_size // slab.tokens * slab.pair_nbytes,
-                plan.dst_page_size // slab.tokens * slab.pair_nbytes,
+                plan.src_page_size // segment.tokens * segment.pair_nbytes,
+                plan.dst_page_size // segment.tokens * segment.pair_nbytes,
             )
         ),
     )
     assert estimate.nbytes == nbytes
     assert descriptors <= estimate.descriptors
-    if all(slab.holders == 1 and slab.window is None for slab in plan.slabs):
+    if all(segment.stripe.holders == 1 and segment.stripe.window is None for segment in plan.segments):
         assert estimate.descriptors <= 2 * descriptors

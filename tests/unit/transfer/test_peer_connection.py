@@ -1,4 +1,4 @@
-"""Which path a route takes: direct wherever it can, else what costs least and fits."""
+"""Which path a peer connection takes: direct where every page is mapped, else the cheapest path that fits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from torchkv import KVCache, KVLayout
-from torchkv.cost import Choice, Costs
-from torchkv.plan import PairPlan, compile_plan
-from torchkv.route import LocalPages, Route, StageTarget
+from torchkv.layout.pair_plan import PairPlan, compile_plan
+from torchkv.transfer.path_cost import Choice, choose
+from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection, StageTarget
 from torchkv.transport import RemoteView
 
 HOST = torch.device("cpu")
@@ -38,7 +38,7 @@ def cache_of(shape: KVLayout, gap: int = 0) -> KVCache:
 
 
 class World:
-    """Rank 0's caches, plan and route towards rank 1."""
+    """Rank 0's caches, plan and connection to rank 1."""
 
     def __init__(
         self, reader: KVLayout, *, costs: Costs | None, views: bool = False, ring: int = 0, gap: int = 0
@@ -53,7 +53,7 @@ class World:
             storage_ptrs=[storage.data_ptr() for storage in mine.storages],
             regions=list(range(len(mine.storages))),
         )
-        self.route = Route(
+        self.connection = PeerConnection(
             rank=1,
             layout=reader,
             placements=theirs.placements,
@@ -64,15 +64,16 @@ class World:
         )
 
     def choose(self, *, runs: int | None = None, own: int = 1 << 20, num_pages: int = 4) -> Choice:
-        return self.route.choose(
+        return choose(
             self.plan,
-            self.local,
             (0, 1),
+            local=self.local,
+            connection=self.connection,
             start=0,
             num_pages=num_pages,
             limit_tokens=PAGES * 16,
             runs=runs,
-            ring=self.route.ring(own),
+            ring=self.connection.ring(own),
         )
 
 
@@ -80,16 +81,16 @@ SLICES = layout(tp_size=2)
 
 
 @pytest.mark.parametrize("costs", [DEAR, CHEAP])
-def test_direct_whatever_it_costs(costs: Costs) -> None:
+def test_mapped_pages_take_the_direct_path_at_any_cost(costs: Costs) -> None:
     world = World(SLICES, costs=costs, views=True, ring=1 << 20)
-    assert world.route.path(forced=None, page_for_page=False) == "direct"
+    assert world.connection.path(forced=None, page_for_page=False) == "direct"
 
 
 @pytest.mark.parametrize(
     ("reader", "costs", "path"),
     [(SLICES, DEAR, "staged"), (SLICES, CHEAP, "slices"), (layout(), DEAR, "staged"), (layout(), CHEAP, "runs")],
 )
-def test_the_route_s_own_costs_decide(reader: KVLayout, costs: Costs, path: str) -> None:
+def test_the_measured_costs_of_the_connection_decide(reader: KVLayout, costs: Costs, path: str) -> None:
     assert World(reader, costs=costs, ring=1 << 20).choose().path == path
 
 
@@ -119,7 +120,7 @@ def test_staged_only_where_a_page_of_a_layer_fits_into_both_rings(ring: int, own
     assert (choice.staged is None) is (path == "slices")
 
 
-def test_an_unmeasured_route_assumes_costs() -> None:
+def test_an_unmeasured_connection_assumes_costs() -> None:
     world = World(SLICES, costs=None, ring=1 << 20)
     assert world.choose().put > 0.0
 
@@ -143,15 +144,15 @@ def test_slices_never_merge() -> None:
     assert World(SLICES, costs=DEAR).choose(runs=1).load.descriptors == 2 * 2 * 4 * 16
 
 
-def test_calibrating_goes_on_until_its_measurement_ends() -> None:
-    route = World(SLICES, costs=None).route
-    assert route.calibrated(), "nothing is to be measured"
+def test_calibrated_is_false_until_the_measurement_ends() -> None:
+    connection = World(SLICES, costs=None).connection
+    assert connection.calibrated(), "nothing is to be measured"
 
     def steps() -> Iterator[None]:
         yield
         yield
-        route.costs = DEAR
+        connection.costs = DEAR
 
-    route.calibration = steps()
-    assert [route.calibrated() for _ in range(4)] == [False, False, True, True]
-    assert route.costs is DEAR
+    connection.calibration = steps()
+    assert [connection.calibrated() for _ in range(4)] == [False, False, True, True]
+    assert connection.costs is DEAR

@@ -1,0 +1,1 @@
+"""``python -m benchmarks``: benchmarks of the project itself, which run from a checkout only."""

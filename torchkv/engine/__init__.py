@@ -1,0 +1,1 @@
+"""One rank at work: drives protocol, transfers and control, and its registration."""

@@ -1,0 +1,1 @@
+"""What users call: the process group and its verbs."""

@@ -1,0 +1,1 @@
+"""Host-side primitives: compiled copies and checksums, shared memory, processes, network interfaces."""

@@ -1,0 +1,1 @@
+"""Triton kernels that copy and checksum pages, and what launches them."""

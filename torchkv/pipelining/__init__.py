@@ -1,0 +1,1 @@
+"""Sending the pages of each layer while later layers are computed."""
