@@ -1,4 +1,4 @@
-"""What is particular to the UCX transport: its settings, its bytes, its mailbox, and its refusals."""
+"""What is particular to the UCX transport: its settings, its bytes, and its refusals."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from contract_pair import columns, connected
-from contract_world import World
-from harness import SERVER
 from hypothesis import given
 from hypothesis import strategies as st
-from torchkv_ucx import UCXTransport, environment, wire
-from torchkv_ucx.mailbox import Mailbox
+from torchkv_ucx import environment, wire
 from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
 
 from torchkv.errors import ProtocolError, TransportUnavailable
-from torchkv.network import job_interface
-from torchkv.transport import SIGNAL_SLOTS, Batch
+from torchkv.host.network import job_interface
+from torchkv.testing import Lane
+from torchkv.testing.ends import Ends
+from torchkv.testing.pair import columns, connected
+from torchkv.testing.processes import SERVER
+from torchkv.transport import Batch
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def test_the_interface_follows_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- bytes from the network ----------------------------------------------------------------------------------------
 
 _REGION = wire.RegionBlob(0x7F00_0000_0000, 8192, b"key", b"")
-_ADDRESS = wire.AddressBlob(b"worker", _REGION, 1)
+_ADDRESS = wire.AddressBlob(b"worker", 1)
 
 
 def test_blobs_survive_the_trip() -> None:
@@ -206,8 +206,6 @@ def test_every_field_is_bounded_even_under_a_right_digest(change: dict[str, Any]
     bad = msgspec.structs.replace(_REGION, **change)
     with pytest.raises(ProtocolError):
         wire.unpack_region(wire.pack(bad))
-    with pytest.raises(ProtocolError):
-        wire.unpack_address(wire.pack(msgspec.structs.replace(_ADDRESS, mailbox=bad)))
 
 
 @given(st.binary(max_size=300))
@@ -216,39 +214,6 @@ def test_any_body_under_a_right_digest_is_refused_or_well_formed(body: bytes) ->
     for unpack in (wire.unpack_region, wire.unpack_address):
         with pytest.raises(ProtocolError):
             unpack(framed)
-
-
-def test_a_mailbox_too_small_for_the_slots_is_refused() -> None:
-    small = msgspec.structs.replace(_ADDRESS, mailbox=msgspec.structs.replace(_REGION, nbytes=SIGNAL_SLOTS * 16 - 1))
-    with pytest.raises(ProtocolError, match="mailbox"):
-        wire.unpack_address(wire.pack(small))
-
-
-# -- the mailbox ---------------------------------------------------------------------------------------------------
-
-
-def test_a_half_written_signal_is_not_seen() -> None:
-    mailbox = Mailbox()
-    assert mailbox.read(9) == 0
-    old, new = 5, (1 << 40) + 3
-    for words in ((new, ~old), (old, ~new)):
-        mailbox.words[9] = old, ~old
-        assert mailbox.read(9) == old
-        mailbox.words[9] = words
-        assert mailbox.read(9) == old
-    mailbox.words[9] = new, ~new
-    assert mailbox.read(9) == new
-
-
-def test_outgoing_places_run_out_and_come_back() -> None:
-    mailbox = Mailbox()
-    places = []
-    while (place := mailbox.acquire(len(places))) is not None:
-        places.append(place)
-    assert len(set(places)) == len(places) == 256
-    assert min(places) == SIGNAL_SLOTS
-    mailbox.release(places[3])
-    assert mailbox.acquire(1) == places[3]
 
 
 # -- offsets ---------------------------------------------------------------------------------------------------------
@@ -277,22 +242,22 @@ def test_resolve_agrees_with_exact_arithmetic(local: int, remote: int, length: i
 
 
 @pytest.fixture
-def shared_memory_only(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Lanes that reach only memory of UCX's own making; parametrised with further settings."""
-    world = World("ucx-posix", "ucx", in_process=False, environment={"UCX_TLS": "posix,self", **request.param})
-    yield world
-    world.close_transports()
-    world.stop()
+def shared_memory_only(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Lanes that reach only memory that UCX itself allocates; parametrised with further settings."""
+    ends = Ends(Lane("ucx", environment={"UCX_TLS": "posix,self", **request.param}))
+    yield ends
+    ends.close_transports()
+    ends.stop()
 
 
 @pytest.mark.parametrize("shared_memory_only", [{}], indirect=True)
-def test_a_peer_that_no_lane_reaches_is_refused(shared_memory_only: World) -> None:
+def test_a_peer_that_no_lane_reaches_is_refused(shared_memory_only: Ends) -> None:
     with pytest.raises(TransportUnavailable, match="UCX_TLS"):
         connected(shared_memory_only)
 
 
 @pytest.mark.parametrize("shared_memory_only", [{"UCX_MM_ERROR_HANDLING": "y"}], indirect=True)
-def test_a_put_that_needs_emulation_is_refused_not_slow(shared_memory_only: World) -> None:
+def test_a_put_that_needs_emulation_is_refused_not_slow(shared_memory_only: Ends) -> None:
     pair = connected(shared_memory_only)
     assert pair.a.call("wait", pair.a.call("flush", pair.channel)) == [None]
     assert "emulated" in pair.a.call("link", pair.channel)
@@ -300,12 +265,3 @@ def test_a_put_that_needs_emulation_is_refused_not_slow(shared_memory_only: Worl
     assert error is not None
     assert error[0] == "TransportUnavailable"
     assert pair.received() == pair.target
-
-
-def test_closing_twice_and_using_a_closed_transport() -> None:
-    transport = UCXTransport()
-    transport.close()
-    transport.close()
-    for use in (transport.progress, transport.address, transport.arm):
-        with pytest.raises(ProtocolError, match="closed"):
-            use()

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from contract_pair import columns
 from torchkv_ucx import UCXTransport, gpu, views, wire
 from torchkv_ucx.channel import UCXChannel
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES, lanes_for, request_params
 from torchkv_ucx.operation import PutOperation, VectoredPut
 from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
 
-from torchkv import devicemem
+from torchkv.cuda import ipc
 from torchkv.errors import ProtocolError, TransportUnavailable
+from torchkv.testing.pair import columns
 from torchkv.transport import Batch
 
 CUDA = MEMORY_TYPES["cuda"]
@@ -106,10 +106,17 @@ def test_device_regions_are_bounded(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"mailbox": _DEVICE}, {"doorsteps": (b"",)}, {"doorsteps": (b"x" * 1025,)}, {"doorsteps": (b"x",) * 17}]
+    "change",
+    [
+        {"worker": b""},
+        {"worker": b"x" * 8193},
+        {"probes": (b"",)},
+        {"probes": (b"x" * 1025,)},
+        {"probes": (b"x",) * 17},
+    ],
 )
 def test_addresses_are_bounded(change: dict[str, Any]) -> None:
-    good = wire.AddressBlob(b"worker", _HOST, 1, (b"key",) * 16)
+    good = wire.AddressBlob(b"worker", 1, (b"key",) * 16)
     assert wire.unpack_address(wire.pack(good)) == good
     with pytest.raises(ProtocolError):
         wire.unpack_address(wire.pack(msgspec.structs.replace(good, **change)))
@@ -135,7 +142,7 @@ def test_views_of_device_memory_are_for_the_writers_gpu(monkeypatch: pytest.Monk
         opened.append((share, device, _Mapping(4096 if share == b"short" else 8192)))
         return opened[-1][2]
 
-    monkeypatch.setattr(devicemem, "open_share", open_share)
+    monkeypatch.setattr(ipc, "open_share", open_share)
     blobs = [msgspec.structs.replace(_DEVICE, share=share) for share in (b"near", b"far", b"short")]
     peer = views.PeerViews([*blobs, _HOST], lambda: torch.device("cuda", 3), "peer")
     found = peer.view(0)
@@ -185,10 +192,10 @@ def _run(*transports: UCXTransport, until: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="UCX has lanes for device memory where there is a GPU")
 def test_device_memory_that_ucx_does_not_know_is_registered_for_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's part is faked; UCX, which finds no GPU here, is real."""
-    monkeypatch.setattr(devicemem, "check_shareable", lambda tensor: None)
-    monkeypatch.setattr(devicemem, "share", lambda tensor: b"share")
-    monkeypatch.setattr(devicemem, "make_current", lambda device: None)
-    monkeypatch.setattr(devicemem, "open_share", lambda share, device: _Mapping(4096))
+    monkeypatch.setattr(ipc, "check_shareable", lambda tensor: None)
+    monkeypatch.setattr(ipc, "share", lambda tensor: b"share")
+    monkeypatch.setattr(ipc, "make_current", lambda device: None)
+    monkeypatch.setattr(ipc, "open_share", lambda share, device: _Mapping(4096))
     memory = torch.zeros(4096, dtype=torch.uint8)
     tensor: Any = SimpleNamespace(device=GPU, untyped_storage=memory.untyped_storage)
     a, b = UCXTransport(), UCXTransport()

@@ -1,4 +1,4 @@
-"""Small spans over cma: hundreds a system call, written by process_vm_writev into a process known to be the peer."""
+"""`VectoredPut`: small spans over cma, hundreds in each call of process_vm_writev, into a real process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NBYTES = 1 << 20
 POISON = 0xDD
 
 
-# A process that holds a poisoned buffer, says where, and shows it whenever a line comes in.
+# A process that holds a poisoned buffer. It prints the address, and the contents for every line that it reads.
 HOLDER = f"""
 import sys
 import numpy

@@ -1,38 +1,42 @@
-"""Where the ends of a contract test live: all in this process, or each in a process of its own."""
+"""`Ends`: the two or more ends of a conformance test, each in a process of its own, or all in the test's."""
 
 from __future__ import annotations
 
 import signal
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from contract_node import Node, serve
-from harness import SERVER
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 from torchkv.errors import make_error
+from torchkv.testing.lane import Lane
+from torchkv.testing.node import Node, serve
+from torchkv.testing.processes import Worker
 
-CALL_SECONDS = 90.0
+__all__ = ["End", "Ends", "LocalEnd", "ProcessEnd"]
+
 _EXIT_SECONDS = 20.0
 
 
 class End(ABC):
-    """One end; ``call`` runs a method of its `Node`, ``begin`` and ``end`` do so in two halves."""
+    """One end of a test. `call` runs a method of its `Node`; `begin` and `end` do so in two halves."""
 
     @abstractmethod
-    def begin(self, name: str, *arguments: Any) -> None: ...
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Starts a call."""
 
     @abstractmethod
-    def end(self) -> Any: ...
+    def end(self) -> Any:
+        """What the call returns. Raises the typed error that the transport raised, ``AssertionError`` for any other."""
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Raises the node's own typed error if its transport raised one."""
+        """Calls a method of the node; see `end`."""
         self.begin(name, *arguments)
         return self.end()
 
 
 class LocalEnd(End):
+    """A node of this process."""
+
     def __init__(self, node: Node) -> None:
         self.node = node
 
@@ -44,139 +48,138 @@ class LocalEnd(End):
 
 
 class ProcessEnd(End):
-    def __init__(self, transport: str, environment: dict[str, str], device: str) -> None:
-        self._connection, theirs = SERVER.Pipe()
-        self._process = SERVER.Process(target=serve, args=(theirs, transport, environment, device), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._killed = False
+    """A node in a process of its own. After a failure that leaves its state unknown the process is killed."""
 
-    @property
-    def alive(self) -> bool:
-        return not self._killed
+    def __init__(self, lane: Lane, device: str) -> None:
+        self._worker = Worker(serve, lane, device)
+        self._seconds = 1.5 * lane.timeout  # a node that waits gives up before, and says for what
+        self.alive = True
+        self._answers_owed = 0
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        return self._worker.pid
+
+    @property
+    def in_a_call(self) -> bool:
+        """Whether a call was begun and not ended."""
+        return self._answers_owed > 0
 
     def begin(self, name: str, *arguments: Any) -> None:
-        self._connection.send((name, arguments))
+        try:
+            self._worker.pipe.send((name, arguments))
+        except BrokenPipeError:
+            self._fail_dead()
+        self._answers_owed += 1
 
     def end(self) -> Any:
-        if not self._connection.poll(CALL_SECONDS):
-            raise TimeoutError(f"process {self.pid} has not answered for {CALL_SECONDS} s")
+        if not self._worker.pipe.poll(self._seconds):
+            stacks = self._worker.stacks()
+            self.discard()
+            raise AssertionError(f"a process of the test has not answered for {self._seconds} s:\n{stacks}")
         try:
-            verdict, value = self._connection.recv()
-        except EOFError:
-            self._process.join(_EXIT_SECONDS)
-            raise AssertionError(f"process {self.pid} died with exit code {self._process.exitcode}") from None
+            verdict, value = self._worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._fail_dead()
+        self._answers_owed -= 1
         if verdict == "error":
             raise make_error(*value)
-        assert verdict == "value", value
+        assert verdict == "value", f"the transport raised what is no KVError, or a test's own check failed:\n{value}"
         return value
 
+    def _fail_dead(self) -> NoReturn:
+        code, report = self._worker.join(_EXIT_SECONDS), self._worker.crash_report()
+        self.discard()
+        raise AssertionError(f"a process of the test died with exit code {code}\n{report}")
+
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        self._killed = True
-        self._process.kill()
-        self._process.join(_EXIT_SECONDS)
-        assert self._process.exitcode == -signal.SIGKILL
-        self._connection.close()
+        """SIGKILL, as part of the test; returns when the process has ended."""
+        self._worker.kill()
+        assert self._worker.exitcode == -signal.SIGKILL
+        self.discard()
+
+    def discard(self) -> None:
+        """Ends the process in whatever state it is."""
+        if self.alive:
+            self.alive = False
+            self._worker.close()
 
     def stop(self) -> None:
-        """The orderly end; the exit code must be 0."""
-        self._connection.close()
-        self._process.join(_EXIT_SECONDS)
-        code = self._process.exitcode
-        if code is None:
-            self._process.kill()
-            self._process.join(_EXIT_SECONDS)
-        assert code == 0, f"process {self.pid} ended with exit code {code}"
+        """Ends the process in good order. Raises ``AssertionError`` unless its exit code is 0."""
+        self._worker.pipe.close()
+        code = self._worker.join(_EXIT_SECONDS)
+        report = self._worker.stacks() if code is None else self._worker.crash_report()
+        self.discard()
+        ended = "did not end" if code is None else f"ended with exit code {code}"
+        assert code == 0, f"a process of the test {ended} after its transport was closed\n{report}"
 
 
-@dataclass
-class World:
-    """The ends of one lane. They stay between tests; transports are opened and closed with each test."""
+class Ends:
+    """The ends of one lane, by name. Processes stay between tests; transports are opened and closed with each test."""
 
-    lane: str
-    transport: str
-    in_process: bool
-    environment: dict[str, str] = field(default_factory=dict)
-    expected_link: str = ""  # a substring that Channel.link must show
-    devices: tuple[str, ...] = ("cpu",)  # where the memory of ends lies, in turn
-    _ends: dict[str, End] = field(default_factory=dict)
-    _open: list[str] = field(default_factory=list)
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self._ends: dict[str, End] = {}
+        self._open: list[str] = []
 
     def end(self, name: str) -> End:
         """The end called ``name``, with an open transport."""
-        known = self._ends.get(name)
-        if known is None or (isinstance(known, ProcessEnd) and not known.alive):
-            self._ends[name] = known = self._make(name)
+        known = self.closed_end(name)
         if name not in self._open:
             known.call("open")
             self._open.append(name)
             self._introduce()
         return known
 
-    @property
-    def wakes_for_signals(self) -> bool:
-        """Lanes on which a writer stores a signal into its peer's memory wake nobody."""
-        return not self.expected_link.startswith(("cma", "cuda_ipc"))
-
-    def _make(self, name: str) -> End:
-        # "a" has the first device; whoever it talks to has the second.
-        device = self.devices[0 if name == "a" else -1]
-        if self.in_process:
-            return LocalEnd(Node(self.transport, device))
-        return ProcessEnd(self.transport, self.environment, device)
-
-    def _introduce(self) -> None:
-        """In one process, whoever waits must also progress the others."""
-        nodes = [end.node for name in self._open if isinstance(end := self._ends[name], LocalEnd)]
-        for node in nodes:
-            node.neighbours = [other for other in nodes if other is not node]
+    def closed_end(self, name: str) -> End:
+        """The end called ``name``, which may have no transport."""
+        known = self._ends.get(name)
+        if known is None or (isinstance(known, ProcessEnd) and not known.alive):
+            # "a" has the first device, its peers have the last.
+            device = self.lane.devices[0 if name == "a" else -1]
+            known = LocalEnd(Node(self.lane, device)) if self.lane.in_process else ProcessEnd(self.lane, device)
+            self._ends[name] = known
+            self._open = [other for other in self._open if other != name]
+        return known
 
     def process(self, name: str) -> ProcessEnd:
+        """The end called ``name``, as the process it is."""
         found = self.end(name)
         assert isinstance(found, ProcessEnd)
         return found
 
+    def _introduce(self) -> None:
+        """Nodes of one process have no loops of their own: each makes progress for the others, too."""
+        nodes = [end.node for name in self._open if isinstance(end := self._ends[name], LocalEnd)]
+        for node in nodes:
+            node.neighbours = [other for other in nodes if other is not node]
+
     def close_transports(self) -> None:
-        for name in self._open:
-            end = self._ends[name]
-            if isinstance(end, LocalEnd) or (isinstance(end, ProcessEnd) and end.alive):
-                end.call("freeze", False)
-                end.call("close")
+        """Closes every transport that is open. An end left in the middle of a call is discarded instead."""
+        opened, self._open = self._open, []
+        with ExitStack() as stack:  # all of them, also if one raises
+            for name in opened:
+                stack.callback(self._close, self._ends[name])
+
+    def _close(self, end: End) -> None:
+        if isinstance(end, ProcessEnd) and end.in_a_call:
+            end.discard()
+        elif not isinstance(end, ProcessEnd) or end.alive:
+            end.call("freeze", False)
+            end.call("close")
+
+    def discard(self) -> None:
+        """Ends all processes in whatever state they are."""
+        for end in self._ends.values():
+            if isinstance(end, ProcessEnd):
+                end.discard()
+        self._ends.clear()
         self._open.clear()
 
     def stop(self) -> None:
-        for end in self._ends.values():
-            if isinstance(end, ProcessEnd) and end.alive:
-                end.stop()
+        """Ends all processes. Raises ``AssertionError`` if one does not end with exit code 0."""
+        with ExitStack() as stack:
+            for end in self._ends.values():
+                if isinstance(end, ProcessEnd) and end.alive:
+                    stack.callback(end.stop)
         self._ends.clear()
-
-
-def device_worlds(**environment: str) -> list[World]:
-    """UCX on the memory of one GPU, and of two where there are two."""
-    count = torch.cuda.device_count()
-    places = {"ucx-cuda-same": ("cuda:0",), "ucx-cuda-pair": ("cuda:0", "cuda:1")}
-    return [
-        World(lane, "ucx", in_process=False, environment=environment, expected_link="cuda_ipc", devices=devices)
-        for lane, devices in places.items()
-        if len(devices) <= count
-    ]
-
-
-def worlds_of(transport: str) -> list[World]:
-    """The lanes on which the contract must hold for one installed transport."""
-    if transport == "loopback":
-        return [World("loopback", transport, in_process=True)]
-    if transport == "ucx":
-        return [
-            World("ucx", transport, in_process=False, expected_link="cma"),
-            World("ucx-tcp", transport, in_process=False, environment={"UCX_TLS": "tcp"}, expected_link="tcp"),
-        ]
-    if transport == "nvshmem":
-        return []  # device memory only: tests/gpu/test_nvshmem_gpu.py
-    return [World(transport, transport, in_process=False)]

@@ -1,4 +1,4 @@
-"""The memory of a contract test's node: regions with canaries, written and read as plain bytes."""
+"""The memory of one end: regions with canary bytes on both sides, written and read as plain bytes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchkv.cudadriver import check, context
+from torchkv.cuda.driver import check, context
 from torchkv.transport import RemoteView, Transport
+
+__all__ = ["CANARY", "MARGIN", "Memory", "memory_on"]
 
 MARGIN = 4096  # canary bytes on either side of a region
 CANARY = 0xC5
 
 
 class Memory(ABC):
-    """Regions are uint8 tensors over a storage of their own, which begins and ends where the region does."""
+    """Makes regions: uint8 tensors, each over a storage that begins and ends where the region does."""
 
     def __init__(self) -> None:
-        self.regions: list[torch.Tensor] = []
         self._parents: list[torch.Tensor] = []
 
     @abstractmethod
     def adopt(self, nbytes: int) -> torch.Tensor:
-        """Memory not made by the transport, with canaries on both sides."""
+        """Memory that the transport did not allocate, with `MARGIN` canary bytes on both sides."""
 
     def allocate(self, transport: Transport, nbytes: int) -> torch.Tensor:
-        """Memory of the transport's own making."""
+        """Memory that the transport allocates; it has no canaries around it."""
         return transport.allocate(nbytes, self.device)
 
     @property
@@ -37,16 +38,18 @@ class Memory(ABC):
 
     @abstractmethod
     def view_write(self, view: RemoteView, offset: int, data: bytes) -> None:
-        """Stores into a peer's memory, done on return."""
+        """Stores ``data`` into a peer's memory; the stores have been made on return."""
 
     @abstractmethod
-    def view_read(self, view: RemoteView, offset: int, nbytes: int) -> bytes: ...
+    def view_read(self, view: RemoteView, offset: int, nbytes: int) -> bytes:
+        """Loads from a peer's memory."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Waits until everything written here has been written: a put reads at once."""
+        """Waits until everything written here is in memory: a put may read its source at once."""
 
     def margins_intact(self) -> bool:
+        """Whether all canary bytes around adopted regions are as they were."""
         return all(bool((p[:MARGIN] == CANARY).all() and (p[-MARGIN:] == CANARY).all()) for p in self._parents)
 
     def write(self, tensor: torch.Tensor, data: bytes, offset: int = 0) -> None:
@@ -68,7 +71,7 @@ class HostMemory(Memory):
         return torch.device("cpu")
 
     def settle(self) -> None:
-        return  # stores of this thread are there at once
+        return  # the stores of a CPU thread are in program order
 
     def adopt(self, nbytes: int) -> torch.Tensor:
         parent = np.full(nbytes + 2 * MARGIN, CANARY, dtype=np.uint8)
@@ -100,7 +103,8 @@ class DeviceMemory(Memory):
         assert inner.data_ptr() == parent.data_ptr() + MARGIN
         return inner
 
-    # A view's address is good in the context of this device; PyTorch would take it for the owner's.
+    # The driver copies and not PyTorch: the address of a view is valid in the context of this device only, and PyTorch
+    # would use the context of the memory's owner.
 
     def view_write(self, view: RemoteView, offset: int, data: bytes) -> None:
         assert view.device == self._device
@@ -119,6 +123,8 @@ class DeviceMemory(Memory):
 
 
 class _Span:
+    """Device memory as PyTorch adopts it."""
+
     def __init__(self, ptr: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "strides": None, "version": 3,
@@ -126,4 +132,5 @@ class _Span:
 
 
 def memory_on(device: str) -> Memory:
+    """For ``"cpu"`` or a CUDA device."""
     return HostMemory() if device == "cpu" else DeviceMemory(device)
