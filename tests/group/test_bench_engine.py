@@ -1,0 +1,135 @@
+"""The benchmark of an engine's loop: its rows check every byte, and notice one that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from torchkv.bench import engine
+from torchkv.bench.engine import CASES, EngineCase, EngineResult, Pages, Setup, run_engine
+from torchkv.bench.engine_loop import Loop, Pending, steps_alone
+from torchkv.bench.processes import run_two
+
+
+def small(by_layer: bool, **changes: Any) -> Setup:
+    fields: dict[str, Any] = {"polled": True, "flight": 2, "requests": 3, **changes}
+    return Setup(case=EngineCase(1, by_layer), device="cpu", **fields)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_row(by_layer: bool) -> None:
+    result = run_engine(small(by_layer, busy=True))
+    assert result.wrong == 0
+    assert 0 < result.floor <= result.p50 <= result.p99
+    assert result.floor >= (engine.LAYERS if by_layer else 1) * engine.STEP_SECONDS
+
+
+def corrupting_write(setup: Setup, seed: int) -> Any:
+    """Rank 0, whose first round has one wrong byte."""
+    right = Pages.fill
+
+    def fill(pages: Pages, number: int) -> None:
+        right(pages, number)
+        if number == seed:
+            tensor = pages._tensors()[-1]
+            tensor.view(-1)[5] += 1
+
+    Pages.fill = fill  # type: ignore[method-assign]  # in a process of its own
+    return engine._write(setup, seed)
+
+
+def test_one_wrong_element_is_noticed() -> None:
+    _, wrong = run_two(corrupting_write, engine._read, small(False, polled=False), 11)
+    assert wrong == 2
+
+
+class Fake(Pending):
+    """Has ``verbs`` to call, and is done ``polls`` looks later."""
+
+    def __init__(self, log: list[str], name: str, verbs: int, polls: int) -> None:
+        self.log, self.name, self.verbs, self.polls = log, name, verbs, polls
+
+    def advance(self) -> bool:
+        if self.verbs:
+            self.verbs -= 1
+            self.log.append(f"{self.name} verb")
+        return self.verbs > 0
+
+    def done(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def wait(self) -> None:
+        self.log.append(f"{self.name} waited for")
+
+
+def run_loop(*, flight: int, polled: bool) -> tuple[list[str], Loop]:
+    log: list[str] = []
+
+    def begin(number: int) -> Pending:
+        log.append(f"{number} begun")
+        return Fake(log, str(number), verbs=2, polls=1)
+
+    loop = Loop(begin, flight=flight, polled=polled)
+    loop.run(0, 3)
+    return log, loop
+
+
+def test_the_loop_keeps_its_requests_in_flight_and_steps_between_their_verbs() -> None:
+    log, loop = run_loop(flight=2, polled=True)
+    assert log == [
+        *("0 begun", "1 begun", "0 verb", "1 verb", "0 verb", "1 verb"),
+        *("2 begun", "2 verb", "2 verb"),
+    ]
+    assert len(loop.times.requests) == 3
+    assert loop.times.steps == 6, "verb, verb and one look in vain, twice"
+
+
+def test_waiting_calls_all_verbs_first() -> None:
+    log, loop = run_loop(flight=2, polled=False)
+    assert log[:8] == [
+        *("0 begun", "1 begun", "0 verb", "0 verb", "1 verb", "1 verb"),
+        *("0 waited for", "1 waited for"),
+    ]
+    assert loop.times.steps == 0
+
+
+def test_steps_are_calibrated() -> None:
+    size, alone = steps_alone(rounds=5)
+    assert size > 0
+    assert 0 < alone < 1
+
+
+def test_what_passes() -> None:
+    setup = Setup(case=CASES[1], device="cpu", polled=True)
+    steps, copy = engine.LAYERS * engine.STEP_SECONDS, 1e-4
+
+    def result(p50: float, wrong: int = 0) -> EngineResult:
+        return EngineResult(setup=setup, p50=p50, p99=p50, lost=0.0, copy=copy, wrong=wrong)
+
+    assert result(steps + copy + engine.GATE_SECONDS - 1e-6).passed
+    assert not result(steps + copy + engine.GATE_SECONDS + 1e-6).passed
+    assert not result(steps, wrong=2).passed
+
+
+def test_rows_that_need_too_much_memory_are_left_out() -> None:
+    assert Setup(case=CASES[-1], device="cpu", polled=True, flight=8).fits
+    assert not Setup(case=CASES[-1], device="cpu", polled=True, flight=64).fits
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchkv.bench import engine_table
+
+    monkeypatch.setattr(engine_table, "run_engine", lambda setup: _slow(setup))
+    assert engine_table.run(["--only", "33.6 MB", "--no-nixl"]) == 1
+    assert engine_table.run(["--only", "33.6 MB", "--no-nixl", "--report-only"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("33.6 MB")]
+    assert len(rows) == 8
+    assert all("missed" in row for row in rows)
+    assert sys.modules["torchkv.bench.engine_table"] is engine_table
+
+
+def _slow(setup: Setup) -> EngineResult:
+    return EngineResult(setup=setup, p50=1.0, p99=2.0, lost=0.5, copy=1e-3, wrong=0)

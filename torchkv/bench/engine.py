@@ -1,0 +1,303 @@
+"""What a request takes in the loop of a serving engine, from its first verb to its verdict; every byte is checked.
+
+Two processes, a writer and a reader. The reader has granted a request before the writer begins it, as a decode engine
+does while the prompt is still computed. Both run the same loop; with ``busy`` a second thread computes in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchkv.bench.engine_loop import STEP_SECONDS, Loop, Pending, busy_thread
+from torchkv.bench.processes import run_two
+from torchkv.cache import KVCache
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError
+from torchkv.group.process_group import KVProcessGroup, current_group
+from torchkv.layout.layout import KVLayout
+
+__all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "run_engine"]
+
+LAYERS = 32
+PAGE_NBYTES = 16 * 8 * 128 * 2  # of one component: 16 tokens, 8 kv heads, bf16
+MEMORY = 5 << 29  # bytes of pages on each side, at most
+WARM = 4  # requests before the first that counts
+DEADLINE = 60.0
+GATE_SECONDS = 300e-6  # on top of the loop's own steps and the copy
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCase:
+    """Requests of ``pages`` pages in each of 32 layers, by one ``send_pages`` or by 32 ``send_layer``."""
+
+    pages: int
+    by_layer: bool
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * LAYERS * self.pages * PAGE_NBYTES
+
+    @property
+    def name(self) -> str:
+        return f"{self.nbytes / 1e6:.1f} MB, {f'{LAYERS} x send_layer' if self.by_layer else 'send_pages'}"
+
+
+CASES = tuple(EngineCase(pages, by_layer) for pages in (1, 16, 64) for by_layer in (False, True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One row of the table. flight: requests at once. nixl: NIXL in torchkv's place."""
+
+    case: EngineCase
+    device: str
+    polled: bool
+    flight: int = 1
+    busy: bool = False
+    nixl: bool = False
+    requests: int = 40
+
+    @property
+    def slots(self) -> int:
+        """Requests with pages of their own: what is checked together."""
+        return self.flight * max(1, min(8 // self.flight, MEMORY // (self.case.nbytes * self.flight)))
+
+    @property
+    def fits(self) -> bool:
+        return self.case.nbytes * self.slots <= MEMORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResult:
+    """Seconds a request.
+
+    lost: by which the steps of its loop took longer than alone. copy: one copy of as many bytes.
+    """
+
+    setup: Setup
+    p50: float
+    p99: float
+    lost: float
+    copy: float
+    wrong: int
+
+    @property
+    def floor(self) -> float:
+        """What the loop's own steps, or the copy, take at least; with several in flight the copies of all of them."""
+        steps = (LAYERS if self.setup.case.by_layer else 1) * STEP_SECONDS if self.setup.polled else 0.0
+        return max(steps, self.copy * self.setup.flight)
+
+    @property
+    def passed(self) -> bool:
+        steps = (LAYERS if self.setup.case.by_layer else 1) * STEP_SECONDS if self.setup.polled else 0.0
+        return self.wrong == 0 and self.p50 <= self.copy * self.setup.flight + steps + GATE_SECONDS
+
+
+class Pages:
+    """The pages of one side: slot s of the benchmark has ids ``ids[s]``, shuffled."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        layout = KVLayout.gqa(
+            num_layers=LAYERS, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, tp_size=1
+        )
+        if setup.device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        count = setup.slots * setup.case.pages
+        self.cache = KVCache.empty(layout, count, device=setup.device)
+        self.ids = np.random.default_rng().permutation(count).reshape(setup.slots, setup.case.pages)
+
+    def fill(self, seed: int) -> None:
+        """Random bytes for this seed, in the order of slots; whichever pages those are."""
+        for number, tensor in enumerate(self._tensors()):
+            tensor[self._order()] = self._expected(seed, number, tensor)
+        self._synchronize()
+
+    def poison(self) -> None:
+        for tensor in self._tensors():
+            tensor.fill_(-21589)  # 0xABAB
+        self._synchronize()
+
+    def wrong(self, seed: int) -> int:
+        """Bytes that are not those of `fill` with this seed on the other side."""
+        total = 0
+        for number, tensor in enumerate(self._tensors()):
+            total += 2 * int((tensor[self._order()] != self._expected(seed, number, tensor)).sum())
+        return total
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [t.view(torch.int16) for name in ("k", "v") for t in self.cache[name] if t is not None]
+
+    def _order(self) -> torch.Tensor:
+        return torch.from_numpy(self.ids.reshape(-1))
+
+    @staticmethod
+    def _expected(seed: int, number: int, like: torch.Tensor) -> torch.Tensor:
+        generator = np.random.default_rng((seed, number))
+        words = generator.integers(0, 1 << 63, math.prod(like.shape) // 4, dtype=np.int64)
+        return torch.from_numpy(words.view(np.int16)).view(like.shape).to(like.device)
+
+    def _synchronize(self) -> None:
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)
+
+
+class _Send(Pending):
+    """A request at the writer."""
+
+    def __init__(self, kv: KVProcessGroup, name: str, ids: np.ndarray[Any, Any], by_layer: bool) -> None:
+        self._kv, self._name, self._ids = kv, name, ids
+        self._layers = iter(range(LAYERS))
+        self._work: KVWork | None = None
+        if not by_layer:
+            kv.send_pages(name, ids, 1)
+            self._layers = iter(())
+        self.advance()
+
+    def advance(self) -> bool:
+        if self._work is not None:
+            return False
+        if (layer := next(self._layers, None)) is not None:
+            self._kv.send_layer(self._name, layer, self._ids, 1)
+        if layer is None or layer == LAYERS - 1:
+            self._work = self._kv.finish(self._name, 1)
+        return self._work is None
+
+    def done(self) -> bool:
+        assert self._work is not None
+        if not self._work.is_completed():
+            return False
+        if (error := self._work.exception()) is not None:
+            raise error
+        return True
+
+    def wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+
+
+class _Receive(Pending):
+    """A request at the reader, which has posted it before."""
+
+    def __init__(self, work: KVWork) -> None:
+        self._work = work
+
+    def advance(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        if (error := self._work.exception()) is not None:
+            raise error
+        return True
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+def run_engine(
+    setup: Setup, write: Callable[..., Any] | None = None, read: Callable[..., Any] | None = None
+) -> EngineResult:
+    """Runs one row in two fresh processes. write, read: the two sides, if not torchkv's. Raises ``KVError``."""
+    write, read = write or _write, read or _read
+    (requests, lost, copy), wrong = run_two(write, read, setup, int(time.time_ns() & 0xFFFFFFFF))
+    return EngineResult(
+        setup=setup,
+        p50=float(np.percentile(requests, 50)),
+        p99=float(np.percentile(requests, 99)),
+        lost=lost,
+        copy=copy,
+        wrong=wrong,
+    )
+
+
+def rounds(setup: Setup, loop: Loop, before: Callable[[int], None], after: Callable[[int], None]) -> None:
+    """Requests until enough have counted, a round of `Setup.slots` at a time; the first ones warm everything up."""
+    count = WARM + setup.requests
+    for number in range(-(-count // setup.slots)):
+        before(number)
+        dist.barrier()
+        loop.run(number * setup.slots, setup.slots)
+        dist.barrier()
+        after(number)
+
+
+def _write(setup: Setup, seed: int) -> tuple[list[float], float, float]:
+    pages, kv = Pages(setup, 0), current_group(None)
+    kv.register(pages.cache, instance="prefill")
+
+    def begin(number: int) -> Pending:
+        return _Send(kv, f"request {number}", pages.ids[number % setup.slots], setup.case.by_layer)
+
+    loop = Loop(begin, flight=setup.flight, polled=setup.polled)
+    with busy_thread(on=setup.busy):
+        rounds(setup, loop, lambda number: pages.fill(seed + number), lambda number: None)
+    return summary(setup, loop, copy_seconds(setup))
+
+
+def _read(setup: Setup, seed: int) -> int:
+    pages, kv = Pages(setup, 1), current_group(None)
+    kv.register(pages.cache, instance="decode")
+    posted: dict[int, KVWork] = {}
+    wrong = 0
+
+    def before(number: int) -> None:
+        pages.poison()
+        for slot in range(setup.slots):
+            request = number * setup.slots + slot
+            posted[request] = kv.recv_pages(f"request {request}", pages.ids[slot], 0)
+
+    def after(number: int) -> None:
+        nonlocal wrong
+        wrong += pages.wrong(seed + number)
+
+    loop = Loop(lambda number: _Receive(posted.pop(number)), flight=setup.flight, polled=setup.polled)
+    with busy_thread(on=setup.busy):
+        rounds(setup, loop, before, after)
+    return wrong
+
+
+def summary(setup: Setup, loop: Loop, copy: float) -> tuple[list[float], float, float]:
+    """What a writer reports: seconds of each request that counts, seconds lost a request, seconds of the copy."""
+    times = loop.times
+    if len(times.requests) < WARM + setup.requests:
+        raise KVError(f"{setup.case.name}: {len(times.requests)} requests ended, {WARM + setup.requests} were begun")
+    return times.requests[WARM:], times.lost / len(times.requests), copy
+
+
+def copy_seconds(setup: Setup) -> float:
+    """One copy of a request's bytes between two buffers of this kind of memory: the limit of any path. Best of nine."""
+    if setup.device == "cuda":
+        return _copy_between_gpus(setup.case.nbytes)
+    source = np.random.default_rng().integers(0, 256, setup.case.nbytes, dtype=np.uint8)
+    target = np.zeros_like(source)
+    best = math.inf
+    for _ in range(9):
+        began = time.perf_counter()
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, len(source))
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _copy_between_gpus(nbytes: int) -> float:
+    other = torch.device("cuda", 1 % torch.cuda.device_count())
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=other)
+    best = math.inf
+    for _ in range(9):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        target.copy_(source, non_blocking=True)
+        ended.record()
+        ended.synchronize()
+        best = min(best, began.elapsed_time(ended) / 1e3)
+    return best
