@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -11,6 +13,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
+from torchkv.host.jit_cache import cached_by_source, compiled_once, sources
 
 __all__ = ["at_register", "c_function", "compiled", "compiled_with_gil", "monotonic_ns", "warm_up"]
 
@@ -38,13 +41,17 @@ def at_register(function: Callable[[], None]) -> Callable[[], None]:
 
 def warm_up() -> None:
     """Compiles the functions of all modules imported so far, or loads them from disk. Later calls take microseconds."""
-    for function in _warm_ups:
-        function()
+    files = (sources(Path(function.__code__.co_filename)) for function in _warm_ups)
+    with compiled_once(frozenset().union(*files)):
+        for function in _warm_ups:
+            function()
 
 
 def _compile(function: _F, *, nogil: bool) -> _F:
+    file = Path(function.__code__.co_filename)
     try:
-        return cast(_F, numba.njit(nogil=nogil, cache=True)(function))
+        with cached_by_source(file) if file.is_file() else nullcontext():
+            return cast(_F, numba.njit(nogil=nogil, cache=True)(function))
     except RuntimeError:
         # Neither the package's folder nor the user's cache folder can be written: compile in every process.
         return cast(_F, numba.njit(nogil=nogil)(function))

@@ -1,0 +1,136 @@
+"""Where numba keeps machine code: a folder for each state of the source, so that loaded code is what the source says.
+
+numba compares a cached function with the file that the function stands in, and with no other: when a compiled function
+or a constant that it takes from another module has changed, numba goes on using the old machine code.
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numba
+from numba.misc.appdirs import AppDirs
+
+__all__ = ["cached_by_source", "compiled_once", "sources"]
+
+log = logging.getLogger(__name__)
+
+_DIGEST_NBYTES = 8
+
+
+@contextmanager
+def cached_by_source(file: Path) -> Iterator[None]:
+    """While this lasts, numba sets up the caches of functions of ``file``. If no folder can be written, it has none."""
+    before = numba.config.CACHE_DIR
+    folder = _base(_top(file)) / _digest(sources(file))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path()  # then numba looks for a folder itself
+    numba.config.CACHE_DIR = "" if folder == Path() else str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def sources(file: Path) -> frozenset[Path]:
+    """``file``, and what it imports from its own top-level package or from torchkv, and so on."""
+    found: set[Path] = set()
+    pending = [file.resolve()]
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            pending += _imports(path)
+    return frozenset(found)
+
+
+@cache
+def _imports(file: Path) -> tuple[Path, ...]:
+    roots = {root.name: root for root in (_top(file), Path(__file__).resolve().parents[1])}
+    found: list[Path] = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]  # a module, or something in one
+        else:
+            continue
+        for name in names:
+            top, *rest = name.split(".")
+            if top in roots:
+                found += _module(roots[top], rest)
+    return tuple(found)
+
+
+def _module(root: Path, names: list[str]) -> list[Path]:
+    """The file of the module ``names`` below the package ``root``, or of the module that its last name stands in."""
+    for parts in (names, names[:-1]):
+        for path in (root.joinpath(*parts).with_suffix(".py"), root.joinpath(*parts, "__init__.py")):
+            if parts and path.is_file():
+                return [path]
+    return []  # the package's own __init__, which defines nothing that is compiled
+
+
+def _top(file: Path) -> Path:
+    """The folder of the top-level package that ``file`` belongs to."""
+    folder = file.resolve().parent
+    while (folder.parent / "__init__.py").exists():
+        folder = folder.parent
+    return folder
+
+
+@cache
+def _base(top: Path) -> Path:
+    """``NUMBA_CACHE_DIR``, or else the package's own cache folder, or the user's where that cannot be written."""
+    if numba.config.CACHE_DIR:
+        return Path(numba.config.CACHE_DIR)
+    mine = top / "__pycache__" / "numba"
+    try:
+        mine.mkdir(parents=True, exist_ok=True)
+        writable = os.access(mine, os.W_OK)
+    except OSError:
+        writable = False
+    return mine if writable else Path(AppDirs("torchkv", False).user_cache_dir) / "numba" / top.name
+
+
+def _digest(files: frozenset[Path]) -> str:
+    """Of the files' text, of where they lie (numba's own index names them so) and of who compiles them."""
+    digest = hashlib.blake2b(repr((numba.__version__, sys.version)).encode(), digest_size=_DIGEST_NBYTES)
+    for path in sorted(files):
+        text = path.read_bytes()
+        digest.update(repr((str(path), len(text))).encode())
+        digest.update(text)
+    return digest.hexdigest()
+
+
+@contextmanager
+def compiled_once(files: frozenset[Path]) -> Iterator[None]:
+    """Around what compiles the functions of ``files`` or loads them: one process of a machine compiles, others wait.
+
+    Where no folder can be written nobody waits: each process compiles for itself.
+    """
+    done = _base(Path(__file__).resolve().parents[1]) / f"{_digest(files)}.done"
+    try:
+        lock = None if done.exists() else done.with_name("lock").open("w")
+    except OSError:
+        lock = None
+    if lock is None:
+        yield
+        return
+    with lock:  # closing the file gives the lock back, also when the process is killed
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            log.info("compiling %d modules; this takes up to a minute, once on a machine", len(files))
+        yield
+        done.touch()
