@@ -15,9 +15,10 @@ from numba.extending import intrinsic
 from torchkv.arrays import Int64Array
 from torchkv.host.jit_cache import cached_by_source, compiled_once, sources
 
-__all__ = ["at_register", "c_function", "compiled", "compiled_with_gil", "monotonic_ns", "warm_up"]
+__all__ = ["at_register", "c_function", "compiled", "compiled_with_gil", "monotonic_ns", "primitive", "warm_up"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_WORD = ir.IntType(64)
 
 
 def compiled(function: _F) -> _F:
@@ -63,29 +64,32 @@ def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
     The address is an argument, so the machine code does not depend on where the library was loaded and can be cached on
     disk. result_bits: 0 (void), 8, 32 or 64. signed: how a narrower result is widened to 64 bits.
     """
+    result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
+    pointer = ir.FunctionType(result, [_WORD] * arity).as_pointer()
+
+    def emit(builder: Any, address: Any, *arguments: Any) -> Any:
+        value = builder.call(builder.inttoptr(address, pointer), arguments)
+        if result_bits in (0, 64):
+            return value
+        return builder.sext(value, _WORD) if signed else builder.zext(value, _WORD)
+
+    return primitive(arity + 1, emit)
+
+
+def primitive(arity: int, emit: Callable[..., Any]) -> Any:
+    """For compiled code: a function of ``arity`` int64 arguments that returns an int64.
+
+    emit: ``emit(builder, *arguments)`` adds its LLVM instructions and returns the result, for which void stands as 0.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
-        prototype = ir.FunctionType(result, [word] * arity)
-        value = builder.call(builder.inttoptr(arguments[0], prototype.as_pointer()), arguments[1:])
-        if result_bits == 0:
-            return ir.Constant(word, 0)
-        if result_bits == 64:
-            return value
-        return builder.sext(value, word) if signed else builder.zext(value, word)
+        value = emit(builder, *arguments)
+        return ir.Constant(_WORD, 0) if isinstance(value.type, ir.VoidType) else value
 
-    signature = types.int64(*[types.int64] * (arity + 1))
-    # numba takes the parameters from the signature of the given function, so each arity needs its own.
-    made: dict[int, Callable[..., Any]] = {
-        1: lambda typing, f, a: (signature, codegen),
-        2: lambda typing, f, a, b: (signature, codegen),
-        3: lambda typing, f, a, b, c: (signature, codegen),
-        4: lambda typing, f, a, b, c, d: (signature, codegen),
-        5: lambda typing, f, a, b, c, d, e: (signature, codegen),
-        6: lambda typing, f, a, b, c, d, e, g: (signature, codegen),
-    }
-    return intrinsic(made[arity])
+    made = types.int64(*[types.int64] * arity), codegen
+    # numba takes the parameters from the signature of the given function, so each arity needs one of its own.
+    names = ", ".join(["typing", *(f"a{i}" for i in range(arity))])
+    return intrinsic(eval(f"lambda {names}: made", {"made": made}))
 
 
 _CLOCK_MONOTONIC = 1

@@ -1,0 +1,88 @@
+"""Words of memory that several threads or processes read and write, for compiled code.
+
+LLVM moves and hoists plain loads and stores, so every word that somebody else writes goes through these. A word is a
+signed 64-bit integer at an address that is a multiple of 8. With ``NUMBA_DISABLE_JIT=1`` the same functions run in
+plain Python, for debuggers and coverage; then only one thread may use a word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+
+from torchkv.host.jit import primitive
+
+__all__ = ["copy_bytes", "exchange", "exchange_if", "fence", "load", "store"]
+
+_WORD = ir.IntType(64)
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+
+
+def _word(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(int(address))
+
+
+def _primitive(arity: int, emit: Callable[..., Any], plain: Callable[..., int]) -> Any:
+    return plain if numba.config.DISABLE_JIT else primitive(arity, emit)
+
+
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _WORD.as_pointer())
+
+
+def _plain_store(address: int, value: int) -> int:
+    _word(address).value = int(value)
+    return 0
+
+
+def _plain_exchange(address: int, value: int) -> int:
+    word = _word(address)
+    before, word.value = word.value, int(value)
+    return before
+
+
+def _plain_exchange_if(address: int, expected: int, value: int) -> int:
+    word = _word(address)
+    before = word.value
+    if before == expected:
+        word.value = int(value)
+    return before
+
+
+def _emit_exchange_if(builder: Any, address: Any, expected: Any, value: Any) -> Any:
+    pair = builder.cmpxchg(_at(builder, address), expected, value, "seq_cst", "seq_cst")
+    return builder.extract_value(pair, 0)
+
+
+def _plain_copy(dst: int, src: int, nbytes: int) -> int:
+    ctypes.memmove(int(dst), int(src), int(nbytes))
+    return 0
+
+
+def _emit_copy(builder: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    function = builder.module.declare_intrinsic("llvm.memcpy", [_BYTE_POINTER, _BYTE_POINTER, _WORD])
+    volatile = ir.Constant(ir.IntType(1), 0)
+    pointers = [builder.inttoptr(dst, _BYTE_POINTER), builder.inttoptr(src, _BYTE_POINTER)]
+    return builder.call(function, [*pointers, nbytes, volatile])
+
+
+# load(address): what was written before the `store` that made this value is visible afterwards (acquire).
+load = _primitive(
+    1, lambda b, address: b.load_atomic(_at(b, address), "acquire", 8, typ=_WORD), lambda address: _word(address).value
+)
+# store(address, value): everything written before is visible to whoever loads the value (release).
+store = _primitive(2, lambda b, address, value: b.store_atomic(value, _at(b, address), "release", 8), _plain_store)
+# exchange(address, value): stores it and returns what was there, in one order with all other exchanges and fences.
+exchange = _primitive(
+    2, lambda b, address, value: b.atomic_rmw("xchg", _at(b, address), value, "seq_cst"), _plain_exchange
+)
+# exchange_if(address, expected, value): as `exchange`, if ``expected`` is there. Returns what was there.
+exchange_if = _primitive(3, _emit_exchange_if, _plain_exchange_if)
+# fence(): loads after it see what was stored before another thread's fence that came first.
+fence = _primitive(0, lambda b: b.fence("seq_cst"), lambda: 0)
+# copy_bytes(dst, src, nbytes): plain memory, which must not overlap.
+copy_bytes = _primitive(3, _emit_copy, _plain_copy)
