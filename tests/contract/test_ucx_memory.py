@@ -67,7 +67,7 @@ def _tables() -> tuple[LocalRegions, RemoteRegions]:
 def test_puts_name_the_kind_of_their_memory(region: int, memory_type: int) -> None:
     spans = resolve(Batch(*columns((region, 0, region, 0, 8), (region, 8, region, 8, 8))), *_tables(), "peer")
     assert spans.memory_type == memory_type
-    put = PutOperation(SimpleNamespace(), "put", spans)  # type: ignore[arg-type]  # never stepped
+    put = PutOperation(SimpleNamespace(), "put", spans)  # never stepped
     assert put._params[6] == request_params(memory_type)[6] == memory_type
 
 

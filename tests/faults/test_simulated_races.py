@@ -112,7 +112,7 @@ def test_the_abort_race_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with a receiver that frees pages at once, the next owner's bytes are destroyed."""
 
     def free_at_once(self: Receiver, req: object) -> None:
-        self._end(req)  # type: ignore[arg-type]
+        self._end(req)
 
     monkeypatch.setattr(Receiver, "_end_if_quiescent", free_at_once)
     problems = _abort_race(pair())
@@ -131,7 +131,7 @@ class Tap:
         self.lose: Callable[[object], bool] = lambda message: False
         self._key = cluster[0].engine._messenger._key
         self.world_send = cluster.world.send
-        cluster.world.send = self._send  # type: ignore[method-assign]
+        cluster.world.send = self._send
 
     def _send(self, src: int, dst: int, data: bytes) -> None:
         self.seen.append((src, dst, data))

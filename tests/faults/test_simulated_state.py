@@ -118,7 +118,7 @@ def test_the_race_over_a_slot_is_real(monkeypatch: Patch) -> None:
     """Negative control: with a receiver that frees the slot at once, the next owner's state is destroyed."""
 
     def free_at_once(self: Receiver, req: object) -> None:
-        self._end(req)  # type: ignore[arg-type]
+        self._end(req)
 
     monkeypatch.setattr(Receiver, "_end_if_quiescent", free_at_once)
     problems = _abort_race(pair())

@@ -102,11 +102,12 @@ def test_layout_in_memory_of_torchkv(one: Case, gpu_ranks: Callable[[int], Ranks
 
 
 # The number of ranks varies slowest, so that each set of ranks is made once.
+BY_SIZE: list[Case] = sorted((compact(case) for case in GPU_CASES), key=lambda one: len(one.layouts))
+
+
 @needs_gpus(2)
 @pytest.mark.skipif(NO_NVSHMEM is not None, reason=f"NVSHMEM does not work here: {NO_NVSHMEM}")
-@pytest.mark.parametrize(
-    "one", sorted(map(compact, GPU_CASES), key=lambda one: len(one.layouts)), ids=lambda one: one.name
-)
+@pytest.mark.parametrize("one", BY_SIZE, ids=lambda one: one.name)
 @pytest.mark.parametrize("lane", [NVSHMEM_VIEW, NVSHMEM_PUT, NVSHMEM_STAGED], ids=lambda lane: lane.name)
 def test_layout_over_nvshmem(one: Case, lane: Lane, gpu_ranks: Callable[[int], Ranks]) -> None:
     size = len(one.layouts)

@@ -39,14 +39,14 @@ def patience(polls: int, *, starving: bool = False) -> Iterator[list[int]]:
         begun[0] += fifo_args is not None
         real(*args, fifo_args=fifo_args, **settings)
 
-    cuda_pack.CudaPackLauncher.gather = gather  # type: ignore[method-assign, assignment]
+    cuda_pack.CudaPackLauncher.gather = gather
     cuda_packer.PATIENCE = polls
     if starving:
         staged_transfer.LARGEST_CHUNK = 64 << 10
     try:
         yield begun
     finally:
-        cuda_pack.CudaPackLauncher.gather = real  # type: ignore[method-assign]
+        cuda_pack.CudaPackLauncher.gather = real
         cuda_packer.PATIENCE, staged_transfer.LARGEST_CHUNK = usual
 
 

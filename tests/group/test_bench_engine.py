@@ -9,7 +9,7 @@ import pytest
 
 from torchkv.bench import engine
 from torchkv.bench.engine import CASES, EngineCase, EngineResult, Pages, Setup, run_engine
-from torchkv.bench.engine_loop import Loop, Pending, steps_alone
+from torchkv.bench.engine_loop import STEP_SECONDS, Loop, Pending, steps_alone
 from torchkv.bench.processes import run_two
 
 
@@ -23,7 +23,7 @@ def test_a_row(by_layer: bool) -> None:
     result = run_engine(small(by_layer, busy=True))
     assert result.wrong == 0
     assert 0 < result.floor <= result.p50 <= result.p99
-    assert result.floor >= (engine.LAYERS if by_layer else 1) * engine.STEP_SECONDS
+    assert result.floor >= (engine.LAYERS if by_layer else 1) * STEP_SECONDS
 
 
 def corrupting_write(setup: Setup, seed: int) -> Any:
@@ -36,7 +36,7 @@ def corrupting_write(setup: Setup, seed: int) -> Any:
             tensor = pages._tensors()[-1]
             tensor.view(-1)[5] += 1
 
-    Pages.fill = fill  # type: ignore[method-assign]  # in a process of its own
+    Pages.fill = fill  # in a process of its own
     return engine._write(setup, seed)
 
 
@@ -104,7 +104,7 @@ def test_steps_are_calibrated() -> None:
 
 def test_what_passes() -> None:
     setup = Setup(case=CASES[1], device="cpu", polled=True)
-    steps, copy = engine.LAYERS * engine.STEP_SECONDS, 1e-4
+    steps, copy = engine.LAYERS * STEP_SECONDS, 1e-4
 
     def result(p50: float, wrong: int = 0) -> EngineResult:
         return EngineResult(setup=setup, p50=p50, p99=p50, lost=0.0, copy=copy, wrong=wrong)

@@ -323,7 +323,7 @@ def test_options_argument_beats_environment_beats_default(shared_ranks: Callable
 
 def wrong_options() -> None:
     with pytest.raises(torchkv.ProtocolError, match=r"torchkv\.Options"):
-        dist.new_group(backend="torchkv", pg_options={"timeout": 3})  # type: ignore[arg-type]
+        dist.new_group(backend="torchkv", pg_options={"timeout": 3})
 
 
 def test_wrong_options_are_refused(shared_ranks: Callable[..., Ranks]) -> None:

@@ -56,9 +56,9 @@ def chunks(sizes: tuple[int, int], prompt: int, prefix: int, path: str | None, o
             poison = expected.copy()
             rx = kv.recv_pages("r", target, 0, prefix_tokens=prefix)
             rx.wait(30)
-            sent = torch.empty((counts[0] * src_size, expected.shape[1]), dtype=torch.uint8)
-            dist.recv(sent, 0, group=kv)
-            expected[:arrived] = sent.numpy()[:arrived]
+            rows = torch.empty((counts[0] * src_size, expected.shape[1]), dtype=torch.uint8)
+            dist.recv(rows, 0, group=kv)
+            expected[:arrived] = rows.numpy()[:arrived]
             assert np.array_equal(token_rows(cache, target), expected)
             assert np.array_equal(token_rows(cache, others), canaries)
             assert not np.array_equal(poison, expected)  # negative control

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_an_exit_in_the_middle_of_a_call_fails_it(bare: Ranks) -> None:
 
 
 def crash() -> None:
-    faulthandler._sigsegv()
+    cast(Any, faulthandler)._sigsegv()
 
 
 def test_a_crash_shows_where(bare: Ranks) -> None:

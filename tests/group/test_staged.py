@@ -298,7 +298,8 @@ def memory_taken(own: int) -> tuple[set[str], str, int]:
         cache = random_cache()
         kv.register(cache)
         source = page_bytes(cache, PAGES)
-        lanes, link, taken = {}, "", -1
+        lanes: dict[str, Any] = {}
+        link, taken = "", -1
         if kv.rank() == 0:
             send(kv, PAGES, 1)
             seen = kv.explain(1)

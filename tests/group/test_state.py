@@ -277,7 +277,7 @@ def forgetful() -> None:
                 kv.finish("r", 1)
             engine = kv._verbs.engine
             assert engine is not None
-            engine.sender._state_missing = lambda *args: None  # type: ignore[method-assign]
+            engine.sender._state_missing = lambda *args: None
             with pytest.raises(TransferTimeout, match="'r'"):
                 kv.finish("r", 1).wait(PATIENCE)
             del engine.sender._state_missing
@@ -334,7 +334,7 @@ def flip_and_receive(kv: KVProcessGroup, cache: KVCache, truth: Truth, checksum:
         return real(self, job)
 
     before = contents(cache)
-    HostPacker.scatter = scatter  # type: ignore[method-assign]
+    HostPacker.scatter = scatter
     rx = kv.recv_pages("r", [4, 6], 0, state_slot=2)
     if checksum:
         with pytest.raises(ChecksumMismatch) as caught:
@@ -346,7 +346,7 @@ def flip_and_receive(kv: KVProcessGroup, cache: KVCache, truth: Truth, checksum:
         rx.wait(PATIENCE)
         with pytest.raises(AssertionError, match="1 wrong bytes"):
             check(cache, before, truth, [4, 6], 2)
-    HostPacker.scatter = real  # type: ignore[method-assign]
+    HostPacker.scatter = real
     before = randomise(cache)
     kv.recv_pages("r", [4, 6], 0, state_slot=2).wait(PATIENCE)
     check(cache, before, truth, [4, 6], 2)

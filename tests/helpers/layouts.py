@@ -51,7 +51,7 @@ def instances(draw: st.DrawFn) -> tuple[dict[int, KVLayout], KVLayout]:
             layers=layers,
             tp_rank=rank,
             tp_size=size,
-            order=order,  # type: ignore[arg-type]
+            order=order,
             windows=windows,
         )
 

@@ -44,13 +44,13 @@ class Ring:
     """A FIFO's memory: random bytes in the slots with canaries around, stale words below ``BASE``, both states."""
 
     def __init__(self, channels: int, chunk: int, *, max_polls: int = 1) -> None:
-        slots = kernel_launch.SLOTS * channels * chunk
+        slots = stage_format.SLOTS * channels * chunk
         self._memory = aligned(slots + 2 * CANARY)
         self._canaries = self._canary()
         self.slots = self._memory[CANARY:-CANARY]
-        self.words = torch.randint(0, BASE, (2, kernel_launch.MAX_CHANNELS))
+        self.words = torch.randint(0, BASE, (2, stage_format.MAX_CHANNELS))
         self._words = self.words.clone()
-        self.states = [torch.zeros(kernel_launch.MAX_CHANNELS, dtype=torch.int64) for _ in range(2)]
+        self.states = [torch.zeros(stage_format.MAX_CHANNELS, dtype=torch.int64) for _ in range(2)]
         self.sides = [
             FifoArgs(self.words.data_ptr(), BASE, ChunkFifo(chunk, channels), state.data_ptr(), max_polls)
             for state in self.states
@@ -65,7 +65,7 @@ class Ring:
         return torch.cat([self._memory[:CANARY], self._memory[-CANARY:]])
 
     def slot(self, channel: int, turn: int) -> torch.Tensor:
-        at = (turn % kernel_launch.SLOTS * self.channels + channel) * self.chunk
+        at = (turn % stage_format.SLOTS * self.channels + channel) * self.chunk
         return self.slots[at : at + self.chunk]
 
     def raised(self, word: int) -> list[int]:
@@ -158,7 +158,7 @@ def test_fifo_copies_are_the_reference(
     bad = copy_pages_reference(
         pools.sources, pools.want, *map(torch.tensor, (case.src_ids, case.dst_ids)), case.geometry, **where
     )
-    ring = Ring(channels, factor * copies.CHUNK_UNIT, max_polls=max_polls)
+    ring = Ring(channels, factor * stage_format.CHUNK_UNIT, max_polls=max_polls)
     told = ring.run(fifo_launches(case, pools, ring, cut=int(cut and case.num_jobs > 1)), order)
     assert {page.side for page in told} == {page.side for page in bad}
     assert told <= bad
@@ -215,7 +215,7 @@ def test_a_gather_waits_for_credit_and_goes_on_chunk_by_chunk() -> None:
         gather(errors)
         for channel in range(channels):
             # Chunks that a block left undone in an earlier launch hold up the same block of the later launch.
-            while done[channel] < min(shares[channel], credit[channel] + kernel_launch.SLOTS):
+            while done[channel] < min(shares[channel], credit[channel] + stage_format.SLOTS):
                 number = channel + done[channel] * channels
                 at = ring.slot(channel, done[channel]).data_ptr() - ring.slots.data_ptr()
                 want[at : at + len(chunks[number])] = chunks[number]
@@ -289,7 +289,7 @@ def test_a_later_launch_waits_for_an_earlier_one(side: int) -> None:
 
     launches = fifo_launches(case, pools, ring, cut=1, behind=behind)
     launches[side](errors := copies.error_words())
-    assert seen == [[kernel_launch.SLOTS * (1 - side)] * 2] * 2
+    assert seen == [[stage_format.SLOTS * (1 - side)] * 2] * 2
     assert copies.unfinished(errors)
     launches[side](errors := copies.error_words())
     assert seen[2:] == [[10, 9], [19, 19]]
@@ -307,10 +307,10 @@ def test_a_bad_page_in_a_fifo_is_named_however_often_it_stops(side: str, page: i
 
 def test_wrong_fifos_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = plain()
-    pools, unit = case.pools(), copies.CHUNK_UNIT
+    pools, unit = case.pools(), stage_format.CHUNK_UNIT
     ring = Ring(2, unit)
     launches = fifo_launches(case, pools, ring)
-    good, most = ring.sides[0], kernel_launch.MAX_CHANNELS
+    good, most = ring.sides[0], stage_format.MAX_CHANNELS
     before = ring.slots.clone()
     wrong: list[tuple[dict[str, int], str]] = [
         ({"channels": 0}, "0 channels"),
@@ -393,7 +393,7 @@ def test_several_runs_and_groups_through_a_fifo(channels: int, monkeypatch: pyte
     assert min(map(len, runs)) > 2
     ring = Ring(channels, 512)
     through_fifo(transfer, piece, places, ring)
-    assert max(ring.raised(0)) > (2 if channels == 1 else 1) * kernel_launch.SLOTS
+    assert max(ring.raised(0)) > (2 if channels == 1 else 1) * stage_format.SLOTS
     assert differences(transfer.target.now(), expected) == 0
 
 

@@ -120,9 +120,9 @@ def test_checksums_take_the_staged_path() -> None:
 
 def test_options_are_immutable_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Options().timeout = 5.0  # type: ignore[misc]
+        Options().timeout = 5.0
     with pytest.raises(TypeError):
-        Options("ucx")  # type: ignore[misc]
+        Options("ucx")
 
 
 @pytest.mark.parametrize("value", [2, 2.0, timedelta(seconds=2)])

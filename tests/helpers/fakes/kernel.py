@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchkv.cuda import driver
 from torchkv.kernels import compiled
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns, Stripe
@@ -80,8 +81,8 @@ def fake_launches(module: Any, name: str, num_integers: int) -> Iterator[list[tu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, FakeKernel(log, num_integers))
-        patch.setattr(compiled.triton, "JITFunction", FakeKernel)
-        patch.setattr(compiled.driver, "launch", launch)
+        patch.setattr("torchkv.kernels.compiled.triton.JITFunction", FakeKernel)
+        patch.setattr(driver, "launch", launch)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
         patch.setattr(compiled, "_loaded", {})

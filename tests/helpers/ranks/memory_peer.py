@@ -21,7 +21,7 @@ from torchkv.errors import TransportUnavailable
 
 
 @triton.jit
-def _store(address, source, count, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
+def _store(address, source, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - Triton reads annotations as types
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     target = address.to(tl.pointer_type(tl.uint8))
     tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)

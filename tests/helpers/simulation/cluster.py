@@ -9,6 +9,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torchkv_loopback import Faults, LoopbackTransport, World
@@ -201,7 +202,7 @@ class Cluster:
         everyone = [registration.metadata().encode() for registration in registrations]
         for registration in registrations:
             engine = registration.engine([PeerMetadata.decode(metadata) for metadata in everyone])
-            self.ranks.append(Rank(self.world, registration.transport.node, engine, registration.cache))
+            self.ranks.append(Rank(self.world, cast(Any, registration.transport).node, engine, registration.cache))
             registration.warm(engine)
 
     def _registration(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from torchkv_loopback import Faults
@@ -111,7 +112,7 @@ class Scenario:
         self.cluster.run(lambda: self._all_ended() and not self._leftovers(), limit=END_SECONDS)
         self.cluster.run(limit=1.0)
         self._check_end(justified=False)
-        watched = [*self.shadows.values(), *self.rings.values()]
+        watched: list[Any] = [*self.shadows.values(), *self.rings.values()]
         return self.problems + [problem for shadow in watched for problem in shadow.problems]
 
     def _cancel_all(self) -> None:

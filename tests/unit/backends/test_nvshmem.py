@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from importlib import metadata
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchkv_nvshmem import NVSHMEMTransport, environment, library, wire
+from torchkv_nvshmem import NVSHMEMTransport, environment, wire
 from torchkv_nvshmem.exchange import through_store
 from torchkv_nvshmem.heap import ALIGNMENT, Heap, Place
 from torchkv_nvshmem.wire import AddressBlob, RegionBlob
@@ -256,16 +258,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     installed = {"nvidia-nvshmem-cu13": "3.4.5"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     pins = ["numpy", 'nvidia-nvshmem-cu13==3.4.5; platform_system == "Linux"']
-    monkeypatch.setattr(library.metadata, "requires", lambda name: pins)
+    monkeypatch.setattr(metadata, "requires", lambda name: pins)
 
     def version(name: str) -> str:
         if name not in installed:
-            raise library.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(library.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     return installed
 
 
@@ -289,7 +291,7 @@ def test_a_library_newer_than_pytorchs_is_refused(cuda: dict[str, str], version:
 def test_a_missing_package_is_named_with_the_line_that_mends_it(
     cuda: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reason = NVSHMEMTransport.available()
     assert reason is not None
     assert 'pip install nvshmem4py-cu13 "nvidia-nvshmem-cu13==3.4.5"' in reason
@@ -350,7 +352,7 @@ def test_memory_is_used_again_only_when_the_device_is_done_with_it() -> None:
     ran = []
     stream = runtime.gpu.stream()
     first = runtime.take(3 * MIB)
-    stream.add(lambda: ran.append("a kernel that reads it"))
+    cast(Any, stream).add(lambda: ran.append("a kernel that reads it"))
     del first
     gc.collect()
     assert not ran

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Outcome]:
     """What each benchmark of the host pretends to measure; by default all is well."""
     found = {name: Outcome(line=f"line of {name}", row={"name": name}) for name in benchmarks.HOST}
 
-    def pretend(name: str) -> benchmarks.Benchmark:
+    def pretend(name: str) -> Callable[[int], Iterator[Outcome]]:
         def run(repeats: int) -> Iterator[Outcome]:
             assert repeats == 4
             yield found[name]

@@ -55,7 +55,7 @@ def result(*, device: str = "cpu", tokens: int = 2048, saved: float = 0.8, **cha
         "round_trip": 2e-4,
         "wrong": 0,
     }
-    return PipelineResult(**{**fields, **changes})  # type: ignore[arg-type]
+    return PipelineResult(**{**fields, **changes})
 
 
 def gates(result: PipelineResult) -> dict[str, Gate]:
@@ -289,7 +289,7 @@ def test_every_wrong_byte_counts_in_the_pages_around_them_and_of_the_logits(tp: 
     prompt = torch.randint(1000, (21,))
     first = int(rank.model(prompt, Paged(cache, rank.slots)).argmax())
     memory = Received(cache, rank.slots, num_shards=rank.num_held)
-    memory.gather(Here())  # type: ignore[arg-type]
+    memory.gather(Here())
     logits = rank.model(torch.tensor([first]), memory)
 
     def wrong(first: int = first, logits: torch.Tensor = logits) -> int:

@@ -100,7 +100,8 @@ def test_retries_slow_down_and_recover() -> None:
     one, other = both()
     one.send(message(0))
     (first,) = one.poll(0.0)
-    times, now = [], 0.0
+    times: list[float] = []
+    now = 0.0
     while len(times) < 6:
         now = one.next_poll
         assert len(one.poll(now)) == 1

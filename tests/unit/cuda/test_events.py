@@ -22,8 +22,8 @@ STREAM = 7
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = install(monkeypatch, FakeDriver())
-    driver.stream = STREAM  # type: ignore[attr-defined]  # the calling thread's current one
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: driver.stream, raising=False)
+    # of the calling thread
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setattr(events, "_GROWTH", 4)
     return driver
 

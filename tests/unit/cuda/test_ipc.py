@@ -30,7 +30,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.fixture
 def asynchronous(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes `open_share` take this process for another one."""
-    return lambda: monkeypatch.setattr(ipc.os, "getpid", lambda: 1 << 20)
+    return lambda: monkeypatch.setattr(os, "getpid", lambda: 1 << 20)
 
 
 def with_fields(share: bytes, **changes: object) -> bytes:
@@ -183,17 +183,17 @@ def test_memory_that_ipc_cannot_export_is_refused_with_the_remedy(fake: FakeDriv
     virtual = fake.add(4096, ipc=False)
     for call in (ipc.check_shareable, ipc.share):
         with pytest.raises(TransportUnavailable, match=r"expandable_segments:False"):
-            call(FakeTensor(virtual.base, 4096))  # type: ignore[operator]
+            call(FakeTensor(virtual.base, 4096))
     plain = fake.add(4096)
     with pytest.raises(TransportUnavailable, match="more than one allocation"):
-        ipc.share(FakeTensor(plain.base + 1, 4096))  # type: ignore[arg-type]
-    ipc.check_shareable(FakeTensor(plain.base, 4096))  # type: ignore[arg-type]
+        ipc.share(FakeTensor(plain.base + 1, 4096))
+    ipc.check_shareable(FakeTensor(plain.base, 4096))
     with pytest.raises(ProtocolError, match="no memory"):
-        ipc.check_shareable(FakeTensor(plain.base, 0))  # type: ignore[arg-type]
+        ipc.check_shareable(FakeTensor(plain.base, 0))
 
 
 def share(base: int, nbytes: int, device: int = 0) -> bytes:
-    return ipc.share(FakeTensor(base, nbytes, device))  # type: ignore[arg-type]
+    return ipc.share(FakeTensor(base, nbytes, device))
 
 
 def test_storages_of_one_allocation_share_one_mapping(fake: FakeDriver, asynchronous: Any) -> None:
@@ -309,7 +309,7 @@ def test_reasons_why_memory_cannot_be_reached(fake: FakeDriver, asynchronous: An
         {"nbytes": (1 << 46) + 1},
     ],
 )
-def test_fields_out_of_range_are_refused(changes: dict[str, object], fake: FakeDriver) -> None:
+def test_fields_out_of_range_are_refused(changes: dict[str, Any], fake: FakeDriver) -> None:
     described = share(fake.add(4096).base, 4096)
     with pytest.raises(ProtocolError):
         ipc.open_share(with_fields(described, **changes), GPU0)

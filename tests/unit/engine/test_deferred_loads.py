@@ -62,8 +62,8 @@ def new_scheduler(gpu: Gpu, stages: Any = None) -> TransferScheduler:
         options=Options(),
         memory=LocalMemory(
             pages=unused,
-            gpu=gpu,  # type: ignore[arg-type]
-            staging=SimpleNamespace(sending=stages, packer=unused),  # type: ignore[arg-type]
+            gpu=gpu,
+            staging=SimpleNamespace(sending=stages, packer=unused),
         ),
         requester=unused,
         connection=unused,
@@ -114,10 +114,10 @@ def test_memory_to_send_from(gpu: Gpu, mapped: bool) -> None:
     gpu.holding = True
     assert (scheduler._staged_transfer(*arguments) is None) is not mapped
     gpu.holding = False
-    assert scheduler._staged_transfer(*arguments) is stages  # type: ignore[comparison-overlap]  # the fake's result
+    assert scheduler._staged_transfer(*arguments) is stages  # the fake's result
     assert stages.taken == (0 if mapped else 4096)
     gpu.holding = True
-    assert scheduler._staged_transfer(*arguments) is stages  # type: ignore[comparison-overlap]
+    assert scheduler._staged_transfer(*arguments) is stages
 
 
 def test_what_is_mapped_of_a_dead_peer(gpu: Gpu) -> None:

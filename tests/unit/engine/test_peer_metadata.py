@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -63,10 +64,10 @@ def test_metadata_of_state_alone() -> None:
     assert (made.info().num_pages, made.info().num_slots) == (1, SLOTS)
 
 
-def moved(name: str, layer: int, **changes: int) -> Callable[[PeerMetadata], dict[str, object]]:
+def moved(name: str, layer: int, **changes: int) -> Callable[[PeerMetadata], dict[str, Any]]:
     """That placement changed by so much."""
 
-    def change(made: PeerMetadata) -> dict[str, object]:
+    def change(made: PeerMetadata) -> dict[str, Any]:
         placements = [
             msgspec.structs.replace(p, **{field: getattr(p, field) + by for field, by in changes.items()})
             if (p.component, p.layer) == (name, layer)
@@ -78,15 +79,15 @@ def moved(name: str, layer: int, **changes: int) -> Callable[[PeerMetadata], dic
     return change
 
 
-def without(name: str, layer: int) -> Callable[[PeerMetadata], dict[str, object]]:
+def without(name: str, layer: int) -> Callable[[PeerMetadata], dict[str, Any]]:
     return lambda made: {"placements": [p for p in made.placements if (p.component, p.layer) != (name, layer)]}
 
 
-def with_extra(name: str, layer: int) -> Callable[[PeerMetadata], dict[str, object]]:
+def with_extra(name: str, layer: int) -> Callable[[PeerMetadata], dict[str, Any]]:
     return lambda made: {"placements": [*made.placements, PlacementMetadata(name, layer, 0, 0, 8)]}
 
 
-BAD: dict[str, tuple[Callable[[PeerMetadata], dict[str, object]], str]] = {
+BAD: dict[str, tuple[Callable[[PeerMetadata], dict[str, Any]], str]] = {
     "one slot more": (lambda made: {"num_slots": 1 << 20}, f"{1 << 20} slots of 'ssm', layer 0.*outside its region 0"),
     "one page more": (lambda made: {"num_pages": 1 << 20}, f"{1 << 20} pages of 'k', layer 0.*outside its region 0"),
     "no slots": (lambda made: {"num_slots": 0}, "0 slots of 'ssm'"),

@@ -189,7 +189,7 @@ def test_aux() -> None:
     assert len(as_aux(bytes(65536), operation="test")) == 65536
     for bad in (bytes(65537), "text", 5, None, [1]):
         with pytest.raises(ProtocolError, match="test"):
-            as_aux(bad, operation="test")  # type: ignore[arg-type]
+            as_aux(bad, operation="test")
 
 
 def test_events() -> None:

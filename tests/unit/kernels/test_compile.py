@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from torchkv.kernels import checksum as checksum_kernel
-from torchkv.kernels import launch as kernel_launch
 from torchkv.kernels import page_copy
 from torchkv.kernels.launch import FIFO_WARPS
+from torchkv.layout import stage_format
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -47,7 +47,7 @@ def test_copies_of_narrow_words(unit: int) -> None:
 @pytest.mark.parametrize("table", [0, 256])
 @pytest.mark.parametrize("mode", [page_copy.GATHER, page_copy.SCATTER])
 def test_fifo_copies(mode: int, table: int, unit: int) -> None:
-    asm = compiled(page_copy.copy, (mode, unit, 2, 1, 2048, table, kernel_launch.SLOTS), FIFO_WARPS)
+    asm = compiled(page_copy.copy, (mode, unit, 2, 1, 2048, table, stage_format.SLOTS), FIFO_WARPS)
     assert asm["cubin"]
     lines = [line.split("//")[0].strip() for line in asm["ptx"].splitlines()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +125,7 @@ def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeyp
 @pytest.mark.usefixtures("_gpu")
 def test_the_pause_that_ends_first_wakes_the_progress_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(gpu_context.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     made, stopped = GpuContext(GPU, blocks=16), False
     assert made.pause_ends == math.inf
     long, short = made.pause(3, lambda: stopped), made.pause(2, lambda: False)
@@ -194,6 +195,6 @@ def test_what_the_gpu_refuses_and_that_it_has_failed_are_errors_of_the_transport
     def query() -> bool:
         raise RuntimeError("unspecified launch failure")
 
-    check_alive(SimpleNamespace(query=lambda: False))  # type: ignore[arg-type]
+    check_alive(SimpleNamespace(query=lambda: False))
     with pytest.raises(TransportUnavailable, match="the GPU failed: unspecified launch failure"):
-        check_alive(SimpleNamespace(query=query))  # type: ignore[arg-type]
+        check_alive(SimpleNamespace(query=query))

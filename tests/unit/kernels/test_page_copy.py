@@ -17,6 +17,7 @@ from tests.helpers.fakes.kernel import fake_launches, plain_geometry
 from torchkv.kernels import copies, page_copy
 from torchkv.kernels import launch as kernel_launch
 from torchkv.kernels.launch import TILE, Tile, divisor
+from torchkv.layout import stage_format
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns
 from torchkv.layout.stage_format import ChunkFifo, MemorySpan
@@ -163,7 +164,7 @@ def test_loading_compiles_fifo_kernels_if_asked(log: list[tuple[Any, ...]]) -> N
     load(page_copy.GATHER, page_copy.SCATTER, fifo=True)
     compiled = [entry[1] for entry in log if entry[0] == "compile"]
     assert [(constants[0], constants[-1]) for constants in compiled] == [
-        (mode, slots) for slots in (0, kernel_launch.SLOTS) for mode in (page_copy.GATHER, page_copy.SCATTER)
+        (mode, slots) for slots in (0, stage_format.SLOTS) for mode in (page_copy.GATHER, page_copy.SCATTER)
     ]
     log.clear()
     send_through_fifo()
@@ -175,7 +176,7 @@ def test_each_side_of_a_fifo_waits_for_what_the_other_publishes(log: list[tuple[
     starts = [entry for entry in log if entry[0] == "start"]
     assert [entry[1] for entry in starts] == [5] * 2, "as many blocks as channels, however few chunks there are"
     at = 8  # position of wait_at among the arguments
-    packed, unpacked = FIFO.words, FIFO.words + 8 * kernel_launch.MAX_CHANNELS
+    packed, unpacked = FIFO.words, FIFO.words + 8 * stage_format.MAX_CHANNELS
     counts = (FIFO.state, FIFO.base, FIFO.max_polls, 2, (1 << 16) // (16 * TILE.words), 2)
     assert starts[0][2][at : at + 8] == (unpacked, packed, *counts)
     assert starts[1][2][at : at + 8] == (packed, unpacked, *counts)
@@ -187,7 +188,7 @@ def test_a_fifo_of_nothing_is_no_launch(log: list[tuple[Any, ...]]) -> None:
 
 
 def test_every_tile_divides_a_chunk() -> None:
-    assert copies.CHUNK_UNIT % (16 * TILE.words) == 0
+    assert stage_format.CHUNK_UNIT % (16 * TILE.words) == 0
 
 
 def test_unfinished_hides_no_bad_page() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -97,7 +98,7 @@ def test_layouts_are_values() -> None:
     assert gqa() != gqa(page_size=32)
     assert len({gqa(), gqa(layers=range(4)), gqa(layers=[0])}) == 2
     with pytest.raises(FrozenInstanceError):
-        gqa().page_size = 8  # type: ignore[misc]
+        gqa().page_size = 8
 
 
 def test_numpy_integers_are_integers() -> None:
@@ -167,7 +168,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("field", "message"), REFUSED)
-def test_bad_layouts_are_refused_with_field_value_and_limit(field: dict[str, object], message: str) -> None:
+def test_bad_layouts_are_refused_with_field_value_and_limit(field: dict[str, Any], message: str) -> None:
     gqa()
     with pytest.raises(LayoutMismatch, match=message) as caught:
         gqa(**field)
@@ -179,9 +180,9 @@ def test_bad_layouts_are_refused_with_field_value_and_limit(field: dict[str, obj
 def test_names_are_identifiers(name: object) -> None:
     assert Component("k" * 64, 1, 1, torch.uint8).name == "k" * 64
     with pytest.raises(LayoutMismatch, match=r"Component\.name="):
-        Component(name, 1, 1, torch.uint8)  # type: ignore[arg-type]
+        Component(name, 1, 1, torch.uint8)
     with pytest.raises(LayoutMismatch, match=r"State\.name="):
-        State(name, (1,), torch.uint8)  # type: ignore[arg-type]
+        State(name, (1,), torch.uint8)
 
 
 def test_components_are_bounded_and_distinct() -> None:
@@ -213,9 +214,9 @@ def test_components_are_bounded_and_distinct() -> None:
         ({"dtype": None}, "dtype=None"),
     ],
 )
-def test_bad_states_are_refused(field: dict[str, object], message: str) -> None:
+def test_bad_states_are_refused(field: dict[str, Any], message: str) -> None:
     good = {"name": "s", "shape": (12, 4), "dtype": torch.int8, "shard_dim": 0, "shard_groups": (4, 8)}
-    State(**good)  # type: ignore[arg-type]
+    State(**good)
     with pytest.raises(LayoutMismatch, match=message):
         State(**{**good, **field})
 
@@ -223,7 +224,7 @@ def test_bad_states_are_refused(field: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize("ask", [KVLayout.component, KVLayout.page_shape, KVLayout.component_layers])
 def test_unknown_names_are_refused(ask: object) -> None:
     with pytest.raises(LayoutMismatch, match=r"no component 'q' \(it has: k, v\)"):
-        ask(gqa(), "q")  # type: ignore[operator]
+        ask(gqa(), "q")
     with pytest.raises(LayoutMismatch, match=r"no state 'q' \(it has: none\)"):
         gqa().state_shape("q")
 
@@ -264,7 +265,7 @@ def test_what_may_differ_between_instances() -> None:
         ({"states": [State("conv", (12, 4), torch.float32, 0)]}, r"state 'conv': groups is \(4, 8\)"),
     ],
 )
-def test_incompatible_layouts_name_ranks_field_and_values(change: dict[str, object], message: str) -> None:
+def test_incompatible_layouts_name_ranks_field_and_values(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutMismatch, match=message):
         check_compatible(gqa(states=[CONV]), gqa(**{"states": [CONV], **change}), rank_a=2, rank_b=9)
 
@@ -445,7 +446,7 @@ HUGE = [[0, 1 << 20]]
         ({"windows": {"2": 8}}, "Expected `array`"),
     ],
 )
-def test_hostile_fields_are_refused(change: dict[str, object], message: str) -> None:
+def test_hostile_fields_are_refused(change: dict[str, Any], message: str) -> None:
     assert codec.decode(forged()) == gqa(states=[CONV])
     with pytest.raises(ProtocolError, match=message) as caught:
         codec.decode(forged(**change))

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -434,7 +435,7 @@ def test_a_rank_that_holds_only_state_contributes() -> None:
 
 
 @pytest.mark.parametrize("field", [{"page_size": 6}, {"num_layers": 3}, {"head_dim": 3}, {"dtype": torch.float32}])
-def test_irreconcilable_layouts_are_refused(field: dict[str, object]) -> None:
+def test_irreconcilable_layouts_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(LayoutMismatch, match="rank 7"):
         compile_plan(7, {7: gqa()}, gqa(**field))
 

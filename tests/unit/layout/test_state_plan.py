@@ -37,7 +37,7 @@ def layout(
 
 def instance(size: int, **given: object) -> dict[int, KVLayout]:
     """Group rank -> layout of a tensor-parallel instance. Ranks have gaps, unlike tp_rank."""
-    return {3 + 2 * rank: layout(rank, size, **given) for rank in range(size)}  # type: ignore[arg-type]
+    return {3 + 2 * rank: layout(rank, size, **given) for rank in range(size)}
 
 
 SSM = State("ssm", (12, 5, 2), torch.float32, shard_dim=0)
@@ -271,7 +271,7 @@ def test_pieces_of_state_hold_all_of_it_once(
 
 def mutants(plan: PairPlan) -> list[PairPlan]:
     def each(**change: object) -> PairPlan:
-        return replace(plan, segments=tuple(replace(segment, **change) for segment in plan.segments))  # type: ignore[arg-type]
+        return replace(plan, segments=tuple(replace(segment, **change) for segment in plan.segments))
 
     first = plan.segments[0]
     return [

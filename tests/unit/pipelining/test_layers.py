@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -272,7 +272,7 @@ def test_on_a_gpu_layers_are_timed_by_events_and_the_link_by_its_limit(gpu: Grou
         asked.append(rank)
         return SimpleNamespace(limit_gbps=200.0)
 
-    gpu.explain = explain
+    cast(Any, gpu).explain = explain
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: setattr(FakeEvent, "now", FakeEvent.now + 2.0))
     FakeEvent.finished = False
@@ -299,7 +299,7 @@ def test_a_link_that_cannot_be_measured_is_unknown(gpu: Group, caplog: pytest.Lo
     def explain(rank: int) -> None:
         raise PeerLost("rank 1 is gone")
 
-    gpu.explain = explain
+    cast(Any, gpu).explain = explain
     policy, model = Fixed(2), Model()
     FakeEvent.finished = True
     with torchkv.pipeline(model, gpu, "r", [1], 1, policy=policy):

@@ -65,7 +65,7 @@ class AgainstNaive(RuleBasedStateMachine):
     def allocate(self, data: Any, count: int) -> None:
         request = data.draw(st.sampled_from(self.requests))
         before = dict(self.known)
-        victims = []
+        victims: list[Any] = []
         while len(self.free) + len(victims) < count and (idle := self.evictable()):
             victims.append(self.known.pop(min(idle, key=lambda prefix: self.last_released[prefix])))
         if len(self.free) + len(victims) < count:

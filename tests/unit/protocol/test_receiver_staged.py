@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.protocol import CHANNELS, RING, TIMEOUT, Acts, group_map, pages, post, receiver
@@ -275,11 +277,11 @@ def test_a_dead_writers_scatter_is_still_waited_for() -> None:
     ],
     ids=["layer", "order", "no layers", "pages", "far"],
 )
-def test_a_piece_outside_the_grant_fails_the_request_and_writes_nothing(wrong: dict[str, object], words: str) -> None:
+def test_a_piece_outside_the_grant_fails_the_request_and_writes_nothing(wrong: dict[str, Any], words: str) -> None:
     machine = receiver()
     req = post(machine, 4, 7)
     ask(machine)
-    assert staged(machine, **wrong) == []  # type: ignore[arg-type]
+    assert staged(machine, **wrong) == []
     assert isinstance(req.error, ProtocolError)
     assert "'r'" in str(req.error)
     assert "rank 0" in str(req.error)

@@ -605,7 +605,7 @@ def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPa
 def test_malformed_grants_are_refused(message: object) -> None:
     machine = sender()
     with pytest.raises(ProtocolError):
-        machine.on_grant(1, message, 0.0)  # type: ignore[arg-type]
+        machine.on_grant(1, message, 0.0)
     assert Acts(machine).all == []
     assert machine.prefix_tokens("r", 1) is None
 

@@ -449,7 +449,7 @@ def test_a_stage_of_state_only_seals_no_pages() -> None:
 
     def layout(name: str) -> KVLayout:
         keys = Component("k", 2, 2, torch.int16, layers=(0,))
-        return KVLayout([keys], num_layers=2, page_size=4, **layouts[name])  # type: ignore[arg-type]
+        return KVLayout([keys], num_layers=2, page_size=4, **layouts[name])
 
     machine = receiver(
         group_map(2, ("p", layout("first")), ("p", layout("second")), ("d", layout("all")), num_slots=SLOTS)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -415,7 +415,7 @@ def test_stopped_jobs_do_not_wait_for_kernels(bench: Bench, signalled: bool) -> 
 
 def test_a_plan_whose_kernels_are_loaded_for_another_plan_does_not_wait(bench: Bench) -> None:
     for sending in (True, False):
-        bench.packer._launcher(PLAN, sending=sending).loaded.add((sending, False, True))
+        cast(Any, bench.packer._launcher(PLAN, sending=sending)).loaded.add((sending, False, True))
     bench.gpu.holding = True
     assert [next(bench.gather()), next(bench.packer.scatter(bench.job()))] == [0, 0]
     assert [name for name, *_ in LOG] == ["gather", "scatter"]

@@ -122,7 +122,7 @@ class World:
             waits=waits,
             claim=CLAIM if waits else None,
             table=BaseAddressTable(plan, source.local, self.connection),
-            device=gpu,  # type: ignore[arg-type]
+            device=gpu,
             opened=lambda: gpu.log.append("opened"),
         )
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchkv.kernels import copies
+
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from tests.helpers.fakes.gpu import CLAIM, Event, Gpu
 from torchkv.errors import TransferCancelled, TransportUnavailable
 from torchkv.protocol.actions import SendOp
-from torchkv.transfer import cuda_copy
 from torchkv.transfer.base import TransferContext
 from torchkv.transfer.cuda_copy import CudaCopyTransfer
 
@@ -33,15 +34,15 @@ def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits
             op=SendOp("r", 1, {}, LAYERS, 0, 2, None),
             grant=grant,
             pages=np.array([2, 3]),
-            local=SimpleNamespace(num_pages=8),  # type: ignore[arg-type]
+            local=SimpleNamespace(num_pages=8),
             connection=connection,
             report=lambda layers, nbytes, path: gpu.log.append(f"report {len(layers)} {nbytes}"),
         ),
-        waits=[Event(gpu.log)] if waits else [],  # type: ignore[list-item]
+        waits=[Event(gpu.log)] if waits else [],
         opened=lambda: gpu.log.append("opened"),
         claim=CLAIM if waits else None,
-        table=SimpleNamespace(groups=[job] * groups),  # type: ignore[arg-type]
-        device=gpu,  # type: ignore[arg-type]
+        table=SimpleNamespace(groups=[job] * groups),
+        device=gpu,
     )
 
 
@@ -115,7 +116,7 @@ def test_a_launch_that_fails_half_way_ends_when_its_first_half_has_run(
             raise TransportUnavailable("no second kernel")
         gpu.log.append("kernel")
 
-    monkeypatch.setattr(cuda_copy.copies, "copy_pages", copy_pages)
+    monkeypatch.setattr(copies, "copy_pages", copy_pages)
     made = transfer(gpu, groups=2)
     advance(made)
     assert gpu.log[-2:] == ["kernel", "signal"]
@@ -175,5 +176,5 @@ def test_if_the_gpu_failed_it_is_unknown_what_was_written(gpu: Gpu) -> None:
 def test_an_event_whose_query_fails_does_not_count_as_a_closed_gate(gpu: Gpu) -> None:
     made = transfer(gpu)
     assert made.gated
-    made._waits[0].error = RuntimeError("CUDA error: an illegal memory access was encountered")  # type: ignore[union-attr]
+    made._waits[0].error = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert not made.gated

@@ -57,7 +57,7 @@ class World:
             rank=1,
             layout=reader,
             placements=theirs.placements,
-            channel=object(),  # type: ignore[arg-type]  # only whether there is one matters here
+            channel=object(),  # only whether there is one matters here
             views=[RemoteView(s.data_ptr(), s.nbytes, HOST) if views else None for s in theirs.storages],
             staging=StageTarget(0, ring) if ring else None,
             costs=costs,
