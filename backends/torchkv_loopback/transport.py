@@ -28,7 +28,7 @@ class LoopbackTransport(Transport):
     """
 
     name = "loopback"
-    capabilities = Capabilities(devices=frozenset({"cpu"}))
+    capabilities = Capabilities(devices=frozenset({"cpu"}), signals=True)
 
     @staticmethod
     def available() -> str | None:
