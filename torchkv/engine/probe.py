@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.cuda.driver import check, driver
+from torchkv.cuda import copy_engine
 from torchkv.errors import KVError, TransferTimeout
 from torchkv.host import copy_loops
 from torchkv.layout.plan_segment import StridedRuns
@@ -200,8 +200,7 @@ def _copy(source: Region, view: RemoteView, gpu: GpuContext) -> _Timed:
     stream = gpu.unblocked_stream
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record(stream)
-    posted = driver().cuMemcpyDtoDAsync(view.ptr, source.ptr, source.nbytes, stream.cuda_stream)
-    check(posted, "copying to a peer's GPU")
+    copy_engine.copy_batch(_one(source.ptr), _one(view.ptr), _one(source.nbytes), stream)
     ended.record(stream)
     while not ended.query():
         yield

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from torchkv.transfer.copy_tables import AddressGroup, job_ranges
 
-UNUSED: Any = None  # the geometry is not looked at here
+UNUSED: Any = None  # geometry and segment are not looked at here
 
 
 def group(layers: list[int]) -> AddressGroup:
-    return AddressGroup(UNUSED, tuple(layers), torch.zeros(len(layers), 2, dtype=torch.int64))
+    addresses = torch.zeros(len(layers), 2, dtype=torch.int64)
+    return AddressGroup(UNUSED, UNUSED, tuple(layers), addresses.numpy(), addresses)
 
 
 @pytest.mark.parametrize(
