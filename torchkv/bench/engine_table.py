@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     say(f"# torchkv bench engine: {machine(args.device)}; 32 layers, steps of 200 us, every byte checked")
     say("# floor_us: the loop's steps or the copy of the bytes; lost_us: by which steps took longer than alone")
     if nixl is None:
-        say("# NIXL is not installed (pip install nixl-cu13 --no-deps), so it is not compared")
+        say("# NIXL is not installed, so it is not compared; pip install 'torchkv[bench]'")
     say(HEADER)
     results: list[EngineResult] = []
     for setup in _setups(args):
@@ -121,7 +121,7 @@ def plot(results: list[EngineResult], path: Path, where: str) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise TransportUnavailable(f"--plot needs matplotlib: {error}; pip install matplotlib") from error
+        raise TransportUnavailable(f"--plot needs matplotlib: {error}; pip install 'torchkv[bench]'") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 
