@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -86,10 +87,14 @@ def primitive(arity: int, emit: Callable[..., Any]) -> Any:
         value = emit(builder, *arguments)
         return ir.Constant(_WORD, 0) if isinstance(value.type, ir.VoidType) else value
 
-    made = types.int64(*[types.int64] * arity), codegen
-    # numba takes the parameters from the signature of the given function, so each arity needs one of its own.
-    names = ", ".join(["typing", *(f"a{i}" for i in range(arity))])
-    return intrinsic(eval(f"lambda {names}: made", {"made": made}))
+    def definition(typing: Any, *arguments: Any) -> Any:
+        return types.int64(*[types.int64] * arity), codegen
+
+    # numba takes the number of parameters from the signature.
+    names = ["typing", *(f"a{i}" for i in range(arity))]
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    definition.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(definition)
 
 
 _CLOCK_MONOTONIC = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ STREAM = 7
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = install(monkeypatch, FakeDriver())
-    # of the calling thread
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    cast(Any, driver).stream = STREAM  # the calling thread's current one
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: cast(Any, driver).stream, raising=False)
     monkeypatch.setattr(events, "_GROWTH", 4)
     return driver
 

@@ -231,10 +231,18 @@ def test_works_where_the_package_folder_is_read_only(tmp_path: Path, home: str) 
     (package / "host").mkdir(parents=True)
     (package / "__init__.py").touch()
     original = Path(copy_loops.__file__).parents[1]
-    for module in ("arrays.py", "errors.py", "host/__init__.py", "host/copy_loops.py", "host/jit.py"):
+    for module in (
+        "arrays.py",
+        "errors.py",
+        "host/__init__.py",
+        "host/copy_loops.py",
+        "host/jit.py",
+        "host/jit_cache.py",
+    ):
         shutil.copy(original / module, package / module)
     # A file in the place of a folder: permission bits would not stop root.
-    (package / "host" / "__pycache__").touch()
+    for folder in (package, package / "host"):
+        (folder / "__pycache__").touch()
     user = tmp_path / "user"
     if home == "writable":
         user.mkdir()
