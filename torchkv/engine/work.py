@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,16 @@ __all__ = ["KVWork"]
 
 # Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
 _completing = threading.Lock()
+_forks = 0  # how often this process's ancestors have forked it
+
+
+def _after_fork_in_child() -> None:
+    global _completing, _forks
+    _completing = threading.Lock()  # another thread of the parent may have held it
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class KVWork(dist.Work):
@@ -57,6 +68,7 @@ class KVWork(dist.Work):
     def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
         dist.Work.__init__(self)  # half a microsecond faster than super()
         self._operation = operation
+        self._forks = _forks
         self._began = time.perf_counter()
         if sync_words is not None:
             self._sync_words = sync_words
@@ -129,6 +141,7 @@ class KVWork(dist.Work):
         and raises what `wait` does. If the transfer fails after the pages have been read, nothing is raised here.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        self._check_process()
         with _completing:
             if not self._reading and (self._parts or self._is_done):
                 return True
@@ -182,9 +195,17 @@ class KVWork(dist.Work):
         return True
 
     def _layer_wait(self, layer: int) -> LayerWait:
+        self._check_process()
         if self._layer is None:
             raise ProtocolError(f"{self._operation}: only works of recv_pages have layers; wait for the whole work")
         return self._layer(layer)
+
+    def _check_process(self) -> None:
+        """Raises ``ProtocolError`` in a forked child, in which works of its parent never complete."""
+        if self._forks != _forks and not self._is_done:
+            raise ProtocolError(
+                f"{self._operation}: called by the parent of this forked process; only the parent can wait for it"
+            )
 
     # ------------------------------------------------------------------ for the engine
 
@@ -242,6 +263,7 @@ class KVWork(dist.Work):
 
     def _wait_done(self, limit: float) -> bool:
         """Blocks until completion, for ``limit`` seconds at most if that is positive. Whether the work is complete."""
+        self._check_process()
         with _completing:
             if self._is_done:
                 return True

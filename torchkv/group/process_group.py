@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -85,12 +87,14 @@ class KVProcessGroup(dist.ProcessGroup):
         self._thread: ProgressThread | None = None
         self._verbs: Verbs | None = None  # from register on
         self._notes: list[str] = []  # for explain
+        self._forked = False  # whether this process is a forked child of the one that made the group
         self._registering = threading.Lock()
         self._inner = dist.ProcessGroup(store, rank, size)
         cpu = torch.device("cpu")
         gloo_type = dist.ProcessGroup.BackendType.GLOO
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
         gloo._set_sequence_number_for_group()
+        _groups.add(self)
         # Registered on this group too, because c10d keeps a group's name, devices and shutdown in its backends.
         for group in (self._inner, self):
             group._register_backend(cpu, gloo_type, gloo)
@@ -119,6 +123,8 @@ class KVProcessGroup(dist.ProcessGroup):
         Raises on all ranks if any rank fails: ``LayoutMismatch`` (names both ranks, the field and both values),
         ``TransportUnavailable``, ``ProtocolError``.
         """
+        if self._forked:
+            self._unregistered("register")
         with self._registering:
             if self._verbs is not None:
                 raise ProtocolError("register: this group has a cache already; one cache per rank and group")
@@ -377,6 +383,11 @@ class KVProcessGroup(dist.ProcessGroup):
         return verbs.quarantined(slots=slots)
 
     def _unregistered(self, verb: str) -> NoReturn:
+        if self._forked:
+            raise ProtocolError(
+                f"{verb}: this process was forked from rank {self.rank()}, and only rank {self.rank()} itself can use "
+                "its group; start processes with the method 'spawn', or make a group of their own in them"
+            )
         raise ProtocolError(f"{verb}: no cache is registered; call register(cache) on every rank of the group first")
 
     # ------------------------------------------------------------------ memory
@@ -443,6 +454,19 @@ class KVProcessGroup(dist.ProcessGroup):
     def split_group(self, *_args: Any, **_kwargs: Any) -> None:
         """Not supported, because in some torch releases it crashes on a group made in Python."""
         raise ProtocolError("split_group is not supported by torchkv groups; use dist.new_group(ranks)")
+
+
+_groups: weakref.WeakSet[KVProcessGroup] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Takes the groups from a forked child: it has no progress thread, and peers would take it for its parent."""
+    for group in _groups:
+        group._forked = True
+        group._verbs = group._thread = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def name_of_other_rank(instance: str, rank: int) -> bool:
