@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 
 from torchkv.control.channel import ControlChannel
 from torchkv.control.session import Session
-from torchkv.errors import AuthError, ProtocolError
+from torchkv.errors import AuthError, KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.messages import ControlFrame, Message, decode_frame, encode_frame
 
 __all__ = ["ControlMessenger", "FramesByRank"]
 
 log = logging.getLogger(__name__)
+
+WARNING_INTERVAL = 10.0  # seconds, at least, between two warnings about frames that were refused
 
 FramesByRank = list[tuple[int, list[ControlFrame]]]  # (rank, frames to send there)
 
@@ -41,6 +44,7 @@ class ControlMessenger:
             if rank != group_map.rank
         }
         self._active: set[int] = set()  # ranks whose sessions may have something to send
+        self._next_warning = 0.0
         self._unsent: deque[tuple[int, list[ControlFrame]]] = deque()  # left to the progress thread by `send_now`
 
     def tell(self, rank: int, message: Message) -> None:
@@ -63,11 +67,17 @@ class ControlMessenger:
                 if frame.source not in self._sessions:
                     raise ProtocolError(f"control frame of rank {frame.source}, which is not in this group")
             except (AuthError, ProtocolError) as error:
-                self.dropped += 1
-                log.warning("rank %d dropped a control frame: %s", self._rank, error)
+                self._drop(error)
                 continue
             frames.append(frame)
         return frames
+
+    def _drop(self, error: KVError) -> None:
+        """Counts a refused frame. Says so once in a while: a stranger who sends frames must not fill the log."""
+        self.dropped += 1
+        if (now := time.monotonic()) >= self._next_warning:
+            self._next_warning = now + WARNING_INTERVAL
+            log.warning("rank %d dropped a control frame (%d so far): %s", self._rank, self.dropped, error)
 
     def accept(self, frame: ControlFrame) -> list[Message]:
         """The messages that ``frame`` makes deliverable, in order."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from torchkv.arrays import Int64Array
 from torchkv.host.jit import at_register, c_function, compiled_with_gil
+from torchkv.protocol.messages import MIN_FRAME
 
 __all__ = ["UnixDatagramChannel", "warm_up"]
 
@@ -91,13 +92,16 @@ class UnixDatagramChannel:
 
 
 def _frames(data: memoryview) -> list[bytes]:
-    """The frames in a datagram; none if ``data`` is not a whole sequence of frames, each behind its size."""
+    """The frames in a datagram; none if ``data`` is not a whole sequence of frames, each behind its size.
+
+    Anybody on this host can send here, so a datagram must not become more frames than honest ones: each is checked.
+    """
     frames: list[bytes] = []
     at = 0
     while at + _SIZE.size <= len(data):
         (size,) = _SIZE.unpack_from(data, at)
         at += _SIZE.size + size
-        if at > len(data):
+        if size < MIN_FRAME or at > len(data):
             return []
         frames.append(bytes(data[at - size : at]))
     return frames if at == len(data) else []

@@ -39,6 +39,7 @@ __all__ = [
     "MAX_FRAME",
     "MAX_PAGES",
     "MAX_REQUEST_BYTES",
+    "MIN_FRAME",
     "Abort",
     "Alive",
     "Attest",
@@ -297,6 +298,7 @@ _HEADER = struct.Struct("<4sIQQQQ")
 _MAGIC = b"tkv1"
 _LITTLE = sys.byteorder == "little"
 _MAC_BYTES = 16
+MIN_FRAME = _HEADER.size + _MAC_BYTES
 
 
 class ControlFrame(msgspec.Struct, frozen=True):
@@ -323,10 +325,9 @@ def encode_frame(frame: ControlFrame, key: bytes) -> bytes:
 
 def decode_frame(data: bytes, key: bytes) -> ControlFrame:
     """Raises ``AuthError`` for a wrong MAC, ``ProtocolError`` for anything else that `encode_frame` does not make."""
-    start = _HEADER.size + _MAC_BYTES
-    if not start <= len(data) <= MAX_FRAME:
-        raise ProtocolError(f"control frame of {len(data)} bytes, outside [{start}, {MAX_FRAME}]")
-    header, mac, body = data[: _HEADER.size], data[_HEADER.size : start], data[start:]
+    if not MIN_FRAME <= len(data) <= MAX_FRAME:
+        raise ProtocolError(f"control frame of {len(data)} bytes, outside [{MIN_FRAME}, {MAX_FRAME}]")
+    header, mac, body = data[: _HEADER.size], data[_HEADER.size : MIN_FRAME], data[MIN_FRAME:]
     if not hmac.compare_digest(mac, _mac(key, header, body)):
         raise AuthError("control frame with a wrong MAC: the sender does not hold this group's key")
     magic, source, incarnation, target, seq, ack = _HEADER.unpack(header)

@@ -13,9 +13,11 @@ import pytest
 from torchkv.control.channel import RECEIVE_BURST, ZmqControlChannel
 from torchkv.control.unix_datagrams import MAX_DATAGRAM
 from torchkv.host.processes import ProcessId, this_process
+from torchkv.protocol.messages import MIN_FRAME
 
 PATIENCE = 20.0
 SHORT, LONG = 1, 2  # bits of `ControlChannel.fds`: datagrams, ZeroMQ
+HELLO = b"hello".ljust(MIN_FRAME)
 Pair = tuple[ZmqControlChannel, ZmqControlChannel]
 Connect = Callable[[ProcessId], Pair]
 
@@ -58,7 +60,7 @@ def gather(control: ZmqControlChannel, count: int, where: int = SHORT | LONG) ->
 
 def test_small_frames_go_the_short_way_and_large_ones_the_long_way(connect: Connect) -> None:
     one, other = connect(this_process())
-    small, large = random.randbytes(50), random.randbytes(MAX_DATAGRAM)
+    small, large = random.randbytes(MIN_FRAME), random.randbytes(MAX_DATAGRAM)
     one.send(1, [small])
     assert gather(other, 1, SHORT) == [small]
     one.send(1, [large])
@@ -82,14 +84,15 @@ def test_what_the_short_way_refuses_goes_the_long_one(connect: Connect) -> None:
         one.send(1, [frame])
     assert not one.send_at_once(1, [b"x"])
     assert sorted(gather(other, len(sent))) == sorted(sent)
-    assert one.send_at_once(1, [b"at once"])
-    assert gather(other, 1) == [b"at once"]
+    at_once = b"at once".ljust(MIN_FRAME)
+    assert one.send_at_once(1, [at_once])
+    assert gather(other, 1) == [at_once]
 
 
 @pytest.mark.parametrize("long_way", [False, True])
 def test_more_than_one_look_takes_is_not_forgotten(long_way: bool, connect: Connect) -> None:
     one, other = connect(asynchronous() if long_way else this_process())
-    sent = [random.randbytes(40) for _ in range(2 * RECEIVE_BURST + 10)]
+    sent = [random.randbytes(MIN_FRAME) for _ in range(2 * RECEIVE_BURST + 10)]
     for frame in sent:
         one.send(1, [frame])
     assert sorted(gather(other, len(sent))) == sorted(sent)
@@ -99,10 +102,10 @@ def test_more_than_one_look_takes_is_not_forgotten(long_way: bool, connect: Conn
 def test_sleep_ends_when_something_arrives_and_it_is_found_afterwards(long_way: bool, connect: Connect) -> None:
     """ZeroMQ's file descriptor signals each arrival once, and the poll in `sleep` may be what consumes the signal."""
     one, other = connect(asynchronous() if long_way else this_process())
-    one.send(1, [b"hello"])
-    assert gather(other, 1) == [b"hello"]  # connected
+    one.send(1, [HELLO])
+    assert gather(other, 1) == [HELLO]  # connected
     for turn in range(50):
-        frame = b"%d" % turn
+        frame = (b"%d" % turn).ljust(MIN_FRAME)
         thread = threading.Timer(0.002, one.send, (1, [frame]))
         thread.start()
         found: list[bytes] = []

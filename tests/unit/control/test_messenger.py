@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
-from torchkv.control.messenger import ControlMessenger
+from torchkv.control.messenger import WARNING_INTERVAL, ControlMessenger
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Alive, ControlFrame, Message, encode_frame
@@ -103,6 +105,18 @@ def test_frames_that_are_no_good_are_counted() -> None:
     ]
     assert [frame.source for frame in mine.receive(-1)] == [PEER]
     assert mine.dropped == 4
+
+
+def test_strangers_do_not_fill_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    mine, here = messenger(ME)
+    for _ in range(3):
+        here.inbox = [b"short"] * 500
+        assert mine.receive(-1) == []
+        now[0] += 0.6 * WARNING_INTERVAL
+    assert mine.dropped == 1500
+    assert [record.args[1] for record in caplog.records] == [1, 1001], "one warning, and after a while another"
 
 
 def test_it_knows_when_there_will_be_something_to_send() -> None:

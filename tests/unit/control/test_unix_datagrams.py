@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from torchkv.control import unix_datagrams
 from torchkv.control.unix_datagrams import BURST, MAX_DATAGRAM, UnixDatagramChannel
+from torchkv.protocol.messages import MIN_FRAME
 
 PEER = 3
+GOOD, AGAIN = b"good".ljust(MIN_FRAME), b"again".ljust(MIN_FRAME)
 OVERHEAD = 4  # bytes before each frame
 Pair = tuple[UnixDatagramChannel, UnixDatagramChannel]
 
@@ -41,7 +44,10 @@ def test_frames_arrive_as_they_were_sent(channels: Pair) -> None:
     one, other = channels
     dice = random.Random()
     for _ in range(20):
-        sent = [[dice.randbytes(dice.choice([1, 57, 1000, 9000])) for _ in range(dice.randint(1, 3))] for _ in range(5)]
+        sent = [
+            [dice.randbytes(dice.choice([MIN_FRAME, 57, 1000, 9000])) for _ in range(dice.randint(1, 3))]
+            for _ in range(5)
+        ]
         for frames in sent:
             assert one.send(PEER, frames)
         assert everything(other) == [frame for frames in sent for frame in frames]
@@ -73,8 +79,8 @@ def test_a_peer_that_does_not_read_refuses_for_a_while(
     else:
         pytest.fail("a peer that reads nothing took everything")
     assert everything(other) == sent
-    assert one.send(PEER, [b"again"])
-    assert everything(other) == [b"again"]
+    assert one.send(PEER, [AGAIN])
+    assert everything(other) == [AGAIN]
 
 
 def test_what_does_not_fit_into_one_look_comes_with_the_next(
@@ -110,10 +116,13 @@ def test_strangers_bytes_are_frames_or_nothing(channels: Pair) -> None:
     """Any process that learns the name can send to it. Datagrams that are no sequence of frames are dropped."""
     one, other = channels
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    for garbage in (b"", b"abc", b"\xff\xff\xff\xff", b"\x05\0\0\0abcd", b"\x03\0\0\0abcde", os.urandom(200)):
+    whole = struct.pack("<I", MIN_FRAME) + GOOD
+    short = struct.pack("<I", MIN_FRAME - 1) + GOOD[1:]
+    others = (b"", b"abc", b"\xff\xff\xff\xff", b"\x05\0\0\0abcd", b"\x03\0\0\0abcde", os.urandom(200))
+    for garbage in (bytes(MAX_DATAGRAM), whole + short, *others):
         stranger.sendto(garbage, b"\0" + other.name.encode())
-        assert one.send(PEER, [b"good"])
-        assert everything(other) == [b"good"]
+        assert one.send(PEER, [GOOD])
+        assert everything(other) == [GOOD]
     stranger.close()
 
 
