@@ -14,6 +14,7 @@ from torchkv.errors import LayoutMismatch, TransportUnavailable
 from torchkv.host import shared_memory
 from torchkv.layout.component import integer
 from torchkv.layout.layout import KVLayout
+from torchkv.layout.page_ranges import PageRange, shared_pages
 
 __all__ = ["KVCache", "Placement"]
 
@@ -93,6 +94,7 @@ class KVCache:
         self.storages: list[torch.Tensor] = []
         self.placements: dict[tuple[str, int], Placement] = {}
         self._place()
+        self._check_apart()
 
     @classmethod
     def empty(
@@ -190,6 +192,29 @@ class KVCache:
                     num_pages=int(tensor.shape[0]),
                 )
 
+    def _check_apart(self) -> None:
+        """Raises ``LayoutMismatch`` if pages of two layers share bytes: a page of one would overwrite that of another.
+
+        Layers may share all pages, id by id, as those of models do that compute keys and values once for several.
+        """
+        ranges: list[tuple[PageRange, str]] = []
+        for name, tensors in (*self._tensors.items(), *self._states.items()):
+            for layer, tensor in zip(self.layout.layers, tensors, strict=True):
+                if tensor is not None:
+                    size = tensor.element_size()
+                    shape = tensor.data_ptr(), tensor.stride(0) * size, tensor[0].numel() * size, len(tensor)
+                    ranges.append((PageRange(*shape), f"{name!r} of layer {layer}"))
+        ranges.sort()
+        for i, (one, here) in enumerate(ranges):
+            for other, there in ranges[i + 1 :]:
+                if other.start >= one.end:
+                    break
+                if other != one and (found := shared_pages(one, other)) is not None:
+                    raise LayoutMismatch(
+                        f"page {found[0]} of {here} and page {found[1]} of {there} share bytes; give each layer memory "
+                        "of its own, or layers that share their pages the same tensor"
+                    )
+
 
 def as_device(device: str | torch.device) -> torch.device:
     """``device`` with its index. Raises ``TransportUnavailable`` if this machine has no such device."""
@@ -231,6 +256,8 @@ def _checked(
 
     kind: ``component`` or ``state``. shapes: of a page or slot, by name. Raises ``LayoutMismatch``.
     """
+    if not isinstance(given, Mapping):
+        raise LayoutMismatch(f"the {kind}s are a {type(given).__name__}; give a mapping from names to lists of tensors")
     missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
     if unknown or (missing and not (kind == "state" and not given)):
         raise LayoutMismatch(f"the layout has {kind}s {sorted(shapes)}; missing {missing}, unknown {unknown}")

@@ -431,3 +431,34 @@ def after_destroy() -> None:
 
 def test_a_destroyed_group_says_so(four: Ranks) -> None:
     four.run(after_destroy)
+
+
+def destroy_in_a_callback() -> None:
+    """Callbacks run on the progress thread, which cannot wait for its own end."""
+    with kv_group() as kv:
+        kv.register(random_cache())
+        errors: list[BaseException] = []
+        ran = threading.Event()
+
+        def callback(_: torch.futures.Future[object]) -> None:
+            try:
+                kv.shutdown()
+            except ProtocolError as error:
+                errors.append(error)
+            ran.set()
+
+        gate = Gate()
+        work = kv.send_pages("r", [1], kv.rank() ^ 1, event=gate)
+        work.get_future().add_done_callback(callback)
+        gate.open.set()
+        rx = kv.recv_pages("r", [2], kv.rank() ^ 1)
+        kv.finish("r", kv.rank() ^ 1)
+        rx.wait(30)
+        assert ran.wait(30)
+        assert "on another thread" in str(errors[0])
+        meet(kv)
+        check_transfer(kv, 0, 1)
+
+
+def test_a_callback_cannot_destroy_its_group(four: Ranks) -> None:
+    four.run(destroy_in_a_callback)

@@ -294,3 +294,55 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
     mla = KVLayout.mla(num_layers=1, latent_dim=8, rope_dim=4, page_size=16, dtype=BF16)
     with pytest.raises(LayoutMismatch, match="'k'; it has latent"):
         _ = KVCache.empty(mla, PAGES, device="cpu").k
+
+
+# ---------------------------------------------------------------------- layers that share memory
+
+
+def layers_of(block: torch.Tensor, starts: list[int], num_pages: int = PAGES) -> dict[str, list[torch.Tensor | None]]:
+    """Keys and values alike: of each layer, the pages of ``block`` from its start on."""
+    return {
+        "k": [block[start : start + num_pages] for start in starts],
+        "v": [torch.empty_like(block[:num_pages]) for _ in starts],
+    }
+
+
+def test_layers_that_share_some_pages_are_refused() -> None:
+    layout = gqa()
+    block = torch.empty((40, *layout.page_shape("k")), dtype=torch.bfloat16)
+    KVCache(layout, layers_of(block, [0, PAGES, 2 * PAGES]))
+    with pytest.raises(LayoutMismatch, match="page 1 of 'k' of layer 2 and page 0 of 'k' of layer 1 share bytes"):
+        KVCache(layout, layers_of(block, [0, 2 * PAGES, 2 * PAGES - 1]))
+    with pytest.raises(LayoutMismatch, match="share bytes; give each layer memory of its own"):
+        KVCache(layout, layers_of(block, [0, 20, 4]))
+
+
+def test_layers_may_share_all_their_pages() -> None:
+    layout = gqa()
+    block = torch.empty((2 * PAGES, *layout.page_shape("k")), dtype=torch.bfloat16)
+    cache = KVCache(layout, layers_of(block, [0, PAGES, 0]))
+    assert cache.placements["k", 0] == cache.placements["k", 2]
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same pages, each a row further on."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - tensor.stride(1))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_pages_of_layers_may_take_turns(axis: int) -> None:
+    """Engines keep all layers of a page together, or keys and values, or both."""
+    layout = gqa()
+    shape = [PAGES, 3, 2, *layout.page_shape("k")]
+    shape[1], shape[2] = (3, 2) if axis == 1 else (2, 3)
+    block = torch.empty(shape, dtype=torch.bfloat16)
+    pick = (lambda kv, i: block[:, i, kv]) if axis == 1 else (lambda kv, i: block[:, kv, i])
+    KVCache(layout, {name: [pick(kv, i) for i in range(3)] for kv, name in enumerate(("k", "v"))})
+    with pytest.raises(LayoutMismatch, match="share bytes"):
+        KVCache(layout, {"k": [pick(0, i) for i in range(3)], "v": [pick(1, 0), pick(1, 1), shifted(pick(0, 2))]})
+
+
+@pytest.mark.parametrize("wrong", [None, [], 3])
+def test_tensors_that_are_no_mapping_are_refused(wrong: Any) -> None:
+    with pytest.raises(LayoutMismatch, match="give a mapping"):
+        KVCache(gqa(), wrong)

@@ -20,7 +20,7 @@ import numpy as np
 
 from torchkv.control.channel import ControlChannel
 from torchkv.engine.engine import Engine
-from torchkv.errors import KVError, TransferCancelled
+from torchkv.errors import KVError, ProtocolError, TransferCancelled
 from torchkv.host import spin_wait
 from torchkv.transport.interface import Transport
 
@@ -128,7 +128,12 @@ class ProgressThread:
         return call.future.result()
 
     def stop(self) -> None:
-        """Fails pending calls, closes the transport and the sockets, and ends the thread. Idempotent."""
+        """Fails pending calls, closes the transport and the sockets, and ends the thread. Idempotent.
+
+        Raises ``ProtocolError`` on the progress thread itself, which runs callbacks of futures: it cannot await itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise ProtocolError("a callback of a work's future cannot destroy its group; do that on another thread")
         if self._thread.is_alive():
             self._stopping = True
             self.waker.wake()

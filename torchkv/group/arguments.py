@@ -100,12 +100,15 @@ def as_send_pages(pages: Pages, *, num_pages: int, gpu: GpuContext, operation: s
 def _as_int64(pages: Pages, operation: str) -> Int64Array:
     """Page ids of any accepted type as an int64 array [n]."""
     if isinstance(pages, torch.Tensor):
+        if pages.device.type not in ("cpu", "cuda"):
+            raise ProtocolError(f"{operation}: pages is on {pages.device}; give host memory, or a CUDA tensor")
         if pages.device.type != "cpu":
             # Only recv_pages comes here: it leases the pages in the call, so it waits for the copy.
             pages = pages.cpu()
         if (pages.numel() and (pages.is_floating_point() or pages.is_complex())) or pages.layout is not torch.strided:
             raise ProtocolError(f"{operation}: pages is a {pages.layout} tensor of {pages.dtype}; give integers")
-        array: npt.NDArray[np.generic] = pages.numpy()
+        # An empty tensor may have any type; numpy does not know all of them.
+        array: npt.NDArray[np.generic] = (pages if pages.numel() else pages.to(torch.int64)).numpy()
     elif isinstance(pages, np.ndarray):
         array = pages
     elif isinstance(pages, str | bytes) or not isinstance(pages, Sequence):

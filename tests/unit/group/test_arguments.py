@@ -45,7 +45,17 @@ def test_every_form_of_page_ids_reads_the_same(pages: Any) -> None:
     assert ids.tolist() == IDS
 
 
-@pytest.mark.parametrize("pages", [[], (), np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64), range(0)])
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [],
+        (),
+        np.zeros(0, dtype=np.int64),
+        torch.zeros(0, dtype=torch.int64),
+        range(0),
+        torch.zeros(0, dtype=torch.bfloat16),
+    ],
+)
 def test_no_pages_are_pages(pages: Any) -> None:
     ids = as_pages(pages, num_pages=8, operation="test")
     assert (ids.dtype, len(ids)) == (np.int64, 0)
@@ -203,3 +213,8 @@ def test_events() -> None:
     for bad in (object(), 5, "ready"):
         with pytest.raises(ProtocolError, match=r"query\(\)"):
             as_event(bad, operation="test")
+
+
+def test_ids_of_no_memory_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="pages is on meta"):
+        as_pages(torch.zeros(3, dtype=torch.int64, device="meta"), num_pages=8, operation="test")
