@@ -4,8 +4,9 @@ An outgoing message:
 
     send --> unsent --poll--> unacknowledged --frame with ack >= its number--> done
                                  ^        |
-                                 +--poll--+  sent again after FIRST_RETRY, then after twice as long each time, up to
-                                             LAST_RETRY; a new acknowledgement resets that
+                                 +--poll--+  the first RESENT of them are sent again after FIRST_RETRY, then after twice
+                                             as long each time, up to LAST_RETRY; an acknowledgement of these resets
+                                             that, and the next ones follow at once
 
 An incoming message:
 
@@ -29,6 +30,7 @@ __all__ = ["Session"]
 
 FIRST_RETRY = 0.25  # seconds
 LAST_RETRY = 2.0  # seconds
+RESENT = 64  # messages sent again at once: a peer that hangs must not be sent all that it has missed every time
 WINDOW = 1 << 14  # messages beyond the next one that are kept while some in between are missing
 # Seconds. Most messages are answered soon, and the answer carries the acknowledgement with it, so that none goes alone.
 ACK_DELAY = 0.02
@@ -50,6 +52,7 @@ class Session:
         self._unsent = 0  # how many at the end of _unacked were not sent yet
         self._retry_at = float("inf")
         self._retry_after = FIRST_RETRY
+        self._resent = 0  # the number of the last message that was sent again
         self._received = 0  # all messages up to this number were delivered
         self._early: dict[int, Message] = {}  # received, but an earlier one is missing
         self._ack_due = False
@@ -94,8 +97,11 @@ class Session:
     def poll(self, now: float) -> list[ControlFrame]:
         """The frames to send now: new messages, retransmissions, or an acknowledgement that has waited long enough."""
         frames: list[ControlFrame] = []
+        unsent = 0
         if self._unacked and now >= self._retry_at:
-            frames = [self._frame(seq, message) for seq, message in self._unacked]
+            frames = [self._frame(seq, message) for seq, message in islice(self._unacked, RESENT)]
+            unsent = min(self._unsent, len(self._unacked) - len(frames))
+            self._resent = frames[-1].seq
             self._retry_after = min(self._retry_after * 2, LAST_RETRY)
             self._retry_at = now + self._retry_after
         elif self._unsent:
@@ -108,7 +114,7 @@ class Session:
             if now < self._ack_at:
                 return frames
             frames = [self._frame(0, None)]
-        self._unsent = 0
+        self._unsent = unsent
         if frames:
             self._ack_due = False
             self._ack_at = None
@@ -122,8 +128,12 @@ class Session:
             self._unacked.popleft()
         self._unsent = min(self._unsent, len(self._unacked))
         self._retry_after = FIRST_RETRY
-        # What remains keeps its retry time; only the time after that begins anew, at FIRST_RETRY.
-        self._retry_at = float("inf") if not self._unacked else self._retry_at
+        # What remains keeps its retry time, and only the time after that begins anew, at FIRST_RETRY. But once all that
+        # was sent again has arrived, what comes behind it is the next to go.
+        if not self._unacked:
+            self._retry_at = float("inf")
+        elif self._unacked[0][0] == self._resent + 1:
+            self._retry_at = 0.0
 
     def _frame(self, seq: int, message: Message | None) -> ControlFrame:
         return ControlFrame(self._rank, self._incarnation, self._peer_incarnation, seq, self._received, message)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv.control.session import ACK_DELAY, FIRST_RETRY, LAST_RETRY, WINDOW, Session
+from torchkv.control.session import ACK_DELAY, FIRST_RETRY, LAST_RETRY, RESENT, WINDOW, Session
 from torchkv.protocol.messages import Alive, ControlFrame, Message
 
 A, B = 111, 222
@@ -114,6 +114,30 @@ def test_retries_slow_down_and_recover() -> None:
     one.send(message(1))
     one.poll(now)
     assert one.next_poll == now + FIRST_RETRY
+
+
+def test_a_peer_that_hangs_is_sent_a_few_again_and_catches_up_at_once() -> None:
+    one, other = both()
+    for number in range(1000):
+        one.send(message(number))
+    assert len(one.poll(0.0)) == 1000, "all are lost"
+    for number in range(1000, 1010):
+        one.send(message(number))
+    now, sent, got = 0.0, 0, list[int]()
+    for _ in range(10):
+        now = max(now, one.next_poll)
+        sent += len(one.poll(now))
+    assert sent <= 10 * RESENT + 10, "the new ones once"
+    began = now = one.next_poll
+    while len(got) < 1010:
+        frames = one.poll(now)
+        assert frames, f"nothing follows after {len(got)}"
+        for frame in frames:
+            got += numbers(other.receive(frame))
+        one.receive(ControlFrame(1, B, A, 0, len(got), None))
+    assert now == began
+    assert got == list(range(1010))
+    assert one.idle
 
 
 def test_nothing_is_sent_before_it_is_due() -> None:
