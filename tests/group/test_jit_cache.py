@@ -1,4 +1,4 @@
-"""Machine code on disk is used again, and never after something that it was compiled from has changed."""
+"""Machine code on disk is used again by other processes, and never after what it was compiled from has changed."""
 
 from __future__ import annotations
 
