@@ -29,20 +29,22 @@ _DIGEST_NBYTES = 8
 
 @contextmanager
 def cached_by_source(file: Path) -> Iterator[None]:
-    """While this lasts, numba sets up the caches of functions of ``file``. If no folder can be written, it has none."""
+    """While this lasts, numba sets up caches for functions of ``file``, in a folder of their source if possible."""
     before = numba.config.CACHE_DIR
     folder = _base(_top(file)) / _digest(sources(file))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        numba.config.CACHE_DIR = str(folder)
     except OSError:
-        folder = Path()  # then numba looks for a folder itself
-    numba.config.CACHE_DIR = "" if folder == Path() else str(folder)
+        numba.config.CACHE_DIR = ""  # numba looks for a folder itself
     try:
         yield
     finally:
         numba.config.CACHE_DIR = before
 
 
+# Asked for each function of a module, and at each `register`: files are read once in a process.
+@cache
 def sources(file: Path) -> frozenset[Path]:
     """``file``, and what it imports from its own top-level package or from torchkv, and so on."""
     found: set[Path] = set()
@@ -104,6 +106,7 @@ def _base(top: Path) -> Path:
     return mine if writable else Path(AppDirs("torchkv", False).user_cache_dir) / "numba" / top.name
 
 
+@cache
 def _digest(files: frozenset[Path]) -> str:
     """Of the files' text, of where they lie (numba's own index names them so) and of who compiles them."""
     digest = hashlib.blake2b(repr((numba.__version__, sys.version)).encode(), digest_size=_DIGEST_NBYTES)
