@@ -24,7 +24,7 @@ FLOORS = (
     {"options", "transport"},
     {"host"},
     {"cuda", "layout", "prefix"},
-    {"cache", "kernels", "protocol"},
+    {"cache", "core", "kernels", "protocol"},
     {"control", "transfer"},
     {"staging"},
     {"engine"},

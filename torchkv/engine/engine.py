@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from torchkv.control.channel import ControlChannel, PeerEvent, PeerState
 from torchkv.control.messenger import ControlMessenger, FramesByRank
+from torchkv.core.core import Core
+from torchkv.engine.flows import Flows
 from torchkv.engine.layer_wait import LayerStreamWaits, LayerWait
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
@@ -78,8 +81,8 @@ LATENCY_CRITICAL = (Grant, Alive, StageAsk, Staged, StageGrant)
 class Engine:
     """One registered rank.
 
-    key: the secret that authenticates control frames. memory: this rank's pages, GPU and staging memory. connect:
-    makes the connection to a rank.
+    key: the secret that authenticates control frames. memory: this rank's pages, GPU and staging memory. core: the
+    resident loop, if this rank has one. connect: makes the connection to a rank.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Engine:
         transport: Transport,
         control: ControlChannel,
         memory: LocalMemory,
+        core: Core | None = None,
         connect: Callable[[int], PeerConnection],
     ) -> None:
         self.lock = threading.Lock()
@@ -131,8 +135,10 @@ class Engine:
             send_stage_messages=weakly(self._send_stage_messages),
         )
         self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # works to complete once the lock is free
+        self._announced: deque[KVWork] = deque()  # completed by callers; their futures are still to be
         self._news = False  # whether threads that wait for ``changed`` should look again
         self.layer_stream_waits = LayerStreamWaits()
+        self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
         self._broken: dict[int, list[PeerConnection]] = {}
@@ -141,6 +147,19 @@ class Engine:
         self._closing: list[PeerConnection] = []  # connections to dead ranks, to be closed by `run_deferred_frees`
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
+        self.flows: Flows | None = None  # the requests that the resident loop serves
+        if core is not None and memory.pages is not None:
+            self.flows = Flows(
+                core,
+                sender=self.sender,
+                receiver=self.receiver,
+                local=memory.pages,
+                connections=self.connections,
+                decides=len(group_map.siblings) == 1,
+                clock=weakly(self._clock),
+            )
+            # A proxy, because the flows hold the state machines: see `weak_callback`.
+            self.sender.flows = self.receiver.flows = proxy(self.flows)
 
     # ------------------------------------------------------------------ driving
 
@@ -151,7 +170,9 @@ class Engine:
         file descriptor was readable; if not, the transport is only progressed for transfers that need it, and on ticks.
         """
         self._now = now
-        busy = self._receive_messages(now, heard) if heard else False
+        busy = self._follow_loop()
+        if heard:
+            busy |= self._receive_messages(now, heard)
         if (events := self._control.events(now)) or self._undrained:
             busy |= self._follow_peers(events, now)
         busy |= self._settle(now)
@@ -173,6 +194,22 @@ class Engine:
             busy |= self._settle(now)
         return busy
 
+    def _follow_loop(self) -> bool:
+        """Tells the state machines what the resident loop has done. True if there was anything."""
+        flows = self.flows
+        if flows is None:
+            return False
+        # Without a thread of its own, as in tests, the loop takes its turns here.
+        busy = False if flows.core.running else flows.core.step()
+        if flows.has_news:
+            busy = self._news = True
+            with self.lock:
+                self.catch_up()
+        return busy
+
+    def _clock(self) -> float:
+        return self._now
+
     def _settle(self, now: float) -> bool:
         """Carries out the state machines' actions, sends messages, completes works. True if there were any."""
         with self.lock:
@@ -181,7 +218,7 @@ class Engine:
         if frames:
             self._messenger.send(frames)
         # Last, after the peers have been told: a woken thread of this process competes with this one for the GIL.
-        if self._settled or self._news:
+        if self._settled or self._news or self._announced:
             self._announce()
         return performed or bool(frames)
 
@@ -461,12 +498,71 @@ class Engine:
                 self._handle(self.group_map.rank, self._to_self.popleft(), now)
         return performed
 
+    def poll(self) -> None:
+        """Completes the works that the resident loop has ended. For a thread that asks whether one is complete."""
+        if self.flows is None or not self.flows.has_news:
+            return
+        with self.lock:
+            self.catch_up()
+            rest = self.has_actions
+        if rest:
+            self.wake()
+
+    def catch_up(self) -> None:
+        """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
+        if self.flows is None or not self.flows.has_news:
+            return
+        self.flows.catch_up()
+        for work in [*_completed(self.sender), *_completed(self.receiver)]:
+            if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
+                self._announced.append(work)
+        self.layer_stream_waits.release()
+        self.changed.notify_all()
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""
+        assert self.flows is not None
+        self.flows.core.wait(seen, seconds)
+
+    @property
+    def news(self) -> int:
+        """Changes when a work may have completed: see `wait`."""
+        assert self.flows is not None
+        return self.flows.core.news
+
+    def make_eager(self) -> None:
+        """Has the driver woken for everything that the resident loop does. Any thread."""
+        assert self.flows is not None
+        self.flows.core.make_eager()
+
+    def wake_waiters(self) -> None:
+        """Ends the sleep of all threads in `wait`. Any thread."""
+        assert self.flows is not None
+        self.flows.core.wake_waiters()
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether the driver has something to carry out. Under the lock."""
+        return bool(
+            self.sender.actions
+            or self.receiver.actions
+            or self._leader.actions
+            or self._to_self
+            or self._requester.outbox
+            or self.credits.outbox
+            or self._announced
+        )
+
     def _announce(self) -> None:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
         while self._settled:
             work, error, aux = self._settled.popleft()
-            if work._settle(error, aux):
+            with self.lock:  # callers complete works too: see `catch_up`
+                done = work._settle(error, aux)
+            if done:
                 work._announce()
+        while self._announced:
+            self._announced.popleft()._announce()
         if self._news:
             self._news = False
             with self.lock:
@@ -511,11 +607,27 @@ class Engine:
         elif rank not in self._messenger.dead:
             if isinstance(message, Grant) and not self._watched(rank):
                 self._watch(rank)
-            if isinstance(message, (Grant, Seal)):
+            if isinstance(message, Seal) or (isinstance(message, Grant) and message.flow is None):
                 self.spin_until = now + REPLY_SPIN
             elif isinstance(message, Verdict):
                 self.spin_until = now
             self._messenger.tell(rank, message)
+
+
+def _completed(machine: Sender | Receiver) -> list[KVWork]:
+    """Carries out the machine's actions that complete works or count their bytes. The works that are complete."""
+    completed: list[KVWork] = []
+    rest: list[Action] = []
+    for action in machine.actions:
+        if isinstance(action, Account):
+            action.work._account(action.nbytes, action.path)
+        elif isinstance(action, Settle):
+            if action.work._settle(action.error, action.aux):
+                completed.append(action.work)
+        else:
+            rest.append(action)
+    machine.actions = rest
+    return completed
 
 
 def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:

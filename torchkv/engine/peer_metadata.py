@@ -77,6 +77,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # that of the lowest rank authenticates control frames
     regions: Annotated[list[RegionMetadata], msgspec.Meta(max_length=1 << 16)] = []
     placements: Annotated[list[PlacementMetadata], msgspec.Meta(max_length=1 << 20)] = []
+    mailboxes: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""  # of the resident loop; empty if there is none
     error_kind: Name = ""
     error_text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 

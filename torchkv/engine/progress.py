@@ -212,6 +212,8 @@ class ProgressThread:
             engine.end_all(gone, time.monotonic())
             if engine.gpu is not None:
                 engine.gpu.close()
+            if engine.flows is not None:
+                engine.flows.core.close()
         while self._calls:
             self._calls.popleft().future.set_exception(TransferCancelled(reason))
         for close in (

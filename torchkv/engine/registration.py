@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 
 from torchkv.cache import KVCache
 from torchkv.control.channel import ControlChannel
+from torchkv.core.core import Core
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata, placement_metadata, region_metadata
 from torchkv.engine.probe import PROBE_BYTES, calibration, measure
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from torchkv.kernels.gpu_context import GpuContext
 
 __all__ = ["Registration", "choose_transport", "failure_metadata", "new_incarnation", "new_secret"]
+
+log = logging.getLogger(__name__)
 
 AUTO = ("ucx",)  # the transports that Options(transport="auto") tries
 
@@ -82,6 +86,7 @@ class Registration:
         self.gpu: GpuContext | None = None  # None if the cache lies in host memory
         self._staging: Staging | None = None
         self._probe_memory: torch.Tensor | None = None  # the scratch memory
+        self._core: Core | None = None  # of a cache in host memory
         self._calibrates = False  # whether the costs of connections made from now on are measured on first use
 
     def metadata(self) -> PeerMetadata:
@@ -128,6 +133,7 @@ class Registration:
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
         jit.warm_up()
+        self._core = self._make_core()
         _collect_garbage()
         self._staging = self._make_staging(ring)
         return msgspec.structs.replace(
@@ -143,6 +149,7 @@ class Registration:
             checksum=self.options.checksum,
             regions=[region_metadata(region) for region in self._regions],
             placements=placement_metadata(self.cache),
+            mailboxes=b"" if self._core is None else self._core.descriptor(),
         )
 
     def engine(self, all_metadata: Sequence[PeerMetadata]) -> Engine:
@@ -159,6 +166,7 @@ class Registration:
         for metadata in all_metadata:
             if metadata.rank != self.rank:
                 self.control.connect(metadata.rank, metadata.endpoint, metadata.process)
+                self._connect_loop(metadata)
         return Engine(
             group_map=group_map,
             options=self.options,
@@ -166,6 +174,7 @@ class Registration:
             transport=self.transport,
             control=self.control,
             memory=LocalMemory(pages=self._local_pages(), gpu=self.gpu, staging=self._staging),
+            core=self._core,
             connect=self._connect,
         )
 
@@ -257,6 +266,25 @@ class Registration:
         self._regions.clear()
 
     # ------------------------------------------------------------------ inside
+
+    def _make_core(self) -> Core | None:
+        """The resident loop; None for a cache on a GPU, and where it cannot work: then Python does everything."""
+        if self.gpu is not None:
+            return None
+        try:
+            return Core(self.rank)
+        except TransportUnavailable as error:
+            log.info("rank %d: no resident loop: %s", self.rank, error)
+            return None
+
+    def _connect_loop(self, metadata: PeerMetadata) -> None:
+        """Lets the resident loops of both ranks exchange records, if both are on this host."""
+        if self._core is None or not metadata.mailboxes:
+            return
+        try:
+            self._core.connect(metadata.rank, metadata.mailboxes)
+        except TransportUnavailable as error:
+            log.info("rank %d: requests of rank %d go through Python: %s", self.rank, metadata.rank, error)
 
     def _plan_calibration(self, connection: PeerConnection) -> None:
         if connection.calibration is None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
 if TYPE_CHECKING:
+    from weakref import ref
+
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
 
-__all__ = ["KVWork"]
+__all__ = ["KVWork", "LoopProgress"]
 
 # Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
 _completing = threading.Lock()
@@ -34,6 +36,26 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class LoopProgress(Protocol):
+    """What a work asks of the engine if a resident loop may complete it. Any thread."""
+
+    @property
+    def news(self) -> int:
+        """Changes when a work may have completed."""
+
+    def poll(self) -> None:
+        """Completes the works that the loop has ended."""
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleeps until ``news`` is not ``seen``, for so long at most."""
+
+    def make_eager(self) -> None:
+        """From now on Python's own thread follows the loop, because somebody waits in another way than by `wait`."""
+
+    def wake_waiters(self) -> None:
+        """Ends the sleep of all threads in `wait`."""
 
 
 class KVWork(dist.Work):
@@ -63,6 +85,7 @@ class KVWork(dist.Work):
     _latch: threading.Lock | None = None
     _source_latch: threading.Lock | None = None
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
+    _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
 
     def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
@@ -94,15 +117,17 @@ class KVWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has succeeded or failed."""
+        if not self._is_done and self._loop is not None:
+            self._look()
         return self._is_done
 
     def is_success(self) -> bool:
         """Whether the operation has succeeded."""
-        return self._is_done and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> KVError | None:
         """The error with which the operation failed; None if it succeeded or is pending."""
-        return self._error if self._is_done else None
+        return self._error if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
         """An empty list: KV transfers have no result tensors."""
@@ -114,6 +139,7 @@ class KVWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that completes with this work: with an empty list, or with the work's error."""
+        self._await_events()
         with _completing:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -142,6 +168,7 @@ class KVWork(dist.Work):
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self._check_process()
+        self._await_events()
         with _completing:
             if not self._reading and (self._parts or self._is_done):
                 return True
@@ -196,6 +223,7 @@ class KVWork(dist.Work):
 
     def _layer_wait(self, layer: int) -> LayerWait:
         self._check_process()
+        self._await_events()
         if self._layer is None:
             raise ProtocolError(f"{self._operation}: only works of recv_pages have layers; wait for the whole work")
         return self._layer(layer)
@@ -211,6 +239,19 @@ class KVWork(dist.Work):
 
     def _ended_safely(self) -> bool:
         return self._is_done and (self._error is None or self._error.pages_safe)
+
+    def _look(self) -> None:
+        """Takes over what the resident loop has done: it may have completed this work."""
+        loop = None if self._loop is None else self._loop()
+        if loop is not None:
+            loop.poll()
+
+    def _await_events(self) -> None:
+        """Somebody waits for this work in another way than by `wait`, so Python's thread has to follow the loop."""
+        loop = None if self._loop is None else self._loop()
+        if loop is not None:
+            loop.make_eager()
+            loop.poll()
 
     def _expect(self, parts: int) -> None:
         """Sets the number of parts that must settle. Without any, the work is complete. Called once, before any."""
@@ -253,6 +294,8 @@ class KVWork(dist.Work):
             for stream_wait in self._stream_waits:
                 stream_wait.open()
             self._stream_waits = ()
+        if self._loop is not None and (loop := self._loop()) is not None:
+            loop.wake_waiters()
 
     def _announce(self) -> None:
         """Completes the future, if there is one. This runs its callbacks, which may call any verb."""
@@ -264,6 +307,8 @@ class KVWork(dist.Work):
     def _wait_done(self, limit: float) -> bool:
         """Blocks until completion, for ``limit`` seconds at most if that is positive. Whether the work is complete."""
         self._check_process()
+        if self._loop is not None:
+            return self._wait_loop(limit)
         with _completing:
             if self._is_done:
                 return True
@@ -272,6 +317,19 @@ class KVWork(dist.Work):
                 self._latch.acquire()
             latch = self._latch
         _await(latch, limit)
+        return self._is_done
+
+    def _wait_loop(self, limit: float) -> bool:
+        """As `_wait_done`, for a work that the resident loop may complete."""
+        assert self._loop is not None
+        deadline = time.monotonic() + (limit if limit > 0 else threading.TIMEOUT_MAX)
+        while not self._is_done and (loop := self._loop()) is not None:
+            seen = loop.news  # read first: what comes after it ends the sleep
+            loop.poll()
+            left = deadline - time.monotonic()
+            if self._is_done or left <= 0:
+                break
+            loop.wait(seen, left)
         return self._is_done
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:

@@ -147,6 +147,7 @@ class KVProcessGroup(dist.ProcessGroup):
                 raise
             self._thread, self._registration = thread, registration
             self._verbs = Verbs(engine, cache, wake=thread.waker.wake)
+            engine.wake = thread.waker.wake
 
     def _registration_of(
         self, cache: KVCache | None, instance: str, incarnation: int, thread: ProgressThread
@@ -180,6 +181,8 @@ class KVProcessGroup(dist.ProcessGroup):
         # header.
         self._exchange_all(mine)
         self._or_report(incarnation, lambda: registration.measure_connections(thread, engine))
+        if engine.flows is not None:
+            engine.flows.core.start(thread.waker.fd, thread.waker.word)
         self._exchange_all(mine)
         return engine
 

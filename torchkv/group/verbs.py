@@ -24,7 +24,7 @@ from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.engine import Engine
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork
+from torchkv.engine.work import KVWork, LoopProgress
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Pages, Peers
@@ -61,6 +61,8 @@ class Verbs:
         self._layout = None if cache is None else cache.layout
         self._wake = wake
         self._clock = clock
+        # For works that the resident loop completes.
+        self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
     # ------------------------------------------------------------------ receiver
 
@@ -78,7 +80,7 @@ class Verbs:
         engine = self.engine
         request = arguments.as_request(request)
         operation = f"recv_pages({request!r})"
-        work = KVWork(operation, sync_words=engine.sync_words)
+        work = self._work(operation)
         work._expect(1)
         try:
             array = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
@@ -89,7 +91,7 @@ class Verbs:
             if slot is None and layout.stateful:
                 raise ProtocolError(f"{operation}: this layout has state; give state_slot, the slot that it goes to")
             ranks = self._checked_writers(src, operation)
-            req, frames = self._post(
+            req, frames, wake = self._post(
                 request, array, ranks, prefix_tokens, slot if layout.stateful else None, total, work
             )
         except KVError as error:
@@ -100,7 +102,15 @@ class Verbs:
         engine.send_now(frames)
         work._pages_safe = lambda: req.ended
         work._layer = partial(_layer_wait, ref(engine), req)
-        self._wake()
+        if wake:
+            self._wake()
+        return work
+
+    def _work(self, operation: str) -> KVWork:
+        gpu = self.engine.gpu
+        work = KVWork(operation) if gpu is None else KVWork(operation, sync_words=gpu.sync_words)
+        if self._loop is not None:
+            work._loop = self._loop
         return work
 
     def _checked_writers(self, src: Peers, operation: str) -> tuple[int, ...]:
@@ -120,12 +130,16 @@ class Verbs:
         state_slot: int | None,
         total: float | None,
         work: KVWork,
-    ) -> tuple[ReceiverRequest, FramesByRank]:
-        """Leases ``pages`` and grants them to ``ranks``. The frames are those for `Engine.send_now`."""
+    ) -> tuple[ReceiverRequest, FramesByRank, bool]:
+        """Leases ``pages`` and grants them to ``ranks``. The frames are those for `Engine.send_now`.
+
+        The third result says whether the driver must be woken.
+        """
         engine, operation, now = self.engine, f"recv_pages({request!r})", self._clock()
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
+            engine.catch_up()
             if engine.lost:
                 self.check_alive(engine.group_map.contributing(ranks, engine.group_map.rank), operation)
             req = engine.receiver.post(
@@ -138,7 +152,8 @@ class Verbs:
                 work=work,
                 now=now,
             )
-            return req, engine.take_grants(now)
+            frames = engine.take_grants(now)
+            return req, frames, req.flow is None or engine.has_actions
 
     # ------------------------------------------------------------------ sender
 
@@ -203,7 +218,7 @@ class Verbs:
         # Page ids on the GPU come with an event of their own, recorded on the same stream.
         if gpu is not None and ready is None and not isinstance(ids, DevicePages):
             ready = gpu.record_gate()
-        work = KVWork(operation) if gpu is None else KVWork(operation, sync_words=gpu.sync_words)
+        work = self._work(operation)
         # All destinations share the source pages, which do not change, and the record of prefixes.
         source_pages = SourcePages(ids, ready, forced)
         prefixes: dict[int, int] = {}
@@ -211,6 +226,7 @@ class Verbs:
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
+            engine.catch_up()
             for rank in ranks:  # before everything else: a request that has failed raises its own error again
                 sender.admit(request, rank, start, num_pages)
             if engine.lost:
@@ -222,7 +238,9 @@ class Verbs:
                 trace.debug(_QUEUED, request, ranks, verb, held, num_pages)
             for rank in ranks:
                 sender.submit(SendOp(request, rank, prefixes, held, start, num_pages, work, source_pages), now)
-        self._wake()
+            wake = engine.flows is None or engine.has_actions
+        if wake:
+            self._wake()
         return work
 
     def send_state(self, request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None) -> KVWork:
@@ -241,9 +259,10 @@ class Verbs:
             raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
         ranks = engine.group_map.targets(dst, operation)
         source_pages = self._slot_source(slot, ranks, event, operation)
-        work = KVWork(operation, sync_words=engine.sync_words)
+        work = self._work(operation)
         with engine.lock:
             self.check_open(operation)
+            engine.catch_up()
             for rank in ranks:
                 engine.sender.admit(request, rank, 0, 1, state=True)
             self.check_alive(ranks, operation)
@@ -263,10 +282,11 @@ class Verbs:
         slot = self.checked_slot(operation, state_slot, layout)
         ranks = engine.group_map.targets(dst, operation)
         source_pages = None if slot is None else self._slot_source(slot, ranks, None, operation)
-        work = KVWork(operation, sync_words=engine.sync_words)
+        work = self._work(operation)
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
+            engine.catch_up()
             for rank in ranks:
                 engine.sender.check_finish(request, rank, state_slot=slot)
             if engine.lost:
@@ -280,7 +300,9 @@ class Verbs:
                 if source_pages is not None and rank in states:
                     self._submit_state(request, rank, states[rank], work, source_pages)
                 engine.sender.finish(request, rank, aux=data, work=work, now=self._clock())
-        self._wake()
+            wake = engine.flows is None or engine.has_actions
+        if wake:
+            self._wake()
         return work
 
     def prefix_tokens(self, request: str, dst: Peers) -> int:
@@ -295,6 +317,7 @@ class Verbs:
         deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
         with engine.lock:
             self.check_open(operation)
+            engine.catch_up()
             for rank in ranks:
                 engine.sender.begin(request, rank, self._clock())
             self.check_alive(ranks, operation)
@@ -317,11 +340,12 @@ class Verbs:
     def cancel(self, request: str) -> KVWork:
         engine = self.engine
         request = arguments.as_request(request)
-        work = KVWork(f"cancel({request!r})")
+        work = self._work(f"cancel({request!r})")
         with engine.changed:
             if engine.closed:  # every request ended with the group
                 work._expect(0)
                 return work
+            engine.catch_up()
             pending = engine.sender.cancel(request, work, self._clock()) + engine.receiver.cancel(request, work)
             work._expect(len(pending))
             engine.changed.notify_all()
@@ -331,6 +355,7 @@ class Verbs:
     def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
         engine = self.engine
         with engine.lock:
+            engine.catch_up()
             leases = engine.receiver.leases
             return leases.quarantined_slots() if slots else leases.quarantined()
 

@@ -54,7 +54,7 @@ class BoundGrant:
 
     dst: the receiver. generation: of its ``recv_pages`` call. prefix_tokens: tokens that it holds already. pages: its
     page ids [n], in order of position after the prefix. plan: what this writer owes it. state_slot: the slot that state
-    may be written to, if its layout has state.
+    may be written to, if its layout has state. flow: the receiver's, if its resident loop serves the request.
     """
 
     dst: int
@@ -64,6 +64,7 @@ class BoundGrant:
     pages: Int64Array = field(repr=False)
     plan: PairPlan = field(repr=False)
     state_slot: int | None = None
+    flow: int | None = None
 
     @property
     def num_tokens(self) -> int:

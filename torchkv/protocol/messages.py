@@ -104,6 +104,7 @@ class Grant(Message, frozen=True, tag="grant"):
     pages: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
     writers: Annotated[list[Rank], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     state_slot: Count | None = None  # None: the receiver's layout has no state
+    flow: Count | None = None  # the receiver's, if its resident loop serves the request
 
 
 class Attest(Message, frozen=True, tag="attest"):

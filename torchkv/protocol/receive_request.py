@@ -97,6 +97,13 @@ class ReceiverRequest:
     error: KVError | None = None  # set once, when the request fails
     ended: bool = False  # the leases have ended
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
+    flow: int | None = None  # on the resident loop; None while Python serves the request
+    arrived: int = -1  # bytes that the loop had seen arrive at the last tick
+
+    @property
+    def live(self) -> bool:
+        """Whether it has neither failed nor ended."""
+        return self.error is None and not self.ended
 
     @property
     def aux(self) -> bytes:

@@ -47,6 +47,7 @@ from torchkv.layout.pair_plan import PairPlan, seal_matches
 from torchkv.layout.pieces import Piece, PieceLayout, check_piece
 from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Signal
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Work
+from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.leases import Leases
 from torchkv.protocol.messages import (
     MAX_TEXT,
@@ -85,6 +86,7 @@ class Receiver:
 
     def __init__(self, group_map: GroupMap, *, timeout: float, grant_timeout: float, credits: StagingCredits) -> None:
         """timeout, grant_timeout: of Options, in seconds. credits: who may write where in this rank's staging ring."""
+        self.flows: RequestFlows | None = None  # the requests that the resident loop serves; set by the engine
         self._group_map = group_map
         self._credits = credits
         self._timeout = timeout
@@ -145,11 +147,15 @@ class Receiver:
             total=total,
             state_slot=state_slot,
         )
+        if self.flows is not None:
+            req.flow = self.flows.reserve(len(pages), writers, [writer.plan for writer in writers.values()])
         trace.debug("request %r: granted to ranks %s, generation %d", request, names, self._next_generation)
         self._next_generation += 1
         self._requests[req.generation] = self._live[request] = req
         self.leases.take(req)
-        grant = Grant(request, req.generation, prefix_tokens, pack_pages(pages), list(names), state_slot)
+        if req.flow is not None:
+            self._flows.open_receive(req)
+        grant = Grant(request, req.generation, prefix_tokens, pack_pages(pages), list(names), state_slot, req.flow)
         for rank in names:
             self.actions.append(Tell(rank, grant))
         if len(self._group_map.siblings) > 1:
@@ -171,6 +177,9 @@ class Receiver:
         """
         pending: list[Work] = []
         for req in [req for req in self._requests.values() if req.request == request]:
+            self._take_back(req)
+            if req.ended:
+                continue
             req.cancels.append(work)
             pending.append(work)
             if req.error is None:
@@ -182,11 +191,18 @@ class Receiver:
 
     def layer_done(self, req: ReceiverRequest, layer: int) -> bool:
         """Whether every byte of ``layer`` (a global id) is here. Raises the request's error."""
+        if req.flow is not None:
+            self._flows.look(req)
         if req.error is not None:
             raise req.error
         return req.ended or all(writer.missing((layer,), req.num_tokens) is None for writer in req.writers.values())
 
     # ---------------------------------------------------------------- messages, deaths and time
+
+    def writer(self, src: int, generation: int) -> Writer | None:
+        """The writer ``src`` of the live request of this generation, which Python serves from now on; None if none."""
+        found = self._writer(src, generation)
+        return None if found is None else found[1]
 
     def on_attest(self, src: int, message: Attest, now: float) -> None:
         found = self._writer(src, message.generation)
@@ -211,11 +227,28 @@ class Receiver:
         if problem := self._bad_seal(req, src, message, plan):
             self._fail(req, ProtocolError(problem))
             return
-        if message.aux and len({w.aux for w in req.writers.values() if w.aux}) > 1:
-            error = f"request {req.request!r}: two writers sent unlike aux bytes; pass aux on one of them only"
-            self._fail(req, ProtocolError(error))
-            return
-        self._complete_if_covered(req, now)
+        if not self._is_failed_by_aux(req):
+            self._complete_if_covered(req, now)
+
+    def received(self, req: ReceiverRequest, nbytes: int, now: float) -> None:
+        """The loop has seen everything arrive, and has told the writers. Their seals and aux are known already."""
+        for rank in req.writers:
+            self._credits.mark_quiescent(rank, req.generation, now)
+        self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
+        self._succeed(req, told=True)
+
+    def taken_back(self, req: ReceiverRequest, nbytes: int, now: float) -> None:
+        """The request is no longer on the loop; what has arrived, and the seals, have been added to its writers."""
+        trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)
+        self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
+        if nbytes:
+            req.progress_at = now
+        for rank, writer in req.writers.items():
+            if writer.sealed is not None:
+                req.progress_at = now
+                self._credits.mark_quiescent(rank, req.generation, now)
+        if not self._is_failed_by_aux(req):
+            self._complete_if_covered(req, now)
 
     def on_abort(self, src: int, message: Abort) -> None:
         found = self._writer(src, message.generation)
@@ -234,13 +267,16 @@ class Receiver:
         self._end_if_quiescent(req)
 
     def on_alive(self, src: int, message: Alive, now: float) -> None:
-        found = self._writer(src, message.generation)
-        if found is not None:
-            found[0].progress_at = now
+        req = self._requests.get(message.generation)
+        if req is not None and req.error is None and src in req.writers:
+            req.progress_at = now
 
     def on_instance_verdict(self, src: int, message: InstanceVerdict) -> None:
         req = self._requests.get(message.generation)
-        if req is None or req.error is not None or src != self._group_map.siblings[0]:
+        if req is None or src != self._group_map.siblings[0]:
+            return
+        self._take_back(req)
+        if not req.live:
             return
         if message.kind:
             self._fail(req, make_error(message.kind, message.text), tell_instance=False)
@@ -252,6 +288,9 @@ class Receiver:
         leader = self._group_map.siblings[0] if self._group_map.siblings else None
         for req in [req for req in self._requests.values() if req.error is None]:
             writer = req.writers.get(rank)
+            self._take_back(req)
+            if not req.live:
+                continue
             if (writer is not None and writer.sealed is None) or (rank == leader and rank != self._group_map.rank):
                 self._fail(req, PeerLost(f"request {req.request!r}: {reason}"))
 
@@ -266,7 +305,8 @@ class Receiver:
     def fail_all(self, error: KVError) -> None:
         """Fails every request and completes every pending call, because the group is destroyed."""
         for req in list(self._requests.values()):
-            if req.error is None:
+            self._take_back(req)
+            if req.live:
                 self._fail(req, type(error)(f"request {req.request!r}: {error}"))
             self.actions.extend(Settle(work, error) for work in req.cancels)
             req.cancels = []
@@ -281,10 +321,15 @@ class Receiver:
                 # A wait for a stage has a deadline of its own, in StagingCredits, and its denial says more than
                 # "no progress".
                 req.progress_at = now
+            if req.flow is not None and (arrived := self._flows.arrived(req)) != max(req.arrived, 0):
+                req.arrived, req.progress_at = arrived, now
         self._credits.tick(now)
         for req in [req for req in self._requests.values() if req.error is None]:
             deadline, text = self._deadline(req)
             if now >= deadline:
+                self._take_back(req)
+                if not req.live or now < self._deadline(req)[0]:
+                    continue
                 waiting = [rank for rank, writer in req.writers.items() if writer.sealed is None]
                 whom = f"writer ranks {waiting}" if waiting else self._missing(req)
                 error = TransferTimeout(
@@ -295,7 +340,9 @@ class Receiver:
             elif now >= req.alive_told_at + self._timeout / 4:
                 req.alive_told_at = now
                 alive = Alive(req.generation, True)
-                self.actions.extend(Tell(rank, alive) for rank, w in req.writers.items() if w.sealed is not None)
+                # Which of its writers have sealed only the loop knows; the others do not mind.
+                to = [rank for rank, w in req.writers.items() if w.sealed is not None or req.flow is not None]
+                self.actions.extend(Tell(rank, alive) for rank in to)
 
     # ---------------------------------------------------------------- the staging ring
 
@@ -385,9 +432,22 @@ class Receiver:
     def _writer(self, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
         """The request of this generation and its writer ``src``; None unless it is live and ``src`` writes to it."""
         req = self._requests.get(generation)
-        if req is None or req.error is not None or src not in req.writers:
+        if req is None or src not in req.writers:
+            return None
+        self._take_back(req)
+        if req.error is not None or self._requests.get(generation) is not req:
             return None
         return req, req.writers[src]
+
+    @property
+    def _flows(self) -> RequestFlows:
+        assert self.flows is not None
+        return self.flows
+
+    def _take_back(self, req: ReceiverRequest) -> None:
+        """Takes the request back from the resident loop, if it is there. It may have ended meanwhile, or failed."""
+        if req.flow is not None:
+            self._flows.take_back_receive(req)
 
     def _bad_seal(self, req: ReceiverRequest, src: int, seal: Seal, plan: PairPlan) -> str | None:
         """Why the seal does not match the grant, or None if it does."""
@@ -424,10 +484,19 @@ class Receiver:
         else:
             self._succeed(req)
 
-    def _succeed(self, req: ReceiverRequest) -> None:
+    def _is_failed_by_aux(self, req: ReceiverRequest) -> bool:
+        """Fails the request if two writers sent unlike aux."""
+        if len({writer.aux for writer in req.writers.values() if writer.aux}) < 2:
+            return False
+        text = f"request {req.request!r}: two writers sent unlike aux bytes; pass aux on one of them only"
+        self._fail(req, ProtocolError(text))
+        return True
+
+    def _succeed(self, req: ReceiverRequest, *, told: bool = False) -> None:
+        """told: whether the writers know already."""
         trace.debug("request %r: verdict: success, generation %d", req.request, req.generation)
         verdict = Verdict(req.generation)
-        for rank in req.writers:
+        for rank in () if told else req.writers:
             self.actions.append(Tell(rank, verdict))
         self._end(req)
         self.actions.append(Settle(req.work, aux=req.aux))

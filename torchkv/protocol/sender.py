@@ -42,6 +42,7 @@ from torchkv.errors import (
     PeerLost,
     ProtocolError,
     TransferCancelled,
+    TransferTimeout,
     error_kind,
     make_error,
 )
@@ -49,6 +50,7 @@ from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan, largest_grant, seal_matches
 from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Work
 from torchkv.protocol.coverage import LayerCoverage
+from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.messages import (
     MAX_TEXT,
     Abort,
@@ -92,6 +94,7 @@ class Sender:
         self, group_map: GroupMap, *, timeout: float, grant_timeout: float, requester: StagingRequester
     ) -> None:
         """timeout, grant_timeout: of Options, in seconds. requester: asks for stages of receivers' staging rings."""
+        self.flows: RequestFlows | None = None  # the requests that the resident loop serves; set by the engine
         self._group_map = group_map
         self._requester = requester
         self._timeout = timeout
@@ -158,7 +161,7 @@ class Sender:
         else:
             if not op.state:
                 check_prefix(op, req.grant)
-            self._start(req, op, req.grant)
+            self._start(req, op, req.grant, now)
 
     def state_left(self, request: str, dst: int) -> tuple[int, ...]:
         """Layers (global ids, ascending) whose state this rank holds and has not sent to ``dst``."""
@@ -189,6 +192,11 @@ class Sender:
         """
         req = self._request(request, dst, now)
         req.finish = Finish(work, aux)
+        if req.flow is not None and self._flows.finish(req):
+            if not req.running:
+                req.sealed_at = req.progress_at = now
+            return
+        self._take_back(req, now)
         self._seal_if_done(req, now)
 
     def cancel(self, request: str, work: Work, now: float) -> list[Work]:
@@ -203,6 +211,8 @@ class Sender:
         for key in [key for key in self._revoked_before_bind if key[0] == request and key not in self._requests]:
             del self._revoked_before_bind[key]
         for req in [req for req in self._requests.values() if req.request == request]:
+            if not self._stop(req):
+                continue
             req.cancels.append(work)
             pending.append(work)
             if req.grant is None and not req.grant_spent:
@@ -265,6 +275,21 @@ class Sender:
         else:
             self._after_drain(req)
 
+    def copied(self, req: SenderRequest, op: SendOp, nbytes: int, now: float) -> None:
+        """The loop has copied and announced all of ``op``."""
+        trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, nbytes)
+        del req.running[op]
+        self.actions += [Account(op.work, nbytes, "direct" if nbytes else "none"), Settle(op.work)]
+        if req.finish is not None and not req.running:
+            req.sealed_at = req.progress_at = now
+
+    def succeeded(self, req: SenderRequest) -> None:
+        """The loop was told that the request has succeeded at its receiver: ends it here."""
+        assert req.finish is not None
+        trace.debug("request %r to rank %d: verdict: success", req.request, req.dst)
+        self.actions.append(Settle(req.finish.work))
+        self._end(req)
+
     def on_grant(self, src: int, message: Grant, now: float) -> None:
         """A receiver granted pages to this rank: binds the request that waits for it, keeps it, or refuses it.
 
@@ -284,6 +309,7 @@ class Sender:
             pages=unpack_pages(message.pages, self._group_map.info[src].num_pages),
             plan=self._group_map.plan(self._group_map.rank, writers, src),
             state_slot=message.state_slot,
+            flow=message.flow,
         )
         check_slot(grant, self._group_map.info[src].num_slots)
         key = (message.request, src)
@@ -316,6 +342,9 @@ class Sender:
             if (src, message.generation) not in self._undrainable:
                 self._tell(src, Quiesced(message.generation))
             return
+        if not self._stop(req):
+            self._tell(src, Quiesced(message.generation))
+            return
         req.revoked = True
         if req.error is None:
             self._fail(req, make_error(message.kind, message.text), tell=False)
@@ -325,12 +354,11 @@ class Sender:
     def on_verdict(self, src: int, message: Verdict) -> None:
         """The request succeeded at the receiver: ends it here."""
         req = self._by_generation.get((src, message.generation))
-        if req is None or req.error is not None or req.sealed_at is None:
+        if req is not None:
+            self._take_back(req, req.progress_at)
+        if req is None or req.ended or req.error is not None or req.sealed_at is None:
             return
-        assert req.finish is not None
-        trace.debug("request %r to rank %d: verdict: success", req.request, req.dst)
-        self.actions.append(Settle(req.finish.work))
-        self._end(req)
+        self.succeeded(req)
 
     def on_alive(self, src: int, message: Alive, now: float) -> None:
         req = self._by_generation.get((src, message.generation))
@@ -340,7 +368,8 @@ class Sender:
     def peer_lost(self, rank: int, reason: str) -> None:
         """``rank`` does not answer: fails every request towards it. reason: for the message."""
         for req in [req for req in self._requests.values() if req.dst == rank and req.error is None]:
-            self._fail(req, PeerLost(f"request {req.request!r}: {reason}"))
+            if self._stop(req):
+                self._fail(req, PeerLost(f"request {req.request!r}: {reason}"))
 
     def peer_dead(self, rank: int) -> None:
         """The process of ``rank`` has ended: forgets its grants."""
@@ -350,7 +379,8 @@ class Sender:
     def fail_all(self, error: KVError) -> None:
         """Fails every request, because the group is destroyed. Running ops are halted; `end_all` completes the rest."""
         for req in [req for req in self._requests.values() if req.error is None]:
-            self._fail(req, type(error)(f"request {req.request!r}: {error}"))
+            if self._stop(req):
+                self._fail(req, type(error)(f"request {req.request!r}: {error}"))
 
     def end_all(self, error: KVError) -> None:
         """Completes every call that still waits, after `fail_all`, and sends `Quiesced` for every drained request."""
@@ -375,9 +405,12 @@ class Sender:
             if req.error is not None:
                 continue
             overdue = req.overdue(now, timeout=self._timeout, grant_timeout=self._grant_timeout)
+            if overdue is None and req.flow is not None and req.running:
+                overdue = self._stalled(req, now)
             if overdue is not None:
-                self._fail(req, overdue)
-                failed = True
+                if self._stop(req):
+                    self._fail(req, overdue)
+                    failed = True
             elif any(op.moved for op in req.running):
                 for op in req.running:
                     op.moved = False
@@ -430,13 +463,67 @@ class Sender:
             self.actions.extend(Settle(op.work, problem) for op in waiting)
             self._fail(req, problem)
             return
+        if self.flows is not None:
+            self.flows.open_send(req)
         for op in waiting:
-            self._start(req, op, grant)
+            self._start(req, op, grant, now)
+        if req.flow is not None and req.finish is not None and not self._flows.finish(req):
+            self._take_back(req, now)
         self._seal_if_done(req, now)
 
-    def _start(self, req: SenderRequest, op: SendOp, grant: BoundGrant) -> None:
+    def _start(self, req: SenderRequest, op: SendOp, grant: BoundGrant, now: float) -> None:
         req.running[op] = None
-        self.actions.append(Start(op, grant.of_state() if op.state else grant))
+        if req.flow is None:
+            self.actions.append(Start(op, grant.of_state() if op.state else grant))
+        elif not self._flows.start(req, op):
+            self._take_back(req, now)
+
+    # ---------------------------------------------------------------- the resident loop
+
+    @property
+    def _flows(self) -> RequestFlows:
+        assert self.flows is not None
+        return self.flows
+
+    def _take_back(self, req: SenderRequest, now: float) -> None:
+        """Takes the request back from the resident loop, if it is there, and goes on with it; it may have ``ended``.
+
+        Ops that the loop had not ended begin again: bytes that arrive twice change nothing.
+        """
+        if req.flow is None:
+            return
+        sealed = self._flows.take_back_send(req)
+        if req.ended:
+            return
+        trace.debug("request %r to rank %d: taken back from the resident loop", req.request, req.dst)
+        assert req.grant is not None
+        req.sealed_at, req.progress_at = now if sealed else None, now
+        self.actions.extend(Start(op, req.grant.of_state() if op.state else req.grant) for op in req.running)
+        self._seal_if_done(req, now)
+
+    def _stop(self, req: SenderRequest) -> bool:
+        """Takes the request back, if it is on the resident loop, to fail it. False if it has ended meanwhile."""
+        if req.flow is not None:
+            self._flows.take_back_send(req)
+            # Nobody works on them, so they are as good as never begun.
+            self._queued_pages += sum(op.num_pages for op in req.running)
+            req.queue.extend(req.running)
+            req.running.clear()
+        return not req.ended
+
+    def _stalled(self, req: SenderRequest, now: float) -> KVError | None:
+        """The error of a request whose ops have made no progress on the loop for too long; else tells the receiver."""
+        moved = self._flows.moved(req)
+        if moved != req.moved[0]:
+            req.moved = moved, now
+            assert req.grant is not None
+            self._tell(req.dst, Alive(req.grant.generation, False))
+        if now - req.moved[1] <= self._timeout:
+            return None
+        return TransferTimeout(
+            f"request {req.request!r} to rank {req.dst}: {len(req.running)} transfers made no progress for "
+            f"{self._timeout:g} s (Options.timeout); cancel({req.request!r}) and retry, or raise the limit"
+        )
 
     def _state_missing(self, request: str, dst: int, grant: BoundGrant | None) -> str | None:
         """Names the first layer whose state is owed and was not sent; None if there is none, as far as is known."""
@@ -492,7 +579,7 @@ class Sender:
     def _seal_if_done(self, req: SenderRequest, now: float) -> None:
         if req.error is not None or req.finish is None or req.grant is None or req.sealed_at is not None:
             return
-        if req.running or req.queue:
+        if req.running or req.queue or req.flow is not None:
             return
         req.sealed_at = req.progress_at = now
         trace.debug("request %r to rank %d: sealed, %d pages", req.request, req.dst, req.num_pages)
@@ -525,6 +612,7 @@ class Sender:
             self._end(req)
 
     def _end(self, req: SenderRequest) -> None:
+        req.ended = True
         del self._requests[(req.request, req.dst)]
         if req.grant is not None:
             self._requester.forget(req.dst, req.grant.generation)

@@ -86,6 +86,7 @@ class PeerConnection:
     costs: Costs | None = None  # measured
     calibration: Iterator[None] | None = None  # measures the costs, step by step; None when done
     counters: dict[str, Counter] = field(default_factory=dict)
+    closed: bool = False
 
     direct: bool = field(init=False)  # whether all pages of the peer are mapped here
 
@@ -152,5 +153,6 @@ class PeerConnection:
         counter.nbytes += nbytes
 
     def close(self) -> None:
+        self.closed = True
         if self.channel is not None:
             self.channel.close()

@@ -1,0 +1,129 @@
+"""Copies of an op's page pairs into the receiver's mapped pages, a slice at a time. Compiled."""
+
+from __future__ import annotations
+
+import numba
+
+from torchkv.arrays import Int64Array
+from torchkv.core.records import SCRATCH, SEGMENT_FIELDS, Op, Send, World
+from torchkv.host import copy_loops
+from torchkv.host.atomics import copy_bytes, load
+from torchkv.host.copy_loops import SHORT_RUN
+from torchkv.host.jit import compiled
+
+__all__ = ["copy_slice"]
+
+
+def _plain_pairs(
+    src_ptr: int, dst_ptr: int, src: Int64Array, dst: Int64Array, first: int, last: int, *rows: int
+) -> None:
+    n0, s0, d0, n1, s1, d1, run = rows
+    for i in range(first, last):
+        for a in range(n0):
+            for b in range(n1):
+                copy_bytes(dst_ptr + dst[i] + a * d0 + b * d1, src_ptr + src[i] + a * s0 + b * s1, run)
+
+
+def _plain_spans(
+    src_ptr: int, dst_ptr: int, src: Int64Array, dst: Int64Array, length: Int64Array, first: int, last: int
+) -> None:
+    for i in range(first, last):
+        copy_bytes(dst_ptr + dst[i], src_ptr + src[i], length[i])
+
+
+_pairs = _plain_pairs if numba.config.DISABLE_JIT else copy_loops._pairs
+_spans = _plain_spans if numba.config.DISABLE_JIT else copy_loops._spans
+
+
+@compiled
+def first_owed(granted: int, window: int, unit: int, src_page: int, dst_page: int) -> int:
+    """`torchkv.layout.plan_segment.first_owed`."""
+    if window < 0:
+        return 0
+    shortest = (granted - max(src_page, dst_page)) // src_page * src_page + 1
+    return max(0, (shortest - 1 - window) // unit * unit)
+
+
+@compiled
+def before(pair: int, per_unit: int, holders: int, holder: int) -> int:
+    """How many pairs of this holder's units have a smaller number than ``pair``: its ordinal, or the next one's."""
+    if holders == 1:
+        return pair
+    round_ = per_unit * holders
+    return pair // round_ * per_unit + min(max(pair % round_ - holder * per_unit, 0), per_unit)
+
+
+@compiled
+def _place(world: World, send: Send, op: Op, seg: int, ordinal: int, count: int) -> None:
+    """Offsets of ``count`` pairs of the segment at ``seg`` from ``ordinal`` on, into ``src`` and ``dst``."""
+    src_page, dst_page = send["src_page"], send["dst_page"]
+    src_stride, dst_stride, src_base, dst_base = load(seg + 16), load(seg + 24), load(seg + 32), load(seg + 40)
+    src_token, dst_token = load(seg + 48), load(seg + 56)
+    tokens, per_unit, holders, holder = load(seg + 120), load(seg + 128), load(seg + 136), load(seg + 144)
+    src, dst = world["src"], world["dst"]
+    for i in range(count):
+        pair = ordinal + i
+        if holders > 1:
+            pair = pair // per_unit * per_unit * holders + holder * per_unit + pair % per_unit
+        token = pair * tokens
+        ours = load(op["ids"] + 8 * (token // src_page - op["start"]))
+        theirs = load(send["ids"] + 8 * (token // dst_page))
+        src[i] = ours * src_stride + src_base + token % src_page * src_token
+        dst[i] = theirs * dst_stride + dst_base + token % dst_page * dst_token
+
+
+@compiled
+def _merge(world: World, count: int, run: int) -> int:
+    """Makes spans of ``count`` pairs of one run each: neighbours that are adjacent on both sides become one."""
+    src, dst, length = world["src"], world["dst"], world["length"]
+    spans = 0
+    for i in range(count):
+        last = spans - 1
+        if spans > 0 and src[i] == src[last] + length[last] and dst[i] == dst[last] + length[last]:
+            length[last] += run
+        else:
+            src[spans], dst[spans], length[spans] = src[i], dst[i], run
+            spans += 1
+    return spans
+
+
+@compiled
+def copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
+    """Copies the next pairs of ``op``, of one segment, of about ``budget`` bytes, and moves on. Bytes copied."""
+    geometry = send["geometry"]
+    positions = load(geometry)
+    position = load(op["positions"] + 8 * op["at"])
+    first, end = load(geometry + 8 * (1 + position)), load(geometry + 8 * (2 + position))
+    if first + op["segment"] >= end:
+        op["at"] += 1
+        op["segment"] = op["ordinal"] = 0
+        return 0
+    seg = geometry + 8 * (2 + positions + (first + op["segment"]) * SEGMENT_FIELDS)
+    tokens, per_unit, holders, holder = load(seg + 120), load(seg + 128), load(seg + 136), load(seg + 144)
+    owed = first_owed(send["granted"], load(seg + 152), load(seg + 160), send["src_page"], send["dst_page"])
+    per_page = send["src_page"] // tokens
+    low = max(op["start"] * per_page, owed // tokens)
+    high = max(low, min((op["start"] + op["count"]) * per_page, send["granted"] // tokens))
+    begin, stop = before(low, per_unit, holders, holder), before(high, per_unit, holders, holder)
+    n0, s0, d0 = load(seg + 64), load(seg + 72), load(seg + 80)
+    n1, s1, d1, run = load(seg + 88), load(seg + 96), load(seg + 104), load(seg + 112)
+    nbytes = n0 * n1 * run
+    count = min(stop - begin - op["ordinal"], min(SCRATCH, max(1, budget // nbytes)))
+    if count > 0:
+        _place(world, send, op, seg, begin + op["ordinal"], count)
+        if n0 * n1 == 1 and run < SHORT_RUN:
+            spans = _merge(world, count, run)
+            _spans(load(seg), load(seg + 8), world["src"], world["dst"], world["length"], 0, spans)
+            op["runs"] += spans
+        else:
+            _pairs(load(seg), load(seg + 8), world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
+            op["runs"] += count * n0 * n1
+        op["ordinal"] += count
+    if op["ordinal"] >= stop - begin:
+        op["segment"] += 1
+        op["ordinal"] = 0
+    copied: int = max(count, 0) * nbytes
+    op["group"] += copied
+    op["nbytes"] += copied
+    send["moved"] += copied
+    return copied

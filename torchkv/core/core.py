@@ -1,0 +1,368 @@
+"""The resident loop's face to Python: its memory, its thread, and the calls by which requests are handed to it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from torchkv.arrays import Int64Array
+from torchkv.core import lane, loop, posting
+from torchkv.core.records import (
+    FREE,
+    FUTEX_CALL,
+    MAX_AUX,
+    MAX_EVENTS,
+    MAX_FLOWS,
+    MAX_INTERVALS,
+    MAX_OPS,
+    MAX_PEERS,
+    MAX_WRITERS,
+    SEALED,
+    WORLD,
+    World,
+    word_at,
+)
+from torchkv.errors import TransportUnavailable
+from torchkv.host import shared_memory
+from torchkv.host.jit import at_register
+
+__all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
+
+SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0  # nanoseconds; see `spin_wait.SPIN`
+SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
+
+_libc = ctypes.CDLL(None)
+_FUNCTIONS = [ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in ("syscall", "sched_yield")]
+_FUNCTIONS += [ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in ("clock_gettime", "write")]
+
+
+@dataclass(slots=True)
+class Notice:
+    """An event. index: of the op or flow; source: the rank of a STRAY record. words: the record, without ``seq``."""
+
+    kind: int
+    index: int
+    source: int
+    words: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class WriterState:
+    """intervals: of tokens that have arrived, per layer that it owes. sealed: pages of its seal; None before it."""
+
+    intervals: list[list[tuple[int, int]]]
+    sealed: int | None
+    aux: bytes
+
+
+@dataclass(slots=True)
+class ReceiveState:
+    """What the loop knows of a receive, and of each of its writers."""
+
+    nbytes: int
+    writers: list[WriterState]
+
+
+class Core:
+    """One rank's loop. Every method but `run_step` and `wait` is called under the engine's lock.
+
+    Without `start` it has no thread, and a test calls `step`. Raises ``TransportUnavailable`` where it cannot work.
+    """
+
+    def __init__(self, rank: int) -> None:
+        if rank >= MAX_PEERS:
+            raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
+        if platform.machine() not in FUTEX_CALL:
+            raise TransportUnavailable(f"the resident loop knows no futex on {platform.machine()}")
+        self.rank = rank
+        self._memory = np.zeros(1, WORLD)
+        world = self._memory[0]
+        self.world = cast(World, world)
+        self._words = self._memory.view(np.int64).reshape(-1)
+        self._view = self._words.data  # Python reads words of a memoryview faster than of an array
+        self._segment: torch.Tensor = shared_memory.allocate(lane.SEGMENT_NBYTES)
+        world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
+        world["driver_fd"], world["futex"], world["spin"], world["one"] = -1, FUTEX_CALL[platform.machine()], SPIN, 1
+        world["functions"][:] = _FUNCTIONS
+        self._driver_word: Int64Array | None = None
+        self._peers: dict[int, shared_memory.Segment] = {}
+        self._free_sends = list(range(MAX_FLOWS))
+        self._free_receives = list(range(MAX_FLOWS))
+        self._free_ops = list(range(MAX_OPS))
+        self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
+        self._kept_receives: list[Any] = [None] * MAX_FLOWS
+        self._kept_ops: list[Any] = [None] * MAX_OPS
+        self._tail, self._head = word_at("event_tail") // 8, word_at("event_head") // 8
+        self._news, self._sleepers = word_at("news") // 8, word_at("sleepers") // 8
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._holding = False
+        self._counting = threading.Lock()
+
+    # ------------------------------------------------------------------ lanes and the thread
+
+    def descriptor(self) -> bytes:
+        """With this a peer of the same host maps this rank's mailboxes: see `connect`."""
+        return shared_memory.share(self._segment) or b""
+
+    def connect(self, rank: int, descriptor: bytes) -> None:
+        """Maps the mailboxes of ``rank``. Raises ``TransportUnavailable`` and ``ProtocolError`` if it cannot."""
+        if rank >= MAX_PEERS:
+            raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
+        segment = shared_memory.open_segment(descriptor)
+        if segment.nbytes < lane.SEGMENT_NBYTES:
+            segment.close()
+            raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
+        self._peers[rank] = segment
+        peer = self._memory[0]["peers"][rank]
+        base = self._segment.data_ptr()
+        peer["inbox_head"], peer["inbox"] = (base + offset for offset in lane.mailbox_at(rank))
+        peer["outbox_head"], peer["outbox"] = (segment.ptr + offset for offset in lane.mailbox_at(self.rank))
+        peer["bell"] = segment.ptr
+        self._memory[0]["num_peers"] = max(rank + 1, int(self._memory[0]["num_peers"]))
+
+    def reaches(self, rank: int) -> bool:
+        """Whether records can be sent to ``rank``."""
+        return rank in self._peers
+
+    @property
+    def running(self) -> bool:
+        """Whether the loop has a thread."""
+        return self._thread is not None
+
+    def start(self, driver_fd: int, driver_word: Int64Array) -> None:
+        """Starts the loop's thread. It never takes the GIL, and ends with `stop`.
+
+        driver_fd, driver_word: an eventfd and a word that wake Python's own thread (see `torchkv.engine.progress`).
+        """
+        self._driver_word = driver_word
+        self._memory[0]["driver_fd"], self._memory[0]["driver_word"] = driver_fd, driver_word.ctypes.data
+        self._thread = threading.Thread(target=loop.run, args=(self.world,), name="torchkv-loop", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Ends the thread. Idempotent. In a forked child there is none."""
+        atexit.unregister(self.stop)
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._pid:
+            posting.stop(self.world)
+            thread.join()
+
+    def close(self) -> None:
+        """Ends the thread and unmaps the peers' mailboxes."""
+        self.stop()
+        while self._peers:
+            self._peers.popitem()[1].close()
+
+    def step(self) -> bool:
+        """One turn, for a loop without a thread. Whether there was anything to do."""
+        return bool(loop.step(self.world))
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The loop stands still inside: no byte moves, and no record is taken, unless the caller does it."""
+        if self._holding:
+            yield
+            return
+        posting.hold(self.world)
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            posting.let_go(self.world)
+
+    # ------------------------------------------------------------------ sends
+
+    def open_send(
+        self,
+        *,
+        peer: int,
+        peer_flow: int,
+        generation: int,
+        geometry: Int64Array,
+        pages: Int64Array,
+        src_page: int,
+        dst_page: int,
+    ) -> int | None:
+        """A flow for a request that is bound to a grant of ``pages``; None if all are in use."""
+        if not self._free_sends:
+            return None
+        flow = self._free_sends.pop()
+        pages = np.ascontiguousarray(pages, dtype=np.int64)
+        self._kept_sends[flow] = [geometry, pages]
+        posting.open_send(self.world, flow, peer, peer_flow, generation, geometry, pages, src_page, dst_page)
+        return flow
+
+    def start_op(self, flow: int, positions: Int64Array, pages: Int64Array, start: int) -> int | None:
+        """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use."""
+        if not self._free_ops:
+            return None
+        index = self._free_ops.pop()
+        self._kept_ops[index] = positions, pages
+        posting.start_op(self.world, index, flow, positions, pages, start)
+        return index
+
+    def finish_send(self, flow: int, num_pages: int, aux: bytes) -> None:
+        """Seals the send once its ops have ended. aux: at most `MAX_AUX` bytes."""
+        assert len(aux) <= MAX_AUX
+        data = np.frombuffer(aux, dtype=np.uint8)
+        self._kept_sends[flow].append(data)
+        posting.finish_send(self.world, flow, num_pages, data.ctypes.data if aux else 0, len(aux))
+
+    def op_result(self, index: int) -> tuple[int, int]:
+        """Bytes and contiguous runs of an op that has ended; frees its index."""
+        op = self._memory[0]["ops"][index]
+        result = int(op["nbytes"]), int(op["runs"])
+        self._kept_ops[index] = None
+        self._free_ops.append(index)
+        return result
+
+    def moved(self, flow: int) -> int:
+        """Bytes that a send has copied so far."""
+        return int(self._memory[0]["sends"][flow]["moved"])
+
+    def end_send(self, flow: int) -> None:
+        """Frees the flow of a send that has ended."""
+        self._kept_sends[flow] = []
+        self._free_sends.append(flow)
+
+    def take_back_send(self, flow: int, ops: list[int]) -> bool:
+        """Takes a send from the loop, which stands still and has settled. Whether it was sealed. ops: not ended."""
+        send = self._memory[0]["sends"][flow]
+        loop.drop(self.world, flow)
+        sealed = bool(send["state"] == SEALED)
+        send["state"] = FREE
+        for index in ops:
+            self._kept_ops[index] = None
+            self._free_ops.append(index)
+        self.end_send(flow)
+        return sealed
+
+    # ------------------------------------------------------------------ receives
+
+    def reserve_receive(self) -> int | None:
+        """A flow for a receive, to be given to `open_receive`; None if all are in use."""
+        return self._free_receives.pop() if self._free_receives else None
+
+    def open_receive(
+        self,
+        flow: int,
+        *,
+        generation: int,
+        num_tokens: int,
+        page_size: int,
+        decides: bool,
+        writers: list[tuple[int, int, int]],
+    ) -> None:
+        """From now on records for ``generation`` are taken. writers: (rank, layers that it owes, its page size)."""
+        assert 0 < len(writers) <= MAX_WRITERS
+        layers = max(count for _, count, _ in writers)
+        cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
+        self._kept_receives[flow] = cover
+        posting.open_receive(self.world, flow, generation, num_tokens, page_size, int(decides), cover)
+        for number, (rank, count, size) in enumerate(writers):
+            posting.add_writer(self.world, flow, rank, count, size, int(number == len(writers) - 1))
+
+    def receive_state(self, flow: int) -> ReceiveState:
+        """What has arrived. While the loop stands still, or has ended the flow, or left it to Python."""
+        receive = self._memory[0]["receives"][flow]
+        cover = self._kept_receives[flow]
+        state = ReceiveState(int(receive["nbytes"]), [])
+        for number in range(int(receive["num_writers"])):
+            writer = receive["writers"][number]
+            layers = cover[number, : int(writer["layers"])].tolist()
+            intervals = [[(words[1 + 2 * i], words[2 + 2 * i]) for i in range(words[0])] for words in layers]
+            sealed = None if writer["sealed"] < 0 else int(writer["sealed"])
+            aux = receive["aux"].view(np.uint8)[number * MAX_AUX : number * MAX_AUX + int(writer["aux_nbytes"])]
+            state.writers.append(WriterState(intervals, sealed, aux.tobytes()))
+        return state
+
+    def arrived(self, flow: int) -> int:
+        """Bytes of a receive that have arrived so far."""
+        return int(self._memory[0]["receives"][flow]["nbytes"])
+
+    def end_receive(self, flow: int) -> None:
+        """Frees the flow of a receive that has ended. While the loop stands still, or has ended it itself."""
+        self._memory[0]["receives"][flow]["state"] = FREE
+        self._kept_receives[flow] = None
+        self._free_receives.append(flow)
+
+    # ------------------------------------------------------------------ events
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `events` would return any. Any thread, without the lock."""
+        return bool(self._view[self._tail] != self._view[self._head])
+
+    def events(self) -> list[Notice]:
+        """What has happened since the last call."""
+        taken: list[Notice] = []
+        tail = self._view[self._tail]
+        events = self._memory[0]["events"]
+        for at in range(self._view[self._head], tail):
+            event = events[at & (MAX_EVENTS - 1)]
+            words = event["record"].item()[:-1]
+            taken.append(Notice(int(event["kind"]), int(event["index"]), int(event["source"]), words))
+        self._view[self._head] = tail
+        return taken
+
+    def settle(self) -> None:
+        """Takes in all commands and all messages that have come. While the loop stands still."""
+        loop.settle(self.world)
+
+    def make_eager(self) -> None:
+        """Python's thread is woken for every event from now on, because somebody waits for more than a verdict."""
+        self._words[word_at("eager") // 8] = 1
+
+    def wake_waiters(self) -> None:
+        """Wakes the threads in `wait`: Python has completed a call."""
+        if self._view[self._sleepers]:
+            posting.wake_waiters(self.world)
+
+    @property
+    def news(self) -> int:
+        """Changes with each event. Read it before looking whether what is awaited is there, then `wait`."""
+        return int(self._view[self._news])
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleeps, without the GIL, until ``news`` is not ``seen`` any more, for so long or `SLICE` at most."""
+        with self._counting:
+            self._view[self._sleepers] += 1
+        try:
+            posting.wait_news(self.world, seen, int(min(seconds, SLICE) * 1e9))
+        finally:
+            with self._counting:
+                self._view[self._sleepers] -= 1
+
+
+@at_register
+def warm_up() -> None:
+    """Compiles the loop, or loads it from disk."""
+    core = Core(0)
+    none = np.zeros(2, dtype=np.int64)  # a plan without layers
+    world = core.world
+    flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
+    assert flow is not None
+    core.start_op(flow, none[:0], none, 0)
+    core.open_receive(0, generation=0, num_tokens=1, page_size=1, decides=False, writers=[(0, 1, 1)])
+    core.finish_send(1, -1, b"")
+    with core.standing_still():
+        core.settle()
+        loop.drop(world, flow)
+    core.step()
+    posting.wait_news(world, -1, 0)
+    posting.wake_waiters(world)
+    posting.stop(world)
+    loop.run(world)

@@ -1,0 +1,54 @@
+"""Events: what the loop tells Python. Compiled."""
+
+from __future__ import annotations
+
+from torchkv.core.lane import call_write, futex_wake
+from torchkv.core.records import MAX_EVENTS, RECEIVED, WRITE, World, word_at
+from torchkv.host.atomics import exchange_if, load, store
+from torchkv.host.jit import compiled
+
+__all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
+
+_RESERVE = 64  # events that one turn may make after it has looked for room
+_TAIL, _HEAD, _NEWS = word_at("event_tail"), word_at("event_head"), word_at("news")
+_SLEEPERS, _EAGER, _ONE = word_at("sleepers"), word_at("eager"), word_at("one")
+
+
+@compiled
+def event_room(world: World) -> bool:
+    """Whether there is room for what one turn may tell. Python takes events several times a second at least."""
+    return bool(world["event_tail"] - load(world["address"] + _HEAD) < MAX_EVENTS - _RESERVE)
+
+
+@compiled
+def tell_driver(world: World) -> None:
+    """Wakes Python's own thread, which rests on a word or sleeps on a file descriptor."""
+    if world["driver_fd"] >= 0:
+        store(world["driver_word"], 1)
+        call_write(world["functions"][WRITE], world["driver_fd"], world["address"] + _ONE, 8)
+
+
+@compiled
+def tell_waiters(world: World) -> None:
+    """Something has changed that callers may wait for. Any thread."""
+    news = world["address"] + _NEWS
+    before = load(news)
+    while exchange_if(news, before, before + 1) != before:
+        before = load(news)
+    if load(world["address"] + _SLEEPERS) != 0:
+        futex_wake(world, news)
+
+
+@compiled
+def emit(world: World, kind: int, index: int, source: int) -> None:
+    """Adds an event, with the present record, and wakes the callers that wait for one."""
+    event = world["events"][world["event_tail"] & (MAX_EVENTS - 1)]
+    event["kind"], event["index"], event["source"] = kind, index, source
+    record, present = event["record"], world["record"]
+    record["head"], record["flows"], record["generation"] = present["head"], present["flows"], present["generation"]
+    record["lo"], record["hi"], record["nbytes"] = present["lo"], present["hi"], present["nbytes"]
+    record["spare"] = present["spare"]
+    store(world["address"] + _TAIL, world["event_tail"] + 1)
+    tell_waiters(world)
+    if kind > RECEIVED or load(world["address"] + _EAGER) != 0:  # nobody may be looking for this one
+        tell_driver(world)

@@ -1,0 +1,128 @@
+"""A lane: how two ranks of one host exchange records, without system calls.
+
+Each rank owns a segment of shared memory, which the kernel frees with its last user:
+
+    bell | heads: one line per rank | mailbox of rank 0 | mailbox of rank 1 | ...
+
+A *mailbox* is a ring of `LANE_RECORDS` records with one writer, the rank that it is named after, and one reader, the
+segment's owner. The writer copies a record and then stores its ``seq``, the count of records so far; the reader loads
+``seq``, copies the record and checks its copy. The reader's *head* says how many it has read, so the writer knows how
+much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
+
+The *bell* is `ASLEEP` while the owner's loop sleeps. Who has stored something for it fences, and looks at the bell;
+the owner stores `ASLEEP`, fences, and looks for work. So one of the two sees the other.
+
+What the lane proves: only processes of this user that found the segment through the rank's registration can write to
+it. Records are checked by the reader (bounds, flow, generation, and that the writer is one of the flow's); they carry
+no MAC, since whoever can write here can also read the key in this process's memory.
+"""
+
+from __future__ import annotations
+
+from torchkv.arrays import Int64Array
+from torchkv.core.records import DUE, LANE_RECORDS, MAX_PEERS, SYSCALL, Peer, World, word_at
+from torchkv.host.atomics import copy_bytes, fence, load, store
+from torchkv.host.jit import c_function, compiled
+
+__all__ = [
+    "ASLEEP",
+    "SEGMENT_NBYTES",
+    "call_write",
+    "call_yield",
+    "futex_wait",
+    "futex_wake",
+    "mailbox_at",
+    "owe",
+    "ring",
+    "room",
+    "take",
+    "tell",
+    "waiting",
+]
+
+ASLEEP = 1
+RECORD_NBYTES = 64
+_SEQ = 56  # offset of a record's ``seq``
+_LINE = 128
+_FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 1 << 30
+_RECORD = word_at("record")
+
+call_system = c_function(7, 64)
+call_yield = c_function(1, 32)
+call_write = c_function(3, 64)
+
+
+SEGMENT_NBYTES = (1 + MAX_PEERS) * _LINE + MAX_PEERS * LANE_RECORDS * RECORD_NBYTES
+
+
+def mailbox_at(rank: int) -> tuple[int, int]:
+    """Offsets of the head and of the mailbox of writer ``rank`` in a segment."""
+    return (1 + rank) * _LINE, (1 + MAX_PEERS) * _LINE + rank * LANE_RECORDS * RECORD_NBYTES
+
+
+@compiled
+def futex_wait(world: World, address: int, value: int, nanoseconds: int, scratch: Int64Array) -> None:
+    """Sleeps until the word is no longer ``value`` and `futex_wake` was called, for so long at most.
+
+    scratch: two words of the calling thread.
+    """
+    scratch[0], scratch[1] = nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000
+    limit = scratch.ctypes.data
+    call_system(world["functions"][SYSCALL], world["futex"], address, _FUTEX_WAIT, value, limit, 0, 0)
+
+
+@compiled
+def futex_wake(world: World, address: int) -> None:
+    """Wakes all threads, of any process, that sleep on the word."""
+    call_system(world["functions"][SYSCALL], world["futex"], address, _FUTEX_WAKE, _EVERYBODY, 0, 0, 0)
+
+
+@compiled
+def ring(world: World, bell: int) -> None:
+    """After a store that the bell's owner should see. A system call only if its loop sleeps."""
+    fence()
+    if load(bell) == ASLEEP:
+        store(bell, 0)
+        futex_wake(world, bell)
+
+
+@compiled
+def room(peer: Peer) -> int:
+    """Records that fit into the peer's mailbox now."""
+    free: int = LANE_RECORDS - (peer["written"] - load(peer["outbox_head"]))
+    return free
+
+
+@compiled
+def tell(world: World, peer: Peer) -> None:
+    """Puts ``world["record"]`` into the peer's mailbox, in which there must be room. Ring its bell afterwards."""
+    to = peer["outbox"] + (peer["written"] & (LANE_RECORDS - 1)) * RECORD_NBYTES
+    copy_bytes(to, world["address"] + _RECORD, _SEQ)
+    peer["written"] += 1
+    store(to + _SEQ, peer["written"])
+
+
+@compiled
+def owe(world: World, kind: int, rank: int, flow: int, generation: int) -> None:
+    """Notes that a message is due. What takes in records never sends, so that a full mailbox never stops an inbox."""
+    due = world["due"][world["due_tail"] & (DUE - 1)]
+    due[0], due[1], due[2] = kind | rank << 8, flow, generation
+    world["due_tail"] += 1
+
+
+@compiled
+def waiting(peer: Peer) -> bool:
+    """Whether there is a record in the peer's mailbox here."""
+    at = peer["inbox"] + (peer["read"] & (LANE_RECORDS - 1)) * RECORD_NBYTES
+    return bool(load(at + _SEQ) == peer["read"] + 1)
+
+
+@compiled
+def take(world: World, peer: Peer) -> bool:
+    """Takes the next record of the peer's mailbox into ``world["record"]``; False if there is none."""
+    if not waiting(peer):
+        return False
+    at = peer["inbox"] + (peer["read"] & (LANE_RECORDS - 1)) * RECORD_NBYTES
+    copy_bytes(world["address"] + _RECORD, at, _SEQ)
+    peer["read"] += 1
+    return True

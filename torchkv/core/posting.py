@@ -1,0 +1,139 @@
+"""What callers do to the loop's state: open flows, start ops, finish. Compiled, with the GIL: one caller at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core.events import tell_waiters
+from torchkv.core.lane import call_yield, futex_wait, ring
+from torchkv.core.loop import FINISH, START
+from torchkv.core.records import COMMANDS, OPEN, YIELD, World, word_at
+from torchkv.host.atomics import exchange, load, store
+from torchkv.host.jit import compiled, compiled_with_gil
+
+__all__ = [
+    "add_writer",
+    "finish_send",
+    "hold",
+    "let_go",
+    "open_receive",
+    "open_send",
+    "start_op",
+    "stop",
+    "wait_news",
+    "wake_waiters",
+]
+
+_TAIL, _LOCK, _WANTED, _NEWS = (word_at(name) for name in ("command_tail", "lock", "wanted", "news"))
+_STOP = word_at("stop")
+
+
+@compiled_with_gil
+def _command(world: World, kind: int, index: int) -> None:
+    """There is always room: no op and no flow has two commands in the ring."""
+    tail = world["command_tail"]
+    world["commands"][tail & (COMMANDS - 1)] = kind | index << 8
+    store(world["address"] + _TAIL, tail + 1)
+    ring(world, world["bell"])
+
+
+@compiled_with_gil
+def open_send(
+    world: World,
+    flow: int,
+    peer: int,
+    peer_flow: int,
+    generation: int,
+    geometry: Int64Array,
+    ids: Int64Array,
+    src_page: int,
+    dst_page: int,
+) -> None:
+    """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens."""
+    send = world["sends"][flow]
+    send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
+    send["geometry"], send["ids"] = geometry.ctypes.data, ids.ctypes.data
+    send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
+    send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["moved"] = 0
+    send["num_pages"] = -1
+    send["state"] = OPEN
+
+
+@compiled_with_gil
+def start_op(world: World, index: int, flow: int, positions: Int64Array, ids: Int64Array, start: int) -> None:
+    """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive."""
+    op = world["ops"][index]
+    op["flow"], op["positions"], op["num_positions"] = flow, positions.ctypes.data, len(positions)
+    op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
+    op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
+    op["state"] = OPEN
+    _command(world, START, index)
+
+
+@compiled_with_gil
+def finish_send(world: World, flow: int, num_pages: int, aux: int, aux_nbytes: int) -> None:
+    """Has the loop seal the send once its ops have ended. aux: the address of its bytes, which must stay alive."""
+    send = world["sends"][flow]
+    send["aux"], send["aux_nbytes"] = aux, aux_nbytes
+    send["finish"] = num_pages
+    _command(world, FINISH, flow)
+
+
+@compiled_with_gil
+def open_receive(
+    world: World, flow: int, generation: int, num_tokens: int, page_size: int, decides: int, cover: Int64Array
+) -> None:
+    """Makes a free flow a receive. cover: int64 ``[writers, layers, ...]``, see `Receive`."""
+    receive = world["receives"][flow]
+    receive["generation"], receive["num_tokens"], receive["page_size"] = generation, num_tokens, page_size
+    receive["decides"], receive["layers"], receive["cover"] = decides, cover.shape[1], cover.ctypes.data
+    receive["num_writers"] = receive["nbytes"] = 0
+
+
+@compiled_with_gil
+def add_writer(world: World, flow: int, rank: int, layers: int, page_size: int, last: int) -> None:
+    """Adds a writer; with the ``last`` one the receive takes records."""
+    receive = world["receives"][flow]
+    writer = receive["writers"][receive["num_writers"]]
+    writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
+    writer["sealed"], writer["flow"], writer["aux_nbytes"] = -1, 0, 0
+    receive["num_writers"] += 1
+    if last != 0:
+        receive["state"] = OPEN
+
+
+@compiled
+def hold(world: World) -> None:
+    """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
+    store(world["address"] + _WANTED, 1)
+    while exchange(world["address"] + _LOCK, 1) != 0:
+        call_yield(world["functions"][YIELD], 0)
+
+
+@compiled_with_gil
+def let_go(world: World) -> None:
+    store(world["address"] + _LOCK, 0)
+    store(world["address"] + _WANTED, 0)
+
+
+@compiled_with_gil
+def stop(world: World) -> None:
+    """Ends `run`."""
+    store(world["address"] + _STOP, 1)
+    ring(world, world["bell"])
+
+
+@compiled_with_gil
+def wake_waiters(world: World) -> None:
+    """Wakes callers that wait for news: Python has completed something."""
+    tell_waiters(world)
+
+
+@compiled
+def wait_news(world: World, seen: int, nanoseconds: int) -> None:
+    """Sleeps until ``news`` is no longer ``seen``, for so long at most. The caller is counted among ``sleepers``."""
+    scratch = np.zeros(2, dtype=np.int64)
+    news = world["address"] + _NEWS
+    if load(news) == seen:
+        futex_wait(world, news, seen, nanoseconds, scratch)

@@ -1,0 +1,320 @@
+"""The state of the resident loop: structured arrays that compiled code and plain Python read alike.
+
+All state of one loop is a single record, `World`, so that a compiled function takes one pointer. The classes give the
+fields to mypy; the dtypes below them are made of the same classes. All fields are int64, unless they are arrays.
+
+Who writes what. Callers (under the GIL and the engine's lock, so one at a time) write commands, new flows, new ops and
+``event_head``. The loop writes everything else; while a caller holds ``lock``, the loop writes nothing. Peers write
+their own mailbox and the bell, which lie in shared memory (see `torchkv.core.lane`).
+
+A flow or an op is the loop's from the moment at which a caller opens it until the event that ends it, and not longer:
+after that event a caller may use its slot for another one.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+
+__all__ = [
+    "ALL_HERE",
+    "AUX",
+    "AUX_PART",
+    "CLOCK",
+    "COMMANDS",
+    "DUE",
+    "EVENT",
+    "FREE",
+    "FUTEX_CALL",
+    "LANE_RECORDS",
+    "LEAVING",
+    "MAX_AUX",
+    "MAX_EVENTS",
+    "MAX_FLOWS",
+    "MAX_INTERVALS",
+    "MAX_OPS",
+    "MAX_PEERS",
+    "MAX_WRITERS",
+    "NEWS",
+    "OPEN",
+    "OP_DONE",
+    "RECEIVED",
+    "RECORD",
+    "SCRATCH",
+    "SEAL",
+    "SEALED",
+    "SEGMENT_FIELDS",
+    "SENT",
+    "STRAY",
+    "SYSCALL",
+    "VERDICT",
+    "WORLD",
+    "WRITE",
+    "WRITTEN",
+    "YIELD",
+    "Event",
+    "Op",
+    "Peer",
+    "Receive",
+    "Record",
+    "Send",
+    "World",
+    "Writer",
+    "word_at",
+]
+
+MAX_FLOWS = 512  # of each kind: requests under way on the loop; more go through Python
+MAX_OPS = 8192  # verbs that wait or copy
+MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no loop
+MAX_WRITERS = 8  # of one receive
+MAX_EVENTS = 8192  # a power of two, as are the three below
+COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
+DUE = 8192  # messages that wait for room: at most one per send and one per writer of a receive
+LANE_RECORDS = 256  # records of one mailbox
+MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
+SCRATCH = 1024  # page pairs that are copied in one go
+AUX_PART = 32  # bytes of aux in one record
+MAX_AUX = 256  # longer ones go through Python
+
+# States of a flow, and of an op, which is FREE or OPEN. LEAVING: everything that comes for the flow is Python's.
+FREE, OPEN, SEALED, LEAVING = 0, 1, 2, 3
+
+# Kinds of records.
+WRITTEN, AUX, SEAL, VERDICT = 1, 2, 3, 4
+
+# Kinds of events. STRAY: a record for a flow that is not here, or leaves. ALL_HERE: a receive of which the loop does
+# not know whether it is complete, although all of its writers have sealed; or on which others decide too.
+OP_DONE, SENT, RECEIVED, ALL_HERE, STRAY, NEWS = 1, 2, 3, 4, 5, 6
+
+# Indices of `World`'s ``functions``: addresses of libc's.
+SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
+FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
+
+# A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.core.geometry`.
+SEGMENT_FIELDS = 21
+
+
+class Record(TypedDict):
+    """A message to a peer, 64 bytes. ``seq`` is written last, and says that the rest is there.
+
+    head: kind | first << 8 | last << 32, where [first, last) are positions among the plan's layers. flows: the
+    addressee's flow | the sender's own flow << 32. WRITTEN: tokens [lo, hi) and their bytes. AUX: ``first`` bytes of
+    aux, in the three words from ``lo`` on and ``spare``. SEAL: ``lo`` pages, and ``hi`` bytes of aux in all.
+    """
+
+    head: int
+    flows: int
+    generation: int
+    lo: int
+    hi: int
+    nbytes: int
+    spare: int
+    seq: int
+
+
+class Send(TypedDict):
+    """A sender request that is bound to its grant. ``peer`` is the receiver, ``peer_flow`` its flow.
+
+    geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. src_page, dst_page:
+    page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says, and
+    num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1 once
+    the seal is. moved: bytes so far.
+    """
+
+    state: int
+    peer: int
+    peer_flow: int
+    generation: int
+    geometry: int
+    ids: int
+    granted: int
+    src_page: int
+    dst_page: int
+    running: int
+    finish: int
+    num_pages: int
+    aux: int
+    aux_nbytes: int
+    due: int
+    moved: int
+
+
+class Op(TypedDict):
+    """A verb towards one receiver: pages [start, start + count) with the ids at the address ``ids``.
+
+    positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
+    ordinal: what is copied next. told: positions that the receiver knows of. group: bytes since then.
+    """
+
+    state: int
+    flow: int
+    positions: int
+    num_positions: int
+    ids: int
+    count: int
+    start: int
+    at: int
+    segment: int
+    ordinal: int
+    told: int
+    group: int
+    nbytes: int
+    runs: int
+
+
+class Writer(TypedDict):
+    """A writer of a receive. layers: that it owes. page_size: its own. sealed: pages of its seal, or -1.
+
+    flow: its own, which the seal tells. aux_nbytes: that have come.
+    """
+
+    rank: int
+    layers: int
+    page_size: int
+    sealed: int
+    flow: int
+    aux_nbytes: int
+
+
+class Receive(TypedDict):
+    """A receive. cover: address of int64 ``[writers, layers, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
+
+    decides: whether the loop may declare success. page_size: of this rank. nbytes: that have arrived.
+    """
+
+    state: int
+    generation: int
+    num_tokens: int
+    page_size: int
+    decides: int
+    layers: int
+    cover: int
+    num_writers: int
+    nbytes: int
+    writers: list[Writer]
+    aux: Int64Array
+
+
+class Peer(TypedDict):
+    """A rank. inbox: address of the mailbox that it writes to, here; outbox, bell: of those that this rank writes to,
+    there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
+    records so far."""
+
+    inbox: int
+    inbox_head: int
+    outbox: int
+    outbox_head: int
+    bell: int
+    read: int
+    written: int
+
+
+class Event(TypedDict):
+    """What Python should know. index: of an op or a flow; source: the rank that a STRAY record came from."""
+
+    kind: int
+    index: int
+    source: int
+    record: Record
+
+
+class World(TypedDict):
+    """Everything. address: its own. bell: address of this rank's, which the loop sleeps on.
+
+    driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
+    because somebody waits for more than the end of a request. news: changes with each event, and with each call that
+    Python completes; sleepers: callers that sleep until then. lock, wanted: a caller that wants the loop to stand still
+    sets ``wanted`` and takes ``lock``. due: messages that wait for room: (kind | rank << 8, flow, generation). queue:
+    ops that copy. one: the word 1. record, src, dst, length: scratch of the loop.
+    """
+
+    address: int
+    bell: int
+    num_peers: int
+    driver_fd: int
+    driver_word: int
+    futex: int
+    spin: int
+    functions: Int64Array
+    command_tail: int
+    event_head: int
+    eager: int
+    stop: int
+    command_head: int
+    event_tail: int
+    news: int
+    sleepers: int
+    lock: int
+    wanted: int
+    due_head: int
+    due_tail: int
+    queue_head: int
+    queue_tail: int
+    one: int
+    record: Record
+    src: Int64Array
+    dst: Int64Array
+    length: Int64Array
+    commands: Int64Array
+    due: Int64Array
+    queue: Int64Array
+    peers: list[Peer]
+    sends: list[Send]
+    receives: list[Receive]
+    ops: list[Op]
+    events: list[Event]
+
+
+def _words(record: type) -> np.dtype[np.void]:
+    return np.dtype([(name, "i8") for name in record.__annotations__])
+
+
+RECORD = _words(Record)
+_WRITER = _words(Writer)
+_SEND, _OP, _PEER = _words(Send), _words(Op), _words(Peer)
+_ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
+    "functions": ("i8", 4),
+    "src": ("i8", SCRATCH),
+    "dst": ("i8", SCRATCH),
+    "length": ("i8", SCRATCH),
+    "commands": ("i8", COMMANDS),
+    "due": ("i8", (DUE, 3)),
+    "queue": ("i8", MAX_OPS),
+    "peers": (_PEER, MAX_PEERS),
+    "sends": (_SEND, MAX_FLOWS),
+    "ops": (_OP, MAX_OPS),
+    "writers": (_WRITER, MAX_WRITERS),
+    "aux": ("i8", MAX_WRITERS * MAX_AUX // 8),
+}
+# Words that one side writes often lie on cache lines of their own: 128 bytes before each of these.
+_APART = ("command_tail", "command_head", "due_head", "src")
+
+
+def _dtype(record: type) -> np.dtype[np.void]:
+    fields: list[object] = []
+    for name in record.__annotations__:
+        if name in _APART:
+            fields.append((f"_{name}", "i8", (16,)))
+        if name == "record":
+            fields.append((name, RECORD))
+        elif name in _ARRAYS:
+            kind, count = _ARRAYS[name]
+            fields.append((name, kind, count))
+        else:
+            fields.append((name, "i8"))
+    return np.dtype(fields)
+
+
+_RECEIVE, EVENT = _dtype(Receive), _dtype(Event)
+_ARRAYS["receives"] = (_RECEIVE, MAX_FLOWS)
+_ARRAYS["events"] = (EVENT, MAX_EVENTS)
+WORLD = _dtype(World)
+
+
+def word_at(name: str) -> int:
+    """Offset in bytes of a field of `World`."""
+    assert WORLD.fields is not None
+    return int(WORLD.fields[name][1])

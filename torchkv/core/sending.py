@@ -1,0 +1,136 @@
+"""The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled."""
+
+from __future__ import annotations
+
+from torchkv.core.copies import copy_slice
+from torchkv.core.events import emit, event_room
+from torchkv.core.lane import owe, ring, room, tell
+from torchkv.core.records import (
+    AUX,
+    AUX_PART,
+    FREE,
+    MAX_FLOWS,
+    OP_DONE,
+    OPEN,
+    SEAL,
+    SEALED,
+    SENT,
+    WRITTEN,
+    Op,
+    Record,
+    Send,
+    World,
+    word_at,
+)
+from torchkv.host.atomics import copy_bytes, load
+from torchkv.host.jit import compiled
+
+__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "seal_if_done"]
+
+BLOCKED = -1  # no room in the receiver's mailbox
+ENDED = -2
+
+GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
+_PART = word_at("record") + 24  # where a record's bytes of aux begin
+
+
+@compiled
+def _announce(world: World, send: Send, op: Op) -> bool:
+    """Tells the receiver of the layers that are there; False where its mailbox is full."""
+    peer = world["peers"][send["peer"]]
+    sent = False
+    while op["told"] < op["at"]:
+        if room(peer) < 1:
+            if sent:
+                ring(world, peer["bell"])
+            return False
+        first = load(op["positions"] + 8 * op["told"])
+        last = first + 1
+        op["told"] += 1
+        while op["told"] < op["at"] and load(op["positions"] + 8 * op["told"]) == last:
+            last += 1
+            op["told"] += 1
+        record: Record = world["record"]
+        record["head"], record["flows"] = WRITTEN | first << 8 | last << 32, send["peer_flow"]
+        record["generation"], record["spare"] = send["generation"], 0
+        record["lo"], record["hi"] = op["start"] * send["src_page"], (op["start"] + op["count"]) * send["src_page"]
+        record["nbytes"] = op["group"]
+        op["group"] = 0
+        tell(world, peer)
+        sent = True
+    if sent:
+        ring(world, peer["bell"])
+    return True
+
+
+@compiled
+def _has_group(op: Op) -> bool:
+    """Whether there are whole layers to announce, and enough bytes since the last time."""
+    return bool(op["group"] >= GROUP and op["told"] < op["at"])
+
+
+@compiled
+def advance(world: World, index: int, budget: int) -> int:
+    """Copies about ``budget`` bytes of an op. Returns the bytes, `BLOCKED`, or `ENDED` less the bytes."""
+    op = world["ops"][index]
+    send = world["sends"][op["flow"]]
+    left = budget
+    while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
+        left -= copy_slice(world, send, op, left)
+    if op["at"] < op["num_positions"] and not _has_group(op):
+        return budget - left
+    if not _announce(world, send, op) or not event_room(world):
+        return BLOCKED
+    if op["at"] < op["num_positions"]:
+        return max(1, budget - left)
+    op["state"] = FREE
+    send["running"] -= 1
+    seal_if_done(world, op["flow"])
+    emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
+    return ENDED - (budget - left)
+
+
+@compiled
+def seal_if_done(world: World, flow: int) -> None:
+    """Once the caller has finished and every op has ended, the seal is due."""
+    send = world["sends"][flow]
+    if send["state"] == OPEN and send["num_pages"] >= 0 and send["running"] == 0 and send["due"] == 0:
+        send["due"] = 1
+        owe(world, SEAL, 0, flow, send["generation"])
+
+
+@compiled
+def pay_seal(world: World, flow: int, generation: int) -> bool:
+    """Sends the seal, with the bytes of aux before it; False where the mailbox has no room for all of it."""
+    send = world["sends"][flow]
+    if send["state"] != OPEN or send["generation"] != generation:
+        return True  # Python has taken the flow back
+    peer = world["peers"][send["peer"]]
+    parts = (send["aux_nbytes"] + AUX_PART - 1) // AUX_PART
+    if room(peer) < parts + 1:
+        return False
+    record: Record = world["record"]
+    for part in range(parts):
+        nbytes = min(AUX_PART, send["aux_nbytes"] - part * AUX_PART)
+        copy_bytes(world["address"] + _PART, send["aux"] + part * AUX_PART, nbytes)
+        record["head"], record["flows"], record["generation"] = AUX | nbytes << 8, send["peer_flow"], send["generation"]
+        tell(world, peer)
+    record["head"], record["flows"], record["generation"] = SEAL, send["peer_flow"] | flow << 32, send["generation"]
+    record["lo"], record["hi"], record["nbytes"], record["spare"] = send["num_pages"], send["aux_nbytes"], 0, 0
+    tell(world, peer)
+    ring(world, peer["bell"])
+    send["state"] = SEALED
+    return True
+
+
+@compiled
+def on_verdict(world: World, source: int, flow: int, generation: int) -> bool:
+    """The receiver has everything. False if this is for no flow here."""
+    if flow < 0 or flow >= MAX_FLOWS:
+        return False
+    send = world["sends"][flow]
+    if send["state"] != SEALED or send["peer"] != source or send["generation"] != generation:
+        return False
+    send["state"] = FREE
+    emit(world, SENT, flow, source)
+    return True

@@ -1,0 +1,321 @@
+"""Hands requests over to the resident loop, takes them back, and tells the state machines what the loop has done.
+
+A request is on the loop from its grant on, if this host's processor can copy it straight into the receiver's pages:
+both ranks are on this host, the pages are mapped, there is no state, and no op waits for an event. Everything else, and
+everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
+
+All methods are called under the engine's lock, but for those that say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core.core import Core, Notice
+from torchkv.core.geometry import geometry
+from torchkv.core.records import (
+    ALL_HERE,
+    AUX,
+    MAX_AUX,
+    MAX_WRITERS,
+    NEWS,
+    OP_DONE,
+    RECEIVED,
+    SEAL,
+    SENT,
+    STRAY,
+    VERDICT,
+    WRITTEN,
+)
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.protocol.actions import SendOp
+from torchkv.protocol.messages import Attest, Seal, Verdict
+from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.sender import Sender
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
+
+if TYPE_CHECKING:
+    from torchkv.engine.scheduler import SourcePages
+
+__all__ = ["Flows"]
+
+MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
+
+
+class _Route:
+    """A plan towards a peer whose pages are mapped, as the loop reads it."""
+
+    def __init__(self, plan: PairPlan, local: LocalPages, connection: PeerConnection) -> None:
+        self.connection = connection
+        self.words = geometry(
+            plan,
+            lambda component, layer: (local.ptr(component, layer), local.page_stride(component, layer)),
+            lambda component, layer: (
+                connection.ptr(component, layer),
+                connection.placements[component, layer].page_stride,
+            ),
+        )
+        self._position = {layer: position for position, layer in enumerate(plan.layers)}
+        self._positions: dict[tuple[int, ...], Int64Array] = {}
+
+    def positions(self, layers: tuple[int, ...]) -> Int64Array:
+        """The positions of ``layers`` in the plan, ascending; those that it does not owe are left out."""
+        known = self._positions.get(layers)
+        if known is None:
+            if len(self._positions) >= MAX_LAYER_SETS:
+                self._positions.clear()
+            found = sorted(self._position[layer] for layer in set(layers) if layer in self._position)
+            known = self._positions[layers] = np.array(found, dtype=np.int64)
+        return known
+
+
+class Flows:
+    """One rank's requests on the resident loop.
+
+    connections: those that have been made, by rank. local: this rank's pages. decides: whether a receive that is
+    complete here has succeeded; False if other ranks of the instance have a say.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        sender: Sender,
+        receiver: Receiver,
+        local: LocalPages,
+        connections: Mapping[int, PeerConnection],
+        decides: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.core = core
+        self._sender = sender
+        self._receiver = receiver
+        self._local = local
+        self._connections = connections
+        self._decides = decides
+        self._now = clock
+        self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
+        self._plans: list[PairPlan] = []  # keeps the ids of `_routes` from being used again
+        self._sends: dict[int, SenderRequest] = {}  # by flow
+        self._receives: dict[int, ReceiverRequest] = {}
+        self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
+        self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
+
+    # ------------------------------------------------------------------ sends
+
+    def open_send(self, req: SenderRequest) -> None:
+        grant = req.grant
+        assert grant is not None
+        connection = self._connections.get(req.dst)
+        if grant.flow is None or connection is None or not self._serves(connection) or _has_state(grant.plan):
+            return
+        req.flow = self.core.open_send(
+            peer=req.dst,
+            peer_flow=grant.flow,
+            generation=grant.generation,
+            geometry=self._route(grant.plan, connection).words,
+            pages=grant.pages,
+            src_page=grant.plan.src_page_size,
+            dst_page=grant.plan.dst_page_size,
+        )
+        if req.flow is not None:
+            self._sends[req.flow] = req
+
+    def start(self, req: SenderRequest, op: SendOp) -> bool:
+        assert req.flow is not None
+        assert req.grant is not None
+        source: SourcePages = op.source_pages
+        connection = self._connections.get(req.dst)
+        if op.state or source.event is not None or source.path not in (None, "direct") or connection is None:
+            return False
+        pages = source.pages
+        if not isinstance(pages, np.ndarray) or not self._serves(connection):
+            return False
+        positions = self._route(req.grant.plan, connection).positions(op.layers)
+        index = self.core.start_op(req.flow, positions, pages, op.start)
+        if index is None:
+            return False
+        self._ops[index] = req, op
+        return True
+
+    def finish(self, req: SenderRequest) -> bool:
+        assert req.flow is not None
+        assert req.finish is not None
+        if len(req.finish.aux) > MAX_AUX:
+            return False
+        self.core.finish_send(req.flow, req.num_pages, req.finish.aux)
+        return True
+
+    def moved(self, req: SenderRequest) -> int:
+        assert req.flow is not None
+        return self.core.moved(req.flow)
+
+    def take_back_send(self, req: SenderRequest) -> bool:
+        with self.core.standing_still():
+            self.core.settle()
+            self.catch_up()
+            if req.flow is None:
+                return False
+            left = [index for index, (owner, _) in self._ops.items() if owner is req]
+            sealed = self.core.take_back_send(req.flow, left)
+        for index in left:
+            del self._ops[index]
+        del self._sends[req.flow]
+        req.flow = None
+        return sealed
+
+    def _serves(self, connection: PeerConnection) -> bool:
+        """Whether the loop can copy to this peer, and reach it."""
+        mapped = connection.channel is not None and connection.direct and not connection.closed
+        return mapped and self.core.reaches(connection.rank)
+
+    def _route(self, plan: PairPlan, connection: PeerConnection) -> _Route:
+        key = connection.rank, id(plan)
+        route = self._routes.get(key)
+        if route is None or route.connection is not connection:
+            self._plans.append(plan)
+            route = self._routes[key] = _Route(plan, self._local, connection)
+        return route
+
+    # ------------------------------------------------------------------ receives
+
+    def reserve(self, num_pages: int, writers: Collection[int], plans: Collection[object]) -> int | None:
+        if not num_pages or not 0 < len(writers) <= MAX_WRITERS:
+            return None
+        # Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
+        # reasons. If it has not after all, the request is taken back with its first message.
+        if not all((found := self._connections.get(rank)) and self._serves(found) for rank in writers):
+            return None
+        if any(not isinstance(plan, PairPlan) or not plan.segments or _has_state(plan) for plan in plans):
+            return None
+        return self.core.reserve_receive()
+
+    def open_receive(self, req: ReceiverRequest) -> None:
+        assert req.flow is not None
+        self._receives[req.flow] = req
+        self.core.open_receive(
+            req.flow,
+            generation=req.generation,
+            num_tokens=req.num_tokens,
+            page_size=next(iter(req.writers.values())).plan.dst_page_size,
+            decides=self._decides,
+            writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
+        )
+
+    def arrived(self, req: ReceiverRequest) -> int:
+        assert req.flow is not None
+        return self.core.arrived(req.flow)
+
+    def look(self, req: ReceiverRequest) -> None:
+        with self.core.standing_still():
+            self.core.settle()
+            self.catch_up()
+            if req.flow is not None:
+                self._add(req)
+
+    def take_back_receive(self, req: ReceiverRequest) -> None:
+        with self.core.standing_still():
+            self.core.settle()
+            self.catch_up()
+            if req.flow is None:
+                return
+            self._give_back(req)
+
+    def _give_back(self, req: ReceiverRequest) -> None:
+        """The request is Python's from now on."""
+        nbytes = self._add(req)
+        assert req.flow is not None
+        del self._receives[req.flow]
+        self.core.end_receive(req.flow)
+        req.flow = None
+        self._receiver.taken_back(req, nbytes, self._now())
+
+    def _add(self, req: ReceiverRequest) -> int:
+        """Adds to the request's writers what has arrived; the bytes of all that."""
+        assert req.flow is not None
+        state = self.core.receive_state(req.flow)
+        for writer, known in zip(req.writers.values(), state.writers, strict=True):
+            for layer, intervals in zip(writer.plan.layers, known.intervals, strict=True):
+                for lo, hi in intervals:
+                    writer.attested.add((layer,), lo, hi)
+            writer.aux = known.aux
+            if known.sealed is not None:
+                writer.sealed, writer.quiescent = known.sealed, True
+        return state.nbytes
+
+    # ------------------------------------------------------------------ what the loop tells
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `catch_up` has anything to do. Any thread, without the lock."""
+        return self.core.has_events or bool(self._notices)
+
+    def catch_up(self) -> None:
+        """Tells the state machines all that the loop has done, in its order."""
+        self._notices.extend(self.core.events())
+        while self._notices:
+            self._act(self._notices.popleft())
+
+    def _act(self, notice: Notice) -> None:
+        match notice.kind:
+            case x if x == OP_DONE:
+                self._on_op_done(notice.index)
+            case x if x == SENT:
+                sent = self._sends.pop(notice.index)
+                self.core.end_send(notice.index)
+                sent.flow = None
+                self._sender.succeeded(sent)
+            case x if x == RECEIVED:
+                received = self._receives.pop(notice.index)
+                self._add_all(received)
+            case x if x == ALL_HERE:
+                if (receive := self._receives.get(notice.index)) is not None:
+                    with self.core.standing_still():
+                        self._give_back(receive)
+            case x if x == STRAY:
+                self._on_stray(notice.source, notice.words)
+            case _:
+                assert notice.kind == NEWS
+
+    def _add_all(self, req: ReceiverRequest) -> None:
+        nbytes = self._add(req)
+        assert req.flow is not None
+        self.core.end_receive(req.flow)
+        req.flow = None
+        self._receiver.received(req, nbytes, self._now())
+
+    def _on_op_done(self, index: int) -> None:
+        req, op = self._ops.pop(index)
+        nbytes, runs = self.core.op_result(index)
+        self._connections[req.dst].count("view", transfers=1, spans=runs, nbytes=nbytes)
+        self._sender.copied(req, op, nbytes, self._now())
+
+    def _on_stray(self, source: int, words: tuple[int, ...]) -> None:
+        """A record that the loop did not take: Python judges it, as a message with the same meaning."""
+        head, _, generation, lo, hi, nbytes, _ = words
+        now, kind = self._now(), head & 0xFF
+        if kind == VERDICT:
+            self._sender.on_verdict(source, Verdict(generation))
+            return
+        writer = self._receiver.writer(source, generation)
+        if writer is None:
+            return
+        if kind == WRITTEN:
+            layers = list(writer.plan.layers[head >> 8 & 0xFFFFFF : head >> 32])
+            if lo >= 0 and nbytes >= 0:
+                self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, "direct"), now)
+        elif kind == AUX and len(writer.aux) < MAX_AUX:
+            writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
+        elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
+            self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
+
+
+def _has_state(plan: PairPlan) -> bool:
+    return plan.state is not None and bool(plan.state.segments)

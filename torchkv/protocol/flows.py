@@ -1,0 +1,56 @@
+"""What the state machines ask of the resident loop. `torchkv.engine.flows` answers.
+
+A request that the loop can serve is *handed over* when it is bound (sender) or posted (receiver): from then on the loop
+copies, announces, seals, and decides about success, and only tells the state machine. Whatever else happens to the
+request, a failure, a cancel, an op that the loop cannot do, a message that Python must judge: first the request is
+*taken back*. Then nothing of it is under way on the loop, and the state machine knows all that the loop knew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torchkv.protocol.actions import SendOp
+    from torchkv.protocol.receive_request import ReceiverRequest
+    from torchkv.protocol.send_request import SenderRequest
+
+__all__ = ["RequestFlows"]
+
+
+class RequestFlows(Protocol):
+    """The requests of one rank that the resident loop serves. ``flow`` of a request is not None while it does."""
+
+    def open_send(self, req: SenderRequest) -> None:
+        """Hands over a request that has just been bound, if the loop can serve it."""
+
+    def start(self, req: SenderRequest, op: SendOp) -> bool:
+        """Gives the loop an op; False if that cannot do it."""
+
+    def finish(self, req: SenderRequest) -> bool:
+        """Tells the loop that the request is finished; False if that cannot seal it."""
+
+    def moved(self, req: SenderRequest) -> int:
+        """Bytes that the loop has copied for a request."""
+
+    def take_back_send(self, req: SenderRequest) -> bool:
+        """Takes a request back, unless it ends meanwhile. Whether the loop had sealed it.
+
+        Ops that the loop has not ended are still ``running``, and nobody works on them.
+        """
+
+    def reserve(self, num_pages: int, writers: Collection[int], plans: Collection[object]) -> int | None:
+        """A flow for a receive of these writers, or None."""
+
+    def open_receive(self, req: ReceiverRequest) -> None:
+        """Hands over a request that has reserved a flow, before its grant is sent."""
+
+    def arrived(self, req: ReceiverRequest) -> int:
+        """Bytes that have arrived for a request."""
+
+    def look(self, req: ReceiverRequest) -> None:
+        """Adds to a request's coverage what has arrived. It stays on the loop."""
+
+    def take_back_receive(self, req: ReceiverRequest) -> None:
+        """Takes a request back, with all that has arrived, unless it ends meanwhile."""
