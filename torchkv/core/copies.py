@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import numba
-
-from torchkv.arrays import Int64Array
 from torchkv.core.records import SCRATCH, SEGMENT_FIELDS, Op, Send, World
-from torchkv.host import copy_loops
-from torchkv.host.atomics import copy_bytes, load
-from torchkv.host.copy_loops import SHORT_RUN
+from torchkv.host.atomics import load
+from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at
 from torchkv.host.jit import compiled
 
 __all__ = ["copy_slice"]
-
-
-def _plain_pairs(
-    src_ptr: int, dst_ptr: int, src: Int64Array, dst: Int64Array, first: int, last: int, *rows: int
-) -> None:
-    n0, s0, d0, n1, s1, d1, run = rows
-    for i in range(first, last):
-        for a in range(n0):
-            for b in range(n1):
-                copy_bytes(dst_ptr + dst[i] + a * d0 + b * d1, src_ptr + src[i] + a * s0 + b * s1, run)
-
-
-def _plain_spans(
-    src_ptr: int, dst_ptr: int, src: Int64Array, dst: Int64Array, length: Int64Array, first: int, last: int
-) -> None:
-    for i in range(first, last):
-        copy_bytes(dst_ptr + dst[i], src_ptr + src[i], length[i])
-
-
-_pairs = _plain_pairs if numba.config.DISABLE_JIT else copy_loops._pairs
-_spans = _plain_spans if numba.config.DISABLE_JIT else copy_loops._spans
 
 
 @compiled
@@ -113,10 +88,10 @@ def copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
         _place(world, send, op, seg, begin + op["ordinal"], count)
         if n0 * n1 == 1 and run < SHORT_RUN:
             spans = _merge(world, count, run)
-            _spans(load(seg), load(seg + 8), world["src"], world["dst"], world["length"], 0, spans)
+            spans_at(load(seg), load(seg + 8), world["src"], world["dst"], world["length"], 0, spans)
             op["runs"] += spans
         else:
-            _pairs(load(seg), load(seg + 8), world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
+            pairs_at(load(seg), load(seg + 8), world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
             op["runs"] += count * n0 * n1
         op["ordinal"] += count
     if op["ordinal"] >= stop - begin:

@@ -20,6 +20,7 @@ from torchkv.core import lane, loop, posting
 from torchkv.core.records import (
     FREE,
     FUTEX_CALL,
+    LANE_RECORDS,
     MAX_AUX,
     MAX_EVENTS,
     MAX_FLOWS,
@@ -39,6 +40,7 @@ from torchkv.host.jit import at_register
 __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0  # nanoseconds; see `spin_wait.SPIN`
+TURN = 1 << 20  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _libc = ctypes.CDLL(None)
@@ -76,10 +78,11 @@ class ReceiveState:
 class Core:
     """One rank's loop. Every method but `run_step` and `wait` is called under the engine's lock.
 
-    Without `start` it has no thread, and a test calls `step`. Raises ``TransportUnavailable`` where it cannot work.
+    turn, window: see `World`. Without `start` it has no thread, and a test calls `step`. Raises
+    ``TransportUnavailable`` where it cannot work.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, turn: int = TURN, window: int = LANE_RECORDS) -> None:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
         if platform.machine() not in FUTEX_CALL:
@@ -93,7 +96,7 @@ class Core:
         self._segment: torch.Tensor = shared_memory.allocate(lane.SEGMENT_NBYTES)
         world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
         world["driver_fd"], world["futex"], world["spin"], world["one"] = -1, FUTEX_CALL[platform.machine()], SPIN, 1
-        world["functions"][:] = _FUNCTIONS
+        world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
         self._free_sends = list(range(MAX_FLOWS))

@@ -27,7 +27,6 @@ from torchkv.host.jit import compiled, monotonic_ns
 __all__ = ["FINISH", "START", "drop", "run", "settle", "step"]
 
 START, FINISH = 1, 2  # commands: an op, or a flow, in the bits above
-TURN = 1 << 20  # bytes that one step copies: how long a message may wait
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 100_000  # nanoseconds, while it waits for room
@@ -61,12 +60,12 @@ def _obey(world: World) -> bool:
     tail = load(world["address"] + _TAIL)
     if world["command_head"] == tail:
         return False
-    budget = 2 * TURN
+    budget = 2 * world["turn"]
     while world["command_head"] != tail and budget > 0:
         index = _command(world)
         if index < 0:
             continue
-        copied = advance(world, index, TURN)
+        copied = advance(world, index, world["turn"])
         if copied > ENDED:
             _queue(world, index)
         budget -= ENDED - copied if copied <= ENDED else max(copied, 0)
@@ -100,7 +99,7 @@ def _hear(world: World) -> bool:
 def _move(world: World) -> bool:
     """Copies for the op that waits longest. One whose receiver has no room goes to the end of the queue."""
     moved = False
-    budget = TURN
+    budget = world["turn"]
     for _ in range(world["queue_tail"] - world["queue_head"]):
         if budget <= 0:
             break

@@ -180,7 +180,7 @@ def _one_aux(receive: Receive) -> bool:
 def pay_verdict(world: World, rank: int, flow: int, generation: int) -> bool:
     """Tells a writer that its request has succeeded; False where its mailbox is full. flow: its own."""
     peer = world["peers"][rank]
-    if room(peer) < 1:
+    if room(world, peer) < 1:
         return False
     record: Record = world["record"]
     record["head"], record["flows"], record["generation"] = VERDICT, flow, generation

@@ -228,7 +228,8 @@ class World(TypedDict):
     because somebody waits for more than the end of a request. news: changes with each event, and with each call that
     Python completes; sleepers: callers that sleep until then. lock, wanted: a caller that wants the loop to stand still
     sets ``wanted`` and takes ``lock``. due: messages that wait for room: (kind | rank << 8, flow, generation). queue:
-    ops that copy. one: the word 1. record, src, dst, length: scratch of the loop.
+    ops that copy. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a
+    mailbox. one: the word 1. record, src, dst, length: scratch of the loop.
     """
 
     address: int
@@ -238,6 +239,8 @@ class World(TypedDict):
     driver_word: int
     futex: int
     spin: int
+    turn: int
+    window: int
     functions: Int64Array
     command_tail: int
     event_head: int

@@ -40,7 +40,7 @@ def _announce(world: World, send: Send, op: Op) -> bool:
     peer = world["peers"][send["peer"]]
     sent = False
     while op["told"] < op["at"]:
-        if room(peer) < 1:
+        if room(world, peer) < 1:
             if sent:
                 ring(world, peer["bell"])
             return False
@@ -107,7 +107,7 @@ def pay_seal(world: World, flow: int, generation: int) -> bool:
         return True  # Python has taken the flow back
     peer = world["peers"][send["peer"]]
     parts = (send["aux_nbytes"] + AUX_PART - 1) // AUX_PART
-    if room(peer) < parts + 1:
+    if room(world, peer) < parts + 1:
         return False
     record: Record = world["record"]
     for part in range(parts):

@@ -17,10 +17,12 @@ not overlap.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -30,7 +32,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
 from torchkv.host.jit import at_register, compiled
 
-__all__ = ["SHORT_RUN", "STEP_BYTES", "StridedRuns", "copy_pairs", "copy_spans", "prefetch", "warm_up"]
+__all__ = ["SHORT_RUN", "STEP_BYTES", "StridedRuns", "copy_pairs", "copy_spans", "pairs_at", "prefetch", "spans_at", "warm_up"]
 
 StridedRuns = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
 
@@ -58,9 +60,24 @@ _VECTOR_NBYTES = 32
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _instruction(declare: Callable[..., Any]) -> Callable[..., None]:
-    """An intrinsic for compiled code: all arguments int64, no result. ``declare`` returns `_emits` of its LLVM code."""
-    return cast(Callable[..., None], intrinsic(declare))
+def _instruction(plain: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """An intrinsic for compiled code: all arguments int64, no result. Decorates what returns `_emits` of its LLVM code.
+
+    plain: the same in Python, with ``NUMBA_DISABLE_JIT=1``.
+    """
+
+    def decorate(declare: Callable[..., Any]) -> Callable[..., None]:
+        return plain if numba.config.DISABLE_JIT else cast(Callable[..., None], intrinsic(declare))
+
+    return decorate
+
+
+def _nothing(*_: int) -> None:
+    """A hint, or an order among stores, which one thread of plain Python need not give."""
+
+
+def _plain_copy(dst: int, src: int, nbytes: int) -> None:
+    ctypes.memmove(int(dst), int(src), int(nbytes))
 
 
 def _emits(emit: Callable[..., None], arity: int) -> tuple[Any, Callable[..., Any]]:
@@ -71,7 +88,7 @@ def _emits(emit: Callable[..., None], arity: int) -> tuple[Any, Callable[..., An
     return types.none(*[types.int64] * arity), codegen
 
 
-@_instruction
+@_instruction(plain=_plain_copy)
 def _memcpy(_typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     def emit(builder: Any, dst: Any, src: Any, nbytes: Any) -> None:
         memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_BYTES, _BYTES, _INT64])
@@ -81,7 +98,7 @@ def _memcpy(_typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     return _emits(emit, 3)
 
 
-@_instruction
+@_instruction(plain=lambda dst, src: _plain_copy(dst, src, _LINE))
 def _nontemporal_line(_typing: Any, dst: Any, src: Any) -> Any:
     """Copies one cache line with non-temporal stores; ``dst`` must be a multiple of 64, ``src`` need not."""
 
@@ -100,7 +117,7 @@ def _nontemporal_line(_typing: Any, dst: Any, src: Any) -> Any:
     return _emits(emit, 2)
 
 
-@_instruction
+@_instruction(plain=_nothing)
 def prefetch(_typing: Any, address: Any) -> Any:
     """Prefetches a cache line. A hint: harmless at any address, mapped or not."""
 
@@ -113,7 +130,7 @@ def prefetch(_typing: Any, address: Any) -> Any:
     return _emits(emit, 1)
 
 
-@_instruction
+@_instruction(plain=_nothing)
 def _fence(_typing: Any) -> Any:
     """Orders non-temporal stores before any later store, such as the one that publishes the bytes."""
 
@@ -168,7 +185,7 @@ def _prefetch_run(dst: int, src: int, nbytes: int) -> None:
 
 
 @compiled
-def _pairs(
+def pairs_at(
     src_ptr: int,
     dst_ptr: int,
     src_off: Int64Array,
@@ -183,6 +200,7 @@ def _pairs(
     d1: int,
     run: int,
 ) -> None:
+    """`copy_pairs` without its checks, for compiled code."""
     ahead = min(run, _AHEAD)
     source_strided = n1 > 1 and s1 != run
     for i in range(first, last, 2):
@@ -205,7 +223,7 @@ def _pairs(
 
 
 @compiled
-def _spans(
+def spans_at(
     src_ptr: int,
     dst_ptr: int,
     src_off: Int64Array,
@@ -214,6 +232,7 @@ def _spans(
     first: int,
     last: int,
 ) -> None:
+    """`copy_spans` without its checks, for compiled code."""
     for i in range(first, last, 2):
         k = min(i + 1, last - 1)
         for j in range(i + 2, min(i + 4, last)):
@@ -241,7 +260,7 @@ def copy_pairs(
     if rows[0] < 0 or rows[3] < 0 or rows[6] < 0:
         raise ProtocolError(f"rows {rows}: n0, n1 and run must not be negative")
     src_off, dst_off = _checked(first, last, src_off, dst_off)
-    _pairs(src_ptr, dst_ptr, src_off, dst_off, first, last, *rows)
+    pairs_at(src_ptr, dst_ptr, src_off, dst_off, first, last, *rows)
 
 
 def copy_spans(
@@ -254,7 +273,7 @@ def copy_spans(
     src_off, dst_off, length = _checked(first, last, src_off, dst_off, length)
     if (length[first:last] < 0).any():
         raise ProtocolError(f"a span among {first}..{last} has a negative length: {int(length[first:last].min())}")
-    _spans(src_ptr, dst_ptr, src_off, dst_off, length, first, last)
+    spans_at(src_ptr, dst_ptr, src_off, dst_off, length, first, last)
 
 
 @at_register

@@ -43,6 +43,8 @@ def at_register(function: Callable[[], None]) -> Callable[[], None]:
 
 def warm_up() -> None:
     """Compiles the functions of all modules imported so far, or loads them from disk. Later calls take microseconds."""
+    if numba.config.DISABLE_JIT:
+        return  # there is nothing to compile
     files = (sources(Path(function.__code__.co_filename)) for function in _warm_ups)
     with compiled_once(frozenset().union(*files)):
         for function in _warm_ups:

@@ -17,6 +17,8 @@ from torchkv_loopback import Faults, LoopbackTransport, World
 from tests.helpers.simulation.staging_rings import lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
+from torchkv.core.core import Core
+from torchkv.core.records import LANE_RECORDS
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
 from torchkv.engine.registration import Registration
@@ -170,6 +172,12 @@ def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Pla
     return places
 
 
+def _narrow(core: Core, dice: random.Random) -> None:
+    """Turns of a few bytes and mailboxes of a few records, so that much happens in the middle of a request."""
+    core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
+    core.world["window"] = dice.choice([2, 3, 9, LANE_RECORDS])
+
+
 class Cluster:
     """Ranks of one group, registered by the real code; a list stands in for the exchange of peer metadata.
 
@@ -204,6 +212,8 @@ class Cluster:
             engine = registration.engine([PeerMetadata.decode(metadata) for metadata in everyone])
             self.ranks.append(Rank(self.world, cast(Any, registration.transport).node, engine, registration.cache))
             registration.warm(engine)
+            if engine.flows is not None:
+                _narrow(engine.flows.core, random.Random(f"loop {seed} {engine.group_map.rank}"))
 
     def _registration(
         self, index: int, place: Place, sees_death: bool, views: bool, secret: bytes | None

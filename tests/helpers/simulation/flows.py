@@ -37,6 +37,7 @@ class Flow:
     aux: bytes
     verbs: tuple[str, ...]
     after: Flow | None = None  # the earlier request of the same name
+    before: list[Flow] = field(default_factory=list)  # towards the same target, planned earlier
 
 
 @dataclass(eq=False, slots=True)

@@ -14,6 +14,8 @@ from tests.helpers.simulation.cluster import Cluster, Rank, random_places
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending
 from tests.helpers.simulation.staging_rings import RingShadow
 from tests.helpers.simulation.state_flows import StateFlows, random_states
+from torchkv.core.records import MAX_FLOWS, MAX_OPS
+from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch
 from torchkv.layout.layout import State
@@ -40,11 +42,12 @@ class Scenario:
         sees_death: bool | None = None,
         verbs: tuple[str, ...] = (),
         views: bool = False,
+        loop: bool = False,
         states: Sequence[State] | None = None,
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
-        flow; empty: by chance. views: whether ranks have each other's memory mapped. states: of all layouts; None: by
-        chance.
+        flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
+        what they can, which takes views. states: of all layouts; None: by chance.
         """
         self.seed = seed
         self.verbs = verbs
@@ -66,6 +69,8 @@ class Scenario:
         checksum = not verbs and dice.random() < 0.2
         # With a forced path, every verb but staged_put writes to pages; without one, costs decide.
         path = "slices" if verbs or (not checksum and dice.random() < 0.5) else None
+        views |= loop
+        path = None if loop else path
         staging = {"staging_send": dice.choice(rings), "staging_recv": dice.choice(rings)}
         if views:
             staging["staging_send"] = 0  # pieces are gathered straight into the receivers' mapped rings
@@ -142,6 +147,7 @@ class Scenario:
                 aux=dice.choice([b"", b"first token"]),
                 verbs=self.verbs or dice.choice(VERBS),
                 after=earlier,
+                before=[other for other in flows if other.target == target],
             )
             flows.append(flow)
             self._plan_flow(flow)
@@ -238,7 +244,9 @@ class Scenario:
         free = [page for page in self.shadows[rank.rank].free() if page < RECV_PAGES]
         earlier = flow.after is None or any(r.flow is flow.after and r.rank is rank for r in self.receivings)
         slots = self.state.free(rank)
-        if not rank.running or len(free) < count or not slots or not earlier:
+        # Two ranks that wait for pages in unlike order may wait for each other for ever, and then requests do fail.
+        turn = not self.benign or all(any(r.flow is f and r.rank is rank for r in self.receivings) for f in flow.before)
+        if not rank.running or len(free) < count or not slots or not earlier or not turn:
             if self.benign or self.world.now < BUSY_SECONDS:
                 self.cluster.at(self.world.now + 0.2, lambda: self._post(flow, rank))
             return
@@ -448,6 +456,7 @@ class Scenario:
                 "live receives": list(engine.receiver._live),
                 "stages of its own": engine.staging.sending.ring.stages,
                 "asks for stages": list(engine._requester._queues),
+                "flows": _flows_left(rank.engine),
                 "stages of others": [owner for owner in self._stage_owners(rank) if not self._unknown(owner.src, rank)],
             }
             problems += [
@@ -467,3 +476,14 @@ class Scenario:
                         f"{one.flow.name} succeeded on rank {one.rank.rank}, failed on rank {other.rank.rank}: "
                         f"{other.req.error}"
                     )
+
+
+def _flows_left(engine: Engine) -> list[object]:
+    """What the resident loop, or its owner, still keeps."""
+    flows = engine.flows
+    if flows is None:
+        return []
+    core = flows.core
+    free = [len(core._free_sends), len(core._free_receives), len(core._free_ops)]
+    left: list[object] = [*flows._sends, *flows._receives, *flows._ops]
+    return left + ([free] if free != [MAX_FLOWS, MAX_FLOWS, MAX_OPS] else [])

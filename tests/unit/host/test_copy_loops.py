@@ -155,7 +155,7 @@ def test_the_check_notices_one_wrong_byte_and_one_write_too_many() -> None:
 
 def test_read_only_offsets_do_not_compile_again() -> None:
     copy_loops.warm_up()
-    kernel = copy_loops._pairs
+    kernel = copy_loops.pairs_at
     compiled = list(kernel.signatures)  # type: ignore[attr-defined]
     arena = Arena(256, 256)
     at = np.zeros(1, np.int64)

@@ -1,0 +1,83 @@
+"""Two resident loops in one process, without threads: rank 0 writes to rank 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core.core import Core, Notice
+from torchkv.core.records import Record
+
+__all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]
+
+PAGE = 256  # bytes
+TOKENS = 16  # of a page
+
+
+def flat_geometry(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> Int64Array:
+    """The geometry of whole pages between two arrays ``[layers, pages, PAGE]``."""
+    words = [len(src), *range(len(src) + 1)]
+    for ours, theirs in zip(src, dst, strict=True):
+        words += [ours.ctypes.data, theirs.ctypes.data, PAGE, PAGE, 0, 0, PAGE // TOKENS, PAGE // TOKENS]
+        words += [1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1]
+    return np.array(words, dtype=np.int64)
+
+
+class Pair:
+    """Loops of a writer and a reader, with random pages on one side and poisoned ones on the other."""
+
+    def __init__(self, *, layers: int = 3, pages: int = 8, **limits: int) -> None:
+        self.writer, self.reader = Core(0, **limits), Core(1, **limits)
+        self.writer.connect(1, self.reader.descriptor())
+        self.reader.connect(0, self.writer.descriptor())
+        self.layers = layers
+        self.src = np.random.default_rng().integers(0, 256, (layers, pages, PAGE), dtype=np.uint8)
+        self.dst = np.full_like(self.src, 0xAB)
+        self.geometry = flat_geometry(self.src, self.dst)
+
+    def receive(self, pages: int, *, generation: int = 1, decides: bool = True, writers: Sequence[int] = (0,)) -> int:
+        flow = self.reader.reserve_receive()
+        assert flow is not None
+        sides = [(rank, self.layers, TOKENS) for rank in writers]
+        tokens = pages * TOKENS
+        self.reader.open_receive(
+            flow, generation=generation, num_tokens=tokens, page_size=TOKENS, decides=decides, writers=sides
+        )
+        return flow
+
+    def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1) -> int:
+        flow = self.writer.open_send(
+            peer=1,
+            peer_flow=peer_flow,
+            generation=generation,
+            geometry=self.geometry,
+            pages=np.array(pages, dtype=np.int64),
+            src_page=TOKENS,
+            dst_page=TOKENS,
+        )
+        assert flow is not None
+        return flow
+
+    def start(self, flow: int, pages: Sequence[int], *, start: int = 0, layers: Sequence[int] | None = None) -> int:
+        positions = np.array(range(self.layers) if layers is None else layers, dtype=np.int64)
+        index = self.writer.start_op(flow, positions, np.array(pages, dtype=np.int64), start)
+        assert index is not None
+        return index
+
+    def run(self) -> tuple[list[Notice], list[Notice]]:
+        """Steps until nothing is left to do. What the writer and the reader tell."""
+        while self.writer.step() | self.reader.step():
+            pass
+        return self.writer.events(), self.reader.events()
+
+    def tell(self, **words: int) -> None:
+        """Has the writer's loop send a record, whatever it says."""
+        from torchkv.core import lane
+
+        record = cast(dict[str, int], self.writer.world["record"])
+        for name in Record.__annotations__:
+            record[name] = words.get(name, 0)
+        lane.tell(self.writer.world, self.writer.world["peers"][1])

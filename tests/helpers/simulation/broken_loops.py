@@ -1,0 +1,124 @@
+"""Runs of the resident loop in plain Python, whole and broken: ``python -m tests.helpers.simulation.broken_loops``.
+
+To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults that
+only a writer that lies, or unusual timing, would show are left to tests/unit/core.
+
+    trace SEED    prints what happens in one run
+    break NAME    breaks the loop; fails unless some seed shows it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tests.helpers.simulation.scenario import Scenario
+from torchkv.core import copies, loop, sending
+from torchkv.core.core import Core
+from torchkv.core.records import FREE, OPEN, SEAL, SEALED
+from torchkv.engine.flows import Flows
+
+__all__ = ["BREAKS"]
+
+SEEDS = range(0, 150)
+DIRECT = ("layer", "slice", "pages")
+
+
+def scenario(seed: int, *, benign: bool = False) -> Scenario:
+    return Scenario(seed, benign=benign, verbs=DIRECT, loop=True, states=() if seed % 4 else None)
+
+
+def _seals_while_it_copies() -> None:
+    def seal_if_done(world: Any, flow: int) -> None:
+        send = world["sends"][flow]
+        if send["state"] == OPEN and send["num_pages"] >= 0 and send["due"] == 0:
+            send["due"] = 1
+            sending.owe(world, SEAL, 0, flow, send["generation"])
+
+    sending.seal_if_done = loop.seal_if_done = seal_if_done  # type: ignore[assignment]
+
+
+def _copies_on_when_taken_back() -> None:
+    def take_back(self: Core, flow: int, ops: list[int]) -> bool:
+        sealed = bool(self.world["sends"][flow]["state"] == SEALED)
+        for index in ops:
+            self._free_ops.append(index)
+        self._free_sends.append(flow)
+        return sealed
+
+    Core.take_back_send = take_back  # type: ignore[method-assign]
+
+
+def _forgets_what_has_arrived() -> None:
+    Flows._add = lambda self, req: 0  # type: ignore[method-assign]
+
+
+def _loses_what_finds_no_room() -> None:
+    real = loop.pay_seal
+    loop.pay_seal = lambda *arguments: bool(real(*arguments)) or True  # type: ignore[assignment]
+
+
+def _forgets_messages_when_taken_back() -> None:
+    Core.settle = lambda self: None  # type: ignore[method-assign]
+
+
+def _copies_the_window_wrongly() -> None:
+    copies.first_owed = lambda granted, window, unit, src_page, dst_page: max(0, granted - unit) if window >= 0 else 0  # type: ignore[assignment]
+
+
+def _counts_the_pages_of_other_holders() -> None:
+    copies.before = lambda pair, per_unit, holders, holder: pair // holders  # type: ignore[assignment]
+
+
+def _drops_an_op() -> None:
+    real = loop._queue
+
+    def queue(world: Any, index: int) -> None:
+        if index % 3:
+            real(world, index)
+        else:
+            world["ops"][index]["state"] = FREE
+
+    loop._queue = queue  # type: ignore[assignment]
+
+
+# name -> (breaks it, whether to look at runs in which nothing may fail)
+BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "seals while it copies": (_seals_while_it_copies, False),
+    "copies on when taken back": (_copies_on_when_taken_back, False),
+    "forgets what has arrived": (_forgets_what_has_arrived, True),
+    "loses what finds no room": (_loses_what_finds_no_room, True),
+    "forgets messages when taken back": (_forgets_messages_when_taken_back, True),
+    "copies the window wrongly": (_copies_the_window_wrongly, True),
+    "counts the pages of other holders": (_counts_the_pages_of_other_holders, True),
+    "drops an op": (_drops_an_op, True),
+}
+
+
+def main(command: str, argument: str) -> None:
+    if command == "trace":
+        print(*map(repr, scenario_trace(int(argument))), sep="\n")
+        return
+    make, benign = BREAKS[argument]
+    make()
+    for seed in SEEDS:
+        try:
+            problems = scenario(seed, benign=benign).run()
+        except (AssertionError, KeyError, IndexError, ValueError) as error:
+            problems = [repr(error)]
+        if problems:
+            print(f"seed {seed}: {problems[0]}")
+            return
+    sys.exit(f"{len(SEEDS)} seeds found nothing wrong with a loop that {argument}")
+
+
+def scenario_trace(seed: int) -> list[tuple[object, ...]]:
+    run = scenario(seed)
+    assert run.run() == []
+    return run.trace
+
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

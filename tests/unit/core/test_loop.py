@@ -1,0 +1,271 @@
+"""The resident loop without threads: requests, what it leaves to Python, full mailboxes, and writers that lie."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.loops import PAGE, TOKENS, Pair
+from torchkv.core.receiving import cover
+from torchkv.core.records import (
+    ALL_HERE,
+    AUX,
+    MAX_AUX,
+    MAX_FLOWS,
+    MAX_INTERVALS,
+    OP_DONE,
+    RECEIVED,
+    SEAL,
+    SENT,
+    STRAY,
+    VERDICT,
+    WRITTEN,
+)
+
+
+def kinds(notices: list[object]) -> list[int]:
+    return [notice.kind for notice in notices]  # type: ignore[attr-defined]
+
+
+def head(kind: int, first: int = 0, last: int = 0) -> int:
+    return kind | first << 8 | last << 32
+
+
+@pytest.mark.parametrize("aux", [b"", b"first token", bytes(range(256))])
+@pytest.mark.parametrize("limits", [{}, {"turn": 1, "window": 9}], ids=["wide", "narrow"])
+def test_a_request(aux: bytes, limits: dict[str, int]) -> None:
+    pair = Pair(**limits)
+    flow = pair.receive(3)
+    send = pair.send(flow, [6, 1, 4])
+    op = pair.start(send, [2, 7, 0])
+    pair.writer.finish_send(send, 3, aux)
+    told, heard = pair.run()
+    assert kinds(told) == [OP_DONE, SENT]
+    assert kinds(heard) == [RECEIVED]
+    assert pair.writer.op_result(op) == (3 * 3 * PAGE, 9)
+    state = pair.reader.receive_state(flow)
+    assert state.nbytes == 3 * 3 * PAGE
+    assert [writer.aux for writer in state.writers] == [aux]
+    expected = np.full_like(pair.dst, 0xAB)
+    expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
+    assert (pair.dst == expected).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chunks_in_any_order(seed: int) -> None:
+    """Layers and pages by themselves, some twice, with little room in mailboxes and little work in a step."""
+    dice = random.Random(seed)
+    pair = Pair(layers=5, turn=dice.choice([1, 600, 1 << 20]), window=dice.choice([9, 256]))
+    flow = pair.receive(4)
+    send = pair.send(flow, [3, 5, 0, 7])
+    pages = [1, 2, 6, 4]
+    chunks = [(layer, page) for layer in range(5) for page in range(4)]
+    chunks += dice.sample(chunks, 3)
+    dice.shuffle(chunks)
+    for layer, page in chunks:
+        pair.start(send, [pages[page]], start=page, layers=[layer])
+        if dice.random() < 0.5:
+            pair.writer.step()
+        if dice.random() < 0.5:
+            pair.reader.step()
+    pair.writer.finish_send(send, 4, b"")
+    told, heard = pair.run()
+    assert sorted(kinds(told)) == sorted([OP_DONE] * len(chunks) + [SENT])
+    # Chunks in disorder may leave more holes at a time than the loop keeps: then Python takes over, and loses nothing.
+    assert kinds(heard)[-1] == RECEIVED or kinds(heard)[0] == STRAY
+    assert (pair.dst[:, [3, 5, 0, 7]] == pair.src[:, pages]).all()
+
+
+def test_what_is_announced_is_there() -> None:
+    """At every moment each layer that the receiver counts as arrived has arrived."""
+    pair = Pair(layers=4, turn=1)
+    flow = pair.receive(3)
+    send = pair.send(flow, [0, 1, 2])
+    for layer in (2, 0, 3, 1):
+        pair.start(send, [5, 6, 7], layers=[layer])
+    seen = 0
+    while pair.writer.step() | pair.reader.step():
+        for layer, intervals in enumerate(pair.reader.receive_state(flow).writers[0].intervals):
+            for lo, hi in intervals:
+                seen += 1
+                assert (lo, hi) == (0, 3 * TOKENS)
+                assert (pair.dst[layer, :3] == pair.src[layer, [5, 6, 7]]).all()
+    assert seen
+
+
+def test_a_layer_larger_than_a_group() -> None:
+    """Layers are announced in groups of 16 MiB; one that is larger by itself is announced when it is whole."""
+    pair = Pair(layers=2, pages=(17 << 20) // PAGE)
+    count = pair.src.shape[1]
+    send = pair.send(pair.receive(count), range(count))
+    pair.start(send, range(count))
+    pair.writer.finish_send(send, count, b"")
+    told, heard = pair.run()
+    assert kinds(told) == [OP_DONE, SENT]
+    assert kinds(heard) == [RECEIVED]
+    assert (pair.dst == pair.src).all()
+
+
+def test_a_seal_alone_is_no_success() -> None:
+    pair = Pair()
+    flow = pair.receive(2)
+    pair.tell(head=SEAL, flows=flow, generation=1, lo=2)
+    assert kinds(pair.run()[1]) == [ALL_HERE]
+
+
+def test_a_hole_is_no_success() -> None:
+    pair = Pair(layers=1)
+    flow = pair.receive(3)
+    for lo, hi in ((0, TOKENS), (2 * TOKENS, 3 * TOKENS)):
+        pair.tell(head=head(WRITTEN, 0, 1), flows=flow, generation=1, lo=lo, hi=hi)
+    pair.tell(head=SEAL, flows=flow, generation=1, lo=3)
+    assert kinds(pair.run()[1]) == [ALL_HERE]
+
+
+def test_two_writers() -> None:
+    """Both must seal. The reader is complete only when both are, and each is told."""
+    pair = Pair(layers=1)
+    flow = pair.receive(1, writers=(0, 2))
+    send = pair.send(flow, [0])
+    pair.start(send, [1])
+    pair.writer.finish_send(send, 1, b"")
+    told, heard = pair.run()
+    assert kinds(told) == [OP_DONE]
+    assert heard == []
+
+
+def test_who_may_not_decide_asks() -> None:
+    pair = Pair()
+    flow = pair.receive(2, decides=False)
+    send = pair.send(flow, [0, 1])
+    pair.start(send, [2, 3])
+    pair.writer.finish_send(send, 2, b"")
+    told, heard = pair.run()
+    assert kinds(told) == [OP_DONE]
+    assert kinds(heard) == [ALL_HERE]
+
+
+def test_records_of_an_earlier_generation_are_strays() -> None:
+    """The flow is another request's now: what the first one wrote must not count for it."""
+    pair = Pair(layers=1)
+    flow = pair.receive(1, generation=1)
+    with pair.reader.standing_still():
+        pair.reader.end_receive(flow)
+    assert pair.receive(1, generation=2) == flow
+    pair.tell(head=head(WRITTEN, 0, 1), flows=flow, generation=1, hi=TOKENS)
+    pair.tell(head=SEAL, flows=flow, generation=1, lo=1)
+    heard = pair.run()[1]
+    assert kinds(heard) == [STRAY, STRAY]
+    assert pair.reader.receive_state(flow).writers[0].intervals == [[]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"head": head(WRITTEN, 0, 4)},
+        {"head": head(WRITTEN, 0, 1), "lo": -1, "hi": 16},
+        {"head": head(WRITTEN, 0, 1), "hi": 16, "nbytes": -1},
+        {"head": head(WRITTEN, 0, 1), "hi": 16, "flows": MAX_FLOWS},
+        {"head": head(WRITTEN, 0, 1), "hi": 16, "flows": 0xFFFFFFFF},
+        {"head": head(AUX, 33)},
+        {"head": SEAL, "lo": 0},
+        {"head": SEAL, "lo": -1},
+        {"head": SEAL, "lo": 9},
+        {"head": SEAL, "lo": 2, "hi": 5},
+        {"head": VERDICT},
+        {"head": VERDICT, "flows": -1},
+        {"head": 99},
+        {"head": -1, "flows": -1, "generation": -1},
+    ],
+)
+def test_records_that_make_no_sense_are_left_to_python(words: dict[str, int]) -> None:
+    pair = Pair()
+    flow = pair.receive(2)
+    pair.tell(**{"flows": flow, "generation": 1, **words})
+    assert kinds(pair.run()[1]) == [STRAY]
+    assert (pair.dst == 0xAB).all()
+
+
+def test_aux_without_end() -> None:
+    pair = Pair()
+    flow = pair.receive(2)
+    for _ in range(MAX_AUX // 32):
+        pair.tell(head=head(AUX, 32), flows=flow, generation=1)
+    assert pair.run()[1] == []
+    pair.tell(head=head(AUX, 1), flows=flow, generation=1)
+    assert kinds(pair.run()[1]) == [STRAY]
+
+
+WORD = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(WORD | st.sampled_from([WRITTEN, AUX, SEAL, VERDICT]), WORD, WORD, WORD, WORD), max_size=8))
+def test_no_record_crashes_the_reader(records: list[tuple[int, int, int, int, int]]) -> None:
+    pair = Pair(layers=1, pages=2)
+    pair.receive(1)
+    for which, flows, lo, hi, nbytes in records:
+        pair.tell(head=which, flows=flows, generation=1, lo=lo, hi=hi, nbytes=nbytes)
+    pair.run()
+    assert (pair.dst == 0xAB).all()
+
+
+def test_a_send_is_taken_back() -> None:
+    """What it had announced stays; nothing of it is copied afterwards; its slots are free."""
+    pair = Pair(layers=2, turn=1)
+    flow = pair.receive(3)
+    send = pair.send(flow, [0, 1, 2])
+    ops = [pair.start(send, [4, 5, 6], layers=[layer]) for layer in (0, 1)]
+    while OP_DONE not in kinds(pair.writer.events()):
+        pair.writer.step()
+    with pair.writer.standing_still():
+        pair.writer.settle()
+        assert pair.writer.events() == []
+        assert pair.writer.take_back_send(send, ops[1:]) is False
+    before = pair.dst.copy()
+    assert pair.run()[0] == []
+    assert (pair.dst == before).all()
+    assert (before[0, :3] == pair.src[0, [4, 5, 6]]).all()
+    assert not (before[1, :3] == pair.src[1, [4, 5, 6]]).all()
+
+
+def test_a_full_mailbox_loses_nothing() -> None:
+    """The reader does not look for a while: the writer's ops wait, and go on."""
+    pair = Pair(layers=1, window=2)
+    flow = pair.receive(8)
+    send = pair.send(flow, range(8))
+    for page in range(8):
+        pair.start(send, [page], start=page)
+    pair.writer.finish_send(send, 8, b"")
+    for _ in range(100):
+        pair.writer.step()
+    assert kinds(pair.writer.events()) == [OP_DONE] * 2
+    told, heard = pair.run()
+    assert kinds(told) == [OP_DONE] * 6 + [SENT]
+    assert kinds(heard) == [RECEIVED]
+
+
+INTERVAL = st.tuples(st.integers(0, 40), st.integers(1, 12))
+
+
+@settings(deadline=None)
+@given(st.lists(INTERVAL, max_size=30))
+def test_coverage_is_the_set_of_what_has_come(added: list[tuple[int, int]]) -> None:
+    words = np.zeros(1 + 2 * MAX_INTERVALS, dtype=np.int64)
+    expected: set[int] = set()
+    for lo, count in added:
+        before = words.copy()
+        both = expected | set(range(lo, lo + count))
+        if cover(words.ctypes.data, lo, lo + count):
+            expected = both
+        else:
+            assert (words == before).all()
+            runs = sum(number - 1 not in both for number in both)
+            assert runs > MAX_INTERVALS
+        got = [(int(words[1 + 2 * i]), int(words[2 + 2 * i])) for i in range(words[0])]
+        assert sum(hi - lo for lo, hi in got) == len(expected)
+        assert {number for lo, hi in got for number in range(lo, hi)} == expected
