@@ -18,7 +18,7 @@ from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
 
-SEEDS = range(0, 240)
+SEEDS = range(240)
 BATCH = 20
 DIRECT = ("layer", "slice", "pages")
 ROOT = Path(__file__).parents[2]

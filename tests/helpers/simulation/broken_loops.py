@@ -21,7 +21,7 @@ from torchkv.engine.flows import Flows
 
 __all__ = ["BREAKS"]
 
-SEEDS = range(0, 150)
+SEEDS = range(150)
 DIRECT = ("layer", "slice", "pages")
 
 
@@ -117,7 +117,6 @@ def scenario_trace(seed: int) -> list[tuple[object, ...]]:
     run = scenario(seed)
     assert run.run() == []
     return run.trace
-
 
 
 if __name__ == "__main__":
