@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +13,7 @@ import torch
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import meet, page_bytes, random_cache
-from torchkv import KVCache, KVProcessGroup, TransferCancelled
+from torchkv import KVCache, KVProcessGroup, KVWork, TransferCancelled
 
 WRITER, READER = range(2)
 THREADS = 4
@@ -68,11 +68,14 @@ def write(kv: KVProcessGroup, _cache: KVCache, _model: KVCache, number: int, see
             for layer in (0, 1):
                 kv.send_layer(name, layer, pages, READER)
             done = kv.finish(name, READER, aux=name.encode())
-            if cancels:
-                kv.cancel(name)
-            done.wait(30)
-            succeeded += 1
         except TransferCancelled:
+            kv.cancel(name).wait(30)
+            continue
+        if cancels:
+            kv.cancel(name)
+        if outcome(done) is None:
+            succeeded += 1
+        else:
             kv.cancel(name).wait(30)
     return succeeded
 
@@ -88,20 +91,29 @@ def read(kv: KVProcessGroup, cache: KVCache, model: KVCache, number: int, seed: 
         rx = kv.recv_pages(name, pages, WRITER)
         if cancels:
             kv.cancel(name).wait(30)
-        try:
-            rx.wait(30)
+        error = outcome(rx)
+        if error is None:
             assert rx.aux == name.encode()
             assert torch.equal(page_bytes(cache, pages), page_bytes(model, sources))
             succeeded += 1
-        except TransferCancelled as error:
+        else:
             kv.cancel(name).wait(30)
             assert error.pages_safe
             scribble(cache, pages)
             poison = page_bytes(cache, pages)
-            threading.Event().wait(0.002)
+            time.sleep(0.002)
             assert torch.equal(page_bytes(cache, pages), poison), "a late write"
         assert torch.equal(page_bytes(cache, others), canaries)
     return succeeded
+
+
+def outcome(work: KVWork) -> TransferCancelled | None:
+    """Waits for the work; the error if it was cancelled. Raises any other."""
+    try:
+        work.wait(30)
+    except TransferCancelled as error:
+        return error
+    return None
 
 
 def scribble(cache: KVCache, pages: list[int]) -> None:

@@ -30,6 +30,8 @@ from torchkv.core.records import (
     MAX_WRITERS,
     SEALED,
     WORLD,
+    Op,
+    Send,
     World,
     word_at,
 )
@@ -42,6 +44,9 @@ __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0  # nanoseconds; see `spin_wait.SPIN`
 TURN = 1 << 20  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
+
+_NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "runs"))
+_MOVED = list(Send.__annotations__).index("moved")
 
 _libc = ctypes.CDLL(None)
 _FUNCTIONS = [ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in ("syscall", "sched_yield")]
@@ -92,11 +97,16 @@ class Core:
         world = self._memory[0]
         self.world = cast(World, world)
         self._words = self._memory.view(np.int64).reshape(-1)
+        # Views in which Python reads single words faster than in records.
+        self._events = self._memory["events"].view(np.int64).reshape(MAX_EVENTS, -1)
+        self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1)
+        self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1)
         self._view = self._words.data  # Python reads words of a memoryview faster than of an array
         self._segment: torch.Tensor = shared_memory.allocate(lane.SEGMENT_NBYTES)
         world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
         world["driver_fd"], world["futex"], world["spin"], world["one"] = -1, FUTEX_CALL[platform.machine()], SPIN, 1
         world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
+        self._address: int = self._memory.ctypes.data
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
         self._free_sends = list(range(MAX_FLOWS))
@@ -159,7 +169,7 @@ class Core:
         atexit.unregister(self.stop)
         thread, self._thread = self._thread, None
         if thread is not None and os.getpid() == self._pid:
-            posting.stop(self.world)
+            posting.stop(self._address)
             thread.join()
 
     def close(self) -> None:
@@ -178,13 +188,13 @@ class Core:
         if self._holding:
             yield
             return
-        posting.hold(self.world)
+        posting.hold(self._address)
         self._holding = True
         try:
             yield
         finally:
             self._holding = False
-            posting.let_go(self.world)
+            posting.let_go(self._address)
 
     # ------------------------------------------------------------------ sends
 
@@ -205,7 +215,7 @@ class Core:
         flow = self._free_sends.pop()
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [geometry, pages]
-        posting.open_send(self.world, flow, peer, peer_flow, generation, geometry, pages, src_page, dst_page)
+        posting.open_send(self._address, flow, peer, peer_flow, generation, geometry, pages, src_page, dst_page)
         return flow
 
     def start_op(self, flow: int, positions: Int64Array, pages: Int64Array, start: int) -> int | None:
@@ -214,7 +224,7 @@ class Core:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
-        posting.start_op(self.world, index, flow, positions, pages, start)
+        posting.start_op(self._address, index, flow, positions, pages, start)
         return index
 
     def finish_send(self, flow: int, num_pages: int, aux: bytes) -> None:
@@ -222,19 +232,18 @@ class Core:
         assert len(aux) <= MAX_AUX
         data = np.frombuffer(aux, dtype=np.uint8)
         self._kept_sends[flow].append(data)
-        posting.finish_send(self.world, flow, num_pages, data.ctypes.data if aux else 0, len(aux))
+        posting.finish_send(self._address, flow, num_pages, data.ctypes.data if aux else 0, len(aux))
 
     def op_result(self, index: int) -> tuple[int, int]:
         """Bytes and contiguous runs of an op that has ended; frees its index."""
-        op = self._memory[0]["ops"][index]
-        result = int(op["nbytes"]), int(op["runs"])
+        result = int(self._ops[index, _NBYTES]), int(self._ops[index, _RUNS])
         self._kept_ops[index] = None
         self._free_ops.append(index)
         return result
 
     def moved(self, flow: int) -> int:
         """Bytes that a send has copied so far."""
-        return int(self._memory[0]["sends"][flow]["moved"])
+        return int(self._sends[flow, _MOVED])
 
     def end_send(self, flow: int) -> None:
         """Frees the flow of a send that has ended."""
@@ -274,9 +283,9 @@ class Core:
         layers = max(count for _, count, _ in writers)
         cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         self._kept_receives[flow] = cover
-        posting.open_receive(self.world, flow, generation, num_tokens, page_size, int(decides), cover)
+        posting.open_receive(self._address, flow, generation, num_tokens, page_size, int(decides), cover)
         for number, (rank, count, size) in enumerate(writers):
-            posting.add_writer(self.world, flow, rank, count, size, int(number == len(writers) - 1))
+            posting.add_writer(self._address, flow, rank, count, size, int(number == len(writers) - 1))
 
     def receive_state(self, flow: int) -> ReceiveState:
         """What has arrived. While the loop stands still, or has ended the flow, or left it to Python."""
@@ -312,13 +321,12 @@ class Core:
     def events(self) -> list[Notice]:
         """What has happened since the last call."""
         taken: list[Notice] = []
-        tail = self._view[self._tail]
-        events = self._memory[0]["events"]
-        for at in range(self._view[self._head], tail):
-            event = events[at & (MAX_EVENTS - 1)]
-            words = event["record"].item()[:-1]
-            taken.append(Notice(int(event["kind"]), int(event["index"]), int(event["source"]), words))
-        self._view[self._head] = tail
+        head, tail = self._view[self._head], self._view[self._tail]
+        for at in range(head, tail):
+            kind, index, source, *words = self._events[at & (MAX_EVENTS - 1)].tolist()
+            taken.append(Notice(kind, index, source, tuple(words[:-1])))
+        if tail != head:
+            self._view[self._head] = tail
         return taken
 
     def settle(self) -> None:
@@ -332,7 +340,7 @@ class Core:
     def wake_waiters(self) -> None:
         """Wakes the threads in `wait`: Python has completed a call."""
         if self._view[self._sleepers]:
-            posting.wake_waiters(self.world)
+            posting.wake_waiters(self._address)
 
     @property
     def news(self) -> int:
@@ -344,7 +352,7 @@ class Core:
         with self._counting:
             self._view[self._sleepers] += 1
         try:
-            posting.wait_news(self.world, seen, int(min(seconds, SLICE) * 1e9))
+            posting.wait_news(self._address, seen, int(min(seconds, SLICE) * 1e9))
         finally:
             with self._counting:
                 self._view[self._sleepers] -= 1
@@ -365,7 +373,7 @@ def warm_up() -> None:
         core.settle()
         loop.drop(world, flow)
     core.step()
-    posting.wait_news(world, -1, 0)
-    posting.wake_waiters(world)
-    posting.stop(world)
+    posting.wait_news(core._address, -1, 0)
+    posting.wake_waiters(core._address)
+    posting.stop(core._address)
     loop.run(world)

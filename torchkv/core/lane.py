@@ -9,8 +9,9 @@ segment's owner. The writer copies a record and then stores its ``seq``, the cou
 ``seq``, copies the record and checks its copy. The reader's *head* says how many it has read, so the writer knows how
 much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
 
-The *bell* is `ASLEEP` while the owner's loop sleeps. Who has stored something for it fences, and looks at the bell;
-the owner stores `ASLEEP`, fences, and looks for work. So one of the two sees the other.
+The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soon wakes by itself. Who has stored
+something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
+two sees the other.
 
 What the lane proves: only processes of this user that found the segment through the rank's registration can write to
 it. Records are checked by the reader (bounds, flow, generation, and that the writer is one of the flow's); they carry
@@ -26,6 +27,7 @@ from torchkv.host.jit import c_function, compiled
 
 __all__ = [
     "ASLEEP",
+    "NAPPING",
     "SEGMENT_NBYTES",
     "call_write",
     "call_yield",
@@ -40,7 +42,7 @@ __all__ = [
     "waiting",
 ]
 
-ASLEEP = 1
+ASLEEP, NAPPING = 1, 2  # of a bell
 RECORD_NBYTES = 64
 _SEQ = 56  # offset of a record's ``seq``
 _LINE = 128
@@ -81,7 +83,7 @@ def futex_wake(world: World, address: int) -> None:
 def ring(world: World, bell: int) -> None:
     """After a store that the bell's owner should see. A system call only if its loop sleeps."""
     fence()
-    if load(bell) == ASLEEP:
+    if load(bell) != 0:
         store(bell, 0)
         futex_wake(world, bell)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchkv.core.events import emit, event_room
-from torchkv.core.lane import ASLEEP, call_yield, futex_wait, owe, take, waiting
+from torchkv.core.lane import ASLEEP, NAPPING, call_yield, futex_wait, owe, take, waiting
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
     CLOCK,
@@ -29,7 +29,8 @@ __all__ = ["FINISH", "START", "drop", "run", "settle", "step"]
 START, FINISH = 1, 2  # commands: an op, or a flow, in the bits above
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
-_NAP = 100_000  # nanoseconds, while it waits for room
+_NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
+_ATTENTIVE = 100_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
 _TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
 _WANTED, _STOP = word_at("wanted"), word_at("stop")
 
@@ -41,9 +42,14 @@ def _command(world: World) -> int:
     store(world["address"] + _HEAD, world["command_head"] + 1)
     index: int = command >> 8
     if command & 0xFF == START:
-        world["sends"][world["ops"][index]["flow"]]["running"] += 1
+        send = world["sends"][world["ops"][index]["flow"]]
+        send["running"] += 1
+        if send["started"] == 0:
+            send["started"] = 1
+            world["unfinished"] += 1
         return index
     world["sends"][index]["num_pages"] = world["sends"][index]["finish"]
+    world["unfinished"] -= world["sends"][index]["started"]
     seal_if_done(world, index)
     return -1
 
@@ -170,7 +176,10 @@ def drop(world: World, flow: int) -> None:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
     world["queue_tail"] = kept
-    world["sends"][flow]["running"] = 0
+    send = world["sends"][flow]
+    send["running"] = 0
+    if send["num_pages"] < 0:
+        world["unfinished"] -= send["started"]
 
 
 @compiled
@@ -196,10 +205,12 @@ def run(world: World) -> None:
         if now - idle_since < world["spin"]:
             call_yield(world["functions"][YIELD], 0)
             continue
-        store(bell, ASLEEP)
+        nap = blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE)
+        state = NAPPING if nap else ASLEEP
+        store(bell, state)
         fence()
         if not _has_work(world):
-            futex_wait(world, bell, ASLEEP, _NAP if blocked else _SLEEP, scratch)
+            futex_wait(world, bell, state, _NAP if nap else _SLEEP, scratch)
         store(bell, 0)
 
 

@@ -6,10 +6,11 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.events import tell_waiters
-from torchkv.core.lane import call_yield, futex_wait, ring
+from torchkv.core.lane import NAPPING, call_yield, futex_wait, ring
 from torchkv.core.loop import FINISH, START
 from torchkv.core.records import COMMANDS, OPEN, YIELD, World, word_at
-from torchkv.host.atomics import exchange, load, store
+from torchkv.core.world import world_at
+from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.jit import compiled, compiled_with_gil
 
 __all__ = [
@@ -35,12 +36,15 @@ def _command(world: World, kind: int, index: int) -> None:
     tail = world["command_tail"]
     world["commands"][tail & (COMMANDS - 1)] = kind | index << 8
     store(world["address"] + _TAIL, tail + 1)
-    ring(world, world["bell"])
+    fence()
+    # An op does not end the loop's nap: to wake it would cost the caller more than the rest of the verb.
+    if kind != START or load(world["bell"]) != NAPPING:
+        ring(world, world["bell"])
 
 
 @compiled_with_gil
 def open_send(
-    world: World,
+    address: int,
     flow: int,
     peer: int,
     peer_flow: int,
@@ -51,18 +55,20 @@ def open_send(
     dst_page: int,
 ) -> None:
     """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens."""
+    world = world_at(address)
     send = world["sends"][flow]
     send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
     send["geometry"], send["ids"] = geometry.ctypes.data, ids.ctypes.data
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
-    send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["moved"] = 0
+    send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
     send["num_pages"] = -1
     send["state"] = OPEN
 
 
 @compiled_with_gil
-def start_op(world: World, index: int, flow: int, positions: Int64Array, ids: Int64Array, start: int) -> None:
+def start_op(address: int, index: int, flow: int, positions: Int64Array, ids: Int64Array, start: int) -> None:
     """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive."""
+    world = world_at(address)
     op = world["ops"][index]
     op["flow"], op["positions"], op["num_positions"] = flow, positions.ctypes.data, len(positions)
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
@@ -72,8 +78,9 @@ def start_op(world: World, index: int, flow: int, positions: Int64Array, ids: In
 
 
 @compiled_with_gil
-def finish_send(world: World, flow: int, num_pages: int, aux: int, aux_nbytes: int) -> None:
+def finish_send(address: int, flow: int, num_pages: int, aux: int, aux_nbytes: int) -> None:
     """Has the loop seal the send once its ops have ended. aux: the address of its bytes, which must stay alive."""
+    world = world_at(address)
     send = world["sends"][flow]
     send["aux"], send["aux_nbytes"] = aux, aux_nbytes
     send["finish"] = num_pages
@@ -82,9 +89,10 @@ def finish_send(world: World, flow: int, num_pages: int, aux: int, aux_nbytes: i
 
 @compiled_with_gil
 def open_receive(
-    world: World, flow: int, generation: int, num_tokens: int, page_size: int, decides: int, cover: Int64Array
+    address: int, flow: int, generation: int, num_tokens: int, page_size: int, decides: int, cover: Int64Array
 ) -> None:
     """Makes a free flow a receive. cover: int64 ``[writers, layers, ...]``, see `Receive`."""
+    world = world_at(address)
     receive = world["receives"][flow]
     receive["generation"], receive["num_tokens"], receive["page_size"] = generation, num_tokens, page_size
     receive["decides"], receive["layers"], receive["cover"] = decides, cover.shape[1], cover.ctypes.data
@@ -92,8 +100,9 @@ def open_receive(
 
 
 @compiled_with_gil
-def add_writer(world: World, flow: int, rank: int, layers: int, page_size: int, last: int) -> None:
+def add_writer(address: int, flow: int, rank: int, layers: int, page_size: int, last: int) -> None:
     """Adds a writer; with the ``last`` one the receive takes records."""
+    world = world_at(address)
     receive = world["receives"][flow]
     writer = receive["writers"][receive["num_writers"]]
     writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
@@ -104,36 +113,41 @@ def add_writer(world: World, flow: int, rank: int, layers: int, page_size: int, 
 
 
 @compiled
-def hold(world: World) -> None:
+def hold(address: int) -> None:
     """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
-    store(world["address"] + _WANTED, 1)
-    while exchange(world["address"] + _LOCK, 1) != 0:
+    world = world_at(address)
+    store(address + _WANTED, 1)
+    while exchange(address + _LOCK, 1) != 0:
         call_yield(world["functions"][YIELD], 0)
 
 
 @compiled_with_gil
-def let_go(world: World) -> None:
-    store(world["address"] + _LOCK, 0)
-    store(world["address"] + _WANTED, 0)
+def let_go(address: int) -> None:
+    """Lets the loop go on after `hold`."""
+    store(address + _LOCK, 0)
+    store(address + _WANTED, 0)
 
 
 @compiled_with_gil
-def stop(world: World) -> None:
+def stop(address: int) -> None:
     """Ends `run`."""
-    store(world["address"] + _STOP, 1)
+    world = world_at(address)
+    store(address + _STOP, 1)
     ring(world, world["bell"])
 
 
 @compiled_with_gil
-def wake_waiters(world: World) -> None:
+def wake_waiters(address: int) -> None:
     """Wakes callers that wait for news: Python has completed something."""
+    world = world_at(address)
     tell_waiters(world)
 
 
 @compiled
-def wait_news(world: World, seen: int, nanoseconds: int) -> None:
+def wait_news(address: int, seen: int, nanoseconds: int) -> None:
     """Sleeps until ``news`` is no longer ``seen``, for so long at most. The caller is counted among ``sleepers``."""
+    world = world_at(address)
     scratch = np.zeros(2, dtype=np.int64)
-    news = world["address"] + _NEWS
+    news = address + _NEWS
     if load(news) == seen:
         futex_wait(world, news, seen, nanoseconds, scratch)

@@ -121,7 +121,7 @@ class Send(TypedDict):
     geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. src_page, dst_page:
     page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says, and
     num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1 once
-    the seal is. moved: bytes so far.
+    the seal is. started: 1 after its first op. moved: bytes so far.
     """
 
     state: int
@@ -139,6 +139,7 @@ class Send(TypedDict):
     aux: int
     aux_nbytes: int
     due: int
+    started: int
     moved: int
 
 
@@ -228,8 +229,8 @@ class World(TypedDict):
     because somebody waits for more than the end of a request. news: changes with each event, and with each call that
     Python completes; sleepers: callers that sleep until then. lock, wanted: a caller that wants the loop to stand still
     sets ``wanted`` and takes ``lock``. due: messages that wait for room: (kind | rank << 8, flow, generation). queue:
-    ops that copy. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a
-    mailbox. one: the word 1. record, src, dst, length: scratch of the loop.
+    ops that copy. unfinished: sends of which more ops are expected. turn: bytes that one step copies: how long a
+    message may wait. window: records that may wait in a mailbox. one: the word 1. record, src, dst, length: scratch.
     """
 
     address: int
@@ -256,6 +257,7 @@ class World(TypedDict):
     due_tail: int
     queue_head: int
     queue_tail: int
+    unfinished: int
     one: int
     record: Record
     src: Int64Array

@@ -32,7 +32,17 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
 from torchkv.host.jit import at_register, compiled
 
-__all__ = ["SHORT_RUN", "STEP_BYTES", "StridedRuns", "copy_pairs", "copy_spans", "pairs_at", "prefetch", "spans_at", "warm_up"]
+__all__ = [
+    "SHORT_RUN",
+    "STEP_BYTES",
+    "StridedRuns",
+    "copy_pairs",
+    "copy_spans",
+    "pairs_at",
+    "prefetch",
+    "spans_at",
+    "warm_up",
+]
 
 StridedRuns = tuple[int, int, int, int, int, int, int]  # n0, s0, d0, n1, s1, d1, run; see `copy_pairs`
 

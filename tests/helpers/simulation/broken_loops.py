@@ -1,7 +1,7 @@
 """Runs of the resident loop in plain Python, whole and broken: ``python -m tests.helpers.simulation.broken_loops``.
 
-To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults that
-only a writer that lies, or unusual timing, would show are left to tests/unit/core.
+To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
+that only a writer that lies, or unusual timing, would show are left to tests/unit/core.
 
     trace SEED    prints what happens in one run
     break NAME    breaks the loop; fails unless some seed shows it
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.core import copies, loop, sending
+from torchkv.core import copies, lane, loop, sending
 from torchkv.core.core import Core
 from torchkv.core.records import FREE, OPEN, SEAL, SEALED
 from torchkv.engine.flows import Flows
@@ -23,6 +23,13 @@ __all__ = ["BREAKS"]
 
 SEEDS = range(150)
 DIRECT = ("layer", "slice", "pages")
+
+
+def swap(owner: object, **functions: Callable[..., Any]) -> None:
+    """Replaces functions of a module, or methods of a class."""
+    for name, function in functions.items():
+        assert hasattr(owner, name)
+        setattr(owner, name, function)
 
 
 def scenario(seed: int, *, benign: bool = False) -> Scenario:
@@ -34,9 +41,10 @@ def _seals_while_it_copies() -> None:
         send = world["sends"][flow]
         if send["state"] == OPEN and send["num_pages"] >= 0 and send["due"] == 0:
             send["due"] = 1
-            sending.owe(world, SEAL, 0, flow, send["generation"])
+            lane.owe(world, SEAL, 0, flow, send["generation"])
 
-    sending.seal_if_done = loop.seal_if_done = seal_if_done  # type: ignore[assignment]
+    swap(sending, seal_if_done=seal_if_done)
+    swap(loop, seal_if_done=seal_if_done)
 
 
 def _copies_on_when_taken_back() -> None:
@@ -47,28 +55,31 @@ def _copies_on_when_taken_back() -> None:
         self._free_sends.append(flow)
         return sealed
 
-    Core.take_back_send = take_back  # type: ignore[method-assign]
+    swap(Core, take_back_send=take_back)
 
 
 def _forgets_what_has_arrived() -> None:
-    Flows._add = lambda self, req: 0  # type: ignore[method-assign]
+    swap(Flows, _add=lambda self, req: 0)
 
 
 def _loses_what_finds_no_room() -> None:
-    real = loop.pay_seal
-    loop.pay_seal = lambda *arguments: bool(real(*arguments)) or True  # type: ignore[assignment]
+    real = sending.pay_seal
+    swap(loop, pay_seal=lambda *arguments: bool(real(*arguments)) or True)
 
 
 def _forgets_messages_when_taken_back() -> None:
-    Core.settle = lambda self: None  # type: ignore[method-assign]
+    swap(Core, settle=lambda self: None)
 
 
 def _copies_the_window_wrongly() -> None:
-    copies.first_owed = lambda granted, window, unit, src_page, dst_page: max(0, granted - unit) if window >= 0 else 0  # type: ignore[assignment]
+    swap(
+        copies,
+        first_owed=lambda granted, window, unit, src_page, dst_page: max(0, granted - unit) if window >= 0 else 0,
+    )
 
 
 def _counts_the_pages_of_other_holders() -> None:
-    copies.before = lambda pair, per_unit, holders, holder: pair // holders  # type: ignore[assignment]
+    swap(copies, before=lambda pair, per_unit, holders, holder: pair // holders)
 
 
 def _drops_an_op() -> None:
@@ -80,7 +91,7 @@ def _drops_an_op() -> None:
         else:
             world["ops"][index]["state"] = FREE
 
-    loop._queue = queue  # type: ignore[assignment]
+    swap(loop, _queue=queue)
 
 
 # name -> (breaks it, whether to look at runs in which nothing may fail)
