@@ -75,9 +75,9 @@ class Pair:
 
     def tell(self, **words: int) -> None:
         """Has the writer's loop send a record, whatever it says."""
-        from torchkv.core import lane
+        from torchkv.core import mailbox
 
         record = cast(dict[str, int], self.writer.world["record"])
         for name in Record.__annotations__:
             record[name] = words.get(name, 0)
-        lane.tell(self.writer.world, self.writer.world["peers"][1])
+        mailbox.tell(self.writer.world, self.writer.world["peers"][1])

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import lane, loop, posting
+from torchkv.core import loop, mailbox, posting
 from torchkv.core.records import (
     FREE,
     FUTEX_CALL,
-    LANE_RECORDS,
+    MAILBOX_RECORDS,
     MAX_AUX,
     MAX_EVENTS,
     MAX_FLOWS,
@@ -87,7 +87,7 @@ class Core:
     ``TransportUnavailable`` where it cannot work.
     """
 
-    def __init__(self, rank: int, *, turn: int = TURN, window: int = LANE_RECORDS) -> None:
+    def __init__(self, rank: int, *, turn: int = TURN, window: int = MAILBOX_RECORDS) -> None:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
         if platform.machine() not in FUTEX_CALL:
@@ -102,7 +102,7 @@ class Core:
         self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1)
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1)
         self._view = self._words.data  # Python reads words of a memoryview faster than of an array
-        self._segment: torch.Tensor = shared_memory.allocate(lane.SEGMENT_NBYTES)
+        self._segment: torch.Tensor = shared_memory.allocate(mailbox.SEGMENT_NBYTES)
         world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
         world["driver_fd"], world["futex"], world["spin"], world["one"] = -1, FUTEX_CALL[platform.machine()], SPIN, 1
         world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
@@ -122,7 +122,7 @@ class Core:
         self._holding = False
         self._counting = threading.Lock()
 
-    # ------------------------------------------------------------------ lanes and the thread
+    # ------------------------------------------------------------------ mailboxes and the thread
 
     def descriptor(self) -> bytes:
         """With this a peer of the same host maps this rank's mailboxes: see `connect`."""
@@ -133,14 +133,14 @@ class Core:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
         segment = shared_memory.open_segment(descriptor)
-        if segment.nbytes < lane.SEGMENT_NBYTES:
+        if segment.nbytes < mailbox.SEGMENT_NBYTES:
             segment.close()
             raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
         self._peers[rank] = segment
         peer = self._memory[0]["peers"][rank]
         base = self._segment.data_ptr()
-        peer["inbox_head"], peer["inbox"] = (base + offset for offset in lane.mailbox_at(rank))
-        peer["outbox_head"], peer["outbox"] = (segment.ptr + offset for offset in lane.mailbox_at(self.rank))
+        peer["inbox_head"], peer["inbox"] = (base + offset for offset in mailbox.mailbox_at(rank))
+        peer["outbox_head"], peer["outbox"] = (segment.ptr + offset for offset in mailbox.mailbox_at(self.rank))
         peer["bell"] = segment.ptr
         self._memory[0]["num_peers"] = max(rank + 1, int(self._memory[0]["num_peers"]))
 

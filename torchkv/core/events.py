@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchkv.core.lane import call_write, futex_wake
+from torchkv.core.mailbox import call_write, futex_wake
 from torchkv.core.records import MAX_EVENTS, RECEIVED, WRITE, World, word_at
 from torchkv.host.atomics import exchange_if, load, store
 from torchkv.host.jit import compiled

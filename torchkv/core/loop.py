@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchkv.core.events import emit, event_room
-from torchkv.core.lane import ASLEEP, NAPPING, call_yield, futex_wait, owe, take, waiting
+from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, futex_wait, owe, take, waiting
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
     CLOCK,

@@ -6,8 +6,8 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.events import tell_waiters
-from torchkv.core.lane import NAPPING, call_yield, futex_wait, ring
 from torchkv.core.loop import FINISH, START
+from torchkv.core.mailbox import NAPPING, call_yield, futex_wait, ring
 from torchkv.core.records import COMMANDS, OPEN, YIELD, World, word_at
 from torchkv.core.world import world_at
 from torchkv.host.atomics import exchange, fence, load, store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchkv.core.events import emit
-from torchkv.core.lane import owe, ring, room, tell
+from torchkv.core.mailbox import owe, ring, room, tell
 from torchkv.core.records import (
     ALL_HERE,
     AUX,

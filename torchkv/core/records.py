@@ -5,7 +5,7 @@ fields to mypy; the dtypes below them are made of the same classes. All fields a
 
 Who writes what. Callers (under the GIL and the engine's lock, so one at a time) write commands, new flows, new ops and
 ``event_head``. The loop writes everything else; while a caller holds ``lock``, the loop writes nothing. Peers write
-their own mailbox and the bell, which lie in shared memory (see `torchkv.core.lane`).
+their own mailbox and the bell, which lie in shared memory (see `torchkv.core.mailbox`).
 
 A flow or an op is the loop's from the moment at which a caller opens it until the event that ends it, and not longer:
 after that event a caller may use its slot for another one.
@@ -29,7 +29,7 @@ __all__ = [
     "EVENT",
     "FREE",
     "FUTEX_CALL",
-    "LANE_RECORDS",
+    "MAILBOX_RECORDS",
     "LEAVING",
     "MAX_AUX",
     "MAX_EVENTS",
@@ -73,7 +73,7 @@ MAX_WRITERS = 8  # of one receive
 MAX_EVENTS = 8192  # a power of two, as are the three below
 COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
 DUE = 8192  # messages that wait for room: at most one per send and one per writer of a receive
-LANE_RECORDS = 256  # records of one mailbox
+MAILBOX_RECORDS = 256  # records of one mailbox
 MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
 SCRATCH = 1024  # page pairs that are copied in one go
 AUX_PART = 32  # bytes of aux in one record

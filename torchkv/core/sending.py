@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchkv.core.copies import copy_slice
 from torchkv.core.events import emit, event_room
-from torchkv.core.lane import owe, ring, room, tell
+from torchkv.core.mailbox import owe, ring, room, tell
 from torchkv.core.records import (
     AUX,
     AUX_PART,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.core import copies, lane, loop, sending
+from torchkv.core import copies, loop, mailbox, sending
 from torchkv.core.core import Core
 from torchkv.core.records import FREE, OPEN, SEAL, SEALED
 from torchkv.engine.flows import Flows
@@ -41,7 +41,7 @@ def _seals_while_it_copies() -> None:
         send = world["sends"][flow]
         if send["state"] == OPEN and send["num_pages"] >= 0 and send["due"] == 0:
             send["due"] = 1
-            lane.owe(world, SEAL, 0, flow, send["generation"])
+            mailbox.owe(world, SEAL, 0, flow, send["generation"])
 
     swap(sending, seal_if_done=seal_if_done)
     swap(loop, seal_if_done=seal_if_done)

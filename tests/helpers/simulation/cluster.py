@@ -18,7 +18,7 @@ from tests.helpers.simulation.staging_rings import lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
 from torchkv.core.core import Core
-from torchkv.core.records import LANE_RECORDS
+from torchkv.core.records import MAILBOX_RECORDS
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
 from torchkv.engine.registration import Registration
@@ -175,7 +175,7 @@ def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Pla
 def _narrow(core: Core, dice: random.Random) -> None:
     """Turns of a few bytes and mailboxes of a few records, so that much happens in the middle of a request."""
     core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
-    core.world["window"] = dice.choice([2, 3, 9, LANE_RECORDS])
+    core.world["window"] = dice.choice([2, 3, 9, MAILBOX_RECORDS])
 
 
 class Cluster:

@@ -1,10 +1,10 @@
-"""A lane: how two ranks of one host exchange records, without system calls.
+"""Mailboxes: how the loops of two ranks of one host exchange records, without system calls.
 
 Each rank owns a segment of shared memory, which the kernel frees with its last user:
 
     bell | heads: one line per rank | mailbox of rank 0 | mailbox of rank 1 | ...
 
-A *mailbox* is a ring of `LANE_RECORDS` records with one writer, the rank that it is named after, and one reader, the
+A *mailbox* is a ring of `MAILBOX_RECORDS` records with one writer, the rank that it is named after, and one reader, the
 segment's owner. The writer copies a record and then stores its ``seq``, the count of records so far; the reader loads
 ``seq``, copies the record and checks its copy. The reader's *head* says how many it has read, so the writer knows how
 much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
@@ -13,15 +13,15 @@ The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soo
 something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
 two sees the other.
 
-What the lane proves: only processes of this user that found the segment through the rank's registration can write to
-it. Records are checked by the reader (bounds, flow, generation, and that the writer is one of the flow's); they carry
-no MAC, since whoever can write here can also read the key in this process's memory.
+What a mailbox proves: its segment can be mapped by processes of this user that know its random name, as the pages can
+that the records speak of. So records carry no MAC. The reader checks every field of each: bounds, that the flow is in
+use under this generation, and that the mailbox's owner is one of its writers. What fails is left to Python.
 """
 
 from __future__ import annotations
 
 from torchkv.arrays import Int64Array
-from torchkv.core.records import DUE, LANE_RECORDS, MAX_PEERS, SYSCALL, Peer, World, word_at
+from torchkv.core.records import DUE, MAILBOX_RECORDS, MAX_PEERS, SYSCALL, Peer, World, word_at
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.jit import c_function, compiled
 
@@ -54,12 +54,12 @@ call_yield = c_function(1, 32)
 call_write = c_function(3, 64)
 
 
-SEGMENT_NBYTES = (1 + MAX_PEERS) * _LINE + MAX_PEERS * LANE_RECORDS * RECORD_NBYTES
+SEGMENT_NBYTES = (1 + MAX_PEERS) * _LINE + MAX_PEERS * MAILBOX_RECORDS * RECORD_NBYTES
 
 
 def mailbox_at(rank: int) -> tuple[int, int]:
     """Offsets of the head and of the mailbox of writer ``rank`` in a segment."""
-    return (1 + rank) * _LINE, (1 + MAX_PEERS) * _LINE + rank * LANE_RECORDS * RECORD_NBYTES
+    return (1 + rank) * _LINE, (1 + MAX_PEERS) * _LINE + rank * MAILBOX_RECORDS * RECORD_NBYTES
 
 
 @compiled
@@ -98,7 +98,7 @@ def room(world: World, peer: Peer) -> int:
 @compiled
 def tell(world: World, peer: Peer) -> None:
     """Puts ``world["record"]`` into the peer's mailbox, in which there must be room. Ring its bell afterwards."""
-    to = peer["outbox"] + (peer["written"] & (LANE_RECORDS - 1)) * RECORD_NBYTES
+    to = peer["outbox"] + (peer["written"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
     copy_bytes(to, world["address"] + _RECORD, _SEQ)
     peer["written"] += 1
     store(to + _SEQ, peer["written"])
@@ -115,7 +115,7 @@ def owe(world: World, kind: int, rank: int, flow: int, generation: int) -> None:
 @compiled
 def waiting(peer: Peer) -> bool:
     """Whether there is a record in the peer's mailbox here."""
-    at = peer["inbox"] + (peer["read"] & (LANE_RECORDS - 1)) * RECORD_NBYTES
+    at = peer["inbox"] + (peer["read"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
     return bool(load(at + _SEQ) == peer["read"] + 1)
 
 
@@ -124,7 +124,7 @@ def take(world: World, peer: Peer) -> bool:
     """Takes the next record of the peer's mailbox into ``world["record"]``; False if there is none."""
     if not waiting(peer):
         return False
-    at = peer["inbox"] + (peer["read"] & (LANE_RECORDS - 1)) * RECORD_NBYTES
+    at = peer["inbox"] + (peer["read"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
     copy_bytes(world["address"] + _RECORD, at, _SEQ)
     peer["read"] += 1
     return True
