@@ -462,3 +462,32 @@ def destroy_in_a_callback() -> None:
 
 def test_a_callback_cannot_destroy_its_group(four: Ranks) -> None:
     four.run(destroy_in_a_callback)
+
+
+def waits_in_a_callback() -> None:
+    """A callback of a future runs on the thread that completes works, so it is told that it cannot wait there."""
+    with kv_group() as kv:
+        kv.register(random_cache())
+        if kv.rank() == 1:
+            found: list[ProtocolError] = []
+            told = threading.Event()
+            other = kv.recv_pages("other", [5], 0)
+
+            def callback(_: object) -> None:
+                for call in (other.wait, other.wait_source, lambda: kv.prefix_tokens("r", 0)):
+                    try:
+                        call()
+                    except ProtocolError as error:
+                        found.append(error)
+                told.set()
+
+            kv.recv_pages("r", [3, 4], 0).get_future().then(callback)
+            kv.cancel("r").wait(30)
+            assert told.wait(30)
+            assert ["callback" in str(error) for error in found] == [True] * 3
+            kv.cancel("other").wait(30)
+        meet(kv)
+
+
+def test_a_callback_cannot_wait_for_its_own_thread(four: Ranks) -> None:
+    four.run(waits_in_a_callback)

@@ -20,6 +20,7 @@ import numpy as np
 
 from torchkv.control.channel import ControlChannel
 from torchkv.engine.engine import Engine
+from torchkv.engine.work import drivers
 from torchkv.errors import KVError, ProtocolError, TransferCancelled
 from torchkv.host import spin_wait
 from torchkv.transport.interface import Transport
@@ -148,6 +149,7 @@ class ProgressThread:
             self._ready.set_exception(error)
             return
         self._ready.set_result((transport, control))
+        drivers.add(threading.get_ident())
         try:
             while not self._stopping:
                 self._turn(transport, control)
@@ -156,6 +158,7 @@ class ProgressThread:
             self._crash = error
         finally:
             self._close(transport, control)
+            drivers.discard(threading.get_ident())
 
     def _turn(self, transport: Transport, control: ControlChannel) -> None:
         now = time.monotonic()

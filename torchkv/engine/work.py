@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
 
-__all__ = ["KVWork", "LoopProgress"]
+__all__ = ["KVWork", "LoopProgress", "drivers"]
 
 # Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
 _completing = threading.Lock()
 _forks = 0  # how often this process's ancestors have forked it
 
 
+# Threads that complete works, and so must not wait for one: the progress threads, by their identifiers.
+drivers: set[int] = set()
+
+
 def _after_fork_in_child() -> None:
     global _completing, _forks
+    drivers.clear()
     _completing = threading.Lock()  # another thread of the parent may have held it
     _forks += 1
 
@@ -84,6 +89,7 @@ class KVWork(dist.Work):
     # waits: most works are never waited for one by one.
     _latch: threading.Lock | None = None
     _source_latch: threading.Lock | None = None
+    _limit = 0.0  # seconds; the operation's own deadline for ``wait``, if it ends by no other
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
     _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
@@ -101,10 +107,13 @@ class KVWork(dist.Work):
     def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
         """Blocks until the operation has completed. Returns True.
 
-        timeout: a timedelta, or seconds; zero stands for the operation's own deadline. Raises the error with which the
-        operation failed, and ``TransferTimeout`` when ``timeout`` runs out: the request then goes on.
+        timeout: a timedelta, or seconds; zero stands for the operation's own deadline, which of ``cancel`` is
+        ``Options.timeout``. Raises the error with which the operation failed, and ``TransferTimeout`` when ``timeout``
+        runs out: the request then goes on. Raises ``ProtocolError`` in a callback of a future, on which nobody could
+        complete the work.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        limit = limit or self._limit
         if not self._wait_done(limit):
             raise TransferTimeout(
                 f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
@@ -167,7 +176,7 @@ class KVWork(dist.Work):
         and raises what `wait` does. If the transfer fails after the pages have been read, nothing is raised here.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        self._check_process()
+        self._check_caller()
         self._await_events()
         with _completing:
             if not self._reading and (self._parts or self._is_done):
@@ -222,14 +231,19 @@ class KVWork(dist.Work):
         return True
 
     def _layer_wait(self, layer: int) -> LayerWait:
-        self._check_process()
+        self._check_caller()
         self._await_events()
         if self._layer is None:
             raise ProtocolError(f"{self._operation}: only works of recv_pages have layers; wait for the whole work")
         return self._layer(layer)
 
-    def _check_process(self) -> None:
-        """Raises ``ProtocolError`` in a forked child, in which works of its parent never complete."""
+    def _check_caller(self) -> None:
+        """Raises ``ProtocolError`` where the work would never complete: in a forked child, and in a callback."""
+        if threading.get_ident() in drivers and not self._is_done:
+            raise ProtocolError(
+                f"{self._operation}: a callback of a future cannot wait for it, because callbacks run on the thread "
+                f"that completes works; wait on another thread, or chain another callback"
+            )
         if self._forks != _forks and not self._is_done:
             raise ProtocolError(
                 f"{self._operation}: called by the parent of this forked process; only the parent can wait for it"
@@ -306,7 +320,7 @@ class KVWork(dist.Work):
 
     def _wait_done(self, limit: float) -> bool:
         """Blocks until completion, for ``limit`` seconds at most if that is positive. Whether the work is complete."""
-        self._check_process()
+        self._check_caller()
         if self._loop is not None:
             return self._wait_loop(limit)
         with _completing:

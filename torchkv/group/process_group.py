@@ -375,7 +375,8 @@ class KVProcessGroup(dist.ProcessGroup):
         """Fails the request here and at its peers. Idempotent; does nothing for an unknown or ended request.
 
         The work completes when none of the request's writes can land any more: on a receiver once every writer has
-        drained, on a sender once its own writes have.
+        drained, on a sender once its own writes have. A writer that hangs never drains: ``wait()`` then raises
+        ``TransferTimeout`` after ``Options.timeout``, and the pages stay in quarantine.
         """
         verbs = self._verbs or self._unregistered("cancel")
         return verbs.cancel(request)

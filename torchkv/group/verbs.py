@@ -24,7 +24,7 @@ from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.engine import Engine
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.engine.work import KVWork, LoopProgress, drivers
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Pages, Peers
@@ -313,6 +313,8 @@ class Verbs:
         ranks = engine.group_map.targets(dst, operation)
         if not ranks:
             raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
+        if threading.get_ident() in drivers:
+            raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
         grant_timeout = engine.options.grant_timeout
         deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
         with engine.lock:
@@ -341,6 +343,7 @@ class Verbs:
         engine = self.engine
         request = arguments.as_request(request)
         work = self._work(f"cancel({request!r})")
+        work._limit = engine.options.timeout
         with engine.changed:
             if engine.closed:  # every request ended with the group
                 work._expect(0)

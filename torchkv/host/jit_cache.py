@@ -109,7 +109,8 @@ def _base(top: Path) -> Path:
 @cache
 def _digest(files: frozenset[Path]) -> str:
     """Of the files' text, of where they lie (numba's own index names them so) and of who compiles them."""
-    digest = hashlib.blake2b(repr((numba.__version__, sys.version)).encode(), digest_size=_DIGEST_NBYTES)
+    compiler = numba.__version__, sys.version, numba.config.BOUNDSCHECK
+    digest = hashlib.blake2b(repr(compiler).encode(), digest_size=_DIGEST_NBYTES)
     for path in sorted(files):
         text = path.read_bytes()
         digest.update(repr((str(path), len(text))).encode())

@@ -94,6 +94,7 @@ class Receiver:
         self._next_generation = 1
         self._requests: dict[int, ReceiverRequest] = {}  # by generation: live, complete and revoking
         self._live: dict[str, ReceiverRequest] = {}  # by name: live and complete
+        self._named: dict[str, dict[int, ReceiverRequest]] = {}  # all, by name and generation
         self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots)
         self.actions: list[Action] = []
 
@@ -152,6 +153,7 @@ class Receiver:
         trace.debug("request %r: granted to ranks %s, generation %d", request, names, self._next_generation)
         self._next_generation += 1
         self._requests[req.generation] = self._live[request] = req
+        self._named.setdefault(request, {})[req.generation] = req
         self.leases.take(req)
         if req.flow is not None:
             self._flows.open_receive(req)
@@ -176,7 +178,7 @@ class Receiver:
         one part of it.
         """
         pending: list[Work] = []
-        for req in [req for req in self._requests.values() if req.request == request]:
+        for req in list(self._named.get(request, {}).values()):
             self._take_back(req)
             if req.ended:
                 continue
@@ -528,6 +530,10 @@ class Receiver:
         req.ended = True
         self.leases.free(req)
         del self._requests[req.generation]
+        named = self._named[req.request]
+        del named[req.generation]
+        if not named:
+            del self._named[req.request]
         if self._live.get(req.request) is req:
             del self._live[req.request]
         for work in req.cancels:

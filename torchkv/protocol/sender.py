@@ -103,6 +103,7 @@ class Sender:
         self._by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
         # By name and receiver:
         self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for the first verb
+        self._unbound_names: dict[tuple[int, int], str] = {}  # the same by receiver and generation
         self._revoked_before_bind: dict[tuple[str, int], tuple[float, KVError]] = {}  # when, and why
         self._refusals: dict[tuple[str, int], deque[float]] = {}  # until when each refuses one grant
         # Of ended requests, by receiver and generation: this rank can never say `Quiesced` for them.
@@ -205,12 +206,14 @@ class Sender:
         Returns ``work`` once for each of them; the end of each completes one part of it.
         """
         pending: list[Work] = []
-        for key in [key for key in self._unbound if key[0] == request and key not in self._requests]:
-            grant = self._unbound.pop(key)
-            self._tell_abort(grant, TransferCancelled(f"rank {self._group_map.rank} cancelled request {request!r}"))
-        for key in [key for key in self._revoked_before_bind if key[0] == request and key not in self._requests]:
-            del self._revoked_before_bind[key]
-        for req in [req for req in self._requests.values() if req.request == request]:
+        for dst in self._group_map.info:
+            key = request, dst
+            if (req := self._requests.get(key)) is None:
+                if (grant := self._forget_unbound(key)) is not None:
+                    text = f"rank {self._group_map.rank} cancelled request {request!r}"
+                    self._tell_abort(grant, TransferCancelled(text))
+                self._revoked_before_bind.pop(key, None)
+                continue
             if not self._stop(req):
                 continue
             req.cancels.append(work)
@@ -330,15 +333,18 @@ class Sender:
             else:
                 self._bind(req, grant, now)
         else:
+            self._forget_unbound(key)
             self._unbound[key] = grant
+            self._unbound_names[src, grant.generation] = grant.request
 
     def on_revoke(self, src: int, message: Revoke, now: float) -> None:
         """The receiver failed the request: fails it here too, and answers `Quiesced` once it has drained."""
         req = self._by_generation.get((src, message.generation))
         if req is None:
-            for key in [k for k, g in self._unbound.items() if (g.dst, g.generation) == (src, message.generation)]:
-                del self._unbound[key]
-                self._remember_revoked(key, make_error(message.kind, message.text), now)
+            name = self._unbound_names.get((src, message.generation))
+            if name is not None:
+                self._forget_unbound((name, src))
+                self._remember_revoked((name, src), make_error(message.kind, message.text), now)
             if (src, message.generation) not in self._undrainable:
                 self._tell(src, Quiesced(message.generation))
             return
@@ -374,7 +380,7 @@ class Sender:
     def peer_dead(self, rank: int) -> None:
         """The process of ``rank`` has ended: forgets its grants."""
         for key in [key for key in self._unbound if key[1] == rank]:
-            del self._unbound[key]
+            self._forget_unbound(key)
 
     def fail_all(self, error: KVError) -> None:
         """Fails every request, because the group is destroyed. Running ops are halted; `end_all` completes the rest."""
@@ -422,7 +428,8 @@ class Sender:
 
     def _requests_of(self, request: str, req: SenderRequest) -> list[SenderRequest]:
         """All requests of this name, and ``req`` even if it has ended: they may read the same source pages."""
-        return [req, *(other for other in list(self._requests.values()) if other.request == request)]
+        found = (self._requests.get((request, dst)) for dst in self._group_map.info)
+        return [req, *(other for other in found if other is not None)]
 
     def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
         """The grant of this request; if there is no request, the grant that one would bind if it began now."""
@@ -437,9 +444,15 @@ class Sender:
             req = self._requests[(request, dst)] = SenderRequest(
                 request, dst, now, revoked_early=revoked, grant_spent=revoked is not None
             )
-            if (grant := self._unbound.pop((request, dst), None)) is not None:
+            if (grant := self._forget_unbound((request, dst))) is not None:
                 self._bind(req, grant, now)
         return req
+
+    def _forget_unbound(self, key: tuple[str, int]) -> BoundGrant | None:
+        grant = self._unbound.pop(key, None)
+        if grant is not None:
+            del self._unbound_names[grant.dst, grant.generation]
+        return grant
 
     def _bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
         """Starts what waited for the grant, or fails the request if that does not fit the grant."""

@@ -44,3 +44,14 @@ def test_errors_survive_copying_and_pickling(safe: bool) -> None:
         assert type(other) is TransferTimeout
         assert isinstance(other, KVError)
         assert (str(other), other.retryable, other.pages_safe) == ("late", True, safe)
+
+
+def test_a_work_without_a_deadline_of_its_own_has_a_limit() -> None:
+    """A cancel ends with its writers, and one of them may hang."""
+    work = KVWork("cancel('r')")
+    work._expect(1)
+    work._limit = 0.01
+    with pytest.raises(TransferTimeout, match=r"cancel\('r'\).*goes on"):
+        work.wait()
+    work._settle(None)
+    assert work.wait()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -502,3 +504,18 @@ def test_fail_all_ends_everything_now() -> None:
     machine.cancel("s", "cancel")
     machine.fail_all(TransferCancelled("the group was destroyed"))
     assert Acts(machine).settled.keys() == {"rx", "rx2", "cancel"}
+
+
+def test_a_cancel_looks_up_what_it_needs() -> None:
+    class NoScan(dict):  # type: ignore[type-arg]
+        def values(self) -> Any:
+            raise AssertionError("went through all requests")
+
+    machine = receiver()
+    for name, page in (("r", 1), ("other", 2)):
+        machine.post(name, np.array([page]), (0,), prefix_tokens=0, total=None, work=name, now=0.0)
+    machine._requests = NoScan(machine._requests)
+    assert machine.cancel("r", "cancel") == ["cancel"]
+    assert machine.cancel("unknown", "cancel") == []
+    machine.on_quiesced(0, Quiesced(1), 1.0)
+    assert list(machine._named) == ["other"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, group_map, moved, pair, sender, verb
@@ -668,3 +670,24 @@ def test_finish_names_the_first_layer_and_page_that_is_missing() -> None:
     machine.on_grant(1, grant(5, 6, 7), 0.0)
     with pytest.raises(ProtocolError, match="layer 0 page 0 "):
         machine.check_finish("r", 1)
+
+
+class NoScan(dict):  # type: ignore[type-arg]
+    """A table that is looked up, and never gone through: with ten thousand requests that takes too long."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("went through all requests")
+
+    values = items = keys = __iter__
+
+
+def test_cancels_and_revocations_look_up_what_they_need() -> None:
+    machine = bound()
+    verb(machine, 2, request="waits")
+    machine.on_grant(1, grant(5, 6, request="granted", generation=7), 0.0)
+    machine._requests, machine._unbound = NoScan(machine._requests), NoScan(machine._unbound)
+    machine._revoked_before_bind = NoScan()
+    machine.on_revoke(1, Revoke(7, "TransferCancelled", "gone"), 0.0)
+    for name in ("r", "waits", "granted", "unknown"):
+        machine.cancel(name, f"cancel {name}", 0.0)
+    assert len(machine._requests) == 1  # what was bound ends when its op has

@@ -1,0 +1,137 @@
+"""Requests on the resident loop, beside it, and on both: the caller must not see a difference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.small_cache import Gate, check_transfer, meet, page_bytes, random_cache
+from torchkv import KVProcessGroup, KVWork
+from torchkv.engine.flows import Flows
+from torchkv.engine.registration import Registration
+
+WRITER, READER = range(2)
+
+
+def without_a_loop(on: int | None) -> None:
+    """Ranks without one, or one of the two, talk through Python."""
+    real = Registration._make_core
+    try:
+        with kv_group() as kv:
+            if on in (None, kv.rank()):
+                Registration._make_core = lambda self: None
+            kv.register(random_cache())
+            assert (kv._verbs.engine.flows is None) == (on in (None, kv.rank()))
+            check_transfer(kv, WRITER, READER)
+            check_transfer(kv, READER, WRITER)
+            meet(kv)
+    finally:
+        Registration._make_core = real
+
+
+@pytest.mark.parametrize("on", [None, WRITER, READER], ids=["neither", "not the writer", "not the reader"])
+def test_without_a_loop(on: int | None, shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("two", 2).run(without_a_loop, on)
+
+
+def by_layer(kv: KVProcessGroup) -> list[KVWork]:
+    return [kv.send_layer("r", layer, [1, 2, 3], READER) for layer in (0, 1)]
+
+
+def gated(kv: KVProcessGroup) -> list[KVWork]:
+    """The second layer waits for an event, which the loop cannot do: it takes the request back in the middle."""
+    gate = Gate()
+    first = kv.send_layer("r", 0, [1, 2, 3], READER)
+    second = kv.send_layer("r", 1, [1, 2, 3], READER, event=gate)
+    threading.Timer(0.05, gate.open.set).start()
+    return [first, second]
+
+
+def staged(kv: KVProcessGroup) -> list[KVWork]:
+    return [kv.send_layer("r", 0, [1, 2, 3], READER), kv.staged_put("r", 1, [1, 2, 3], READER)]
+
+
+def staged_first(kv: KVProcessGroup) -> list[KVWork]:
+    return [kv.staged_put("r", 1, [1, 2, 3], READER), kv.send_layer("r", 0, [1, 2, 3], READER)]
+
+
+def in_chunks(kv: KVProcessGroup) -> list[KVWork]:
+    """Every other page first: more holes than the loop keeps are not needed, but disorder is."""
+    return [kv.send_pages("r", [page], READER, start=page - 1) for page in (3, 1, 2, 1)]
+
+
+WAYS = {"layers": by_layer, "gated": gated, "staged": staged, "staged first": staged_first, "chunks": in_chunks}
+
+
+def one_request(way: str, aux_nbytes: int, waits: str, taken_back: bool) -> None:
+    aux = bytes(range(256)) * (aux_nbytes // 256 + 1)
+    aux = aux[:aux_nbytes]
+    backs: list[object] = []
+    real = Flows.take_back_send
+    Flows.take_back_send = lambda self, req: backs.append(req) or real(self, req)
+    try:
+        with kv_group() as kv:
+            cache = random_cache()
+            kv.register(cache)
+            if kv.rank() == WRITER:
+                meet(kv)
+                works = WAYS[way](kv)
+                done = kv.finish("r", READER, aux=aux)
+                for work in [*works, done]:
+                    wait(work, waits)
+                assert sum(work.bytes for work in works) >= 3 * 2 * 2 * cache.layout.page_nbytes("k")
+                assert bool(backs) == taken_back
+                torch.distributed.send(page_bytes(cache, [1, 2, 3]), READER, group=kv)
+            else:
+                rx = kv.recv_pages("r", [7, 4, 9], WRITER)
+                meet(kv)
+                for layer in (1, 0):
+                    rx.wait_layer(layer, 30)
+                wait(rx, waits)
+                assert rx.aux == aux
+                expected = torch.empty_like(page_bytes(cache, [7, 4, 9]))
+                torch.distributed.recv(expected, WRITER, group=kv)
+                assert torch.equal(page_bytes(cache, [7, 4, 9]), expected)
+            meet(kv)
+    finally:
+        Flows.take_back_send = real
+
+
+def wait(work: KVWork, how: str) -> None:
+    if how == "wait":
+        work.wait(30)
+        return
+    done = threading.Event()
+    work.get_future().then(lambda _: done.set())
+    assert done.wait(30)
+    assert work.is_success()
+
+
+@pytest.mark.parametrize("waits", ["wait", "future"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request(way: str, waits: str, shared_ranks: Callable[..., Ranks]) -> None:
+    taken_back = way in ("gated", "staged", "staged first")
+    shared_ranks("two", 2).run(one_request, way, 100, waits, taken_back)
+
+
+@pytest.mark.parametrize("nbytes", [0, 256, 257, 60_000])
+def test_aux_of_any_length(nbytes: int, shared_ranks: Callable[..., Ranks]) -> None:
+    """The loop carries 256 bytes; more go through Python."""
+    shared_ranks("two", 2).run(one_request, "layers", nbytes, "wait", nbytes > 256)
+
+
+def test_no_index_is_out_of_bounds() -> None:
+    """The loop's own tests once more, compiled with checks of bounds, in a process of its own."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/core"]
+    env = {**os.environ, "NUMBA_BOUNDSCHECK": "1"}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:]
