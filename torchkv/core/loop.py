@@ -166,7 +166,10 @@ def settle(world: World) -> None:
 
 @compiled
 def drop(world: World, flow: int) -> None:
-    """Forgets a send's ops that have not ended. For a caller that holds the lock: so no byte of them is on its way."""
+    """Forgets a send's ops that have not ended, and its seal.
+
+    For a caller that holds the lock, and has settled: so no byte of them is on its way.
+    """
     kept = world["queue_head"]
     for at in range(world["queue_head"], world["queue_tail"]):
         index = world["queue"][at & (MAX_OPS - 1)]
@@ -176,6 +179,14 @@ def drop(world: World, flow: int) -> None:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
     world["queue_tail"] = kept
+    paid = world["due_head"]
+    for at in range(world["due_head"], world["due_tail"]):
+        due = world["due"][at & (DUE - 1)]
+        if due[0] != SEAL or due[1] != flow:
+            kept_due = world["due"][paid & (DUE - 1)]
+            kept_due[0], kept_due[1], kept_due[2] = due[0], due[1], due[2]
+            paid += 1
+    world["due_tail"] = paid
     send = world["sends"][flow]
     send["running"] = 0
     if send["num_pages"] < 0:

@@ -16,7 +16,8 @@ name:
                                            all have joined, or grant_timeout has passed: next round
 
 Invariant: all ranks of a round that are told a verdict are told the same one. So a rank that is complete has no
-deadline of its own: it must not fail by its own clock what the leader calls a success.
+deadline of its own, and if its request is cancelled it asks the leader: it must not fail by itself what the leader
+calls a success.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class InstanceLeader:
             return
         if message.kind:
             entry.failed = (message.kind, f"rank {src} of the same instance: {message.text}")
-            entry.told = True
+            # A rank that has reported that it is complete asks, and waits for the answer; any other has failed already.
+            entry.told = entry.done_at is None
         else:
             entry.done_at = now
         self._advance(message.request, now)

@@ -94,6 +94,7 @@ class ReceiverRequest:
     state_slot: int | None = None
     scattering: set[Scatter] = field(default_factory=set)  # stages that are being unpacked into the pages
     complete_at: float | None = None  # when all bytes were here; the instance's verdict may still be missing
+    asked: bool = False  # complete, and this rank has asked the instance's leader to fail the request
     error: KVError | None = None  # set once, when the request fails
     ended: bool = False  # the leases have ended
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends

@@ -14,7 +14,9 @@
 * **Attest, seal.** Writers attest what is visible here, and seal when they have sent everything. Stages of the staging
   ring count as arrived when they have been unpacked. The request is complete when what arrived covers what was sealed.
 * **Verdict.** A request succeeds on all ranks of its instance or on none: a complete rank waits for the instance's
-  leader (`instance`). Without other ranks, complete is succeeded. Then the writers are told (`Verdict`).
+  leader (`instance`), and whatever fails there it only reports, because the leader may have decided already. Without
+  other ranks, complete is succeeded. Then the writers are told (`Verdict`). If the leader is lost, a complete rank
+  fails; whether the others have succeeded it cannot know.
 * **Revoke.** Whatever fails the request, its work fails at once and every writer is told to stop. A one-sided write
   cannot be called back, so the pages stay leased, in *quarantine*, until every writer is *quiescent* or cannot reach
   them, and until this rank's own unpacking has ended. `receive_request` shows what proves quiescence.
@@ -281,7 +283,7 @@ class Receiver:
         if not req.live:
             return
         if message.kind:
-            self._fail(req, make_error(message.kind, message.text), tell_instance=False)
+            self._fail(req, make_error(message.kind, message.text), decided=True)
         elif req.complete_at is not None:
             self._succeed(req)
 
@@ -293,8 +295,9 @@ class Receiver:
             self._take_back(req)
             if not req.live:
                 continue
-            if (writer is not None and writer.sealed is None) or (rank == leader and rank != self._group_map.rank):
-                self._fail(req, PeerLost(f"request {req.request!r}: {reason}"))
+            undecided = rank == leader and rank != self._group_map.rank
+            if undecided or (writer is not None and writer.sealed is None):
+                self._fail(req, PeerLost(f"request {req.request!r}: {reason}"), decided=undecided)
 
     def peer_dead(self, rank: int, now: float) -> None:
         """The process of ``rank`` has ended and nothing that it wrote can land here any more: it is quiescent."""
@@ -309,7 +312,7 @@ class Receiver:
         for req in list(self._requests.values()):
             self._take_back(req)
             if req.live:
-                self._fail(req, type(error)(f"request {req.request!r}: {error}"))
+                self._fail(req, type(error)(f"request {req.request!r}: {error}"), decided=req.complete_at is not None)
             self.actions.extend(Settle(work, error) for work in req.cancels)
             req.cancels = []
 
@@ -503,8 +506,19 @@ class Receiver:
         self._end(req)
         self.actions.append(Settle(req.work, aux=req.aux))
 
-    def _fail(self, req: ReceiverRequest, error: KVError, *, tell_instance: bool = True) -> None:
+    def _fail(self, req: ReceiverRequest, error: KVError, *, decided: bool = False) -> None:
+        """Fails the request. A complete one of an instance is its leader's to decide, and this rank only asks.
+
+        decided: the leader has decided, or nobody will.
+        """
         assert req.error is None
+        alone = len(self._group_map.siblings) == 1
+        kind, text = error_kind(error), str(error)[:MAX_TEXT]
+        if req.complete_at is not None and not decided and not alone:
+            if not req.asked:
+                req.asked = True
+                self._tell_leader(Outcome(req.request, req.generation, kind, text))
+            return
         error._pages_safe = lambda: req.ended
         req.error = error
         trace.debug("request %r: failed, generation %d: %s", req.request, req.generation, error)
@@ -514,13 +528,14 @@ class Receiver:
         for rank, writer in req.writers.items():
             writer.ring_only = self._credits.is_ring_only(rank, req.generation)
         self._credits.revoke(req.generation)
-        kind, text = error_kind(error), str(error)[:MAX_TEXT]
         self.actions.append(Settle(req.work, error))
         self.actions.extend(Tell(rank, Revoke(req.generation, kind, text)) for rank in req.writers)
-        if tell_instance and len(self._group_map.siblings) > 1:
-            outcome = Outcome(req.request, req.generation, kind, text)
-            self.actions.append(Tell(self._group_map.siblings[0], outcome))
+        if not alone and not decided:
+            self._tell_leader(Outcome(req.request, req.generation, kind, text))
         self._end_if_quiescent(req)
+
+    def _tell_leader(self, outcome: Outcome) -> None:
+        self.actions.append(Tell(self._group_map.siblings[0], outcome))
 
     def _end_if_quiescent(self, req: ReceiverRequest) -> None:
         if req.error is not None and not req.pending_writers() and not req.scattering:

@@ -42,7 +42,6 @@ class SenderRequest:
     dst: int
     begun_at: float
     grant: BoundGrant | None = None
-    revoked_early: KVError | None = None  # why a grant that came before the first verb was revoked
     queue: deque[SendOp] = field(default_factory=deque)  # ops that wait for the grant
     running: dict[SendOp, None] = field(default_factory=dict)  # ops that the engine has started and not finished
     num_pages: int = 0  # one past the highest page that was sent, counted after the prefix
@@ -75,8 +74,6 @@ class SenderRequest:
 
     def overdue(self, now: float, *, timeout: float, grant_timeout: float) -> KVError | None:
         """The error of a request that has waited too long for its receiver; None for any other. Limits in seconds."""
-        if self.grant is None and self.revoked_early is not None and now >= self.begun_at + timeout:
-            return self.revoked_early
         if self.grant is None and now >= self.begun_at + grant_timeout:
             return self._late("has not posted recv_pages", grant_timeout, "grant_timeout")
         if self.sealed_at is not None and now >= self.progress_at + timeout:

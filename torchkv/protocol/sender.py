@@ -25,8 +25,8 @@ Grants and requests of one name meet in the order in which both sides made them:
 sender request. So what never met is remembered, for a while:
 
 * a request that was cancelled before its grant came refuses that grant when it comes (``_refusals``);
-* a grant that was revoked before the first verb was meant for the next request of its name (``_revoked_before_bind``).
-  That one waits for Options.timeout only, instead of grant_timeout, in case the receiver posts again.
+* a grant that was revoked before the first verb was meant for the next request of its name (``_revoked_before_bind``):
+  its first verb raises the receiver's error, and it is a tombstone. Only another grant, if it comes first, makes good.
 """
 
 from __future__ import annotations
@@ -114,11 +114,12 @@ class Sender:
     # ---------------------------------------------------------------- verbs of this rank's user
 
     def admit(self, request: str, dst: int, start: int, num_pages: int, *, state: bool = False) -> None:
-        """Raises unless `submit` of such an op would be accepted now. Changes nothing.
+        """Raises unless `submit` of such an op would be accepted now. Changes nothing, but see `_meet_revocation`.
 
         Raises the error of a tombstone, ``ProtocolError`` after ``finish`` or (retryable) when too much waits for
         grants, ``PageOutOfRange`` for pages outside a grant that has come.
         """
+        self._meet_revocation(request, dst)
         req = self._requests.get((request, dst))
         if req is None:
             grant = self._unbound.get((request, dst))
@@ -143,6 +144,7 @@ class Sender:
 
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""
+        self._meet_revocation(request, dst)
         req = self._request(request, dst, now)
         if req.error is not None:
             raise req.error
@@ -176,6 +178,7 @@ class Sender:
 
         state_slot: the slot from which ``finish`` is about to send the state that was not sent; None: none.
         """
+        self._meet_revocation(request, dst)
         req = self._requests.get((request, dst))
         if req is not None:
             req.check_open()
@@ -431,6 +434,19 @@ class Sender:
         found = (self._requests.get((request, dst)) for dst in self._group_map.info)
         return [req, *(other for other in found if other is not None)]
 
+    def _meet_revocation(self, request: str, dst: int) -> None:
+        """Raises the error for which the grant of the request that is about to begin was revoked, if it was.
+
+        The request then is a tombstone: it has met its grant, so that the next grant is for the next request.
+        """
+        key = request, dst
+        if key not in self._revoked_before_bind or key in self._requests:
+            return
+        revoked_at, error = self._revoked_before_bind.pop(key)
+        req = self._requests[key] = SenderRequest(request, dst, revoked_at, grant_spent=True)
+        self._fail(req, error)
+        raise error
+
     def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
         """The grant of this request; if there is no request, the grant that one would bind if it began now."""
         req = self._requests.get((request, dst))
@@ -440,10 +456,7 @@ class Sender:
         """The request of this name and receiver; begins one, and binds its grant if that has come."""
         req = self._requests.get((request, dst))
         if req is None:
-            _, revoked = self._revoked_before_bind.pop((request, dst), (now, None))
-            req = self._requests[(request, dst)] = SenderRequest(
-                request, dst, now, revoked_early=revoked, grant_spent=revoked is not None
-            )
+            req = self._requests[(request, dst)] = SenderRequest(request, dst, now)
             if (grant := self._forget_unbound((request, dst))) is not None:
                 self._bind(req, grant, now)
         return req

@@ -17,7 +17,7 @@ from tests.helpers.simulation.state_flows import StateFlows, random_states
 from torchkv.core.records import MAX_FLOWS, MAX_OPS
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
-from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch
+from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
 from torchkv.layout.layout import State
 from torchkv.options import Options
 from torchkv.protocol.staging_credits import Owner
@@ -468,10 +468,11 @@ class Scenario:
         return [queue.owner for queues in rank.engine.credits._queues.values() for queue in queues.values()]
 
     def _check_instances(self) -> None:
-        """If one rank of an instance succeeded, none of the others failed before it was complete."""
+        """If one rank of an instance succeeded, none of the others failed, unless it had lost the leader."""
         for one in (r for r in self.receivings if r.work.is_success()):
             for other in (r for r in self.receivings if r.flow is one.flow and r.rank.running):
-                if other.req.error is not None and other.req.complete_at is None:
+                doubt = isinstance(other.req.error, PeerLost) and other.req.complete_at is not None  # a lost leader
+                if other.req.error is not None and not doubt:
                     self.problems.append(
                         f"{one.flow.name} succeeded on rank {one.rank.rank}, failed on rank {other.rank.rank}: "
                         f"{other.req.error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -363,44 +364,55 @@ def revoked_unused() -> Sender:
     return machine
 
 
-def test_a_verb_after_the_revocation_of_its_grant_waits_briefly_and_fails_with_its_error() -> None:
+def raises_revoked(machine: Sender, text: str = "the receiver gave up") -> None:
+    with pytest.raises(TransferCancelled, match=text) as raised:
+        verb(machine, 2)
+    assert raised.value.pages_safe
+
+
+def test_a_verb_after_the_revocation_of_its_grant_raises_its_error() -> None:
     machine = revoked_unused()
-    verb(machine, 2)
-    finish(machine)
-    assert machine.tick(TIMEOUT - 0.1) is False
-    assert Acts(machine).settled == {}
-    assert machine.tick(TIMEOUT) is True
-    acts = Acts(machine)
-    for work in ("send", "finish"):
-        error = acts.error(work)
-        assert isinstance(error, TransferCancelled)
-        assert "the receiver gave up" in str(error)
-        assert error.pages_safe
-    for again in (lambda: machine.admit("r", 1, 0, 1), lambda: machine.prefix_tokens("r", 1)):
+    raises_revoked(machine)
+    calls = {
+        "admit": lambda: machine.admit("r", 1, 0, 1),
+        "finish": lambda: machine.check_finish("r", 1),
+        "prefix": lambda: machine.prefix_tokens("r", 1),
+    }
+    for again in calls.values():
         with pytest.raises(TransferCancelled, match="the receiver gave up"):
             again()
+    assert Acts(machine).all == []
 
 
-@pytest.mark.parametrize("failed", [True, False])
-def test_the_grant_after_a_revoked_one_binds_the_request_that_waits_or_the_next(failed: bool) -> None:
-    """The next grant is for the verb after the revocation, or for the next request if that one has failed."""
+@pytest.mark.parametrize("first", ["verb", "finish", "prefix_tokens"])
+def test_any_first_call_meets_the_revocation(first: str) -> None:
     machine = revoked_unused()
+    calls: dict[str, Callable[[], object]] = {
+        "verb": lambda: verb(machine, 2),
+        "finish": lambda: machine.check_finish("r", 1),
+        "prefix_tokens": lambda: machine.begin("r", 1, 2.0),
+    }
+    with pytest.raises(TransferCancelled, match="the receiver gave up"):
+        calls[first]()
+    assert machine.cancel("r", "cancel", 3.0) == ["cancel"]
     op = verb(machine, 2)
-    if failed:
-        machine.tick(TIMEOUT)
-        Acts(machine)
+    machine.on_grant(1, grant(5, 6, generation=2), 4.0)
+    assert Acts(machine).started == [op]
+
+
+def test_the_grant_after_a_revoked_one_is_for_the_next_request() -> None:
+    machine = revoked_unused()
+    raises_revoked(machine)
     machine.on_grant(1, grant(5, 6, generation=2), 3.0)
-    acts = Acts(machine)
-    assert (acts.started, acts.told) == ([] if failed else [op], [])
-    if failed:
-        assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
-        new = verb(machine, 2, work="new")
-        assert Acts(machine).started == [new]
+    assert Acts(machine).all == []
+    assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
+    new = verb(machine, 2, work="new")
+    assert Acts(machine).started == [new]
 
 
 def test_a_cancel_after_the_revocation_refuses_no_later_grant() -> None:
     machine = revoked_unused()
-    verb(machine, 2)
+    raises_revoked(machine)
     machine.cancel("r", "cancel", 2.0)
     Acts(machine)
     machine.on_grant(1, grant(5, 6, generation=2), 3.0)
@@ -420,7 +432,7 @@ def test_a_revocation_that_met_no_verb_is_forgotten_after(operation: str) -> Non
         machine.tick(1.0 + GRANT_TIMEOUT)
     op = verb(machine, 2)
     assert Acts(machine).started == ([op] if operation == "a new grant" else [])
-    assert machine._requests["r", 1].revoked_early is None
+    assert machine._requests["r", 1].error is None
 
 
 def test_a_cancel_of_a_tombstone_keeps_the_revocation_that_the_next_request_must_meet() -> None:
@@ -432,9 +444,7 @@ def test_a_cancel_of_a_tombstone_keeps_the_revocation_that_the_next_request_must
     machine.on_grant(1, grant(7, 8, generation=2), 2.0)
     machine.on_revoke(1, Revoke(2, "TransferCancelled", "gave up twice"), 3.0)
     assert machine.cancel("r", "cancel", 4.0) == ["cancel"]
-    verb(machine, 2, work="second", now=5.0)
-    machine.tick(5.0 + TIMEOUT)
-    assert "gave up twice" in str(Acts(machine).error("second")), "not: recv_pages was never posted"
+    raises_revoked(machine, "gave up twice")  # not: recv_pages was never posted
     machine.cancel("r", "cancel", 6.0 + TIMEOUT)
     Acts(machine)
     machine.on_grant(1, grant(7, 8, generation=3), 7.0 + TIMEOUT)
