@@ -472,6 +472,7 @@ class Engine:
             if event.state is PeerState.FOUND:
                 self.lost.pop(event.rank, None)
                 self._leader.peer_found(event.rank)
+                self.receiver.peer_found(event.rank)
                 self.changed.notify_all()
                 return
             self.lost[event.rank] = event.reason

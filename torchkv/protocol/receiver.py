@@ -93,6 +93,7 @@ class Receiver:
         self._credits = credits
         self._timeout = timeout
         self._grant_timeout = grant_timeout
+        self._leader_lost = ""  # why the leader of this rank's instance does not answer; empty while it does
         self._next_generation = 1
         self._requests: dict[int, ReceiverRequest] = {}  # by generation: live, complete and revoking
         self._live: dict[str, ReceiverRequest] = {}  # by name: live and complete
@@ -290,6 +291,8 @@ class Receiver:
     def peer_lost(self, rank: int, reason: str) -> None:
         """``rank`` does not answer: requests that still need something from it fail. reason: for the message."""
         leader = self._group_map.siblings[0] if self._group_map.siblings else None
+        if rank == leader:
+            self._leader_lost = reason
         for req in [req for req in self._requests.values() if req.error is None]:
             writer = req.writers.get(rank)
             self._take_back(req)
@@ -298,6 +301,11 @@ class Receiver:
             undecided = rank == leader and rank != self._group_map.rank
             if undecided or (writer is not None and writer.sealed is None):
                 self._fail(req, PeerLost(f"request {req.request!r}: {reason}"), decided=undecided)
+
+    def peer_found(self, rank: int) -> None:
+        """``rank`` answers again."""
+        if self._group_map.siblings and rank == self._group_map.siblings[0]:
+            self._leader_lost = ""
 
     def peer_dead(self, rank: int, now: float) -> None:
         """The process of ``rank`` has ended and nothing that it wrote can land here any more: it is quiescent."""
@@ -483,7 +491,9 @@ class Receiver:
                 return
         req.complete_at = now
         trace.debug("request %r: covered, generation %d", req.request, req.generation)
-        if len(self._group_map.siblings) > 1:
+        if self._leader_lost:  # nobody will decide
+            self._fail(req, PeerLost(f"request {req.request!r}: {self._leader_lost}"), decided=True)
+        elif len(self._group_map.siblings) > 1:
             outcome = Outcome(req.request, req.generation, "", "")
             self.actions.append(Tell(self._group_map.siblings[0], outcome))
         else:

@@ -519,3 +519,49 @@ def test_a_cancel_looks_up_what_it_needs() -> None:
     assert machine.cancel("unknown", "cancel") == []
     machine.on_quiesced(0, Quiesced(1), 1.0)
     assert list(machine._named) == ["other"]
+
+
+def complete_member() -> Receiver:
+    """`half_of_an_instance`, all of whose bytes have come."""
+    machine = half_of_an_instance()
+    post(machine, 5, 6)
+    complete(machine)
+    Acts(machine)
+    return machine
+
+
+@pytest.mark.parametrize("verdict", ["", "TransferCancelled"])
+def test_a_rank_that_is_complete_only_asks(verdict: str) -> None:
+    """Its leader may have declared success already. What the leader says is what happens."""
+    machine = complete_member()
+    assert machine.cancel("r", "cancel") == ["cancel"]
+    acts = Acts(machine)
+    assert [message.kind for _, message in acts.tells(Outcome)] == ["TransferCancelled"]
+    assert (acts.settled, acts.tells(Revoke)) == ({}, [])
+    assert machine.cancel("r", "again") == ["again"]
+    machine.on_abort(0, Abort(1, "TransferCancelled", "the sender too"))
+    assert Acts(machine).all == [], "it has asked"
+    machine.on_instance_verdict(1, InstanceVerdict(1, verdict, "cancelled"))
+    acts = Acts(machine)
+    assert (acts.settled["rx"] is None) == (verdict == "")
+    assert bool(acts.tells(Revoke)) == (verdict != "")
+    assert acts.tells(Outcome) == []
+
+
+def test_who_asks_and_then_loses_the_leader_fails() -> None:
+    machine = complete_member()
+    machine.cancel("r", "cancel")
+    machine.peer_lost(1, "rank 1 is silent")
+    assert isinstance(Acts(machine).error("rx"), PeerLost)
+
+
+def test_who_completes_when_the_leader_is_lost_fails() -> None:
+    """Nobody would ever decide."""
+    machine = half_of_an_instance()
+    machine.peer_lost(1, "rank 1 is silent")
+    post(machine, 5, 6)
+    complete(machine)
+    assert isinstance(Acts(machine).error("rx"), PeerLost)
+    machine.peer_found(1)
+    post(machine, 7, 8, request="next", work="next")
+    assert Acts(machine).tells(Post)
