@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.small_cache import check_transfer, random_cache
+from torchkv import TransferCancelled
 
 LISTEN = "0A"
 
@@ -120,7 +122,8 @@ def many_requests(path: str | None, warm: int, count: int) -> list[tuple[int, in
         for rounds in (warm, count):
             for number in range(rounds):
                 if kv.rank() == 0:
-                    kv.send_pages(f"request {number}", [1, 2, 3], 1)
+                    with suppress(TransferCancelled):  # the receiver may have cancelled before this
+                        kv.send_pages(f"request {number}", [1, 2, 3], 1)
                     if number % 10 == 9:
                         kv.cancel(f"request {number}").wait(30)
                     else:

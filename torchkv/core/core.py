@@ -81,7 +81,7 @@ class ReceiveState:
 
 
 class Core:
-    """One rank's loop. Every method but `run_step` and `wait` is called under the engine's lock.
+    """One rank's loop. What is not marked "any thread" is called under the engine's lock.
 
     turn, window: see `World`. Without `start` it has no thread, and a test calls `step`. Raises
     ``TransportUnavailable`` where it cannot work.
@@ -334,21 +334,21 @@ class Core:
         loop.settle(self.world)
 
     def make_eager(self) -> None:
-        """Python's thread is woken for every event from now on, because somebody waits for more than a verdict."""
+        """Python's thread is woken for every event from now on: somebody waits for more than a verdict. Any thread."""
         self._words[word_at("eager") // 8] = 1
 
     def wake_waiters(self) -> None:
-        """Wakes the threads in `wait`: Python has completed a call."""
+        """Wakes the threads in `wait`: Python has completed a call. Any thread."""
         if self._view[self._sleepers]:
             posting.wake_waiters(self._address)
 
     @property
     def news(self) -> int:
-        """Changes with each event. Read it before looking whether what is awaited is there, then `wait`."""
+        """Changes with each event. Read it before looking whether what is awaited is there, then `wait`. Any thread."""
         return int(self._view[self._news])
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleeps, without the GIL, until ``news`` is not ``seen`` any more, for so long or `SLICE` at most."""
+        """Sleeps, without the GIL, until ``news`` is not ``seen``, for so long or `SLICE` at most. Any thread."""
         with self._counting:
             self._view[self._sleepers] += 1
         try:
