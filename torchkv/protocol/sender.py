@@ -196,12 +196,7 @@ class Sender:
         """
         req = self._request(request, dst, now)
         req.finish = Finish(work, aux)
-        if req.flow is not None and self._flows.finish(req):
-            if not req.running:
-                req.sealed_at = req.progress_at = now
-            return
-        self._take_back(req, now)
-        self._seal_if_done(req, now)
+        self._finish(req, now)
 
     def cancel(self, request: str, work: Work, now: float) -> list[Work]:
         """Fails the requests of this name towards all receivers, and ends each when it has drained.
@@ -290,7 +285,7 @@ class Sender:
             req.sealed_at = req.progress_at = now
 
     def succeeded(self, req: SenderRequest) -> None:
-        """The loop was told that the request has succeeded at its receiver: ends it here."""
+        """The request has succeeded at its receiver, as a message or the loop says: ends it here."""
         assert req.finish is not None
         trace.debug("request %r to rank %d: verdict: success", req.request, req.dst)
         self.actions.append(Settle(req.finish.work))
@@ -493,9 +488,8 @@ class Sender:
             self.flows.open_send(req)
         for op in waiting:
             self._start(req, op, grant, now)
-        if req.flow is not None and req.finish is not None and not self._flows.finish(req):
-            self._take_back(req, now)
-        self._seal_if_done(req, now)
+        if req.finish is not None:
+            self._finish(req, now)
 
     def _start(self, req: SenderRequest, op: SendOp, grant: BoundGrant, now: float) -> None:
         req.running[op] = None
@@ -510,6 +504,14 @@ class Sender:
     def _flows(self) -> RequestFlows:
         assert self.flows is not None
         return self.flows
+
+    def _finish(self, req: SenderRequest, now: float) -> None:
+        """No more ops will come: has the request sealed once the last one has ended."""
+        if req.flow is None or not self._flows.finish(req):
+            self._take_back(req, now)
+            self._seal_if_done(req, now)
+        elif not req.running:
+            req.sealed_at = req.progress_at = now
 
     def _take_back(self, req: SenderRequest, now: float) -> None:
         """Takes the request back from the resident loop, if it is there, and goes on with it; it may have ``ended``.

@@ -11,7 +11,9 @@ from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, 
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.protocol import sender as sender_module
+from torchkv.protocol.actions import SendOp
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
+from torchkv.protocol.send_request import SenderRequest
 from torchkv.protocol.sender import Sender
 
 
@@ -701,3 +703,38 @@ def test_cancels_and_revocations_look_up_what_they_need() -> None:
     for name in ("r", "waits", "granted", "unknown"):
         machine.cancel(name, f"cancel {name}", 0.0)
     assert len(machine._requests) == 1  # what was bound ends when its op has
+
+
+class OnTheLoop:
+    """A resident loop that takes every request, and never tells anything."""
+
+    def open_send(self, req: SenderRequest) -> None:
+        req.flow = 0
+
+    def start(self, req: SenderRequest, op: SendOp) -> bool:
+        return True
+
+    def finish(self, req: SenderRequest) -> bool:
+        return True
+
+    def moved(self, req: SenderRequest) -> int:
+        return 0
+
+    def take_back_send(self, req: SenderRequest) -> bool:
+        req.flow = None
+        return req.finish is not None and not req.running
+
+
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(granted_first: bool) -> None:
+    """Also one that had nothing to send, and was finished before its grant came."""
+    machine = sender()
+    machine.flows = OnTheLoop()  # the half that senders ask
+    if granted_first:
+        machine.on_grant(1, grant(), 0.0)
+    finish(machine)
+    if not granted_first:
+        machine.on_grant(1, grant(), 0.0)
+    assert machine.tick(TIMEOUT - 0.1) is False
+    assert machine.tick(TIMEOUT + 0.1) is True
+    assert "has not reported its verdict" in str(Acts(machine).error("finish"))
