@@ -8,7 +8,6 @@ Whether a peer is alive is not decided here.
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import socket
 import struct
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchkv.arrays import Int64Array
-from torchkv.host.jit import at_register, c_function, compiled_with_gil
+from torchkv.host.jit import at_register, c_function, compiled_with_gil, libc_functions
 from torchkv.protocol.messages import MIN_FRAME
 
 __all__ = ["UnixDatagramChannel", "warm_up"]
@@ -26,7 +25,7 @@ __all__ = ["UnixDatagramChannel", "warm_up"]
 MAX_DATAGRAM = 32 << 10  # bytes; longer frames, such as grants of many pages, go over ZeroMQ
 BURST = 64  # datagrams read by one call, if they have no more than 4 KiB on average
 
-_RECV = ctypes.cast(ctypes.CDLL(None).recv, ctypes.c_void_p).value or 0
+_RECV = int(libc_functions("recv")[0])
 _call_recv = c_function(4, 64)
 _SIZE = struct.Struct("<I")  # before each frame
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import platform
 import threading
@@ -36,21 +35,18 @@ from torchkv.core.records import (
     word_at,
 )
 from torchkv.errors import TransportUnavailable
-from torchkv.host import shared_memory
-from torchkv.host.jit import at_register
+from torchkv.host import shared_memory, spin_wait
+from torchkv.host.jit import at_register, libc_functions
 
 __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 
-SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0  # nanoseconds; see `spin_wait.SPIN`
 TURN = 1 << 20  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "runs"))
 _MOVED = list(Send.__annotations__).index("moved")
 
-_libc = ctypes.CDLL(None)
-_FUNCTIONS = [ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in ("syscall", "sched_yield")]
-_FUNCTIONS += [ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in ("clock_gettime", "write")]
+_FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 
 
 @dataclass(slots=True)
@@ -104,7 +100,8 @@ class Core:
         self._view = self._words.data  # Python reads words of a memoryview faster than of an array
         self._segment: torch.Tensor = shared_memory.allocate(mailbox.SEGMENT_NBYTES)
         world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
-        world["driver_fd"], world["futex"], world["spin"], world["one"] = -1, FUTEX_CALL[platform.machine()], SPIN, 1
+        world["driver_fd"], world["futex"], world["one"] = -1, FUTEX_CALL[platform.machine()], 1
+        world["spin"] = spin_wait.SPIN
         world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
         self._address: int = self._memory.ctypes.data
         self._driver_word: Int64Array | None = None

@@ -11,7 +11,6 @@ from torchkv.core.records import (
     CLOCK,
     COMMANDS,
     DUE,
-    FREE,
     MAX_OPS,
     SEAL,
     STRAY,
@@ -173,9 +172,7 @@ def drop(world: World, flow: int) -> None:
     kept = world["queue_head"]
     for at in range(world["queue_head"], world["queue_tail"]):
         index = world["queue"][at & (MAX_OPS - 1)]
-        if world["ops"][index]["flow"] == flow:
-            world["ops"][index]["state"] = FREE
-        else:
+        if world["ops"][index]["flow"] != flow:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
     world["queue_tail"] = kept

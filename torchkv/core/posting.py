@@ -73,7 +73,6 @@ def start_op(address: int, index: int, flow: int, positions: Int64Array, ids: In
     op["flow"], op["positions"], op["num_positions"] = flow, positions.ctypes.data, len(positions)
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
-    op["state"] = OPEN
     _command(world, START, index)
 
 

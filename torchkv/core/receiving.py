@@ -7,6 +7,7 @@ from torchkv.core.mailbox import owe, ring, room, tell
 from torchkv.core.records import (
     ALL_HERE,
     AUX,
+    AUX_AT,
     AUX_PART,
     FREE,
     LEAVING,
@@ -29,7 +30,6 @@ from torchkv.host.jit import compiled
 
 __all__ = ["cover", "on_record", "pay_verdict"]
 
-_PART = word_at("record") + 24
 _EAGER = word_at("eager")
 _LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one layer's intervals
 
@@ -122,7 +122,7 @@ def _on_aux(world: World, receive: Receive, number: int) -> bool:
     if nbytes > AUX_PART or writer["aux_nbytes"] + nbytes > MAX_AUX or writer["sealed"] >= 0:
         return False
     to = receive["aux"].ctypes.data + number * MAX_AUX + writer["aux_nbytes"]
-    copy_bytes(to, world["address"] + _PART, nbytes)
+    copy_bytes(to, world["address"] + AUX_AT, nbytes)
     writer["aux_nbytes"] += nbytes
     return True
 

@@ -22,6 +22,7 @@ from torchkv.arrays import Int64Array
 __all__ = [
     "ALL_HERE",
     "AUX",
+    "AUX_AT",
     "AUX_PART",
     "CLOCK",
     "COMMANDS",
@@ -79,7 +80,7 @@ SCRATCH = 1024  # page pairs that are copied in one go
 AUX_PART = 32  # bytes of aux in one record
 MAX_AUX = 256  # longer ones go through Python
 
-# States of a flow, and of an op, which is FREE or OPEN. LEAVING: everything that comes for the flow is Python's.
+# States of a flow. LEAVING: everything that comes for the flow is Python's.
 FREE, OPEN, SEALED, LEAVING = 0, 1, 2, 3
 
 # Kinds of records.
@@ -150,7 +151,6 @@ class Op(TypedDict):
     ordinal: what is copied next. told: positions that the receiver knows of. group: bytes since then.
     """
 
-    state: int
     flow: int
     positions: int
     num_positions: int
@@ -319,7 +319,14 @@ _ARRAYS["events"] = (EVENT, MAX_EVENTS)
 WORLD = _dtype(World)
 
 
+def _offset(dtype: np.dtype[np.void], name: str) -> int:
+    assert dtype.fields is not None
+    return int(dtype.fields[name][1])
+
+
 def word_at(name: str) -> int:
     """Offset in bytes of a field of `World`."""
-    assert WORLD.fields is not None
-    return int(WORLD.fields[name][1])
+    return _offset(WORLD, name)
+
+
+AUX_AT = word_at("record") + _offset(RECORD, "lo")  # where the bytes of an AUX record begin

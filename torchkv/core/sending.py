@@ -7,6 +7,7 @@ from torchkv.core.events import emit, event_room
 from torchkv.core.mailbox import owe, ring, room, tell
 from torchkv.core.records import (
     AUX,
+    AUX_AT,
     AUX_PART,
     FREE,
     MAX_FLOWS,
@@ -20,7 +21,6 @@ from torchkv.core.records import (
     Record,
     Send,
     World,
-    word_at,
 )
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.jit import compiled
@@ -31,7 +31,6 @@ BLOCKED = -1  # no room in the receiver's mailbox
 ENDED = -2
 
 GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
-_PART = word_at("record") + 24  # where a record's bytes of aux begin
 
 
 @compiled
@@ -83,7 +82,6 @@ def advance(world: World, index: int, budget: int) -> int:
         return BLOCKED
     if op["at"] < op["num_positions"]:
         return max(1, budget - left)
-    op["state"] = FREE
     send["running"] -= 1
     seal_if_done(world, op["flow"])
     emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
@@ -112,7 +110,7 @@ def pay_seal(world: World, flow: int, generation: int) -> bool:
     record: Record = world["record"]
     for part in range(parts):
         nbytes = min(AUX_PART, send["aux_nbytes"] - part * AUX_PART)
-        copy_bytes(world["address"] + _PART, send["aux"] + part * AUX_PART, nbytes)
+        copy_bytes(world["address"] + AUX_AT, send["aux"] + part * AUX_PART, nbytes)
         record["head"], record["flows"], record["generation"] = AUX | nbytes << 8, send["peer_flow"], send["generation"]
         tell(world, peer)
     record["head"], record["flows"], record["generation"] = SEAL, send["peer_flow"] | flow << 32, send["generation"]

@@ -10,7 +10,8 @@ All methods are called under the engine's lock, but for those that say otherwise
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,7 @@ class _Route:
     """A plan towards a peer whose pages are mapped, as the loop reads it."""
 
     def __init__(self, plan: PairPlan, local: LocalPages, connection: PeerConnection) -> None:
+        self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
         self.words = geometry(
             plan,
@@ -102,7 +104,6 @@ class Flows:
         self._decides = decides
         self._now = clock
         self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
-        self._plans: list[PairPlan] = []  # keeps the ids of `_routes` from being used again
         self._sends: dict[int, SenderRequest] = {}  # by flow
         self._receives: dict[int, ReceiverRequest] = {}
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
@@ -143,6 +144,7 @@ class Flows:
         if index is None:
             return False
         self._ops[index] = req, op
+        req.running[op] = index
         return True
 
     def finish(self, req: SenderRequest) -> bool:
@@ -158,15 +160,14 @@ class Flows:
         return self.core.moved(req.flow)
 
     def take_back_send(self, req: SenderRequest) -> bool:
-        with self.core.standing_still():
-            self.core.settle()
-            self.catch_up()
+        with self._standing_still():
             if req.flow is None:
                 return False
-            left = [index for index, (owner, _) in self._ops.items() if owner is req]
+            left = [index for index in req.running.values() if index is not None]
             sealed = self.core.take_back_send(req.flow, left)
         for index in left:
             del self._ops[index]
+        req.running = dict.fromkeys(req.running)
         del self._sends[req.flow]
         req.flow = None
         return sealed
@@ -180,20 +181,19 @@ class Flows:
         key = connection.rank, id(plan)
         route = self._routes.get(key)
         if route is None or route.connection is not connection:
-            self._plans.append(plan)
             route = self._routes[key] = _Route(plan, self._local, connection)
         return route
 
     # ------------------------------------------------------------------ receives
 
-    def reserve(self, num_pages: int, writers: Collection[int], plans: Collection[object]) -> int | None:
-        if not num_pages or not 0 < len(writers) <= MAX_WRITERS:
+    def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
+        if not num_pages or not 0 < len(plans) <= MAX_WRITERS:
             return None
         # Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
         # reasons. If it has not after all, the request is taken back with its first message.
-        if not all((found := self._connections.get(rank)) and self._serves(found) for rank in writers):
+        if not all((found := self._connections.get(rank)) and self._serves(found) for rank in plans):
             return None
-        if any(not isinstance(plan, PairPlan) or not plan.segments or _has_state(plan) for plan in plans):
+        if any(not plan.segments or _has_state(plan) for plan in plans.values()):
             return None
         return self.core.reserve_receive()
 
@@ -214,28 +214,23 @@ class Flows:
         return self.core.arrived(req.flow)
 
     def look(self, req: ReceiverRequest) -> None:
-        with self.core.standing_still():
-            self.core.settle()
-            self.catch_up()
+        with self._standing_still():
             if req.flow is not None:
                 self._add(req)
 
     def take_back_receive(self, req: ReceiverRequest) -> None:
-        with self.core.standing_still():
-            self.core.settle()
-            self.catch_up()
-            if req.flow is None:
-                return
-            self._give_back(req)
+        with self._standing_still():
+            if req.flow is not None:
+                self._receiver.taken_back(req, self._leave(req), self._now())
 
-    def _give_back(self, req: ReceiverRequest) -> None:
-        """The request is Python's from now on."""
+    def _leave(self, req: ReceiverRequest) -> int:
+        """Frees the request's flow, and adds what has arrived to the request. The bytes of all that."""
         nbytes = self._add(req)
         assert req.flow is not None
         del self._receives[req.flow]
         self.core.end_receive(req.flow)
         req.flow = None
-        self._receiver.taken_back(req, nbytes, self._now())
+        return nbytes
 
     def _add(self, req: ReceiverRequest) -> int:
         """Adds to the request's writers what has arrived; the bytes of all that."""
@@ -251,6 +246,14 @@ class Flows:
         return state.nbytes
 
     # ------------------------------------------------------------------ what the loop tells
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """The loop stands still inside, and the state machines know all that it knows."""
+        with self.core.standing_still():
+            self.core.settle()
+            self.catch_up()
+            yield
 
     @property
     def has_news(self) -> bool:
@@ -273,23 +276,16 @@ class Flows:
                 sent.flow = None
                 self._sender.succeeded(sent)
             case x if x == RECEIVED:
-                received = self._receives.pop(notice.index)
-                self._add_all(received)
+                received = self._receives[notice.index]
+                self._receiver.received(received, self._leave(received), self._now())
             case x if x == ALL_HERE:
                 if (receive := self._receives.get(notice.index)) is not None:
                     with self.core.standing_still():
-                        self._give_back(receive)
+                        self._receiver.taken_back(receive, self._leave(receive), self._now())
             case x if x == STRAY:
                 self._on_stray(notice.source, notice.words)
             case _:
                 assert notice.kind == NEWS
-
-    def _add_all(self, req: ReceiverRequest) -> None:
-        nbytes = self._add(req)
-        assert req.flow is not None
-        self.core.end_receive(req.flow)
-        req.flow = None
-        self._receiver.received(req, nbytes, self._now())
 
     def _on_op_done(self, index: int) -> None:
         req, op = self._ops.pop(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import Parameter, Signature
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -16,7 +18,16 @@ from numba.extending import intrinsic
 from torchkv.arrays import Int64Array
 from torchkv.host.jit_cache import cached_by_source, compiled_once, sources
 
-__all__ = ["at_register", "c_function", "compiled", "compiled_with_gil", "monotonic_ns", "primitive", "warm_up"]
+__all__ = [
+    "at_register",
+    "c_function",
+    "compiled",
+    "compiled_with_gil",
+    "libc_functions",
+    "monotonic_ns",
+    "primitive",
+    "warm_up",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _WORD = ir.IntType(64)
@@ -77,6 +88,12 @@ def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
         return builder.sext(value, _WORD) if signed else builder.zext(value, _WORD)
 
     return primitive(arity + 1, emit)
+
+
+def libc_functions(*names: str) -> Int64Array:
+    """Addresses of libc's functions, for `c_function`."""
+    libc = ctypes.CDLL(None)
+    return np.array([ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0 for name in names], np.int64)
 
 
 def primitive(arity: int, emit: Callable[..., Any]) -> Any:

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 
 from torchkv.arrays import Int64Array, UInt32Array
-from torchkv.host.jit import at_register, c_function, compiled, monotonic_ns
+from torchkv.host.jit import at_register, c_function, compiled, libc_functions, monotonic_ns
 
 __all__ = ["begin", "rest", "warm_up"]
 
@@ -44,8 +44,7 @@ _NOWHERE = np.zeros(0, dtype=np.int64)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_TIMERSLACK = 29
-_NAMES = ("ppoll", "clock_gettime", "sched_yield")
-_FUNCTIONS = np.array([ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value or 0 for name in _NAMES], np.int64)
+_FUNCTIONS = libc_functions("ppoll", "clock_gettime", "sched_yield")
 _call_poll = c_function(4, 32)
 _call_yield = c_function(1, 32)  # its argument is ignored
 

@@ -8,10 +8,11 @@ request, a failure, a cancel, an op that the loop cannot do, a message that Pyth
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torchkv.layout.pair_plan import PairPlan
     from torchkv.protocol.actions import SendOp
     from torchkv.protocol.receive_request import ReceiverRequest
     from torchkv.protocol.send_request import SenderRequest
@@ -40,8 +41,8 @@ class RequestFlows(Protocol):
         Ops that the loop has not ended are still ``running``, and nobody works on them.
         """
 
-    def reserve(self, num_pages: int, writers: Collection[int], plans: Collection[object]) -> int | None:
-        """A flow for a receive of these writers, or None."""
+    def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
+        """A flow for a receive, or None if the loop cannot serve it. plans: by writer."""
 
     def open_receive(self, req: ReceiverRequest) -> None:
         """Hands over a request that has reserved a flow, before its grant is sent."""

@@ -99,7 +99,7 @@ class ReceiverRequest:
     ended: bool = False  # the leases have ended
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
     flow: int | None = None  # on the resident loop; None while Python serves the request
-    arrived: int = -1  # bytes that the loop had seen arrive at the last tick
+    arrived: int = 0  # bytes that the loop had seen arrive at the last tick
 
     @property
     def live(self) -> bool:

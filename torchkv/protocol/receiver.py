@@ -152,7 +152,7 @@ class Receiver:
             state_slot=state_slot,
         )
         if self.flows is not None:
-            req.flow = self.flows.reserve(len(pages), writers, [writer.plan for writer in writers.values()])
+            req.flow = self.flows.reserve(len(pages), {rank: writer.plan for rank, writer in writers.items()})
         trace.debug("request %r: granted to ranks %s, generation %d", request, names, self._next_generation)
         self._next_generation += 1
         self._requests[req.generation] = self._live[request] = req
@@ -334,7 +334,7 @@ class Receiver:
                 # A wait for a stage has a deadline of its own, in StagingCredits, and its denial says more than
                 # "no progress".
                 req.progress_at = now
-            if req.flow is not None and (arrived := self._flows.arrived(req)) != max(req.arrived, 0):
+            if req.flow is not None and (arrived := self._flows.arrived(req)) != req.arrived:
                 req.arrived, req.progress_at = arrived, now
         self._credits.tick(now)
         for req in [req for req in self._requests.values() if req.error is None]:

@@ -43,7 +43,8 @@ class SenderRequest:
     begun_at: float
     grant: BoundGrant | None = None
     queue: deque[SendOp] = field(default_factory=deque)  # ops that wait for the grant
-    running: dict[SendOp, None] = field(default_factory=dict)  # ops that the engine has started and not finished
+    # Ops that were started and have not ended, each with its index on the resident loop if it is there.
+    running: dict[SendOp, int | None] = field(default_factory=dict)
     num_pages: int = 0  # one past the highest page that was sent, counted after the prefix
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # sent, and not added to `pages` yet
     pages: LayerCoverage = field(default_factory=LayerCoverage)

@@ -16,7 +16,7 @@ from typing import Any
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.core import copies, loop, mailbox, sending
 from torchkv.core.core import Core
-from torchkv.core.records import FREE, OPEN, SEAL, SEALED
+from torchkv.core.records import OPEN, SEAL, SEALED
 from torchkv.engine.flows import Flows
 
 __all__ = ["BREAKS"]
@@ -88,8 +88,6 @@ def _drops_an_op() -> None:
     def queue(world: Any, index: int) -> None:
         if index % 3:
             real(world, index)
-        else:
-            world["ops"][index]["state"] = FREE
 
     swap(loop, _queue=queue)
 
