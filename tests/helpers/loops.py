@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
+from torchkv.core import mailbox
 from torchkv.core.core import Core, Notice
 from torchkv.core.records import Record
 
@@ -61,6 +62,27 @@ class Pair:
         assert flow is not None
         return flow
 
+    def grant(
+        self, flow: int, pages: Sequence[int], *, name: bytes = b"name", writers: int = 1, prefix_tokens: int = 0
+    ) -> None:
+        ids = np.array(pages, dtype=np.int64)
+        self.reader.grant(flow, name, ids, prefix_tokens=prefix_tokens, writers=writers)
+
+    def wait(self, *, name: bytes = b"name", writers: int = 1, max_page: int | None = None) -> int:
+        """A send that waits for its grant."""
+        most = self.dst.shape[1] if max_page is None else max_page
+        flow = self.writer.wait_for_grant(
+            peer=1,
+            name=name,
+            writers=writers,
+            max_page=most,
+            geometry=self.geometry,
+            src_page=TOKENS,
+            dst_page=TOKENS,
+        )
+        assert flow is not None
+        return flow
+
     def start(self, flow: int, pages: Sequence[int], *, start: int = 0, layers: Sequence[int] | None = None) -> int:
         positions = np.array(range(self.layers) if layers is None else layers, dtype=np.int64)
         index = self.writer.start_op(flow, positions, np.array(pages, dtype=np.int64), start)
@@ -75,9 +97,15 @@ class Pair:
 
     def tell(self, **words: int) -> None:
         """Has the writer's loop send a record, whatever it says."""
-        from torchkv.core import mailbox
+        _tell(self.writer, 1, words)
 
-        record = cast(dict[str, int], self.writer.world["record"])
-        for name in Record.__annotations__:
-            record[name] = words.get(name, 0)
-        mailbox.tell(self.writer.world, self.writer.world["peers"][1])
+    def tell_back(self, **words: int) -> None:
+        """Has the reader's loop send a record, whatever it says."""
+        _tell(self.reader, 0, words)
+
+
+def _tell(core: Core, rank: int, words: dict[str, int]) -> None:
+    record = cast(dict[str, int], core.world["record"])
+    for name in Record.__annotations__:
+        record[name] = words.get(name, 0)
+    mailbox.tell(core.world, core.world["peers"][rank])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import hashlib
 import os
 import platform
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +18,19 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import loop, mailbox, posting
+from torchkv.core import grants, loop, mailbox, posting
 from torchkv.core.records import (
     FREE,
     FUTEX_CALL,
+    GRANT,
+    GRANT_NBYTES,
     MAILBOX_RECORDS,
     MAX_AUX,
     MAX_EVENTS,
     MAX_FLOWS,
+    MAX_GRANTED,
     MAX_INTERVALS,
+    MAX_NAME,
     MAX_OPS,
     MAX_PEERS,
     MAX_WRITERS,
@@ -38,7 +45,7 @@ from torchkv.errors import TransportUnavailable
 from torchkv.host import shared_memory, spin_wait
 from torchkv.host.jit import at_register, libc_functions
 
-__all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
+__all__ = ["Core", "GrantBody", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
@@ -66,6 +73,16 @@ class WriterState:
     intervals: list[list[tuple[int, int]]]
     sealed: int | None
     aux: bytes
+
+
+@dataclass(slots=True)
+class GrantBody:
+    """A grant as its receiver wrote it; checked is only that the parts lie in their slot. writers: a bit for each."""
+
+    name: bytes
+    pages: Int64Array
+    prefix_tokens: int
+    writers: int
 
 
 @dataclass(slots=True)
@@ -99,11 +116,15 @@ class Core:
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1)
         self._view = self._words.data  # Python reads words of a memoryview faster than of an array
         self._segment: torch.Tensor = shared_memory.allocate(mailbox.SEGMENT_NBYTES)
+        self._bytes = self._segment.numpy().data
+        self._segment_at = self._segment.data_ptr()
         world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
         world["driver_fd"], world["futex"], world["one"] = -1, FUTEX_CALL[platform.machine()], 1
         world["spin"] = spin_wait.SPIN
         world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
         self._address: int = self._memory.ctypes.data
+        self._granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # of sends; touched as used
+        world["granted_ids"] = self._granted_ids.ctypes.data
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
         self._free_sends = list(range(MAX_FLOWS))
@@ -138,12 +159,14 @@ class Core:
         base = self._segment.data_ptr()
         peer["inbox_head"], peer["inbox"] = (base + offset for offset in mailbox.mailbox_at(rank))
         peer["outbox_head"], peer["outbox"] = (segment.ptr + offset for offset in mailbox.mailbox_at(self.rank))
-        peer["bell"] = segment.ptr
+        peer["bell"], peer["grants"] = segment.ptr, segment.ptr + mailbox.GRANTS_AT
         self._memory[0]["num_peers"] = max(rank + 1, int(self._memory[0]["num_peers"]))
+        ctypes.c_int64.from_address(int(peer["outbox_head"]) + mailbox.READS_AT).value = 1
 
     def reaches(self, rank: int) -> bool:
-        """Whether records can be sent to ``rank``."""
-        return rank in self._peers
+        """Whether records can be sent to ``rank``: both ranks have mapped each other's mailboxes."""
+        at = mailbox.mailbox_at(rank)[0] + mailbox.READS_AT if rank in self._peers else 0
+        return at > 0 and self._bytes[at] != 0
 
     @property
     def running(self) -> bool:
@@ -215,6 +238,36 @@ class Core:
         posting.open_send(self._address, flow, peer, peer_flow, generation, geometry, pages, src_page, dst_page)
         return flow
 
+    def wait_for_grant(
+        self,
+        *,
+        peer: int,
+        name: bytes,
+        writers: int,
+        max_page: int,
+        geometry: Int64Array,
+        src_page: int,
+        dst_page: int,
+    ) -> int | None:
+        """A flow for a request whose grant has not come; None if all are in use. An event tells that it is bound.
+
+        writers: a bit for each that the grant must name. max_page: the granted pages are below this.
+        """
+        if not self._free_sends:
+            return None
+        flow = self._free_sends.pop()
+        self._kept_sends[flow] = [geometry]
+        posting.wait_for_grant(
+            self._address, flow, peer, max_page, *_hashes(name), writers, geometry, src_page, dst_page
+        )
+        return flow
+
+    def bound(self, flow: int) -> tuple[int, int, Int64Array]:
+        """The receiver's flow, the generation and the pages of the grant that the loop has bound a send to."""
+        send = self._memory[0]["sends"][flow]
+        pages = self._granted_ids[flow, : int(send["granted"]) // int(send["dst_page"])].copy()
+        return int(send["peer_flow"]), int(send["generation"]), pages
+
     def start_op(self, flow: int, positions: Int64Array, pages: Int64Array, start: int) -> int | None:
         """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use."""
         if not self._free_ops:
@@ -284,6 +337,31 @@ class Core:
         for number, (rank, count, size) in enumerate(writers):
             posting.add_writer(self._address, flow, rank, count, size, int(number == len(writers) - 1))
 
+    def grant(self, flow: int, name: bytes, pages: Int64Array, *, prefix_tokens: int, writers: int) -> None:
+        """Grants pages to the writers of a receive. At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name."""
+        at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
+        self._bytes[at + grants.NAME_AT : at + grants.NAME_AT + len(name)] = name
+        pages = np.ascontiguousarray(pages, dtype=np.int64)
+        hashes, body = _hashes(name), self._segment_at + at
+        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages)
+
+    def granted(self, rank: int, flow: int, generation: int) -> GrantBody | None:
+        """The grant that ``rank`` has given; None if another, or none, lies in the slot. Its words are not checked."""
+        if rank not in self._peers or not 0 <= flow < MAX_FLOWS:
+            return None
+        at = self._peers[rank].ptr + mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
+        slot = bytes((ctypes.c_uint8 * mailbox.GRANT_SLOT).from_address(at))
+        found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack_from("<8q", slot)
+        if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
+            return None
+        pages = np.frombuffer(slot, np.int64, count, GRANT_NBYTES)
+        return GrantBody(slot[grants.NAME_AT : grants.NAME_AT + name_nbytes], pages, prefix, writers)
+
+    def untold(self, flow: int) -> list[int]:
+        """Takes back what the loop has not told of a receive's grant yet: to these ranks. While it stands still."""
+        ranks = int(loop.drop_due(self.world, GRANT, flow))
+        return [rank for rank in range(MAX_PEERS) if ranks >> rank & 1]
+
     def receive_state(self, flow: int) -> ReceiveState:
         """What has arrived. While the loop stands still, or has ended the flow, or left it to Python."""
         receive = self._memory[0]["receives"][flow]
@@ -302,10 +380,13 @@ class Core:
         """Bytes of a receive that have arrived so far."""
         return int(self._memory[0]["receives"][flow]["nbytes"])
 
-    def end_receive(self, flow: int) -> None:
-        """Frees the flow of a receive that has ended. While the loop stands still, or has ended it itself."""
+    def close_receive(self, flow: int) -> None:
+        """The loop takes nothing more for a receive. While it stands still, or has ended the receive itself."""
         self._memory[0]["receives"][flow]["state"] = FREE
         self._kept_receives[flow] = None
+
+    def free_receive(self, flow: int) -> None:
+        """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""
         self._free_receives.append(flow)
 
     # ------------------------------------------------------------------ events
@@ -334,6 +415,12 @@ class Core:
         """Python's thread is woken for every event from now on: somebody waits for more than a verdict. Any thread."""
         self._words[word_at("eager") // 8] = 1
 
+    def heed_grants(self, heeds: bool) -> None:
+        """Whether Python's thread is woken for every grant that the loop does not bind, because requests wait there."""
+        self._view[word_at("heed") // 8] = heeds
+        if heeds and self.has_events:  # a grant among them did not wake it
+            posting.wake_driver(self._address)
+
     def wake_waiters(self) -> None:
         """Wakes the threads in `wait`: Python has completed a call. Any thread."""
         if self._view[self._sleepers]:
@@ -355,6 +442,12 @@ class Core:
                 self._view[self._sleepers] -= 1
 
 
+def _hashes(name: bytes) -> tuple[int, int]:
+    """The two words by which loops know a request's name."""
+    first, second = struct.unpack("<2q", hashlib.blake2b(name, digest_size=16).digest())
+    return first, second
+
+
 @at_register
 def warm_up() -> None:
     """Compiles the loop, or loads it from disk."""
@@ -364,13 +457,17 @@ def warm_up() -> None:
     flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
+    core.wait_for_grant(peer=0, name=b"", writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
     core.open_receive(0, generation=0, num_tokens=1, page_size=1, decides=False, writers=[(0, 1, 1)])
+    core.grant(0, b"", none, prefix_tokens=0, writers=0)
     core.finish_send(1, -1, b"")
     with core.standing_still():
         core.settle()
         loop.drop(world, flow)
+        core.untold(0)
     core.step()
     posting.wait_news(core._address, -1, 0)
     posting.wake_waiters(core._address)
+    posting.wake_driver(core._address)
     posting.stop(core._address)
     loop.run(world)

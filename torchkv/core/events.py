@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchkv.core.mailbox import call_write, futex_wake
-from torchkv.core.records import MAX_EVENTS, RECEIVED, WRITE, World, word_at
+from torchkv.core.records import ALL_HERE, MAX_EVENTS, WRITE, World, word_at
 from torchkv.host.atomics import exchange_if, load, store
 from torchkv.host.jit import compiled
 
@@ -50,5 +50,5 @@ def emit(world: World, kind: int, index: int, source: int) -> None:
     record["spare"] = present["spare"]
     store(world["address"] + _TAIL, world["event_tail"] + 1)
     tell_waiters(world)
-    if kind > RECEIVED or load(world["address"] + _EAGER) != 0:  # nobody may be looking for this one
+    if kind >= ALL_HERE or load(world["address"] + _EAGER) != 0:  # nobody may be looking for this one
         tell_driver(world)

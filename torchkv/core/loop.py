@@ -5,27 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from torchkv.core.events import emit, event_room
+from torchkv.core.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
 from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, futex_wait, owe, take, waiting
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
     CLOCK,
     COMMANDS,
     DUE,
+    GRANT,
     MAX_OPS,
     SEAL,
     STRAY,
     VERDICT,
+    WAITING,
     YIELD,
     World,
     word_at,
 )
-from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, seal_if_done
+from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["FINISH", "START", "drop", "run", "settle", "step"]
+__all__ = ["FINISH", "POST", "START", "WAIT", "drop", "drop_due", "run", "settle", "step"]
 
-START, FINISH = 1, 2  # commands: an op, or a flow, in the bits above
+# Commands, with an op, or the flow of a send or of a receive (POST), in the bits above.
+START, FINISH, WAIT, POST = 1, 2, 3, 4
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
@@ -36,27 +40,34 @@ _WANTED, _STOP = word_at("wanted"), word_at("stop")
 
 @compiled
 def _command(world: World) -> int:
-    """Takes the next command. The op that it starts; -1 for any other command."""
+    """Takes the next command. The op that it starts; -1 for any other command, and for an op that waits."""
     command = world["commands"][world["command_head"] & (COMMANDS - 1)]
     store(world["address"] + _HEAD, world["command_head"] + 1)
-    index: int = command >> 8
-    if command & 0xFF == START:
-        send = world["sends"][world["ops"][index]["flow"]]
-        send["running"] += 1
-        if send["started"] == 0:
-            send["started"] = 1
-            world["unfinished"] += 1
-        return index
-    world["sends"][index]["num_pages"] = world["sends"][index]["finish"]
-    world["unfinished"] -= world["sends"][index]["started"]
-    seal_if_done(world, index)
+    kind, index = command & 0xFF, command >> 8
+    if kind == START:
+        return _start(world, index)
+    if kind == FINISH:
+        world["sends"][index]["num_pages"] = world["sends"][index]["finish"]
+        world["unfinished"] -= world["sends"][index]["started"]
+        seal_if_done(world, index)
+    elif kind == WAIT:
+        wait_for_grant(world, index)
+    else:
+        owe_grants(world, index)
     return -1
 
 
 @compiled
-def _queue(world: World, index: int) -> None:
-    world["queue"][world["queue_tail"] & (MAX_OPS - 1)] = index
-    world["queue_tail"] += 1
+def _start(world: World, index: int) -> int:
+    send = world["sends"][world["ops"][index]["flow"]]
+    if send["state"] == WAITING:
+        park(world, index)
+        return -1
+    send["running"] += 1
+    if send["started"] == 0:
+        send["started"] = 1
+        world["unfinished"] += 1
+    return index
 
 
 @compiled
@@ -72,7 +83,7 @@ def _obey(world: World) -> bool:
             continue
         copied = advance(world, index, world["turn"])
         if copied > ENDED:
-            _queue(world, index)
+            queue_op(world, index)
         budget -= ENDED - copied if copied <= ENDED else max(copied, 0)
     return True
 
@@ -87,17 +98,26 @@ def _hear(world: World) -> bool:
             continue
         before = peer["read"]
         while peer["read"] < before + _HEARD and event_room(world) and take(world, peer):
-            record = world["record"]
-            if record["head"] & 0xFF == VERDICT:
-                known = on_verdict(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
-            else:
-                known = on_record(world, source)
-            if not known:
+            if not _heed(world, source):
                 emit(world, STRAY, 0, source)
         if peer["read"] != before:
             store(peer["inbox_head"], peer["read"])
             heard = True
     return heard
+
+
+@compiled
+def _heed(world: World, source: int) -> bool:
+    """Acts upon ``world["record"]``; False if it is Python's to judge."""
+    record = world["record"]
+    kind, known = record["head"] & 0xFF, True
+    if kind == GRANT:
+        on_grant(world, source)
+    elif kind == VERDICT:
+        known = on_verdict(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    else:
+        known = on_record(world, source)
+    return known
 
 
 @compiled
@@ -113,7 +133,7 @@ def _move(world: World) -> bool:
         if copied < 0:
             world["queue_head"] += 1
         if copied == BLOCKED:
-            _queue(world, index)
+            queue_op(world, index)
             continue
         moved = True
         budget -= ENDED - copied if copied < 0 else copied
@@ -128,7 +148,12 @@ def _pay(world: World) -> bool:
         due = world["due"][world["due_head"] & (DUE - 1)]
         kind, rank, flow, generation = due[0] & 0xFF, due[0] >> 8, due[1], due[2]
         world["due_head"] += 1
-        done = pay_seal(world, flow, generation) if kind == SEAL else pay_verdict(world, rank, flow, generation)
+        if kind == SEAL:
+            done = pay_seal(world, flow, generation)
+        elif kind == GRANT:
+            done = pay_grant(world, rank, flow, generation)
+        else:
+            done = pay_verdict(world, rank, flow, generation)
         if done:
             paid = True
             continue
@@ -158,14 +183,14 @@ def settle(world: World) -> None:
     while world["command_head"] != tail:
         index = _command(world)
         if index >= 0:
-            _queue(world, index)
+            queue_op(world, index)
     while _hear(world):
         pass
 
 
 @compiled
 def drop(world: World, flow: int) -> None:
-    """Forgets a send's ops that have not ended, and its seal.
+    """Forgets a send: its ops that have not ended, its seal, its wait for a grant.
 
     For a caller that holds the lock, and has settled: so no byte of them is on its way.
     """
@@ -176,18 +201,30 @@ def drop(world: World, flow: int) -> None:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
     world["queue_tail"] = kept
-    paid = world["due_head"]
-    for at in range(world["due_head"], world["due_tail"]):
-        due = world["due"][at & (DUE - 1)]
-        if due[0] != SEAL or due[1] != flow:
-            kept_due = world["due"][paid & (DUE - 1)]
-            kept_due[0], kept_due[1], kept_due[2] = due[0], due[1], due[2]
-            paid += 1
-    world["due_tail"] = paid
+    drop_due(world, SEAL, flow)
     send = world["sends"][flow]
+    if send["state"] == WAITING:
+        forget(world, flow)
     send["running"] = 0
     if send["num_pages"] < 0:
         world["unfinished"] -= send["started"]
+
+
+@compiled
+def drop_due(world: World, kind: int, flow: int) -> int:
+    """Forgets the messages of this kind that are due for a flow. A bit for each rank that they were for."""
+    dropped = 0
+    kept = world["due_head"]
+    for at in range(world["due_head"], world["due_tail"]):
+        due = world["due"][at & (DUE - 1)]
+        if due[0] & 0xFF == kind and due[1] == flow:
+            dropped |= 1 << (due[0] >> 8)
+        else:
+            to = world["due"][kept & (DUE - 1)]
+            to[0], to[1], to[2] = due[0], due[1], due[2]
+            kept += 1
+    world["due_tail"] = kept
+    return dropped
 
 
 @compiled

@@ -2,12 +2,15 @@
 
 Each rank owns a segment of shared memory, which the kernel frees with its last user:
 
-    bell | heads: one line per rank | mailbox of rank 0 | mailbox of rank 1 | ...
+    bell | heads: one line per rank | mailbox of rank 0 | mailbox of rank 1 | ... | grants: a slot per receive
 
 A *mailbox* is a ring of `MAILBOX_RECORDS` records with one writer, the rank that it is named after, and one reader, the
 segment's owner. The writer copies a record and then stores its ``seq``, the count of records so far; the reader loads
 ``seq``, copies the record and checks its copy. The reader's *head* says how many it has read, so the writer knows how
 much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
+
+Behind the head on rank r's line lies a word that r sets once it reads what this rank writes to it. Before that nothing
+is written, so that no record waits for a reader that could not map its mailbox.
 
 The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soon wakes by itself. Who has stored
 something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
@@ -21,13 +24,28 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 from __future__ import annotations
 
 from torchkv.arrays import Int64Array
-from torchkv.core.records import DUE, MAILBOX_RECORDS, MAX_PEERS, SYSCALL, Peer, World, word_at
+from torchkv.core.records import (
+    DUE,
+    GRANT_NBYTES,
+    MAILBOX_RECORDS,
+    MAX_FLOWS,
+    MAX_GRANTED,
+    MAX_NAME,
+    MAX_PEERS,
+    SYSCALL,
+    Peer,
+    World,
+    word_at,
+)
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.jit import c_function, compiled
 
 __all__ = [
     "ASLEEP",
+    "GRANTS_AT",
+    "GRANT_SLOT",
     "NAPPING",
+    "READS_AT",
     "SEGMENT_NBYTES",
     "call_write",
     "call_yield",
@@ -54,7 +72,10 @@ call_yield = c_function(1, 32)
 call_write = c_function(3, 64)
 
 
-SEGMENT_NBYTES = (1 + MAX_PEERS) * _LINE + MAX_PEERS * MAILBOX_RECORDS * RECORD_NBYTES
+READS_AT = 8  # offset of the word that says that a rank reads, from its head
+GRANTS_AT = (1 + MAX_PEERS) * _LINE + MAX_PEERS * MAILBOX_RECORDS * RECORD_NBYTES
+GRANT_SLOT = GRANT_NBYTES + 8 * MAX_GRANTED + MAX_NAME
+SEGMENT_NBYTES = GRANTS_AT + MAX_FLOWS * GRANT_SLOT  # the kernel commits what is used
 
 
 def mailbox_at(rank: int) -> tuple[int, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.events import tell_waiters
-from torchkv.core.loop import FINISH, START
+from torchkv.core.events import tell_driver, tell_waiters
+from torchkv.core.loop import FINISH, POST, START, WAIT
 from torchkv.core.mailbox import NAPPING, call_yield, futex_wait, ring
-from torchkv.core.records import COMMANDS, OPEN, YIELD, World, word_at
+from torchkv.core.records import COMMANDS, GRANT_NBYTES, OPEN, WAITING, YIELD, Send, World, word_at
 from torchkv.core.world import world_at
-from torchkv.host.atomics import exchange, fence, load, store
+from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
 from torchkv.host.jit import compiled, compiled_with_gil
 
 __all__ = [
@@ -20,9 +20,12 @@ __all__ = [
     "let_go",
     "open_receive",
     "open_send",
+    "post_grant",
     "start_op",
     "stop",
+    "wait_for_grant",
     "wait_news",
+    "wake_driver",
     "wake_waiters",
 ]
 
@@ -60,9 +63,40 @@ def open_send(
     send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
     send["geometry"], send["ids"] = geometry.ctypes.data, ids.ctypes.data
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
+    _clear(send)
+    send["state"] = OPEN
+
+
+@compiled_with_gil
+def wait_for_grant(
+    address: int,
+    flow: int,
+    peer: int,
+    max_page: int,
+    hash0: int,
+    hash1: int,
+    writers: int,
+    geometry: Int64Array,
+    src_page: int,
+    dst_page: int,
+) -> None:
+    """Makes a free flow a send that waits for a grant: see `Send`."""
+    world = world_at(address)
+    send = world["sends"][flow]
+    send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
+    send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
+    send["src_page"], send["dst_page"] = src_page, dst_page
+    send["generation"] = 0
+    send["first"] = send["last"] = send["reach"] = -1
+    _clear(send)
+    send["state"] = WAITING
+    _command(world, WAIT, flow)
+
+
+@compiled_with_gil
+def _clear(send: Send) -> None:
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
     send["num_pages"] = -1
-    send["state"] = OPEN
 
 
 @compiled_with_gil
@@ -111,6 +145,30 @@ def add_writer(address: int, flow: int, rank: int, layers: int, page_size: int, 
         receive["state"] = OPEN
 
 
+@compiled_with_gil
+def post_grant(
+    address: int,
+    flow: int,
+    body: int,
+    hash0: int,
+    hash1: int,
+    writers: int,
+    prefix: int,
+    name_nbytes: int,
+    ids: Int64Array,
+) -> None:
+    """Has the loop tell a receive's writers of its grant, whose body goes to the address ``body``: see `Grant`."""
+    world = world_at(address)
+    store(body, 0)  # whoever reads the slot now finds no grant
+    fence()
+    words = (hash0, hash1, writers, prefix, len(ids), name_nbytes)
+    for i in range(len(words)):
+        store(body + 8 * (i + 1), words[i])
+    copy_bytes(body + GRANT_NBYTES, ids.ctypes.data, 8 * len(ids))
+    store(body, world["receives"][flow]["generation"])
+    _command(world, POST, flow)
+
+
 @compiled
 def hold(address: int) -> None:
     """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
@@ -133,6 +191,12 @@ def stop(address: int) -> None:
     world = world_at(address)
     store(address + _STOP, 1)
     ring(world, world["bell"])
+
+
+@compiled_with_gil
+def wake_driver(address: int) -> None:
+    """Wakes Python's own thread."""
+    tell_driver(world_at(address))
 
 
 @compiled_with_gil

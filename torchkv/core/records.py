@@ -24,18 +24,25 @@ __all__ = [
     "AUX",
     "AUX_AT",
     "AUX_PART",
+    "BOUND",
+    "BUCKETS",
     "CLOCK",
     "COMMANDS",
     "DUE",
     "EVENT",
     "FREE",
     "FUTEX_CALL",
-    "MAILBOX_RECORDS",
+    "GRANT",
+    "GRANTED",
+    "GRANT_NBYTES",
     "LEAVING",
+    "MAILBOX_RECORDS",
     "MAX_AUX",
     "MAX_EVENTS",
     "MAX_FLOWS",
+    "MAX_GRANTED",
     "MAX_INTERVALS",
+    "MAX_NAME",
     "MAX_OPS",
     "MAX_PEERS",
     "MAX_WRITERS",
@@ -52,11 +59,13 @@ __all__ = [
     "STRAY",
     "SYSCALL",
     "VERDICT",
+    "WAITING",
     "WORLD",
     "WRITE",
     "WRITTEN",
     "YIELD",
     "Event",
+    "Grant",
     "Op",
     "Peer",
     "Receive",
@@ -79,16 +88,20 @@ MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chun
 SCRATCH = 1024  # page pairs that are copied in one go
 AUX_PART = 32  # bytes of aux in one record
 MAX_AUX = 256  # longer ones go through Python
+MAX_GRANTED = 8192  # pages of a grant; larger ones go through Python, as do longer names
+MAX_NAME = 1024  # bytes
+BUCKETS = 1024  # of the table of sends that wait for their grant; a power of two
 
-# States of a flow. LEAVING: everything that comes for the flow is Python's.
-FREE, OPEN, SEALED, LEAVING = 0, 1, 2, 3
+# States of a flow. WAITING: a send without a grant. LEAVING: everything that comes for the flow is Python's.
+FREE, OPEN, SEALED, LEAVING, WAITING = 0, 1, 2, 3, 4
 
 # Kinds of records.
-WRITTEN, AUX, SEAL, VERDICT = 1, 2, 3, 4
+WRITTEN, AUX, SEAL, VERDICT, GRANT = 1, 2, 3, 4, 5
 
-# Kinds of events. STRAY: a record for a flow that is not here, or leaves. ALL_HERE: a receive of which the loop does
-# not know whether it is complete, although all of its writers have sealed; or on which others decide too.
-OP_DONE, SENT, RECEIVED, ALL_HERE, STRAY, NEWS = 1, 2, 3, 4, 5, 6
+# Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
+# that the loop has bound to none. ALL_HERE: a receive of which the loop does not know whether it is complete, although
+# all of its writers have sealed; or on which others decide too. STRAY: a record for a flow that is not here, or leaves.
+OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ALL_HERE, STRAY, NEWS = 1, 2, 3, 4, 5, 6, 7, 8
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
@@ -103,7 +116,8 @@ class Record(TypedDict):
 
     head: kind | first << 8 | last << 32, where [first, last) are positions among the plan's layers. flows: the
     addressee's flow | the sender's own flow << 32. WRITTEN: tokens [lo, hi) and their bytes. AUX: ``first`` bytes of
-    aux, in the three words from ``lo`` on and ``spare``. SEAL: ``lo`` pages, and ``hi`` bytes of aux in all.
+    aux, in the three words from ``lo`` on and ``spare``. SEAL: ``lo`` pages, and ``hi`` bytes of aux in all. GRANT: of
+    the sender's own flow; the rest is its `Grant`.
     """
 
     head: int
@@ -116,13 +130,33 @@ class Record(TypedDict):
     seq: int
 
 
+class Grant(TypedDict):
+    """The body of a grant, in its receiver's segment. Behind it lie the page ids and the name: `torchkv.core.grants`.
+
+    hash0, hash1: of the name. writers: a bit for each. prefix: tokens. name_nbytes: of the name in UTF-8.
+    """
+
+    generation: int
+    hash0: int
+    hash1: int
+    writers: int
+    prefix: int
+    num_pages: int
+    name_nbytes: int
+    spare: int
+
+
 class Send(TypedDict):
-    """A sender request that is bound to its grant. ``peer`` is the receiver, ``peer_flow`` its flow.
+    """A sender request that waits for its grant, or is bound to it. ``peer`` is the receiver, ``peer_flow`` its flow.
 
     geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. src_page, dst_page:
     page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says, and
     num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1 once
     the seal is. started: 1 after its first op. moved: bytes so far.
+
+    Of one that waits: hash0, hash1, writers: as the grant must have them. max_page: the receiver's pages are below
+    this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
+    page of them, or -1.
     """
 
     state: int
@@ -142,13 +176,22 @@ class Send(TypedDict):
     due: int
     started: int
     moved: int
+    hash0: int
+    hash1: int
+    writers: int
+    max_page: int
+    next: int
+    first: int
+    last: int
+    reach: int
 
 
 class Op(TypedDict):
     """A verb towards one receiver: pages [start, start + count) with the ids at the address ``ids``.
 
     positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
-    ordinal: what is copied next. told: positions that the receiver knows of. group: bytes since then.
+    ordinal: what is copied next. told: positions that the receiver knows of. group: bytes since then. next: the op
+    after it, while they wait for the grant, or -1.
     """
 
     flow: int
@@ -164,6 +207,7 @@ class Op(TypedDict):
     group: int
     nbytes: int
     runs: int
+    next: int
 
 
 class Writer(TypedDict):
@@ -202,7 +246,7 @@ class Receive(TypedDict):
 class Peer(TypedDict):
     """A rank. inbox: address of the mailbox that it writes to, here; outbox, bell: of those that this rank writes to,
     there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
-    records so far."""
+    records so far. grants: address of its grants."""
 
     inbox: int
     inbox_head: int
@@ -211,6 +255,7 @@ class Peer(TypedDict):
     bell: int
     read: int
     written: int
+    grants: int
 
 
 class Event(TypedDict):
@@ -228,9 +273,12 @@ class World(TypedDict):
     driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
     because somebody waits for more than the end of a request. news: changes with each event, and with each call that
     Python completes; sleepers: callers that sleep until then. lock, wanted: a caller that wants the loop to stand still
-    sets ``wanted`` and takes ``lock``. due: messages that wait for room: (kind | rank << 8, flow, generation). queue:
-    ops that copy. unfinished: sends of which more ops are expected. turn: bytes that one step copies: how long a
-    message may wait. window: records that may wait in a mailbox. one: the word 1. record, src, dst, length: scratch.
+    sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for grants that are not bound here.
+    granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, MAX_GRANTED]``, the page
+    ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
+    wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
+    expected. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a mailbox.
+    one: the word 1. record, src, dst, length: scratch.
     """
 
     address: int
@@ -246,6 +294,7 @@ class World(TypedDict):
     command_tail: int
     event_head: int
     eager: int
+    heed: int
     stop: int
     command_head: int
     event_tail: int
@@ -258,6 +307,8 @@ class World(TypedDict):
     queue_head: int
     queue_tail: int
     unfinished: int
+    granted: int
+    granted_ids: int
     one: int
     record: Record
     src: Int64Array
@@ -265,6 +316,7 @@ class World(TypedDict):
     length: Int64Array
     commands: Int64Array
     due: Int64Array
+    buckets: Int64Array
     queue: Int64Array
     peers: list[Peer]
     sends: list[Send]
@@ -287,6 +339,7 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "length": ("i8", SCRATCH),
     "commands": ("i8", COMMANDS),
     "due": ("i8", (DUE, 3)),
+    "buckets": ("i8", BUCKETS),
     "queue": ("i8", MAX_OPS),
     "peers": (_PEER, MAX_PEERS),
     "sends": (_SEND, MAX_FLOWS),
@@ -329,4 +382,5 @@ def word_at(name: str) -> int:
     return _offset(WORLD, name)
 
 
+GRANT_NBYTES = _words(Grant).itemsize
 AUX_AT = word_at("record") + _offset(RECORD, "lo")  # where the bytes of an AUX record begin

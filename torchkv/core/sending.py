@@ -11,6 +11,7 @@ from torchkv.core.records import (
     AUX_PART,
     FREE,
     MAX_FLOWS,
+    MAX_OPS,
     OP_DONE,
     OPEN,
     SEAL,
@@ -25,12 +26,19 @@ from torchkv.core.records import (
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.jit import compiled
 
-__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "seal_if_done"]
+__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done"]
 
 BLOCKED = -1  # no room in the receiver's mailbox
 ENDED = -2
 
 GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
+
+
+@compiled
+def queue_op(world: World, index: int) -> None:
+    """Has an op copied in its turn. There is always room."""
+    world["queue"][world["queue_tail"] & (MAX_OPS - 1)] = index
+    world["queue_tail"] += 1
 
 
 @compiled

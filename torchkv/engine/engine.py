@@ -151,6 +151,7 @@ class Engine:
         if core is not None and memory.pages is not None:
             self.flows = Flows(
                 core,
+                group_map=group_map,
                 sender=self.sender,
                 receiver=self.receiver,
                 local=memory.pages,

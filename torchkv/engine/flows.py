@@ -1,14 +1,15 @@
 """Hands requests over to the resident loop, takes them back, and tells the state machines what the loop has done.
 
-A request is on the loop from its grant on, if this host's processor can copy it straight into the receiver's pages:
-both ranks are on this host, the pages are mapped, there is no state, and no op waits for an event. Everything else, and
-everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
+A request is on the loop from its first verb on, if this host's processor can copy it straight into the receiver's
+pages: both ranks are on this host, the pages are mapped, there is no state, and no op waits for an event. Everything
+else, and everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,12 @@ from torchkv.core.geometry import geometry
 from torchkv.core.records import (
     ALL_HERE,
     AUX,
+    BOUND,
+    GRANTED,
     MAX_AUX,
+    MAX_GRANTED,
+    MAX_NAME,
+    MAX_PEERS,
     MAX_WRITERS,
     NEWS,
     OP_DONE,
@@ -33,9 +39,11 @@ from torchkv.core.records import (
     VERDICT,
     WRITTEN,
 )
+from torchkv.errors import ProtocolError
+from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.protocol.actions import SendOp
-from torchkv.protocol.messages import Attest, Seal, Verdict
+from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.messages import Attest, Seal, Verdict, checked_grant
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.send_request import SenderRequest
@@ -46,6 +54,8 @@ if TYPE_CHECKING:
     from torchkv.engine.scheduler import SourcePages
 
 __all__ = ["Flows"]
+
+log = logging.getLogger(__name__)
 
 MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
 
@@ -89,6 +99,7 @@ class Flows:
         self,
         core: Core,
         *,
+        group_map: GroupMap,
         sender: Sender,
         receiver: Receiver,
         local: LocalPages,
@@ -97,6 +108,7 @@ class Flows:
         clock: Callable[[], float],
     ) -> None:
         self.core = core
+        self._group_map = group_map
         self._sender = sender
         self._receiver = receiver
         self._local = local
@@ -105,17 +117,43 @@ class Flows:
         self._now = clock
         self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
         self._sends: dict[int, SenderRequest] = {}  # by flow
+        # Of those that wait for their grant: the plan, and the indices of their ops.
+        self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     # ------------------------------------------------------------------ sends
 
+    def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
+        connection = self._serving(req.dst)
+        if connection is None or not plan.segments or _has_state(plan):
+            return
+        req.flow = self.core.wait_for_grant(
+            peer=req.dst,
+            name=req.request.encode(),
+            writers=_bits(writers),
+            max_page=self._group_map.info[req.dst].num_pages,
+            geometry=self._route(plan, connection).words,
+            src_page=plan.src_page_size,
+            dst_page=plan.dst_page_size,
+        )
+        if req.flow is not None:
+            self._sends[req.flow] = req
+            self._waiting[req.flow] = plan, []
+
+    def heed_grants(self, heeds: bool) -> None:
+        self.core.heed_grants(heeds)
+
+    def settle(self) -> None:
+        with self._standing_still():
+            pass
+
     def open_send(self, req: SenderRequest) -> None:
         grant = req.grant
         assert grant is not None
-        connection = self._connections.get(req.dst)
-        if grant.flow is None or connection is None or not self._serves(connection) or _has_state(grant.plan):
+        connection = self._serving(req.dst)
+        if grant.flow is None or connection is None or _has_state(grant.plan):
             return
         req.flow = self.core.open_send(
             peer=req.dst,
@@ -131,20 +169,23 @@ class Flows:
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
-        assert req.grant is not None
         source: SourcePages = op.source_pages
-        connection = self._connections.get(req.dst)
+        connection = self._serving(req.dst)
         if op.state or source.event is not None or source.path not in (None, "direct") or connection is None:
             return False
         pages = source.pages
-        if not isinstance(pages, np.ndarray) or not self._serves(connection):
+        if not isinstance(pages, np.ndarray):
             return False
-        positions = self._route(req.grant.plan, connection).positions(op.layers)
+        plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
+        positions = self._route(plan, connection).positions(op.layers)
         index = self.core.start_op(req.flow, positions, pages, op.start)
         if index is None:
             return False
         self._ops[index] = req, op
-        req.running[op] = index
+        if req.grant is None:
+            self._waiting[req.flow][1].append(index)
+        else:
+            req.running[op] = index
         return True
 
     def finish(self, req: SenderRequest) -> bool:
@@ -164,6 +205,7 @@ class Flows:
             if req.flow is None:
                 return False
             left = [index for index in req.running.values() if index is not None]
+            left += self._waiting.pop(req.flow, (None, []))[1]
             sealed = self.core.take_back_send(req.flow, left)
         for index in left:
             del self._ops[index]
@@ -172,10 +214,12 @@ class Flows:
         req.flow = None
         return sealed
 
-    def _serves(self, connection: PeerConnection) -> bool:
-        """Whether the loop can copy to this peer, and reach it."""
-        mapped = connection.channel is not None and connection.direct and not connection.closed
-        return mapped and self.core.reaches(connection.rank)
+    def _serving(self, rank: int) -> PeerConnection | None:
+        """The connection to ``rank``, if the loop can copy to it, and reach it."""
+        connection = self._connections.get(rank)
+        if connection is None or connection.channel is None or not connection.direct or connection.closed:
+            return None
+        return connection if self.core.reaches(rank) else None
 
     def _route(self, plan: PairPlan, connection: PeerConnection) -> _Route:
         key = connection.rank, id(plan)
@@ -191,7 +235,7 @@ class Flows:
             return None
         # Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
         # reasons. If it has not after all, the request is taken back with its first message.
-        if not all((found := self._connections.get(rank)) and self._serves(found) for rank in plans):
+        if not all(self._serving(rank) for rank in plans):
             return None
         if any(not plan.segments or _has_state(plan) for plan in plans.values()):
             return None
@@ -209,6 +253,17 @@ class Flows:
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
         )
 
+    def grant(self, req: ReceiverRequest) -> bool:
+        assert req.flow is not None
+        name = req.request.encode()
+        if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
+            return False
+        self.core.grant(req.flow, name, req.pages, prefix_tokens=req.prefix_tokens, writers=_bits(tuple(req.writers)))
+        return True
+
+    def free_receive(self, flow: int) -> None:
+        self.core.free_receive(flow)
+
     def arrived(self, req: ReceiverRequest) -> int:
         assert req.flow is not None
         return self.core.arrived(req.flow)
@@ -221,14 +276,15 @@ class Flows:
     def take_back_receive(self, req: ReceiverRequest) -> None:
         with self._standing_still():
             if req.flow is not None:
-                self._receiver.taken_back(req, self._leave(req), self._now())
+                untold = self.core.untold(req.flow)
+                self._receiver.taken_back(req, self._leave(req), self._now(), untold=untold)
 
     def _leave(self, req: ReceiverRequest) -> int:
-        """Frees the request's flow, and adds what has arrived to the request. The bytes of all that."""
+        """Closes the request's flow, and adds what has arrived to the request. The bytes of all that."""
         nbytes = self._add(req)
         assert req.flow is not None
         del self._receives[req.flow]
-        self.core.end_receive(req.flow)
+        self.core.close_receive(req.flow)
         req.flow = None
         return nbytes
 
@@ -275,6 +331,10 @@ class Flows:
                 self.core.end_send(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)
+            case x if x == BOUND:
+                self._on_bound(notice.index)
+            case x if x == GRANTED:
+                self._on_granted(notice.source, notice.words)
             case x if x == RECEIVED:
                 received = self._receives[notice.index]
                 self._receiver.received(received, self._leave(received), self._now())
@@ -286,6 +346,35 @@ class Flows:
                 self._on_stray(notice.source, notice.words)
             case _:
                 assert notice.kind == NEWS
+
+    def _on_bound(self, flow: int) -> None:
+        req = self._sends[flow]
+        plan, waiting = self._waiting.pop(flow)
+        peer_flow, generation, pages = self.core.bound(flow)
+        req.running = {self._ops[index][1]: index for index in waiting}
+        grant = BoundGrant(
+            dst=req.dst,
+            generation=generation,
+            request=req.request,
+            prefix_tokens=0,
+            pages=pages,
+            plan=plan,
+            flow=peer_flow,
+        )
+        self._sender.bound(req, grant, self._now())
+
+    def _on_granted(self, source: int, words: tuple[int, ...]) -> None:
+        """A grant that the loop has not bound: Python does, as if it had come in a message."""
+        _, flow, generation, *_ = words
+        body = self.core.granted(source, flow, generation)
+        if body is None:
+            return  # its receiver has ended the request
+        writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]
+        try:
+            grant = checked_grant(body.name, generation, body.prefix_tokens, body.pages, writers, flow)
+            self._sender.on_grant(source, grant, self._now())
+        except ProtocolError as error:
+            log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
     def _on_op_done(self, index: int) -> None:
         req, op = self._ops.pop(index)
@@ -311,6 +400,12 @@ class Flows:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
+
+
+def _bits(ranks: tuple[int, ...]) -> int:
+    """A bit for each rank, as a signed word."""
+    bits = sum(1 << rank for rank in ranks)
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _has_state(plan: PairPlan) -> bool:

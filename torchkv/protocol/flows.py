@@ -1,7 +1,8 @@
 """What the state machines ask of the resident loop. `torchkv.engine.flows` answers.
 
-A request that the loop can serve is *handed over* when it is bound (sender) or posted (receiver): from then on the loop
-copies, announces, seals, and decides about success, and only tells the state machine. Whatever else happens to the
+A request that the loop can serve is *handed over* with its first verb (sender) or when it is posted (receiver): from
+then on the loop grants or waits for the grant, copies, announces, seals, and decides about success, and only tells the
+state machine. Whatever else happens to the
 request, a failure, a cancel, an op that the loop cannot do, a message that Python must judge: first the request is
 *taken back*. Then nothing of it is under way on the loop, and the state machine knows all that the loop knew.
 """
@@ -23,11 +24,20 @@ __all__ = ["RequestFlows"]
 class RequestFlows(Protocol):
     """The requests of one rank that the resident loop serves. ``flow`` of a request is not None while it does."""
 
+    def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
+        """Hands over a request that has just begun, if the loop can serve it under a grant to these writers."""
+
     def open_send(self, req: SenderRequest) -> None:
         """Hands over a request that has just been bound, if the loop can serve it."""
 
+    def heed_grants(self, heeds: bool) -> None:
+        """Whether requests wait for grants in Python, so that it has to be told of each grant at once."""
+
+    def settle(self) -> None:
+        """Learns all that the loop has been told by now. A message that came later, by another way, waits for that."""
+
     def start(self, req: SenderRequest, op: SendOp) -> bool:
-        """Gives the loop an op; False if that cannot do it."""
+        """Gives the loop an op, also of a request that waits for its grant; False if it cannot do that."""
 
     def finish(self, req: SenderRequest) -> bool:
         """Tells the loop that the request is finished; False if that cannot seal it."""
@@ -46,6 +56,15 @@ class RequestFlows(Protocol):
 
     def open_receive(self, req: ReceiverRequest) -> None:
         """Hands over a request that has reserved a flow, before its grant is sent."""
+
+    def grant(self, req: ReceiverRequest) -> bool:
+        """Has the loop tell the writers of the grant; False if it cannot do that.
+
+        A request that is taken back before all of them have been told is told of the others.
+        """
+
+    def free_receive(self, flow: int) -> None:
+        """Frees a flow that a request had reserved. Nothing that was sent under it can arrive any more."""
 
     def arrived(self, req: ReceiverRequest) -> int:
         """Bytes that have arrived for a request."""

@@ -59,6 +59,7 @@ __all__ = [
     "Verdict",
     "Withdraw",
     "Withdrawn",
+    "checked_grant",
     "decode_frame",
     "encode_frame",
     "pack_pages",
@@ -342,6 +343,17 @@ def decode_frame(data: bytes, key: bytes) -> ControlFrame:
         # msgspec lets UnicodeDecodeError escape for a tag that is not UTF-8.
         raise ProtocolError(f"control message does not decode: {error}") from error
     return ControlFrame(source, incarnation, target, seq, ack, message)
+
+
+def checked_grant(
+    name: bytes, generation: int, prefix_tokens: int, pages: Int64Array, writers: list[int], flow: int
+) -> Grant:
+    """A grant whose parts came from a peer in another way than in a frame. Raises ``ProtocolError`` as that would."""
+    try:
+        parts = ("grant", name.decode(), generation, prefix_tokens, pack_pages(pages), writers, None, flow)
+        return msgspec.convert(parts, Grant)
+    except (msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"grant does not decode: {error}") from error
 
 
 def _mac(key: bytes, header: bytes, body: bytes) -> bytes:

@@ -99,6 +99,7 @@ class ReceiverRequest:
     ended: bool = False  # the leases have ended
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
     flow: int | None = None  # on the resident loop; None while Python serves the request
+    reserved: int | None = None  # the flow that it has, or had: no other request gets it before this one has ended
     arrived: int = 0  # bytes that the loop had seen arrive at the last tick
 
     @property

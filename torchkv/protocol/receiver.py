@@ -31,6 +31,7 @@ live request and changes nothing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -152,7 +153,8 @@ class Receiver:
             state_slot=state_slot,
         )
         if self.flows is not None:
-            req.flow = self.flows.reserve(len(pages), {rank: writer.plan for rank, writer in writers.items()})
+            plans = {rank: writer.plan for rank, writer in writers.items()}
+            req.flow = req.reserved = self.flows.reserve(len(pages), plans)
         trace.debug("request %r: granted to ranks %s, generation %d", request, names, self._next_generation)
         self._next_generation += 1
         self._requests[req.generation] = self._live[request] = req
@@ -160,13 +162,26 @@ class Receiver:
         self.leases.take(req)
         if req.flow is not None:
             self._flows.open_receive(req)
-        grant = Grant(request, req.generation, prefix_tokens, pack_pages(pages), list(names), state_slot, req.flow)
-        for rank in names:
-            self.actions.append(Tell(rank, grant))
+        self._grant(req)
         if len(self._group_map.siblings) > 1:
             post = Post(request, req.generation, prefix_tokens, req.num_tokens, page_size)
             self.actions.append(Tell(self._group_map.siblings[0], post))
         return req
+
+    def _grant(self, req: ReceiverRequest) -> None:
+        """Tells the writers of their grant. Grants of one name must come in their order: it decides which one is meant.
+
+        Those by messages are in order, and so are those by the loop. After an earlier request of this name has ended,
+        its writers know its grant; until then this one goes the way on which that is followed by its end.
+        """
+        if req.flow is not None and len(self._named[req.request]) == 1 and self._flows.grant(req):
+            return
+        self._tell_grant(req, req.writers)
+
+    def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int]) -> None:
+        pages, writers = pack_pages(req.pages), list(req.writers)
+        message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, req.state_slot, req.flow)
+        self.actions.extend(Tell(rank, message) for rank in ranks)
 
     def refuse(self, request: str, error: KVError) -> None:
         """Tells the instance that ``recv_pages`` was refused on this rank, so that the other ranks fail now."""
@@ -242,8 +257,12 @@ class Receiver:
         self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
         self._succeed(req, told=True)
 
-    def taken_back(self, req: ReceiverRequest, nbytes: int, now: float) -> None:
-        """The request is no longer on the loop; what has arrived, and the seals, have been added to its writers."""
+    def taken_back(self, req: ReceiverRequest, nbytes: int, now: float, *, untold: Iterable[int] = ()) -> None:
+        """The request is no longer on the loop; what has arrived, and the seals, have been added to its writers.
+
+        untold: writers that do not know of their grant yet.
+        """
+        self._tell_grant(req, untold)
         trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)
         self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
         if nbytes:
@@ -552,8 +571,11 @@ class Receiver:
             self._end(req)
 
     def _end(self, req: ReceiverRequest) -> None:
+        assert req.flow is None
         req.ended = True
         self.leases.free(req)
+        if req.reserved is not None:
+            self._flows.free_receive(req.reserved)
         del self._requests[req.generation]
         named = self._named[req.request]
         del named[req.generation]

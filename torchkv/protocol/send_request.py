@@ -60,7 +60,8 @@ class SenderRequest:
     undrainable: bool = False  # a channel broke during a transfer: bytes may still land after it, unseen by this rank
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
     ended: bool = False
-    flow: int | None = None  # on the resident loop; None while Python serves the request
+    # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
+    flow: int | None = None
     moved: tuple[int, float] = (-1, 0.0)  # bytes that the loop had copied, and when that was seen first
 
     @property

@@ -24,7 +24,8 @@ Invariant: an op runs only under the grant of its own request, and `Seal` and `Q
 Grants and requests of one name meet in the order in which both sides made them: the k-th `recv_pages` is for the k-th
 sender request. So what never met is remembered, for a while:
 
-* a request that was cancelled before its grant came refuses that grant when it comes (``_refusals``);
+* a request that was cancelled before its grant came refuses that grant when it comes (``_refusals``), and the request
+  that waits in its place then fails with it;
 * a grant that was revoked before the first verb was meant for the next request of its name (``_revoked_before_bind``):
   its first verb raises the receiver's error, and it is a tombstone. Only another grant, if it comes first, makes good.
 """
@@ -156,11 +157,15 @@ class Sender:
 
     def submit(self, op: SendOp, now: float) -> None:
         """Queues or starts ``op``, which `admit` has accepted under the same lock."""
+        key = op.request, op.dst
+        begun = key in self._requests
         req = self._request(op.request, op.dst, now)
         req.add_sent(op)
         if req.grant is None:
             req.queue.append(op)
             self._queued_pages += op.num_pages
+            if self.flows is not None:
+                self._await_grant(req, op, begun=begun)
         else:
             if not op.state:
                 check_prefix(op, req.grant)
@@ -316,20 +321,25 @@ class Sender:
         key = (message.request, src)
         self._revoked_before_bind.pop(key, None)  # the receiver has posted again: the next request meets this grant
         req = self._requests.get(key)
-        if req is None and self._is_refused(key, now):
-            self._tell_abort(
-                grant, TransferCancelled(f"rank {self._group_map.rank} cancelled request {message.request!r} earlier")
+        if req is not None and req.grant is None:  # it may wait on the loop, which may bind it meanwhile
+            self._take_back(req, now)
+            req = self._requests.get(key)
+        needs = req is not None and req.grant is None and not req.grant_spent
+        if (req is None or req.grant is None) and self._is_refused(key, now):
+            error: KVError = TransferCancelled(
+                f"rank {self._group_map.rank} cancelled an earlier request {message.request!r}"
             )
-        elif req is not None and req.grant is None and req.error is not None and not req.grant_spent:
+            self._tell_abort(grant, error)
+            if req is not None and needs and req.error is None:
+                # Whether the grant was meant for this request or for the earlier one only the receiver knows. If it
+                # went on waiting, callers who then try again on both sides would miss each other every time.
+                req.grant_spent = True
+                self._fail(req, error)
+        elif req is not None and needs and req.error is not None:
             req.grant_spent = True
             self._tell_abort(grant, req.error)
-        elif req is not None and req.grant is None and req.error is None:
-            if self._is_refused(key, now):
-                self._tell_abort(
-                    grant, TransferCancelled(f"rank {self._group_map.rank} cancelled an earlier {message.request!r}")
-                )
-            else:
-                self._bind(req, grant, now)
+        elif req is not None and needs:
+            self._bind(req, grant, now)
         else:
             self._forget_unbound(key)
             self._unbound[key] = grant
@@ -337,6 +347,8 @@ class Sender:
 
     def on_revoke(self, src: int, message: Revoke, now: float) -> None:
         """The receiver failed the request: fails it here too, and answers `Quiesced` once it has drained."""
+        if self.flows is not None:
+            self.flows.settle()  # the grant has been told before: it must not bind a request after this
         req = self._by_generation.get((src, message.generation))
         if req is None:
             name = self._unbound_names.get((src, message.generation))
@@ -377,6 +389,8 @@ class Sender:
 
     def peer_dead(self, rank: int) -> None:
         """The process of ``rank`` has ended: forgets its grants."""
+        if self.flows is not None:
+            self.flows.settle()
         for key in [key for key in self._unbound if key[1] == rank]:
             self._forget_unbound(key)
 
@@ -401,6 +415,9 @@ class Sender:
         To be called a few times a second.
         """
         failed = False
+        if self.flows is not None:
+            waiting = (req.grant is None and req.flow is None and req.error is None for req in self._requests.values())
+            self.flows.heed_grants(any(waiting))
         for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
         for key in [key for key, (at, _) in self._revoked_before_bind.items() if now >= at + self._grant_timeout]:
@@ -464,6 +481,11 @@ class Sender:
 
     def _bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
         """Starts what waited for the grant, or fails the request if that does not fit the grant."""
+        if grant.prefix_tokens and self.flows is not None:
+            # The loop binds behind no prefix. What it has bound is known after this, and is compared below.
+            for other in self._requests_of(req.request, req):
+                if other.grant is None:
+                    self._take_back(other, now)
         req.grant = grant
         req.progress_at = now
         self._by_generation[(req.dst, grant.generation)] = req
@@ -500,6 +522,36 @@ class Sender:
 
     # ---------------------------------------------------------------- the resident loop
 
+    def _await_grant(self, req: SenderRequest, op: SendOp, *, begun: bool) -> None:
+        """An op waits for the grant: on the loop, if its request began with an op, and the loop can do all of them."""
+        key = req.request, req.dst
+        if not begun and key not in self._refusals and not self._prefixed(req):
+            writers = self._group_map.contributing(self._group_map.siblings, req.dst)
+            self._flows.await_grant(req, self._likely_plan(req.dst), writers)
+        if req.flow is None:
+            self._flows.heed_grants(True)
+        elif not self._flows.start(req, op):
+            self._take_back(req, req.begun_at)
+
+    def _prefixed(self, req: SenderRequest) -> bool:
+        """Whether another receiver of this name holds a prefix."""
+        others = self._requests_of(req.request, req)
+        return any(other.grant is not None and other.grant.prefix_tokens for other in others)
+
+    def bound(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
+        """The loop has bound a request that waited there. Its ops are ``running`` and begin, each in its turn."""
+        req.grant = grant
+        req.progress_at = now
+        self._by_generation[(req.dst, grant.generation)] = req
+        self._revoked_before_bind.pop((req.request, req.dst), None)
+        trace.debug("request %r to rank %d: bound on the loop, generation %d", req.request, req.dst, grant.generation)
+        waited, req.queue = req.queue, deque()
+        for op in waited:
+            self._queued_pages -= op.num_pages
+            op.prefixes[grant.dst] = grant.prefix_tokens
+        if req.finish is not None and not req.running:
+            req.sealed_at = now
+
     @property
     def _flows(self) -> RequestFlows:
         assert self.flows is not None
@@ -507,10 +559,12 @@ class Sender:
 
     def _finish(self, req: SenderRequest, now: float) -> None:
         """No more ops will come: has the request sealed once the last one has ended."""
+        if req.flow is not None and req.grant is None and not self._is_whole(req):
+            self._take_back(req, now)
         if req.flow is None or not self._flows.finish(req):
             self._take_back(req, now)
             self._seal_if_done(req, now)
-        elif not req.running:
+        elif req.grant is not None and not req.running:
             req.sealed_at = req.progress_at = now
 
     def _take_back(self, req: SenderRequest, now: float) -> None:
@@ -524,7 +578,9 @@ class Sender:
         if req.ended:
             return
         trace.debug("request %r to rank %d: taken back from the resident loop", req.request, req.dst)
-        assert req.grant is not None
+        if req.grant is None:
+            self._flows.heed_grants(True)
+            return
         req.sealed_at, req.progress_at = now if sealed else None, now
         self.actions.extend(Start(op, req.grant.of_state() if op.state else req.grant) for op in req.running)
         self._seal_if_done(req, now)
@@ -538,6 +594,15 @@ class Sender:
             req.queue.extend(req.running)
             req.running.clear()
         return not req.ended
+
+    def _is_whole(self, req: SenderRequest) -> bool:
+        """Whether every page up to the highest one was sent of every layer: then a grant of as many pages misses none.
+
+        Of a request that waits for its grant. Windows may allow less: then Python looks again once the grant is there.
+        """
+        plan = self._likely_plan(req.dst)
+        everything = [(layer, [(0, req.num_pages * plan.src_page_size)]) for layer in plan.layers]
+        return req.num_pages > 0 and req.sent().first_gap(everything, unit=plan.src_page_size) is None
 
     def _stalled(self, req: SenderRequest, now: float) -> KVError | None:
         """The error of a request whose ops have made no progress on the loop for too long; else tells the receiver."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.core import copies, loop, mailbox, sending
+from torchkv.core import copies, grants, loop, mailbox, sending
 from torchkv.core.core import Core
-from torchkv.core.records import OPEN, SEAL, SEALED
+from torchkv.core.records import OPEN, SEAL, SEALED, WAITING
 from torchkv.engine.flows import Flows
 
 __all__ = ["BREAKS"]
@@ -83,13 +83,28 @@ def _counts_the_pages_of_other_holders() -> None:
 
 
 def _drops_an_op() -> None:
-    real = loop._queue
+    real = sending.queue_op
 
     def queue(world: Any, index: int) -> None:
         if index % 3:
             real(world, index)
 
-    swap(loop, _queue=queue)
+    swap(loop, queue_op=queue)
+    swap(grants, queue_op=queue)
+
+
+def _binds_the_grant_of_any_name() -> None:
+    def waiting(world: Any, peer: int, hash0: int, hash1: int) -> int:
+        for flow, send in enumerate(world["sends"]):
+            if send["state"] == WAITING and send["peer"] == peer:
+                return flow
+        return -1
+
+    swap(grants, _waiting=waiting)
+
+
+def _drops_ops_that_wait() -> None:
+    swap(loop, park=lambda world, index: None)
 
 
 # name -> (breaks it, whether to look at runs in which nothing may fail)
@@ -102,6 +117,8 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "copies the window wrongly": (_copies_the_window_wrongly, True),
     "counts the pages of other holders": (_counts_the_pages_of_other_holders, True),
     "drops an op": (_drops_an_op, True),
+    "drops ops that wait": (_drops_ops_that_wait, True),
+    "binds the grant of any name": (_binds_the_grant_of_any_name, True),
 }
 
 

@@ -173,9 +173,14 @@ def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Pla
 
 
 def _narrow(core: Core, dice: random.Random) -> None:
-    """Turns of a few bytes and mailboxes of a few records, so that much happens in the middle of a request."""
+    """Turns of a few bytes and mailboxes of a few records, so that much happens in the middle of a request.
+
+    And a loop that now and then gets no processor, while Python goes on.
+    """
     core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
     core.world["window"] = dice.choice([2, 3, 9, MAILBOX_RECORDS])
+    turns, step = dice.choice([1.0, 1.0, 0.6, 0.2]), core.step
+    core.step = lambda: dice.random() < turns and step()
 
 
 class Cluster:

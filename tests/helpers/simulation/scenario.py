@@ -485,6 +485,7 @@ def _flows_left(engine: Engine) -> list[object]:
     if flows is None:
         return []
     core = flows.core
-    free = [len(core._free_sends), len(core._free_receives), len(core._free_ops)]
-    left: list[object] = [*flows._sends, *flows._receives, *flows._ops]
+    quarantined = sum(req.reserved is not None for req in engine.receiver._requests.values())
+    free = [len(core._free_sends), len(core._free_receives) + quarantined, len(core._free_ops)]
+    left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
     return left + ([free] if free != [MAX_FLOWS, MAX_FLOWS, MAX_OPS] else [])

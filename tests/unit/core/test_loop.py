@@ -154,7 +154,8 @@ def test_records_of_an_earlier_generation_are_strays() -> None:
     pair = Pair(layers=1)
     flow = pair.receive(1, generation=1)
     with pair.reader.standing_still():
-        pair.reader.end_receive(flow)
+        pair.reader.close_receive(flow)
+        pair.reader.free_receive(flow)
     assert pair.receive(1, generation=2) == flow
     pair.tell(head=head(WRITTEN, 0, 1), flows=flow, generation=1, hi=TOKENS)
     pair.tell(head=SEAL, flows=flow, generation=1, lo=1)

@@ -317,18 +317,28 @@ def test_a_cancel_before_the_grant_refuses_exactly_that_grant() -> None:
     assert machine.prefix_tokens("r", 1) == 0
 
 
-def test_the_refused_grant_never_binds_a_new_request() -> None:
+def test_the_refused_grant_fails_the_request_that_waits_for_it() -> None:
+    """Else a caller who tries again on both sides fails every time: each cancel would refuse one more grant."""
     machine = sender()
-    verb(machine, 2)
-    machine.cancel("r", "cancel", 0.0)
-    new = verb(machine, 2, work="new")
-    Acts(machine)
-    machine.on_grant(1, grant(5, 6), 1.0)
-    acts = Acts(machine)
-    assert [message.generation for _, message in acts.tells(Abort)] == [1]
-    assert acts.started == []
-    machine.on_grant(1, grant(5, 6, generation=2), 2.0)
-    assert Acts(machine).started == [new]
+    for attempt in range(1, 4):
+        verb(machine, 2, work=f"send{attempt}")
+        machine.cancel("r", f"cancel{attempt}", 0.0)
+        Acts(machine)
+        verb(machine, 2, work="new")
+        machine.on_grant(1, grant(5, 6, generation=2 * attempt), 1.0)
+        acts = Acts(machine)
+        assert [message.generation for _, message in acts.tells(Abort)] == [2 * attempt]
+        assert acts.started == []
+        assert isinstance(acts.error("new"), TransferCancelled)
+        with pytest.raises(TransferCancelled, match="an earlier request"):
+            verb(machine, 2)
+        assert machine.cancel("r", "cancel", 2.0) == ["cancel"]
+        again = verb(machine, 2, work="again")
+        machine.on_grant(1, grant(5, 6, generation=2 * attempt + 1), 3.0)
+        assert Acts(machine).started == [again]
+        machine.cancel("r", "cancel", 3.0)
+        machine.op_finished(again, None, flushed=True, now=3.0)
+        Acts(machine)
 
 
 def test_each_request_cancelled_before_its_grant_refuses_one() -> None:
@@ -336,15 +346,17 @@ def test_each_request_cancelled_before_its_grant_refuses_one() -> None:
     for life in range(2):
         verb(machine, 2, work=f"send{life}")
         machine.cancel("r", f"cancel{life}", 0.0)
-    new = verb(machine, 2, work="new")
+    verb(machine, 2, work="new")
     Acts(machine)
     for generation in (1, 2):
         machine.on_grant(1, grant(5, 6, generation=generation), 1.0)
         acts = Acts(machine)
         assert [message.generation for _, message in acts.tells(Abort)] == [generation]
         assert acts.started == []
+    machine.cancel("r", "cancel", 1.0)
+    again = verb(machine, 2, work="again")
     machine.on_grant(1, grant(5, 6, generation=3), 2.0)
-    assert Acts(machine).started == [new]
+    assert Acts(machine).started == [again]
 
 
 def test_a_refusal_is_forgotten_after_the_grant_timeout() -> None:
@@ -707,6 +719,9 @@ def test_cancels_and_revocations_look_up_what_they_need() -> None:
 
 class OnTheLoop:
     """A resident loop that takes every request, and never tells anything."""
+
+    def heed_grants(self, heeds: bool) -> None:
+        pass
 
     def open_send(self, req: SenderRequest) -> None:
         req.flow = 0

@@ -1,0 +1,181 @@
+"""Grants that meet trouble between two resident loops: one of them gets no processor, or its mailbox has no room.
+
+The seeds of `test_simulated_loop` seldom hit these moments, so each is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.faults.test_simulated_races import done, layout, seed, send, shadow
+from tests.helpers.references.memory import snapshot
+from tests.helpers.references.page_transfer import Pool
+from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.core.core import Core
+from torchkv.engine.flows import Flows
+from torchkv.errors import ProtocolError, TransferCancelled
+
+NOBODY = "no resident loop here"
+
+
+def cluster(*sizes: tuple[str, int]) -> Cluster:
+    """Instances (name, TP size), all of whose pages are mapped, and loops of full speed."""
+    places = [Place(name, layout(rank, size)) for name, size in sizes for rank in range(size)]
+    made = Cluster(places, seed=seed(), views=True)
+    for rank in made.ranks:
+        core = core_of(rank)
+        core.step = lambda core=core: Core.step(core)
+        core.world["window"], core.world["turn"] = 64, 1 << 20
+    return made
+
+
+def core_of(rank: Rank) -> Core:
+    assert rank.engine.flows is not None, NOBODY
+    return rank.engine.flows.core
+
+
+def stall(rank: Rank) -> Callable[[], None]:
+    """The rank's loop gets no processor, until the result is called."""
+    core = core_of(rank)
+    core.step = lambda: False
+
+    def go_on() -> None:
+        core.step = lambda: Core.step(core)
+
+    return go_on
+
+
+def unchanged(before: Pool, rank: Rank) -> bool:
+    now = snapshot(rank).tensors
+    return all(bool((tensor == now[key]).all()) for key, tensor in before.tensors.items())
+
+
+def _late_grant(world: Cluster) -> bool:
+    """Whether pages that were given up before the writer's loop had heard of them stay as they are."""
+    writer, reader = world[0], world[1]
+    for rank in world.ranks:
+        shadow(rank)  # random bytes
+    works = send(writer, [0, 1, 2], 1, "old")
+    go_on = stall(writer)
+    reader.recv_pages("old", [3, 7, 1], 0)
+    assert world.run(lambda: not _owes(reader), limit=1)
+    cancel = reader.cancel("old")
+    assert world.run(cancel.is_completed, limit=5)
+    assert cancel.is_success()
+    before = snapshot(reader)
+    go_on()
+    world.run(done(*works), limit=5)
+    return unchanged(before, reader)
+
+
+def _owes(rank: Rank) -> bool:
+    world = core_of(rank).world
+    return bool(world["command_tail"] != world["command_head"] or world["due_tail"] != world["due_head"])
+
+
+def test_a_grant_that_the_writer_hears_after_its_end_binds_nothing() -> None:
+    assert _late_grant(cluster(("p", 1), ("d", 1)))
+
+
+def test_the_writers_quiescence_is_what_protects_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flows, "settle", lambda self: None)
+    assert not _late_grant(cluster(("p", 1), ("d", 1)))
+
+
+def test_a_request_cancelled_before_its_grant_was_told_fails_at_its_writers() -> None:
+    """The mailboxes have no room. The grant and its end then come in messages, and in this order."""
+    world = cluster(("p", 2), ("d", 1))
+    reader = world[2]
+    finishes = [send(world[rank], [0, 1], 2)[1] for rank in (0, 1)]
+    core_of(reader).world["window"] = 0
+    reader.recv_pages("r", [3, 7], "p")
+    world.run(limit=0.01)
+    assert _owes(reader)
+    reader.cancel("r")
+    assert world.run(done(*finishes), limit=1)
+    assert all(isinstance(work.exception(), TransferCancelled) for work in finishes)
+    assert not _owes(reader)
+
+
+def test_one_of_two_writers_is_told_by_a_message() -> None:
+    """The other has sent what Python must judge, so that the receiver's Python serves the request."""
+    world = cluster(("p", 2), ("d", 1))
+    memory, before = shadow(world[2]), snapshot(world[2])
+    sources = {rank: snapshot(world[rank]) for rank in (0, 1)}
+    reader = core_of(world[2])
+    real = reader.world["peers"][1]["written"]
+    reader.world["peers"][1]["written"] = real + 64  # as if its mailbox were full
+    rx = world[2].recv_pages("r", [3, 7], "p")
+    works = [world[0].staged_put("r", range(2), [0, 1], 2), world[0].finish("r", 2), *send(world[1], [0, 1], 2)]
+    world.run(limit=0.05)
+    reader.world["peers"][1]["written"] = real
+    assert world.run(done(rx, *works), limit=5)
+    assert rx.exception() is None
+    memory.check_received("r", before, [3, 7], sources, {0: [0, 1], 1: [0, 1]})
+    assert memory.problems == []
+
+
+def test_receivers_of_one_verb_hold_one_prefix() -> None:
+    """Also if the loop has bound one of them already, or would soon."""
+    for prefixed in (1, 2):
+        world = cluster(("p", 1), ("d", 1), ("e", 1))
+        for first in (prefixed, 3 - prefixed):
+            work = world[0].send_pages(f"r{first}", [0, 1], (1, 2))
+            for rank in (first, 3 - first):
+                prefix = 4 if rank == prefixed else 0
+                world[rank].recv_pages(f"r{first}", [3 + 2 * (first == 1), 7 + first], 0, prefix_tokens=prefix)
+                world.run(limit=0.01)
+            assert world.run(work.is_completed, limit=5)
+            assert isinstance(work.exception(), ProtocolError)
+            assert "unequal prefixes" in str(work.exception())
+
+
+def test_a_grant_by_message_meets_the_request_that_waits_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flows, "grant", lambda self, req: False)
+    world = cluster(("p", 1), ("d", 1))
+    memory, before, source = shadow(world[1]), snapshot(world[1]), snapshot(world[0])
+    works = send(world[0], [9, 4], 1)
+    world.run(limit=0.01)
+    rx = world[1].recv_pages("r", [3, 7], 0)
+    assert world.run(done(rx, *works), limit=5)
+    assert rx.exception() is None
+    memory.check_received("r", before, [3, 7], {0: source}, {0: [9, 4]})
+    assert memory.problems == []
+
+
+@pytest.mark.parametrize("pages", [[3], [3, 7, 1]], ids=["too few", "too many"])
+def test_pages_that_do_not_fit_are_refused_as_ever(pages: list[int]) -> None:
+    world = cluster(("p", 1), ("d", 1))
+    for rank in world.ranks:
+        shadow(rank)  # random bytes
+    works = send(world[0], [0, 1], 1)
+    before = snapshot(world[1])
+    rx = world[1].recv_pages("r", pages, 0)
+    assert world.run(done(rx, *works), limit=5)
+    assert works[1].exception() is not None
+    assert rx.exception() is not None
+    assert unchanged(before, world[1])
+
+
+def test_many_names_at_once() -> None:
+    """Requests that share buckets of the table, granted in another order than begun, some given up."""
+    dice = np.random.default_rng()
+    world = cluster(("p", 1), ("d", 1))
+    for rank in world.ranks:
+        core_of(rank).world["window"] = 3
+    memory, before, source = shadow(world[1]), snapshot(world[1]), snapshot(world[0])
+    names = [f"r{i}" for i in range(8)]
+    works = {name: send(world[0], [i, i + 1], 1, name) for i, name in enumerate(names)}
+    given_up = str(dice.choice(names))
+    world[0].cancel(given_up)
+    order = [str(name) for name in dice.permutation([name for name in names if name != given_up])]
+    rxs = {name: world[1].recv_pages(name, [2 * i, 2 * i + 1], 0) for i, name in enumerate(order)}
+    assert world.run(done(*rxs.values(), *(work for pair in works.values() for work in pair)), limit=5)
+    for i, name in enumerate(order):
+        assert rxs[name].exception() is None
+        at = names.index(name)
+        memory.check_received(name, before, [2 * i, 2 * i + 1], {0: source}, {0: [at, at + 1]})
+    assert memory.problems == []

@@ -1,0 +1,191 @@
+"""Grants between two loops without threads: what is bound, what is left to Python, and hostile bodies."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.loops import PAGE, TOKENS, Pair
+from torchkv.core import mailbox
+from torchkv.core.records import (
+    BOUND,
+    GRANT,
+    GRANT_NBYTES,
+    GRANTED,
+    MAX_FLOWS,
+    MAX_GRANTED,
+    OP_DONE,
+    RECEIVED,
+    SENT,
+    WAITING,
+    Grant,
+)
+
+
+def kinds(notices: list[object]) -> list[int]:
+    return [notice.kind for notice in notices]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("granted_first", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"turn": 1, "window": 2}], ids=["wide", "narrow"])
+def test_a_request_that_waits(granted_first: bool, limits: dict[str, int]) -> None:
+    """The grant may come before its ops are started, and before it is finished."""
+    pair = Pair(**limits)
+    flow = pair.receive(3)
+    send = pair.wait()
+    if granted_first:
+        pair.grant(flow, [6, 1, 4])
+        assert kinds(pair.run()[0]) == [BOUND]
+    op = pair.start(send, [2, 7, 0])
+    pair.writer.finish_send(send, 3, b"aux")
+    if not granted_first:
+        assert pair.run() == ([], [])
+        pair.grant(flow, [6, 1, 4])
+    told, heard = pair.run()
+    assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
+    assert kinds(heard) == [RECEIVED]
+    assert pair.writer.op_result(op) == (3 * 3 * PAGE, 9)
+    peer_flow, generation, pages = pair.writer.bound(send)
+    assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
+    expected = np.full_like(pair.dst, 0xAB)
+    expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
+    assert (pair.dst == expected).all()
+
+
+def test_ops_begin_in_their_order() -> None:
+    pair = Pair(turn=1)
+    flow, send = pair.receive(3), pair.wait()
+    ops = [pair.start(send, [page], start=page) for page in (0, 1, 2)]
+    pair.grant(flow, [3, 4, 5])
+    told, _ = pair.run()
+    assert [notice.index for notice in told if notice.kind == OP_DONE] == ops
+
+
+@pytest.mark.parametrize(
+    ("wait", "granted"),
+    [
+        ({"name": b"other"}, {}),
+        ({"writers": 3}, {}),
+        ({"max_page": 4}, {}),  # page 4 is none of the receiver's
+        ({}, {"prefix_tokens": TOKENS}),
+        ({}, {"pages": [1]}),  # fewer than were sent
+        ({}, {"pages": [1, -1]}),
+    ],
+    ids=["name", "writers", "page", "prefix", "too few", "negative"],
+)
+def test_what_does_not_fit_is_left_to_python(wait: dict[str, object], granted: dict[str, object]) -> None:
+    pair = Pair()
+    flow, send = pair.receive(2), pair.wait(**wait)
+    pair.start(send, [0, 1])
+    pair.grant(flow, **{"pages": [1, 4], **granted})
+    told, heard = pair.run()
+    assert kinds(told) == [GRANTED]
+    assert heard == []
+    assert (pair.dst == 0xAB).all()
+    assert pair.writer.world["sends"][send]["state"] == WAITING
+    body = pair.writer.granted(1, flow, 1)
+    assert body is not None
+    assert (body.name, body.pages.tolist()) == (b"name", granted.get("pages", [1, 4]))
+    with pair.writer.standing_still():
+        pair.writer.settle()
+        assert pair.writer.take_back_send(send, []) is False
+    assert not pair.writer.world["buckets"].any()
+
+
+def test_a_seal_that_does_not_fit_the_grant_is_left_to_python() -> None:
+    pair = Pair()
+    flow, send = pair.receive(3), pair.wait()
+    pair.start(send, [0, 1])
+    pair.writer.finish_send(send, 2, b"")
+    pair.grant(flow, [1, 4, 5])
+    assert kinds(pair.run()[0]) == [GRANTED]
+
+
+def test_each_name_meets_its_grant() -> None:
+    """Many names, so that they share buckets; some are taken back, and the others still found."""
+    pair = Pair(layers=1, pages=200)
+    dice = random.Random()
+    names = [f"request {i}".encode() for i in range(200)]
+    sends = {name: pair.wait(name=name) for name in names}
+    for i, name in enumerate(names):
+        pair.start(sends[name], [i])
+    dice.shuffle(names)
+    for name in names[100:]:
+        with pair.writer.standing_still():
+            pair.writer.settle()
+            pair.writer.take_back_send(sends[name], [])
+    for i, name in enumerate(names):
+        pair.grant(pair.receive(1, generation=i + 1), [i], name=name)
+        told, _ = pair.run()
+        assert kinds(told) == ([BOUND, OP_DONE] if i < 100 else [GRANTED])
+        if i < 100:
+            assert told[0].index == sends[name]
+    pages = [int(name.split()[1]) for name in names[:100]]
+    assert (pair.dst[0, :100] == pair.src[0, pages]).all()
+    assert (pair.dst[0, 100:] == 0xAB).all()
+
+
+def test_whom_the_loop_has_not_told() -> None:
+    pair = Pair(window=0)
+    flow = pair.receive(1)
+    pair.grant(flow, [1])
+    pair.run()
+    with pair.reader.standing_still():
+        pair.reader.settle()
+        assert pair.reader.untold(flow) == [0]
+        assert pair.reader.untold(flow) == []
+    pair.reader.world["window"] = 8
+    assert pair.run() == ([], [])
+
+
+def test_the_slot_of_an_ended_request_says_nothing() -> None:
+    pair = Pair()
+    flow = pair.receive(1)
+    pair.grant(flow, [1])
+    pair.run()
+    assert pair.writer.granted(1, flow, 2) is None
+    assert pair.writer.granted(1, -1, 1) is None
+    assert pair.writer.granted(1, MAX_FLOWS, 1) is None
+    assert pair.writer.granted(7, flow, 1) is None
+
+
+WORDS = st.one_of(st.integers(-3, 12), st.integers(-(1 << 63), (1 << 63) - 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.dictionaries(st.sampled_from(sorted(Grant.__annotations__)), WORDS),
+    ids=st.lists(WORDS, max_size=4),
+    flow=st.one_of(st.integers(0, MAX_FLOWS + 2), st.integers(0, (1 << 63) - 1)),
+)
+def test_no_body_crashes_the_writer(words: dict[str, int], ids: list[int], flow: int) -> None:
+    """Whatever a peer writes into its slot: it is bound with page ids that exist, or left to Python."""
+    pair = Pair(layers=1)
+    receive, send = pair.receive(2), pair.wait()
+    pair.start(send, [0, 1])
+    pair.grant(receive, [3, 5])
+    pair.run()
+    pair = pair_again(pair, receive, words, ids)
+    pair.tell_back(head=GRANT, flows=flow, generation=words.get("generation", 1))
+    told, _ = pair.run()
+    for notice in told:
+        assert notice.kind in (BOUND, GRANTED, OP_DONE)
+        if notice.kind == GRANTED:
+            pair.writer.granted(1, flow & 0xFFFFFFFF, words.get("generation", 1))
+    assert 0 <= int(pair.writer.world["sends"][send]["granted"]) <= MAX_GRANTED * TOKENS
+
+
+def pair_again(pair: Pair, flow: int, words: dict[str, int], ids: list[int]) -> Pair:
+    """The same slot with other words, and a fresh send that waits."""
+    at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
+    slot = np.frombuffer(pair.reader._bytes, np.int64, GRANT_NBYTES // 8 + len(ids), at)
+    for number, name in enumerate(Grant.__annotations__):
+        if name in words:
+            slot[number] = words[name]
+    slot[GRANT_NBYTES // 8 :] = ids
+    pair.start(pair.wait(), [0, 1])
+    return pair
