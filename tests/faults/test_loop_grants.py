@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.faults.test_simulated_races import done, layout, seed, send, shadow
 from tests.helpers.references.memory import snapshot
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
 from torchkv.errors import ProtocolError, TransferCancelled
@@ -178,4 +178,19 @@ def test_many_names_at_once() -> None:
         assert rxs[name].exception() is None
         at = names.index(name)
         memory.check_received(name, before, [2 * i, 2 * i + 1], {0: source}, {0: [at, at + 1]})
+    assert memory.problems == []
+
+
+def test_a_grant_comes_while_a_verb_is_refused_by_the_loop() -> None:
+    """The loop binds the request in the moment in which it is taken back for an op that the loop cannot do."""
+    world = cluster(("p", 1), ("d", 1))
+    memory, before, source = shadow(world[1]), snapshot(world[1]), snapshot(world[0])
+    go_on = stall(world[0])
+    rx = world[1].recv_pages("r", [3, 7], 0)
+    assert world.run(lambda: not _owes(world[1]), limit=1)
+    works = [world[0].staged_put("r", range(2), [9, 4], 1), world[0].finish("r", 1)]
+    go_on()
+    assert world.run(done(rx, *works), limit=5)
+    assert rx.exception() is None
+    memory.check_received("r", before, [3, 7], {0: source}, {0: [9, 4]})
     assert memory.problems == []

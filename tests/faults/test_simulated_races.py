@@ -5,34 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-import torch
 from torchkv_loopback import Faults
 
-from tests.helpers.references.memory import Shadow, guarded, page_bytes, snapshot
+from tests.helpers.references.memory import guarded, page_bytes, snapshot
 from tests.helpers.references.page_transfer import reference
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.engine.work import KVWork
+from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.errors import PeerLost, ProtocolError, TransferCancelled
-from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Attest, Grant, Quiesced, Seal, Verdict, decode_frame
 from torchkv.protocol.receiver import Receiver
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
-
-
-def layout(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
-    return KVLayout.gqa(
-        num_layers=2, num_kv_heads=2, head_dim=4, page_size=4, dtype=torch.int16, tp_rank=tp_rank, tp_size=tp_size
-    )
-
-
-def seed() -> int:
-    """A fresh seed; pytest prints it when the test fails."""
-    value = random.SystemRandom().getrandbits(32)
-    print(f"seed {value}")
-    return value
 
 
 def pair(faults: Faults = SLOW, *, instances: tuple[str, str] = ("p", "d"), sees_death: bool = True) -> Cluster:
@@ -44,18 +28,6 @@ def two_writers(faults: Faults = SLOW) -> Cluster:
     """Ranks 0 and 1 hold one head each, rank 2 receives both."""
     places = [Place("p", layout(0, 2)), Place("p", layout(1, 2)), Place("d", layout())]
     return Cluster(places, seed=seed(), faults=faults)
-
-
-def shadow(rank: Rank) -> Shadow:
-    return Shadow(rank, np.random.default_rng())
-
-
-def done(*works: KVWork) -> Callable[[], bool]:
-    return lambda: all(work.is_completed() for work in works)
-
-
-def send(rank: Rank, pages: list[int], dst: int, name: str = "r", aux: bytes = b"") -> tuple[KVWork, KVWork]:
-    return rank.send_pages(name, pages, dst), rank.finish(name, dst, aux=aux)
 
 
 def flying(cluster: Cluster) -> int:

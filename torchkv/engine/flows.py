@@ -351,7 +351,6 @@ class Flows:
         req = self._sends[flow]
         plan, waiting = self._waiting.pop(flow)
         peer_flow, generation, pages = self.core.bound(flow)
-        req.running = {self._ops[index][1]: index for index in waiting}
         grant = BoundGrant(
             dst=req.dst,
             generation=generation,
@@ -361,7 +360,7 @@ class Flows:
             plan=plan,
             flow=peer_flow,
         )
-        self._sender.bound(req, grant, self._now())
+        self._sender.bound(req, grant, {self._ops[index][1]: index for index in waiting}, self._now())
 
     def _on_granted(self, source: int, words: tuple[int, ...]) -> None:
         """A grant that the loop has not bound: Python does, as if it had come in a message."""

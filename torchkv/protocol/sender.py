@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchkv.errors import (
@@ -538,8 +538,11 @@ class Sender:
         others = self._requests_of(req.request, req)
         return any(other.grant is not None and other.grant.prefix_tokens for other in others)
 
-    def bound(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
-        """The loop has bound a request that waited there. Its ops are ``running`` and begin, each in its turn."""
+    def bound(self, req: SenderRequest, grant: BoundGrant, started: Mapping[SendOp, int], now: float) -> None:
+        """The loop has bound a request that waited there, and begins the ops that it had been given (``started``).
+
+        There may be one that it cannot do. Then the request is about to be taken back.
+        """
         req.grant = grant
         req.progress_at = now
         self._by_generation[(req.dst, grant.generation)] = req
@@ -547,6 +550,7 @@ class Sender:
         trace.debug("request %r to rank %d: bound on the loop, generation %d", req.request, req.dst, grant.generation)
         waited, req.queue = req.queue, deque()
         for op in waited:
+            req.running[op] = started.get(op)
             self._queued_pages -= op.num_pages
             op.prefixes[grant.dst] = grant.prefix_tokens
         if req.finish is not None and not req.running:
