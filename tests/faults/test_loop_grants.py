@@ -16,6 +16,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
+from torchkv.engine.work import KVWork
 from torchkv.errors import ProtocolError, TransferCancelled
 
 NOBODY = "no resident loop here"
@@ -189,6 +190,30 @@ def test_a_grant_comes_while_a_verb_is_refused_by_the_loop() -> None:
     rx = world[1].recv_pages("r", [3, 7], 0)
     assert world.run(lambda: not _owes(world[1]), limit=1)
     works = [world[0].staged_put("r", range(2), [9, 4], 1), world[0].finish("r", 1)]
+    go_on()
+    assert world.run(done(rx, *works), limit=5)
+    assert rx.exception() is None
+    memory.check_received("r", before, [3, 7], {0: source}, {0: [9, 4]})
+    assert memory.problems == []
+
+
+@pytest.mark.parametrize("refused", ["op", "pages", "aux"])
+def test_a_grant_that_python_must_bind_comes_while_the_request_is_taken_back(refused: str) -> None:
+    """Of a grant behind a prefix Python learns in the middle of taking the request back."""
+    world = cluster(("p", 1), ("d", 1))
+    memory, before, source = shadow(world[1]), snapshot(world[1]), snapshot(world[0])
+    verbs = [lambda: world[0].send_pages("r", [9, 4], 1)]
+    if refused == "op":
+        verbs = [lambda: world[0].staged_put("r", range(2), [9, 4], 1)]
+    elif refused == "pages":
+        verbs = [lambda: world[0].send_pages("r", [4], 1, start=1), lambda: world[0].send_pages("r", [9], 1)]
+    verbs.append(lambda: world[0].finish("r", 1, aux=bytes(300 if refused == "aux" else 3)))
+    works: list[KVWork] = []
+    go_on = stall(world[0])
+    rx = world[1].recv_pages("r", [3, 7], 0, prefix_tokens=4)
+    assert world.run(lambda: not _owes(world[1]), limit=1)
+    for verb in verbs:
+        works.append(verb())
     go_on()
     assert world.run(done(rx, *works), limit=5)
     assert rx.exception() is None

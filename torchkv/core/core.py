@@ -134,6 +134,7 @@ class Core:
         self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
         self._tail, self._head = word_at("event_tail") // 8, word_at("event_head") // 8
+        self._command_tail, self._command_head = word_at("command_tail") // 8, word_at("command_head") // 8
         self._news, self._sleepers = word_at("news") // 8, word_at("sleepers") // 8
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -406,6 +407,11 @@ class Core:
         if tail != head:
             self._view[self._head] = tail
         return taken
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether the loop has not taken all commands."""
+        return bool(self._view[self._command_tail] != self._view[self._command_head])
 
     def settle(self) -> None:
         """Takes in all commands and all messages that have come. While the loop stands still."""

@@ -200,10 +200,10 @@ class Flows:
         assert req.flow is not None
         return self.core.moved(req.flow)
 
-    def take_back_send(self, req: SenderRequest) -> bool:
+    def take_back_send(self, req: SenderRequest) -> bool | None:
         with self._standing_still():
             if req.flow is None:
-                return False
+                return None
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
             sealed = self.core.take_back_send(req.flow, left)
@@ -307,8 +307,11 @@ class Flows:
     def _standing_still(self) -> Iterator[None]:
         """The loop stands still inside, and the state machines know all that it knows."""
         with self.core.standing_still():
-            self.core.settle()
-            self.catch_up()
+            settled = False
+            while not settled:
+                self.core.settle()
+                self.catch_up()
+                settled = not self.core.has_commands  # what the loop has told may have led to new ones
             yield
 
     @property

@@ -45,10 +45,11 @@ class RequestFlows(Protocol):
     def moved(self, req: SenderRequest) -> int:
         """Bytes that the loop has copied for a request."""
 
-    def take_back_send(self, req: SenderRequest) -> bool:
-        """Takes a request back, unless it ends meanwhile. Whether the loop had sealed it.
+    def take_back_send(self, req: SenderRequest) -> bool | None:
+        """Takes a request back. Whether the loop had sealed it; None if it has left the loop meanwhile.
 
-        Ops that the loop has not ended are still ``running``, and nobody works on them.
+        Ops that the loop has not ended are still ``running``, and nobody works on them. What the loop tells first may
+        end the request, or lead to its being taken back already: then Python may work on them.
         """
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:

@@ -564,7 +564,8 @@ class Sender:
     def _finish(self, req: SenderRequest, now: float) -> None:
         """No more ops will come: has the request sealed once the last one has ended."""
         if req.flow is not None and req.grant is None and not self._is_whole(req):
-            self._take_back(req, now)
+            self._take_back(req, now)  # binding it, now or later, comes here again
+            return
         if req.flow is None or not self._flows.finish(req):
             self._take_back(req, now)
             self._seal_if_done(req, now)
@@ -579,7 +580,7 @@ class Sender:
         if req.flow is None:
             return
         sealed = self._flows.take_back_send(req)
-        if req.ended:
+        if sealed is None:
             return
         trace.debug("request %r to rank %d: taken back from the resident loop", req.request, req.dst)
         if req.grant is None:
@@ -591,8 +592,7 @@ class Sender:
 
     def _stop(self, req: SenderRequest) -> bool:
         """Takes the request back, if it is on the resident loop, to fail it. False if it has ended meanwhile."""
-        if req.flow is not None:
-            self._flows.take_back_send(req)
+        if req.flow is not None and self._flows.take_back_send(req) is not None:
             # Nobody works on them, so they are as good as never begun.
             self._queued_pages += sum(op.num_pages for op in req.running)
             req.queue.extend(req.running)

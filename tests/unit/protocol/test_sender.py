@@ -735,7 +735,7 @@ class OnTheLoop:
     def moved(self, req: SenderRequest) -> int:
         return 0
 
-    def take_back_send(self, req: SenderRequest) -> bool:
+    def take_back_send(self, req: SenderRequest) -> bool | None:
         req.flow = None
         return req.finish is not None and not req.running
 
