@@ -17,7 +17,7 @@ from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
 from torchkv.engine.work import KVWork
-from torchkv.errors import ProtocolError, TransferCancelled
+from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
 
 NOBODY = "no resident loop here"
 
@@ -219,3 +219,21 @@ def test_a_grant_that_python_must_bind_comes_while_the_request_is_taken_back(ref
     assert rx.exception() is None
     memory.check_received("r", before, [3, 7], {0: source}, {0: [9, 4]})
     assert memory.problems == []
+
+
+def test_a_page_outside_a_grant_that_only_the_loop_knows() -> None:
+    """The verb is accepted, because Python has not heard of the grant; then it fails, and nothing else is harmed."""
+    world = cluster(("p", 1), ("d", 1))
+    for rank in world.ranks:
+        shadow(rank)  # random bytes
+    first = world[0].send_pages("r", [9], 1)
+    rx = world[1].recv_pages("r", [3], 0)
+    for _ in range(4):
+        for rank in world.ranks:
+            core_of(rank).step()
+    before = snapshot(world[1])
+    outside = world[0].send_pages("r", [4], 1, start=1)
+    assert world.run(done(first, rx, outside), limit=5)
+    assert isinstance(outside.exception(), PageOutOfRange)
+    assert isinstance(rx.exception(), PageOutOfRange)
+    assert unchanged(before, world[1])

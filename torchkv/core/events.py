@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from torchkv.core.mailbox import call_write, futex_wake
-from torchkv.core.records import ALL_HERE, MAX_EVENTS, WRITE, World, word_at
+from torchkv.core.records import ALL_HERE, MAX_EVENTS, MAX_FLOWS, WRITE, World, word_at
 from torchkv.host.atomics import exchange_if, load, store
 from torchkv.host.jit import compiled
 
 __all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
 
-_RESERVE = 64  # events that one turn may make after it has looked for room
+_RESERVE = (
+    MAX_FLOWS + 64
+)  # events that one turn may make after it has looked for room: OUTSIDE of each send, and others
 _TAIL, _HEAD, _NEWS = word_at("event_tail"), word_at("event_head"), word_at("news")
 _SLEEPERS, _EAGER, _ONE = word_at("sleepers"), word_at("eager"), word_at("one")
 

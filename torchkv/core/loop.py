@@ -14,6 +14,7 @@ from torchkv.core.records import (
     DUE,
     GRANT,
     MAX_OPS,
+    OUTSIDE,
     SEAL,
     STRAY,
     VERDICT,
@@ -59,7 +60,8 @@ def _command(world: World) -> int:
 
 @compiled
 def _start(world: World, index: int) -> int:
-    send = world["sends"][world["ops"][index]["flow"]]
+    op = world["ops"][index]
+    send = world["sends"][op["flow"]]
     if send["state"] == WAITING:
         park(world, index)
         return -1
@@ -67,6 +69,11 @@ def _start(world: World, index: int) -> int:
     if send["started"] == 0:
         send["started"] = 1
         world["unfinished"] += 1
+    if op["count"] > 0 and (op["start"] + op["count"] - 1) * send["src_page"] >= send["granted"]:
+        if send["due"] == 0:
+            send["due"] = 1  # it will never be sealed
+            emit(world, OUTSIDE, index, 0)
+        return -1
     return index
 
 

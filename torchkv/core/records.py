@@ -49,6 +49,7 @@ __all__ = [
     "NEWS",
     "OPEN",
     "OP_DONE",
+    "OUTSIDE",
     "RECEIVED",
     "RECORD",
     "SCRATCH",
@@ -101,7 +102,8 @@ WRITTEN, AUX, SEAL, VERDICT, GRANT = 1, 2, 3, 4, 5
 # Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
 # that the loop has bound to none. ALL_HERE: a receive of which the loop does not know whether it is complete, although
 # all of its writers have sealed; or on which others decide too. STRAY: a record for a flow that is not here, or leaves.
-OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ALL_HERE, STRAY, NEWS = 1, 2, 3, 4, 5, 6, 7, 8
+# OUTSIDE: the first op of a send that cannot begin, because its pages are not granted.
+OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ALL_HERE, STRAY, NEWS, OUTSIDE = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3

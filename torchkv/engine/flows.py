@@ -32,6 +32,7 @@ from torchkv.core.records import (
     MAX_WRITERS,
     NEWS,
     OP_DONE,
+    OUTSIDE,
     RECEIVED,
     SEAL,
     SENT,
@@ -345,6 +346,9 @@ class Flows:
                 if (receive := self._receives.get(notice.index)) is not None:
                     with self.core.standing_still():
                         self._receiver.taken_back(receive, self._leave(receive), self._now())
+            case x if x == OUTSIDE:
+                if (owner := self._ops.get(notice.index)) is not None:
+                    self._sender.outside(*owner)
             case x if x == STRAY:
                 self._on_stray(notice.source, notice.words)
             case _:

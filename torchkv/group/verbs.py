@@ -226,7 +226,8 @@ class Verbs:
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
-            engine.catch_up()
+            if len(ranks) != 1 or not sender.is_on_loop(request, ranks[0]):
+                engine.catch_up()
             for rank in ranks:  # before everything else: a request that has failed raises its own error again
                 sender.admit(request, rank, start, num_pages)
             if engine.lost:

@@ -143,6 +143,11 @@ class Sender:
                 retryable=True,
             )
 
+    def is_on_loop(self, request: str, dst: int) -> bool:
+        """Whether the resident loop serves the request, so that a verb need not know what the loop has done."""
+        req = self._requests.get((request, dst))
+        return req is not None and req.flow is not None
+
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""
         self._meet_revocation(request, dst)
@@ -555,6 +560,15 @@ class Sender:
             op.prefixes[grant.dst] = grant.prefix_tokens
         if req.finish is not None and not req.running:
             req.sealed_at = now
+
+    def outside(self, req: SenderRequest, op: SendOp) -> None:
+        """An op names pages outside the grant, which only the loop knew when the verb was called: the request fails."""
+        assert req.grant is not None
+        try:
+            check_grant(op, req.grant)
+        except PageOutOfRange as error:
+            if self._stop(req):
+                self._fail(req, error)
 
     @property
     def _flows(self) -> RequestFlows:

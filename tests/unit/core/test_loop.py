@@ -18,6 +18,7 @@ from torchkv.core.records import (
     MAX_FLOWS,
     MAX_INTERVALS,
     OP_DONE,
+    OUTSIDE,
     RECEIVED,
     SEAL,
     SENT,
@@ -270,3 +271,14 @@ def test_coverage_is_the_set_of_what_has_come(added: list[tuple[int, int]]) -> N
         got = [(int(words[1 + 2 * i]), int(words[2 + 2 * i])) for i in range(words[0])]
         assert sum(hi - lo for lo, hi in got) == len(expected)
         assert {number for lo, hi in got for number in range(lo, hi)} == expected
+
+
+def test_pages_outside_the_grant_are_never_sent() -> None:
+    pair = Pair()
+    flow = pair.receive(2)
+    send = pair.send(flow, [6, 1])
+    inside, outside = pair.start(send, [2, 7]), pair.start(send, [0], start=2)
+    pair.writer.finish_send(send, 2, b"")
+    told, heard = pair.run()
+    assert [(notice.kind, notice.index) for notice in told] == [(OP_DONE, inside), (OUTSIDE, outside)]
+    assert heard == []
