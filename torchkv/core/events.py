@@ -9,9 +9,8 @@ from torchkv.host.jit import compiled
 
 __all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
 
-_RESERVE = (
-    MAX_FLOWS + 64
-)  # events that one turn may make after it has looked for room: OUTSIDE of each send, and others
+# Events that one turn may make after it has looked for room: OUTSIDE of each send, and others.
+_RESERVE = MAX_FLOWS + 64
 _TAIL, _HEAD, _NEWS = word_at("event_tail"), word_at("event_head"), word_at("news")
 _SLEEPERS, _EAGER, _ONE = word_at("sleepers"), word_at("eager"), word_at("one")
 

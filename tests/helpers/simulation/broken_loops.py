@@ -67,8 +67,11 @@ def _loses_what_finds_no_room() -> None:
     swap(loop, pay_seal=lambda *arguments: bool(real(*arguments)) or True)
 
 
-def _forgets_messages_when_taken_back() -> None:
-    swap(Core, settle=lambda self: None)
+def _forgets_commands_when_taken_back() -> None:
+    def settle(world: Any) -> None:
+        world["command_head"] = world["command_tail"]
+
+    swap(loop, settle=settle)
 
 
 def _copies_the_window_wrongly() -> None:
@@ -113,7 +116,7 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "copies on when taken back": (_copies_on_when_taken_back, False),
     "forgets what has arrived": (_forgets_what_has_arrived, True),
     "loses what finds no room": (_loses_what_finds_no_room, True),
-    "forgets messages when taken back": (_forgets_messages_when_taken_back, True),
+    "forgets commands when taken back": (_forgets_commands_when_taken_back, True),
     "copies the window wrongly": (_copies_the_window_wrongly, True),
     "counts the pages of other holders": (_counts_the_pages_of_other_holders, True),
     "drops an op": (_drops_an_op, True),
