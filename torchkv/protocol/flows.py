@@ -2,9 +2,9 @@
 
 A request that the loop can serve is *handed over* with its first verb (sender) or when it is posted (receiver): from
 then on the loop grants or waits for the grant, copies, announces, seals, and decides about success, and only tells the
-state machine. Whatever else happens to the
-request, a failure, a cancel, an op that the loop cannot do, a message that Python must judge: first the request is
-*taken back*. Then nothing of it is under way on the loop, and the state machine knows all that the loop knew.
+state machine. Whatever else happens to the request, a failure, a cancel, an op that the loop cannot do, a message that
+Python must judge: first the request is *taken back*. Then nothing of it is under way on the loop, and the state machine
+knows all that the loop knew.
 """
 
 from __future__ import annotations
