@@ -428,9 +428,8 @@ class Core:
             posting.wake_driver(self._address)
 
     def wake_waiters(self) -> None:
-        """Wakes the threads in `wait`: Python has completed a call. Any thread."""
-        if self._view[self._sleepers]:
-            posting.wake_waiters(self._address)
+        """Changes ``news`` and wakes the threads in `wait`: Python has completed a call. Any thread."""
+        posting.wake_waiters(self._address)  # also if nobody sleeps yet: somebody may be about to
 
     @property
     def news(self) -> int:

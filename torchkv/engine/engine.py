@@ -474,7 +474,7 @@ class Engine:
                 self.lost.pop(event.rank, None)
                 self._leader.peer_found(event.rank)
                 self.receiver.peer_found(event.rank)
-                self.changed.notify_all()
+                self.notify()
                 return
             self.lost[event.rank] = event.reason
             self.sender.peer_lost(event.rank, event.reason)
@@ -484,7 +484,7 @@ class Engine:
                 self.sender.peer_dead(event.rank)
                 self._undrained.add(event.rank)
                 self._messenger.mark_dead(event.rank)
-            self.changed.notify_all()
+            self.notify()
 
     # ------------------------------------------------------------------ actions
 
@@ -521,6 +521,28 @@ class Engine:
         self.layer_stream_waits.release()
         self.changed.notify_all()
 
+    def notify(self) -> None:
+        """Wakes the threads that wait for a grant, a layer or a failure. Under the lock."""
+        self.changed.notify_all()
+        if self.flows is not None:
+            self.flows.core.wake_waiters()
+
+    def wait_change(self, seen: int, seconds: float) -> bool:
+        """Waits, without the lock, for what `notify` tells of, or the loop. False if there is no time left.
+
+        To be called under the lock. It may end early. seen: `news` before the caller looked whether it has to wait.
+        """
+        if self.flows is None:
+            return self.changed.wait(seconds)
+        if seconds <= 0:
+            return False
+        self.lock.release()
+        try:
+            self.flows.core.wait(seen, seconds)
+        finally:
+            self.lock.acquire()
+        return True
+
     def wait(self, seen: int, seconds: float) -> None:
         """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""
         assert self.flows is not None
@@ -528,9 +550,8 @@ class Engine:
 
     @property
     def news(self) -> int:
-        """Changes when a work may have completed: see `wait`."""
-        assert self.flows is not None
-        return self.flows.core.news
+        """Changes when a work may have completed, and with `notify`: see `wait`. Without a loop, 0."""
+        return 0 if self.flows is None else self.flows.core.news
 
     def make_eager(self) -> None:
         """Has the driver woken for everything that the resident loop does. Any thread."""
@@ -569,7 +590,7 @@ class Engine:
             self._news = False
             with self.lock:
                 self.layer_stream_waits.release()
-                self.changed.notify_all()
+                self.notify()
 
     def _take_actions(self) -> list[Action]:
         taken: list[Action] = []

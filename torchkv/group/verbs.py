@@ -324,15 +324,18 @@ class Verbs:
             for rank in ranks:
                 engine.sender.begin(request, rank, self._clock())
             self.check_alive(ranks, operation)
-            self._wake()
+            if engine.flows is None or engine.has_actions:
+                self._wake()
             while True:
+                seen = engine.news
+                engine.catch_up()
                 self.check_open(operation)
                 known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
                 if None not in known:
                     if len(ranks) > 1:
                         engine.sender.check_prefixes(request, ranks)
                     return int(known[0] or 0)
-                if not engine.changed.wait(deadline - time.monotonic()):
+                if not engine.wait_change(seen, deadline - time.monotonic()):
                     raise TransferTimeout(
                         f"{operation}: rank {ranks[known.index(None)]} has not posted recv_pages within "
                         f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
@@ -352,7 +355,7 @@ class Verbs:
             engine.catch_up()
             pending = engine.sender.cancel(request, work, self._clock()) + engine.receiver.cancel(request, work)
             work._expect(len(pending))
-            engine.changed.notify_all()
+            engine.notify()
         self._wake()
         return work
 
