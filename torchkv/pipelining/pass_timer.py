@@ -105,6 +105,7 @@ class PassTimer:
         sender = self._engine.sender
         try:
             with self._engine.lock:
+                self._engine.catch_up()
                 return all(sender.prefix_tokens(self._request, rank) is not None for rank in self._targets)
         except KVError:  # the request has failed; its works report the error
             return False

@@ -56,16 +56,21 @@ _NOTHING = Coverage()
 class LayerCoverage:
     """The `Coverage` of many layers. Layers that are covered alike share one object."""
 
-    __slots__ = ("_of",)
+    __slots__ = ("_made", "_of", "_span")
 
     def __init__(self) -> None:
         self._of: dict[int, Coverage] = {}
+        # What the last span has made of coverages, so that layers that come one by one share them too.
+        self._span = (0, 0)
+        self._made: dict[Coverage, Coverage] = {}
 
     def add(self, layers: Iterable[int], lo: int, hi: int) -> None:
         """Adds [lo, hi) to each of these layers."""
         if lo >= hi:
             return
-        made: dict[Coverage, Coverage] = {}
+        if (lo, hi) != self._span:
+            self._span, self._made = (lo, hi), {}
+        made = self._made
         for layer in layers:
             before = self._of.get(layer, _NOTHING)
             if before not in made:

@@ -619,7 +619,8 @@ class Sender:
         Of a request that waits for its grant. Windows may allow less: then Python looks again once the grant is there.
         """
         plan = self._likely_plan(req.dst)
-        everything = [(layer, [(0, req.num_pages * plan.src_page_size)]) for layer in plan.layers]
+        pages = [(0, req.num_pages * plan.src_page_size)]
+        everything = ((layer, pages) for layer in plan.layers)
         return req.num_pages > 0 and req.sent().first_gap(everything, unit=plan.src_page_size) is None
 
     def _stalled(self, req: SenderRequest, now: float) -> KVError | None:
