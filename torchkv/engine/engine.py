@@ -66,6 +66,7 @@ from torchkv.transport.interface import Transport
 
 if TYPE_CHECKING:
     from torchkv.cuda.sync_words import SyncWords
+    from torchkv.engine.process_leases import GroupLeases
 
 __all__ = ["Engine"]
 
@@ -112,6 +113,7 @@ class Engine:
         self.connections: dict[int, PeerConnection] = {}
         self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
         self.lost: dict[int, str] = {}  # ranks that do not answer -> the reason
+        self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
         self.closed = ""  # the reason why verbs are refused; empty while the group is open
         self._transport = transport
         self._control = control
@@ -274,6 +276,12 @@ class Engine:
         """Whether transfers or stages are under way, so that ``step`` has to be called again and again."""
         return self._scheduler.moving or self._unpacker.busy
 
+    @property
+    def awaits_writers(self) -> bool:
+        """Whether a rank that answers may still write here for a failed request, and so should say `Quiesced`."""
+        with self.lock:
+            return bool((self.receiver.leases.pending_writers() | self.credits.writers()) - self.lost.keys())
+
     def connection(self, rank: int) -> PeerConnection:
         """The connection to ``rank``, made on first use. Driver's thread only."""
         if rank not in self.connections:
@@ -336,8 +344,8 @@ class Engine:
     def fail_all(self, error: KVError, now: float) -> None:
         """Fails every pending call with ``error``: the group is being destroyed.
 
-        The driver then steps until the engine is no longer ``moving``, or for as long as it can wait, and calls
-        `end_all`.
+        The driver then steps until the engine is no longer ``moving`` and ``awaits_writers``, or for as long as it can
+        wait, and calls `end_all`.
         """
         with self.lock:
             self.closed = str(error)
@@ -352,6 +360,12 @@ class Engine:
         with self.lock:
             self.sender.end_all(error)
         self._settle(now)
+
+    def close_loop(self) -> None:
+        """Ends the resident loop, after `end_all`. What it served is Python's by now."""
+        if self.flows is not None:
+            self.flows.core.close()
+            self.sender.flows = self.receiver.flows = None
 
     # ------------------------------------------------------------------ control
 

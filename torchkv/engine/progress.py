@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 ATTENTIVE = 0.1  # seconds after a wake-up for which the thread rests instead of sleeping
 REST = 0.005  # longest rest in seconds: then the engine is stepped even if nothing has arrived
-DRAIN = 1.0  # seconds for which a closing group waits until its transfers have stopped
+DRAIN = 1.0  # seconds for which a closing group waits until its transfers have stopped, and writers said so of theirs
+ANSWER = 0.005  # longest sleep in seconds while it waits for writers
 # Bit i says whether file descriptor i may be readable: 0 is the transport's, the others are the control channel's.
 _TRANSPORT, _EVERYTHING = 1, -1
 
@@ -206,19 +207,35 @@ class ProgressThread:
         engine, self.engine = self.engine, None
         self._stopping = True
         reason = "the group was destroyed" if self._crash is None else f"the progress thread failed: {self._crash!r}"
-        if engine is not None:
-            gone = TransferCancelled(reason)
-            engine.fail_all(gone, time.monotonic())
-            deadline = time.monotonic() + DRAIN
-            while self._crash is None and engine.moving and time.monotonic() < deadline:
-                engine.step(time.monotonic())
-            engine.end_all(gone, time.monotonic())
-            if engine.gpu is not None:
-                engine.gpu.close()
-            if engine.flows is not None:
-                engine.flows.core.close()
-        while self._calls:
-            self._calls.popleft().future.set_exception(TransferCancelled(reason))
+        closed = False
+        try:
+            if engine is not None:
+                self._end(engine, control, TransferCancelled(reason))
+            while self._calls:
+                self._calls.popleft().future.set_exception(TransferCancelled(reason))
+            closed = self._close_all(engine, transport, control)
+        finally:
+            if engine is not None and engine.group_leases is not None:
+                # Last: of what writers have sent nothing can land any more unless they write to memory themselves.
+                unseen = _unseen(engine, transport) if closed else frozenset(engine.group_map.info)
+                engine.group_leases.leave(unseen=unseen)
+
+    def _end(self, engine: Engine, control: ControlChannel, gone: TransferCancelled) -> None:
+        """Fails what is pending, stops what moves, and hears which writers are quiescent, as far as `DRAIN` allows."""
+        engine.fail_all(gone, time.monotonic())
+        deadline = time.monotonic() + DRAIN
+        while self._crash is None and (engine.moving or engine.awaits_writers) and time.monotonic() < deadline:
+            engine.step(time.monotonic())
+            if not engine.moving:
+                control.sleep(ANSWER, ())
+        engine.end_all(gone, time.monotonic())
+        if engine.gpu is not None:
+            engine.gpu.close()
+        engine.close_loop()
+
+    def _close_all(self, engine: Engine | None, transport: Transport, control: ControlChannel) -> bool:
+        """Whether the transport was closed."""
+        closed = True
         for close in (
             *(
                 (engine.run_deferred_frees, *(connection.close for connection in engine.connections.values()))
@@ -232,3 +249,16 @@ class ProgressThread:
                 close()
             except (KVError, OSError) as error:
                 log.warning("while closing: %s", error)
+                closed = closed and close != transport.close
+        return closed
+
+
+def _unseen(engine: Engine, transport: Transport) -> frozenset[int]:
+    """Ranks whose end does not prove that nothing of them can land, even on this host with the transport closed.
+
+    A heap of all ranks stays registered with the network, so packets may be on their way, unless its writer stores.
+    """
+    if not transport.capabilities.collective_memory:
+        return frozenset()
+    stores = {rank for rank, connection in engine.connections.items() if connection.direct}
+    return frozenset(engine.group_map.info.keys() - stores)

@@ -22,6 +22,7 @@ from torchkv.core.core import Core
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata, placement_metadata, region_metadata
 from torchkv.engine.probe import PROBE_BYTES, calibration, measure
+from torchkv.engine.process_leases import GroupLeases
 from torchkv.engine.progress import ProgressThread
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.engine.weak_callback import weakly
@@ -68,7 +69,7 @@ class Registration:
 
     Methods run on the thread that owns ``transport`` and ``control``, except for those that take a `ProgressThread`:
     these run on any other thread. instance: name of the serving instance. secret: candidate for the group's key, which
-    is the secret of the lowest rank.
+    is the secret of the lowest rank. group: its name, for messages.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Registration:
     control: ControlChannel
     incarnation: int
     secret: bytes
+    group: str = ""
 
     def __post_init__(self) -> None:
         self._regions: list[Region] = []  # in the published order: the cache's storages, staging ring, scratch memory
@@ -167,7 +169,7 @@ class Registration:
             if metadata.rank != self.rank:
                 self.control.connect(metadata.rank, metadata.endpoint, metadata.process)
                 self._connect_loop(metadata)
-        return Engine(
+        engine = Engine(
             group_map=group_map,
             options=self.options,
             key=min(all_metadata, key=lambda metadata: metadata.rank).secret,
@@ -177,6 +179,9 @@ class Registration:
             core=self._core,
             connect=self._connect,
         )
+        if self.cache is not None:
+            engine.group_leases = self._join(engine, self.cache)
+        return engine
 
     def warm(self, engine: Engine) -> None:
         """Makes the connections that requests will need, and loads kernels and memory for them.
@@ -266,6 +271,18 @@ class Registration:
         self._regions.clear()
 
     # ------------------------------------------------------------------ inside
+
+    def _join(self, engine: Engine, cache: KVCache) -> GroupLeases:
+        return GroupLeases(
+            name=self.group,
+            rank=self.rank,
+            cache=cache,
+            receiver=engine.receiver,
+            credits=engine.credits,
+            lock=engine.lock,
+            processes={rank: metadata.process for rank, metadata in self._metadata_of.items()},
+            ring=None if self._staging is None else self._staging.receiving,
+        )
 
     def _make_core(self) -> Core | None:
         """The resident loop; None for a cache on a GPU, and where it cannot work: then Python does everything."""

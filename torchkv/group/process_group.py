@@ -161,6 +161,7 @@ class KVProcessGroup(dist.ProcessGroup):
             control=thread.control,
             incarnation=incarnation,
             secret=new_secret(),
+            group=self.group_name,
         )
 
     def _engine_of(

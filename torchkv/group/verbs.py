@@ -23,6 +23,7 @@ from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.engine import Engine
 from torchkv.engine.layer_wait import LayerWait
+from torchkv.engine.process_leases import PROCESS
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress, drivers
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
@@ -136,7 +137,7 @@ class Verbs:
         The third result says whether the driver must be woken.
         """
         engine, operation, now = self.engine, f"recv_pages({request!r})", self._clock()
-        with engine.lock:
+        with engine.lock, engine.receiver.leases.guard:
             if engine.closed:
                 self.check_open(operation)
             engine.catch_up()
@@ -361,6 +362,7 @@ class Verbs:
 
     def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
         engine = self.engine
+        PROCESS.look()  # also for a group that was destroyed
         with engine.lock:
             engine.catch_up()
             leases = engine.receiver.leases

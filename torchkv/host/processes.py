@@ -10,7 +10,7 @@ import msgspec
 
 from torchkv.host.shared_memory import host_identity
 
-__all__ = ["ProcessId", "process_ended", "process_started", "this_process", "watch_process"]
+__all__ = ["ProcessId", "has_ended", "process_ended", "process_started", "this_process", "watch_process"]
 
 
 class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +65,17 @@ def process_ended(fd: int) -> bool:
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
+
+
+def has_ended(process: ProcessId) -> bool | None:
+    """Whether all threads of ``process`` have ended; None if it cannot be watched from here."""
+    fd = watch_process(process)
+    if fd is None:
+        return None
+    try:
+        return process_ended(fd)
+    finally:
+        os.close(fd)
 
 
 def _always_readable() -> int:

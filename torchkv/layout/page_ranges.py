@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
+from torchkv.host.jit import at_register, compiled_with_gil
 
-__all__ = ["PageRange", "shared_pages"]
+__all__ = ["PageRange", "meetings", "pages_met", "shared_pages"]
 
 
 class PageRange(NamedTuple):
@@ -56,3 +58,48 @@ def _of_equal_strides(one: PageRange, other: PageRange) -> tuple[int, int] | Non
         if -other.nbytes < gap < one.nbytes and first < one.num_pages and first + distance < other.num_pages:
             return first, first + distance
     return None
+
+
+def meetings(ours: Sequence[PageRange], theirs: Sequence[PageRange]) -> Int64Array:
+    """How the pages of two caches lie to each other, for `pages_met`: int64 [n, 6], one row per geometry.
+
+    No rows: no page of one shares a byte with a page of the other. All ranges of one cache have the same page ids.
+    A row: from the start of their range to that of ours, our stride and bytes, their stride, bytes and number of pages.
+    """
+    found: dict[tuple[int, ...], tuple[PageRange, PageRange]] = {}
+    later = sorted(theirs)
+    for one in ours:
+        for other in later:
+            if other.start >= one.end:
+                break
+            if other.end > one.start:  # layers that lie alike, as in two groups over one cache, share a row
+                shape = one.stride, one.nbytes, max(other.stride, 1), other.nbytes, other.num_pages
+                found.setdefault((one.start - other.start, *shape), (one, other))
+    rows = [row for row, pair in found.items() if shared_pages(*pair) is not None]
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+@compiled_with_gil
+def pages_met(pages: Int64Array, rows: Int64Array, marks: Int64Array) -> Int64Array:
+    """For each of our ``pages`` one of their pages that shares bytes with it and has a mark that is not 0; -1: none.
+
+    rows: of `meetings`. marks: by their page.
+    """
+    met = np.full(len(pages), -1, dtype=np.int64)
+    for row in range(len(rows)):
+        distance, stride, nbytes, their_stride, their_nbytes, num_pages = rows[row]
+        for i in range(len(pages)):
+            begin = distance + pages[i] * stride
+            first = max((begin - their_nbytes) // their_stride + 1, 0)
+            end = min((begin + nbytes - 1) // their_stride + 1, num_pages)
+            for page in range(first, end):
+                if marks[page] != 0 and met[i] < 0:
+                    met[i] = page
+    return met
+
+
+@at_register
+def warm_up() -> None:
+    """Compiles the loop above, or loads it from disk, so that the first request does not wait for it."""
+    none = np.zeros(0, dtype=np.int64)
+    pages_met(none, np.zeros((0, 6), dtype=np.int64), none)

@@ -574,8 +574,8 @@ class Receiver:
         assert req.flow is None
         req.ended = True
         self.leases.free(req)
-        if req.reserved is not None:
-            self._flows.free_receive(req.reserved)
+        if req.reserved is not None and self.flows is not None:
+            self.flows.free_receive(req.reserved)
         del self._requests[req.generation]
         named = self._named[req.request]
         del named[req.generation]

@@ -406,13 +406,22 @@ class Sender:
                 self._fail(req, type(error)(f"request {req.request!r}: {error}"))
 
     def end_all(self, error: KVError) -> None:
-        """Completes every call that still waits, after `fail_all`, and sends `Quiesced` for every drained request."""
+        """Completes every call that still waits, after `fail_all`, and sends `Quiesced` for every drained request.
+
+        Also for grants that no request took: nobody else will tell their receivers that nothing was written.
+        """
+        if self.flows is not None:
+            self.flows.settle()
         for req in list(self._requests.values()):
             self.actions.extend(Settle(op.work, req.error) for op in req.running)
             self.actions.extend(Settle(work, error) for work in req.cancels)
             req.cancels.clear()
             if req.grant is not None and req.drained and not req.undrainable:
                 self._tell(req.dst, Quiesced(req.grant.generation))
+        for key, grant in list(self._unbound.items()):
+            self._forget_unbound(key)
+            self._tell_abort(grant, type(error)(f"request {key[0]!r}: {error} on rank {self._group_map.rank}"))
+            self._tell(grant.dst, Quiesced(grant.generation))
 
     def tick(self, now: float) -> bool:
         """Fails requests whose deadline has passed, and tells receivers of progress. Whether a request has failed.

@@ -262,6 +262,11 @@ class StagingCredits:
         """Whether some ask under this generation waits for a stage."""
         return any(queue.pending for queue in self._queues.get(generation, {}).values())
 
+    def writers(self) -> set[int]:
+        """Ranks that may still write to a stage."""
+        queues = [queue for queues in self._queues.values() for queue in queues.values()]
+        return {queue.owner.src for queue in queues if queue.stages and not queue.quiescent}
+
     def holds(self, src: int, generation: int) -> bool:
         """Whether ``src`` has a stage under this generation that is not free."""
         queue = self._queue_of(src, generation)

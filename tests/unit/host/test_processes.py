@@ -12,7 +12,14 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from torchkv.host.processes import ProcessId, process_ended, process_started, this_process, watch_process
+from torchkv.host.processes import (
+    ProcessId,
+    has_ended,
+    process_ended,
+    process_started,
+    this_process,
+    watch_process,
+)
 
 
 @contextmanager
@@ -31,9 +38,11 @@ def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_pollers() 
         them = msgspec.structs.replace(this_process(), pid=child.pid, started=process_started(child.pid))
         with watched(this_process()) as mine, watched(them) as theirs:
             assert not process_ended(theirs)
+            assert has_ended(them) is False
             child.kill()
             assert select.select([mine, theirs], [], [], 10)[0] == [theirs]
             assert process_ended(theirs)
+            assert has_ended(them) is True
             assert not process_ended(mine)
     finally:
         child.kill()
@@ -52,4 +61,5 @@ def test_a_pid_that_went_to_another_process_has_ended(later: int) -> None:
 def test_of_a_process_on_another_host_nothing_is_known() -> None:
     me = this_process()
     assert watch_process(msgspec.structs.replace(me, host="another")) is None
+    assert has_ended(msgspec.structs.replace(me, host="another")) is None
     assert watch_process(msgspec.structs.replace(me, host="another", pid=(1 << 31) - 1)) is None

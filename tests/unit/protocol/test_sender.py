@@ -662,6 +662,19 @@ def test_a_drained_rank_that_leaves_says_that_it_is_quiescent() -> None:
     assert [rank for rank, _ in Acts(machine).tells(Quiesced)] == [1]
 
 
+def test_a_rank_that_leaves_answers_grants_that_no_verb_took() -> None:
+    machine = sender()
+    machine.on_grant(1, grant(5), 0.0)
+    gone = TransferCancelled("the group was destroyed")
+    machine.fail_all(gone)
+    machine.end_all(gone)
+    (abort, quiesced) = (message for rank, message in Acts(machine).told if rank == 1)
+    assert isinstance(abort, Abort)
+    assert "'r': the group was destroyed on rank 0" in abort.text
+    assert quiesced == Quiesced(1)
+    assert machine._unbound == machine._unbound_names == {}
+
+
 def test_a_receiver_that_has_ended_still_counts_for_equal_prefixes() -> None:
     """One verb to two receivers; the first of them grants, receives everything and ends before the second grants."""
     machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))

@@ -379,6 +379,19 @@ def test_a_stage_leaked_by_a_hung_writer_does_not_pin_the_ring() -> None:
     assert kit.granted() == [(B, 80)]
 
 
+def test_who_may_still_write() -> None:
+    kit = Kit()
+    kit.ask(A, 25)
+    kit.ask(B, 25)
+    kit.ask(C, 100)  # waits
+    assert kit.credits.writers() == {A, B}
+    kit.end(A)
+    kit.credits.revoke(1)
+    assert kit.credits.writers() == {B}
+    kit.credits.mark_quiescent(B, 1, 0.0)
+    assert kit.credits.writers() == set()
+
+
 @pytest.mark.parametrize("quiescent_first", [True, False])
 def test_what_is_being_read_stays_until_it_has_been_read(quiescent_first: bool) -> None:
     kit = Kit()
