@@ -237,3 +237,18 @@ def test_a_page_outside_a_grant_that_only_the_loop_knows() -> None:
     assert isinstance(outside.exception(), PageOutOfRange)
     assert isinstance(rx.exception(), PageOutOfRange)
     assert unchanged(before, world[1])
+
+
+def test_a_quarantine_may_outlive_the_loop() -> None:
+    """As that of a destroyed group does, until its writer's process has ended."""
+    world = cluster(("p", 1), ("d", 1))
+    send(world[0], [0, 1], 1)
+    world.pause(0)
+    rx = world[1].recv_pages("r", [3, 7], 0)
+    world[1].cancel("r")
+    world.run(limit=0.1)
+    assert not rx.is_success()
+    assert set(world[1].quarantined()) == {3, 7}
+    world[1].engine.close_loop()
+    world[1].engine.receiver.peer_dead(0, world.world.now)
+    assert world[1].quarantined() == {}

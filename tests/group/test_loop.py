@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,64 @@ def wait(work: KVWork, how: str) -> None:
 def test_a_request(way: str, waits: str, shared_ranks: Callable[..., Ranks]) -> None:
     taken_back = way in ("gated", "staged", "staged first")
     shared_ranks("two", 2).run(one_request, way, 100, waits, taken_back)
+
+
+@contextmanager
+def held_driver(kv: KVProcessGroup) -> Iterator[None]:
+    """Python's own thread stands still inside."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        assert release.wait(60)
+
+    assert kv._thread is not None
+    thread = threading.Thread(target=kv._thread.call, args=(hold,))
+    thread.start()
+    assert held.wait(30)
+    try:
+        yield
+    finally:
+        release.set()
+        thread.join()
+
+
+def without_pythons_thread(order: str) -> None:
+    with kv_group() as kv:
+        cache = random_cache()
+        kv.register(cache)
+        meet(kv)
+        with held_driver(kv):
+            meet(kv)
+            if kv.rank() == WRITER:
+                if order == "the grant first":
+                    meet(kv)
+                elif order == "asked for":
+                    assert kv.prefix_tokens("r", READER) == 0
+                works = [*by_layer(kv), kv.finish("r", READER, aux=b"aux")]
+                if order == "the verbs first":
+                    meet(kv)
+                for work in works:
+                    work.wait(30)
+                torch.distributed.send(page_bytes(cache, [1, 2, 3]), READER, group=kv)
+            else:
+                if order == "the verbs first":
+                    meet(kv)
+                rx = kv.recv_pages("r", [7, 4, 9], WRITER)
+                if order == "the grant first":
+                    meet(kv)
+                rx.wait(30)
+                assert rx.aux == b"aux"
+                expected = torch.empty_like(page_bytes(cache, [7, 4, 9]))
+                torch.distributed.recv(expected, WRITER, group=kv)
+                assert torch.equal(page_bytes(cache, [7, 4, 9]), expected)
+            meet(kv)
+
+
+@pytest.mark.parametrize("order", ["the grant first", "the verbs first", "asked for"])
+def test_a_healthy_request_needs_no_thread_of_pythons(order: str, shared_ranks: Callable[..., Ranks]) -> None:
+    """But the callers' own: the progress threads of both ranks stand still all the while."""
+    shared_ranks("two", 2).run(without_pythons_thread, order)
 
 
 @pytest.mark.parametrize("nbytes", [0, 256, 257, 60_000])

@@ -351,12 +351,12 @@ class Core:
         if rank not in self._peers or not 0 <= flow < MAX_FLOWS:
             return None
         at = self._peers[rank].ptr + mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
-        slot = bytes((ctypes.c_uint8 * mailbox.GRANT_SLOT).from_address(at))
-        found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack_from("<8q", slot)
+        # Each part is copied once and then looked at, because the peer may change it meanwhile.
+        found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack("<8q", ctypes.string_at(at, GRANT_NBYTES))
         if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
             return None
-        pages = np.frombuffer(slot, np.int64, count, GRANT_NBYTES)
-        return GrantBody(slot[grants.NAME_AT : grants.NAME_AT + name_nbytes], pages, prefix, writers)
+        pages = np.frombuffer(ctypes.string_at(at + GRANT_NBYTES, 8 * count), np.int64)
+        return GrantBody(ctypes.string_at(at + grants.NAME_AT, name_nbytes), pages, prefix, writers)
 
     def untold(self, flow: int) -> list[int]:
         """Takes back what the loop has not told of a receive's grant yet: to these ranks. While it stands still."""

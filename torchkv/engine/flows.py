@@ -40,7 +40,7 @@ from torchkv.core.records import (
     VERDICT,
     WRITTEN,
 )
-from torchkv.errors import ProtocolError
+from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
@@ -379,7 +379,7 @@ class Flows:
         try:
             grant = checked_grant(body.name, generation, body.prefix_tokens, body.pages, writers, flow)
             self._sender.on_grant(source, grant, self._now())
-        except ProtocolError as error:
+        except KVError as error:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
     def _on_op_done(self, index: int) -> None:
