@@ -75,6 +75,7 @@ class Group:
             gpu=None,
             lock=threading.Lock(),
             group_map=SimpleNamespace(me=SimpleNamespace(num_pages=100), targets=lambda dst, operation: (1,)),
+            catch_up=lambda: None,
             sender=SimpleNamespace(admit=self._admit, prefix_tokens=lambda request, rank: 0),
         )
         self._verbs = Verbs(self)
