@@ -27,6 +27,7 @@ __all__ = [
     "failed_with",
     "ignore_captures",
     "is_capturing",
+    "launch",
     "library",
     "library_with_gil",
     "make_current",
@@ -71,6 +72,8 @@ _POINTER, _UINT32, _UINT64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventQuery": (_POINTER,),
     "cuEventRecord": (_POINTER, _POINTER),  # event, stream
+    # function, blocks (x, y, z), threads of a block (x, y, z), shared memory, stream, parameters, extra
+    "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
     "cuStreamIsCapturing": (_POINTER, ctypes.POINTER(ctypes.c_int)),
     "cuStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),  # stream, address, value, flags
@@ -110,6 +113,20 @@ def check_code(code: int, operation: str) -> None:
     """Raises ``TransportUnavailable``, with ``operation`` and the code's name, unless ``code`` is success."""
     if code != 0:
         check((driver().CUresult(code),), operation)
+
+
+def launch(function: int, blocks: int, threads: int, *, shared: int, stream: int, params: bytes) -> None:
+    """Enqueues a kernel on ``stream``. Raises ``TransportUnavailable`` if the driver refuses.
+
+    function: a ``CUfunction``. threads: of a block. shared: bytes of dynamic shared memory of a block. params: the
+    kernel's parameters as they lie in memory; nothing checks them.
+    """
+    size = ctypes.c_size_t(len(params))
+    # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
+    pointer = ctypes.cast(ctypes.c_char_p(params), _POINTER)
+    extra = (_POINTER * 5)(1, pointer, 2, ctypes.addressof(size), 0)
+    code = library().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, None, extra)
+    check_code(code, "launching a kernel")
 
 
 def num_queues() -> int:

@@ -1,22 +1,34 @@
-"""Compiled Triton kernels: loaded ahead of time, and launched without Triton's dispatcher where that was tested."""
+"""Compiled Triton kernels: loaded ahead of time, and launched by the CUDA driver without Triton's dispatcher."""
 
 from __future__ import annotations
 
+import re
+import struct
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from torchkv.cuda import driver
+from torchkv.errors import TransportUnavailable
+
 __all__ = ["CompiledKernel"]
 
-# Triton's dispatcher inspects the type of each argument, which takes longer than copying a layer. A compiled kernel can
-# be called without it. Which arguments it then expects is not documented and has changed before, so versions other than
-# the tested one get the ordinary launch.
-CALLS_COMPILED = triton.__version__.split("+")[0].rpartition(".")[0] == "3.6"
+_FORMATS = {"i32": ("i", "32"), "i64": ("q", "64")}  # Triton's name of a type -> of `struct`; bits
+_WARP = 32  # threads
+
+
+class _Loaded(NamedTuple):
+    """A kernel on one GPU. function: its ``CUfunction``. shared: bytes of shared memory of a block."""
+
+    function: int
+    shared: int
+    params: struct.Struct
+
 
 # Keyed by the identity of the kernel, because hashing a kernel takes longer than the rest of a launch. Identities stay
 # valid: kernels are module globals.
-_loaded: dict[tuple[int, int, tuple[int, ...], int], Any] = {}
+_loaded: dict[tuple[int, int, tuple[int, ...], int], _Loaded] = {}
 
 
 class CompiledKernel(NamedTuple):
@@ -39,20 +51,25 @@ class CompiledKernel(NamedTuple):
         """Compiles the kernel and loads it onto the device. Enqueues nothing.
 
         Loading waits for all streams of the device. Compiling is slow, but after the first time on a machine Triton
-        finds the compiled kernel on disk.
+        finds the compiled kernel on disk. Raises ``TransportUnavailable`` if this version of Triton gives kernels
+        parameters that `launch` does not know.
         """
         if self._is_compiled:
-            self._compiled()
+            self._load()
 
     def launch(self, blocks: int, integers: tuple[int, ...]) -> None:
         """Enqueues ``blocks`` thread blocks on the current stream. Loads the kernel first if it is not loaded.
 
         integers: the values of the runtime parameters.
         """
-        if not CALLS_COMPILED or not self._is_compiled:
+        if not self._is_compiled:
             self.kernel[(blocks,)](*integers, *self.constants, num_warps=self.warps)
             return
-        self._compiled()[(blocks, 1, 1)](*integers, *self.constants)
+        # Triton's dispatcher inspects the type of each argument, which takes longer than copying a layer.
+        loaded = self._load()
+        stream = torch.cuda.current_stream().cuda_stream
+        params = loaded.params.pack(*integers)
+        driver.launch(loaded.function, blocks, self.warps * _WARP, shared=loaded.shared, stream=stream, params=params)
 
     @property
     def _is_compiled(self) -> bool:
@@ -62,12 +79,36 @@ class CompiledKernel(NamedTuple):
     def _key(self) -> tuple[int, int, tuple[int, ...], int]:
         return id(self.kernel), torch.cuda.current_device(), self.constants, self.warps
 
-    def _compiled(self) -> Any:
+    def _load(self) -> _Loaded:
         key = self._key
         if (known := _loaded.get(key)) is not None:
             return known
         # Zeros will do: the width of an argument comes from its annotation, not from the value.
         compiled = self.kernel.warmup(*[0] * self.num_integers, *self.constants, grid=(1,), num_warps=self.warps)
+        params = param_block(compiled, [p.annotation for p in self.kernel.params[: self.num_integers]])
         _ = compiled[(1, 1, 1)]  # Triton loads the code when this is first asked for
-        _loaded[key] = compiled
-        return compiled
+        loaded = _loaded[key] = _Loaded(compiled.function, compiled.metadata.shared, params)
+        return loaded
+
+
+def param_block(compiled: Any, types: list[str]) -> struct.Struct:
+    """How the runtime parameters of a compiled kernel lie in memory. types: Triton's names of them.
+
+    Behind those that the kernel declares, Triton adds pointers to scratch memory, which are null for a kernel that uses
+    none. Raises ``TransportUnavailable`` if there is anything else, which another version of Triton may add.
+    """
+    declared = compiled.asm["ptx"].partition(".entry")[2].partition("{")[0]
+    bits = re.findall(r"\.param\s+\.[busf](\d+)", declared)
+    scratch = len(bits) - len(types)
+    metadata = compiled.metadata
+    if (
+        bits != [*(_FORMATS[name][1] for name in types), *("64" for _ in range(scratch))]
+        or (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.num_ctas) != (0, 0, 1)
+        or (metadata.launch_cooperative_grid, metadata.launch_pdl) != (False, False)
+    ):
+        raise TransportUnavailable(
+            f"Triton {triton.__version__} compiled {metadata.name} to parameters of {bits} bits with {metadata}, which "
+            "torchkv does not know how to launch; use Triton 3.6 or 3.7"
+        )
+    # Native alignment. Pad bytes in the place of the pointers: zeros, that is null.
+    return struct.Struct("".join(_FORMATS[name][0] for name in types) + f"0q{8 * scratch}x")

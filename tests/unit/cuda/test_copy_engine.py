@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +106,7 @@ def test_no_driver_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(copy_engine.ctypes, "CDLL", missing)
     assert "no CUDA driver" in (copy_engine.available() or "")
 
 
@@ -116,7 +116,7 @@ def test_the_lock_is_given_up_meanwhile() -> None:
     opened: list[str] = []
     real = ctypes.CDLL
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", lambda name: opened.append(name) or real(library))
+        patch.setattr(copy_engine.ctypes, "CDLL", lambda name: opened.append(name) or real(library))
         driver = copy_engine._driver()
     assert opened == ["libcuda.so.1"]
-    assert not driver._func_flags_ & cast(Any, ctypes)._FUNCFLAG_PYTHONAPI
+    assert not driver._func_flags_ & ctypes._FUNCFLAG_PYTHONAPI
