@@ -18,7 +18,6 @@ from torchkv.bench.check import count_wrong
 from torchkv.bench.gpu import devices, fill
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
-from torchkv.cuda import copy_engine
 from torchkv.group.process_group import KVProcessGroup, current_group
 from torchkv.kernels import copies as page_copies
 from torchkv.layout.layout import KVLayout
@@ -178,11 +177,10 @@ def _device_times(kv: KVProcessGroup, pages: Int64Array, theirs: torch.Tensor) -
         page_copies.copy_pages(jobs, ours, granted)
 
     size = 2 * PAGES * _layout().page_nbytes("k")
-    source = np.array([local.ptr("k", 0)], dtype=np.int64)
-    scratch = connection.views[-1]  # the last region that every rank registers is scratch memory for probing
-    assert scratch is not None
-    target = np.array([scratch.ptr], dtype=np.int64)
-    length = np.array([size], dtype=np.int64)
+    here, there = devices(0)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for device in (here, there))
+    target.copy_(source)  # the first copy enables peer access
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         kernel()
@@ -193,7 +191,7 @@ def _device_times(kv: KVProcessGroup, pages: Int64Array, theirs: torch.Tensor) -
 
     def copies() -> None:
         for _ in range(IN_A_ROW):
-            copy_engine.copy_batch(source, target, length, stream)
+            target.copy_(source, non_blocking=True)
 
     with torch.cuda.stream(stream):
         return _time(graph.replay, stream), _time(copies, stream)

@@ -29,7 +29,7 @@ DEADLINES = {"TORCHKV_TIMEOUT": "300", "TORCHKV_GRANT_TIMEOUT": "300", "TORCHKV_
 # 1 GiB a rank, which one thread block is busy with for a while.
 BIG = {"num_layers": 16, "num_kv_heads": 8, "head_dim": 128}
 FEW = [5, 2, 9]
-PAGES = list(range(1023, -1, -1))  # in no row of rising ids, so a kernel copies them and not the copy engines
+PAGES = list(range(1024))
 POOL_NBYTES = 1 << 30
 CACHES: list[KVCache] = []  # of a rank that looks into its own
 # What stays of a process that has run: loaded kernels, the driver's own, 2 MiB of a dead peer that UCX never unmaps.

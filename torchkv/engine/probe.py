@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.cuda import copy_engine
+from torchkv.cuda.driver import check, driver
 from torchkv.errors import KVError, TransferTimeout
 from torchkv.host import copy_loops
 from torchkv.layout.plan_segment import StridedRuns
@@ -200,7 +200,8 @@ def _copy(source: Region, view: RemoteView, gpu: GpuContext) -> _Timed:
     stream = gpu.unblocked_stream
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record(stream)
-    copy_engine.copy_batch(_one(source.ptr), _one(view.ptr), _one(source.nbytes), stream)
+    posted = driver().cuMemcpyDtoDAsync(view.ptr, source.ptr, source.nbytes, stream.cuda_stream)
+    check(posted, "copying to a peer's GPU")
     ended.record(stream)
     while not ended.query():
         yield

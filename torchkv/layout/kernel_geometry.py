@@ -79,12 +79,6 @@ class Geometry:
         """Bytes of one page pair in one layer."""
         return self.rows.per_pair * self.rows.run
 
-    @property
-    def seamless(self) -> bool:
-        """Whether each pair is a single row, and the pairs of consecutive pages are adjacent on both sides."""
-        sides = (self.src, self.dst)
-        return self.rows.per_pair == 1 and all(side.page_stride == side.per_page * self.rows.run for side in sides)
-
     def ordinals(self, *, num_src_pages: int, start: int, limit_tokens: int) -> range:
         """`Stripe.ordinals` of sender pages [start, start + num_src_pages)."""
         return self.stripe.ordinals(

@@ -8,18 +8,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from torchkv.arrays import Int64Array
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.launch import kernels_for
 from torchkv.layout.kernel_geometry import Geometry, geometry
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.layout.plan_segment import PlanSegment
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 __all__ = ["AddressGroup", "BaseAddressTable", "BaseAddressTables", "job_ranges"]
@@ -48,15 +45,12 @@ def job_ranges(jobs: Iterable[range], splits: Sequence[int] = ()) -> list[tuple[
 class AddressGroup:
     """The jobs of a plan, each a (layer, component), that share a geometry.
 
-    segment: of one of the jobs, with that layer only; page offsets are equal in all jobs. layers: global layer id of
-    each job, ascending. addresses: int64 ``[len(layers), 2]``, base address of each job's source and destination
-    tensor. table: ``addresses`` on the GPU.
+    layers: global layer id of each job, ascending. table: int64 ``[len(layers), 2]`` on the GPU, base address of each
+    job's source and destination tensor.
     """
 
     geometry: Geometry
-    segment: PlanSegment
     layers: tuple[int, ...]
-    addresses: Int64Array
     table: torch.Tensor
 
     def ranges(self, layers: Sequence[int]) -> list[tuple[int, int]]:
@@ -71,7 +65,6 @@ class BaseAddressTable:
         self.plan = plan
         self._is_loaded = False
         entries: dict[Geometry, list[tuple[int, int, int]]] = {}
-        segments: dict[Geometry, PlanSegment] = {}
         for segment in plan.segments:
             for layer in segment.layers:
                 pointers = (local.ptr(segment.component, layer), connection.ptr(segment.component, layer))
@@ -86,10 +79,8 @@ class BaseAddressTable:
                     num_dst_pages=theirs.num_pages,
                     addresses=pointers,
                 )
-                if shape not in segments:
-                    segments[shape] = replace(segment, layers=(layer,))
                 entries.setdefault(shape, []).append((layer, *pointers))
-        self.groups = [_group(shape, segments[shape], sorted(jobs), local.device) for shape, jobs in entries.items()]
+        self.groups = [_group(shape, sorted(jobs), local.device) for shape, jobs in entries.items()]
 
     @property
     def is_loaded(self) -> bool:
@@ -126,9 +117,6 @@ class BaseAddressTables:
         return table
 
 
-def _group(
-    shape: Geometry, segment: PlanSegment, jobs: list[tuple[int, int, int]], device: torch.device
-) -> AddressGroup:
-    addresses = np.array([(src, dst) for _, src, dst in jobs], dtype=np.int64)
-    table = torch.tensor(addresses, device=device)
-    return AddressGroup(shape, segment, tuple(layer for layer, *_ in jobs), addresses, table)
+def _group(shape: Geometry, jobs: list[tuple[int, int, int]], device: torch.device) -> AddressGroup:
+    table = torch.tensor([addresses for _, *addresses in jobs], dtype=torch.int64, device=device)
+    return AddressGroup(shape, tuple(layer for layer, *_ in jobs), table)

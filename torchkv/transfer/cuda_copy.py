@@ -1,7 +1,4 @@
-"""The direct path on GPUs: a kernel on a side stream stores this rank's pages into the peer's mapped pages.
-
-Where the pages of a verb merge into few long runs, the GPU's copy engines copy them instead.
-"""
+"""The direct path on GPUs: a kernel on a side stream stores this rank's pages into the peer's mapped pages."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.cuda import copy_engine
 from torchkv.cuda.events import StreamEvent, wait_on_stream
 from torchkv.cuda.page_ids import DevicePages, PageIdUpload
 from torchkv.cuda.side_streams import StreamClaim
@@ -22,42 +17,32 @@ from torchkv.cuda.sync_words import StreamCompletion
 from torchkv.errors import KVError, PageOutOfRange, TransportUnavailable
 from torchkv.kernels import copies
 from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
-from torchkv.transfer import path_cost
 from torchkv.transfer.base import Transfer, TransferContext
-from torchkv.transfer.copy_tables import AddressGroup, BaseAddressTable
+from torchkv.transfer.copy_tables import BaseAddressTable
 
 __all__ = ["CudaCopyTransfer"]
 
 MAX_LAUNCHES = 3  # groups of layers enqueued at once, so that the GPU never waits for the progress thread
 
-# Copy-engine copies of one group of layers. Each takes an entry of the stream's queue, and posting to a full queue
-# waits. MAX_COPIES is what ``group_bytes`` takes at 2 MiB each. If the stream waits for a gate that only this thread
-# opens, waiting for a full queue would never end: MAX_GATED_COPIES take little more of the queue than a kernel does.
-MAX_COPIES = 256
-MAX_GATED_COPIES = 4
-
-COPY_ENGINE = "copy-engine"  # the lane's name in counters
-
-_Spans = tuple[Int64Array, Int64Array, Int64Array]  # byte offsets of source and destination, and lengths
-
 
 class _Launch(NamedTuple):
-    """A group of layers that is enqueued. moved: lane -> (bytes, spans)."""
+    """A group of layers that is enqueued."""
 
     layers: tuple[int, ...]
-    moved: dict[str, tuple[int, int]]
+    nbytes: int
+    spans: int
     completion: StreamCompletion
 
 
 class CudaCopyTransfer(Transfer):
-    """Copies with kernels or copy engines on a side stream.
+    """Copies with kernels on a side stream.
 
     waits: the gates, events that the stream waits for; empty if the pages may be read at once. claim: to a stream that
     may wait; None if there are no gates. opened: called when all gates have been seen to open, so that the receiver can
     be told that the last bytes are under way. table: base addresses of the plan's layers, its kernels loaded.
 
-    What is enqueued cannot be called back. So a failed transfer is drained when its kernels and copies have ended, and
-    these wait for the gates.
+    What is enqueued cannot be called back. So a failed transfer is drained when its kernels have ended, and these wait
+    for the gates.
     """
 
     # A launch takes some microseconds to fill the link and to drain it: about a percent of the time for so many bytes.
@@ -82,10 +67,7 @@ class CudaCopyTransfer(Transfer):
         self._claim = claim
         self._table = table
         self._device = device
-        # Also after the gates have opened: other transfers share the stream, and their gates are enqueued on it.
-        self._max_copies = MAX_GATED_COPIES if self._waits else MAX_COPIES
         self._in_flight: deque[_Launch] = deque()
-        self._lanes: set[str] = set()
         self._begun = False  # whether work may be enqueued that no completion follows yet
         self._uploads: list[PageIdUpload] = []
         self._errors = device.take_error_words()
@@ -104,14 +86,13 @@ class CudaCopyTransfer(Transfer):
             self._begun = True
             self._begin()
         for layers in groups:
-            moved = self._launch(layers)
+            nbytes, spans = self._launch(layers)
             completion = self._device.signal(self._stream, copying=not self._waits)
-            self._in_flight.append(_Launch(layers, moved, completion))
+            self._in_flight.append(_Launch(layers, nbytes, spans, completion))
             yield from self._await_launches(MAX_LAUNCHES - 1)
         yield from self._await_launches(0)
         self._release()
-        for lane in self._lanes or {self._lane}:
-            self.connection.count(lane, transfers=1)
+        self.connection.count(self._lane, transfers=1)
 
     def _begin(self) -> None:
         """Makes the stream wait for the gates."""
@@ -161,98 +142,43 @@ class CudaCopyTransfer(Transfer):
         for upload in self._uploads:
             self._device.uploads.release(upload)
 
-    def _launch(self, layers: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-        """Enqueues copies of ``layers``. Returns lane -> (bytes, spans). Raises ``TransportUnavailable``."""
-        moved: dict[str, tuple[int, int]] = {}
+    def _launch(self, layers: tuple[int, ...]) -> tuple[int, int]:
+        """Enqueues copies of ``layers``. Returns their bytes and spans. Raises ``TransportUnavailable``."""
+        nbytes = spans = 0
+        limit = self._grant.num_tokens
         with launching(self._stream, "copy pages"):
             for group in self._table.groups:
                 shape = group.geometry
-                limit = self._grant.num_tokens
                 pairs = len(shape.ordinals(num_src_pages=self.op.num_pages, start=self.op.start, limit_tokens=limit))
-                ranges = group.ranges(layers) if pairs else []
-                jobs = sum(count for _, count in ranges)
-                spans = self._long_spans(group, jobs, pairs * shape.pair_nbytes) if jobs else None
-                for first, count in ranges:
-                    _, copies = moved.get(COPY_ENGINE, (0, 0))
-                    if spans is not None and copies + count * len(spans[0]) <= self._max_copies:
-                        self._post(group, first, count, spans)
-                        lane, per_job = COPY_ENGINE, len(spans[0])
-                    else:
-                        self._start_kernel(group, first, count)
-                        lane, per_job = self._lane, pairs * shape.rows.per_pair
-                    nbytes, posted = moved.get(lane, (0, 0))
-                    moved[lane] = nbytes + count * pairs * shape.pair_nbytes, posted + count * per_job
-        return moved
-
-    def _start_kernel(self, group: AddressGroup, first: int, count: int) -> None:
-        src, dst = self._ids
-        jobs = copies.CopyJobs(
-            table=group.table,
-            geometry=group.geometry,
-            first_job=first,
-            num_jobs=count,
-            start=self.op.start,
-            limit_tokens=self._grant.num_tokens,
-            errors=self._errors,
-            blocks=self._device.blocks,
-        )
-        copies.copy_pages(jobs, src, dst)
-
-    def _post(self, group: AddressGroup, first: int, count: int, spans: _Spans) -> None:
-        src_off, dst_off, length = spans
-        src, dst = group.addresses[first : first + count].T[:, :, None]
-        copy_engine.copy_batch((src + src_off).ravel(), (dst + dst_off).ravel(), np.tile(length, count), self._stream)
-
-    # ------------------------------------------------------------------ kernel or copy engines
-
-    def _long_spans(self, group: AddressGroup, jobs: int, nbytes: int) -> _Spans | None:
-        """The spans of each of ``jobs`` jobs of ``nbytes`` bytes; None if the kernel is to copy them."""
-
-        def pays(spans: int) -> bool:
-            return path_cost.copy_engine_pays(spans=jobs * spans, nbytes=jobs * nbytes)
-
-        # The cheapest conditions come first: most transfers are of small layers or of scattered pages.
-        if not pays(1) or not self._engines_allowed or not group.geometry.seamless or not pays(self._num_runs):
-            return None
-        spans = self._offsets.spans(group.segment, group.segment.layers[0])
-        if not pays(len(spans[0])) or copy_engine.available() is not None:
-            return None
-        return spans
-
-    @property
-    def _engines_allowed(self) -> bool:
-        """Whether copy engines may be used.
-
-        Not where page ids are in GPU memory, which only kernels read; nor within one GPU, which was never measured.
-        """
-        return self.connection.channel is not None and not isinstance(self._pages, DevicePages)
-
-    @cached_property
-    def _num_runs(self) -> int:
-        """A lower bound, about, for the spans of a job: the most runs of consecutive page ids of either side."""
-        assert not isinstance(self._pages, DevicePages)
-        src_size, dst_size = self._plan.src_page_size, self._plan.dst_page_size
-        first, end = self.op.start * src_size, (self.op.start + self.op.num_pages) * src_size
-        granted = self._grant.pages[first // dst_size : -(-end // dst_size)]
-        return max(path_cost.count_runs(self._pages), path_cost.count_runs(granted))
-
-    # ------------------------------------------------------------------ the end
+                for first, count in group.ranges(layers) if pairs else []:
+                    src, dst = self._ids
+                    jobs = copies.CopyJobs(
+                        table=group.table,
+                        geometry=shape,
+                        first_job=first,
+                        num_jobs=count,
+                        start=self.op.start,
+                        limit_tokens=limit,
+                        errors=self._errors,
+                        blocks=self._device.blocks,
+                    )
+                    copies.copy_pages(jobs, src, dst)
+                    nbytes += count * pairs * shape.pair_nbytes
+                    spans += count * pairs * shape.rows.per_pair
+        return nbytes, spans
 
     def _await_launches(self, allowed: int) -> Iterator[int]:
         """Waits until at most ``allowed`` groups of layers are enqueued, and reports those that have arrived."""
         while len(self._in_flight) > allowed:
-            layers, moved, completion = self._in_flight[0]
+            layers, nbytes, spans, completion = self._in_flight[0]
             if not completion.done:
                 yield int(self._gate_opens())
                 continue
             self._in_flight.popleft()
             self._device.release_completion(completion)
             self._check_ids()
-            for lane, (nbytes, spans) in moved.items():
-                self.connection.count(lane, nbytes=nbytes, spans=spans)
-            self._lanes.update(moved)
-            total = sum(nbytes for nbytes, _ in moved.values())
-            self._report(layers, total, "direct")
+            self.connection.count(self._lane, nbytes=nbytes, spans=spans)
+            self._report(layers, nbytes, "direct")
             yield 1  # not the bytes, which count against what the progress thread may copy itself in one round
 
     def _check_ids(self) -> None:
@@ -267,12 +193,12 @@ class CudaCopyTransfer(Transfer):
             raise PageOutOfRange(f"page {bad.page} ({which}) is outside {whose} cache's [0, {limit})")
 
     def _drain(self) -> Iterator[int]:
-        """After a failure: waits for the kernels and copies that are enqueued."""
+        """After a failure: waits for the kernels that are enqueued."""
         self._forget_gate()
         if self._begun:
             # Including those of a step that failed half-way, and uploads of page ids into memory that is used again.
             try:
-                self._in_flight.append(_Launch((), {}, self._device.signal(self._stream)))
+                self._in_flight.append(_Launch((), 0, 0, self._device.signal(self._stream)))
             except KVError:
                 self.flushed = False  # it is unknown what was written; the error to report is the first one
         while self._in_flight:

@@ -1,4 +1,4 @@
-"""Chooses the path of a verb by cost: puts or staging on a channel, copy engines or a kernel between two GPUs.
+"""Chooses the path of a verb by cost: puts or staging.
 
 The costs of a channel are measured by `torchkv.engine.probe`; here are the formulas, and costs for unmeasured channels.
 """
@@ -23,25 +23,12 @@ __all__ = [
     "Load",
     "cheapest",
     "choose",
-    "copy_engine_pays",
     "count_runs",
-    "engine_seconds",
-    "kernel_seconds",
     "load_of",
     "put_seconds",
     "runs_between",
     "staged_seconds",
 ]
-
-# Measured between two H200 over NVLink. cuMemcpyBatchAsync moved many spans of 32 KiB, 128 KiB, 512 KiB, 2 MiB and
-# 8 MiB at 52, 152, 277, 355 and 380 GB/s. A fixed time for each span plus the link's rate for its bytes fits all five
-# within 3%. Few spans show the fixed time of a batch: 1, 2 and 4 of 2 MiB went at 193, 262 and 312 GB/s.
-BATCH_SECONDS = 4.5e-6
-SPAN_SECONDS = 0.55e-6
-LINK_RATE = 392e9  # bytes a second, of one large copy
-# The copy kernel with 16 blocks, for runs of any length; a layer of 4 MiB took 13.3 us.
-LAUNCH_SECONDS = 1.5e-6
-KERNEL_RATE = 354.6e9
 
 # Seconds a byte. Gathering slices of 512 bytes on one H200 with 16 blocks: 543 GB/s, see docs/measurements. Scattering
 # takes as long.
@@ -55,25 +42,6 @@ STAGING_SECONDS = 1.2e-3
 PIECE_SECONDS = 0.75e-3
 PIECES = 4  # pieces of one verb that share the ring
 LARGEST_PIECE = 4 << 20  # bytes, on a host
-
-
-def engine_seconds(*, spans: int, nbytes: int) -> float:
-    """Seconds that the copy engines take for one batch of ``spans`` descriptors, of ``nbytes`` bytes in all."""
-    return BATCH_SECONDS + spans * SPAN_SECONDS + nbytes / LINK_RATE
-
-
-def kernel_seconds(*, nbytes: int) -> float:
-    """Seconds that the copy kernel takes for ``nbytes`` bytes."""
-    return LAUNCH_SECONDS + nbytes / KERNEL_RATE
-
-
-def copy_engine_pays(*, spans: int, nbytes: int) -> bool:
-    """Whether the copy engines are at least as fast as the kernel.
-
-    They are for 15 MiB and more in spans of 2 MiB and more, on average. Then they are preferred, because they leave all
-    multiprocessors to the model.
-    """
-    return engine_seconds(spans=spans, nbytes=nbytes) <= kernel_seconds(nbytes=nbytes)
 
 
 def count_runs(pages: Int64Array) -> int:

@@ -30,7 +30,7 @@ class Costs:
 
 @dataclass(slots=True)
 class Counter:
-    """What one lane has carried: ``transfers`` (verbs, each counted on every lane it used), ``spans`` and bytes.
+    """What one lane has carried: ``transfers`` (verbs), ``spans`` and bytes.
 
     spans: descriptors, runs or pieces, depending on the lane.
     """

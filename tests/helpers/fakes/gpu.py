@@ -1,8 +1,7 @@
-"""Fakes of `GpuContext`, and of the driver's batched copy, that record what was enqueued."""
+"""A fake of `GpuContext` that records what was enqueued."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 from torchkv.errors import TransportUnavailable
 from torchkv.kernels.gpu_context import launching
 
-__all__ = ["CLAIM", "STREAM", "Event", "FakeDriver", "Gpu"]
+__all__ = ["CLAIM", "STREAM", "Event", "Gpu"]
 
 STREAM: Any = SimpleNamespace(cuda_stream=0x5150, query=lambda: True)
 CLAIM: Any = SimpleNamespace(stream=STREAM)
@@ -115,35 +114,3 @@ class Event:
         if self.error is not None:
             raise self.error
         return False
-
-
-def numbers(address: int, count: int) -> list[int]:
-    return list((ctypes.c_int64 * count).from_address(address))
-
-
-class FakeDriver:
-    """``cuMemcpyBatchAsync`` (and ``_v2``): copies at once, and checks the attributes."""
-
-    def __init__(self, *names: str, result: int = 0) -> None:
-        self.result = result
-        self.calls: list[tuple[str, int]] = []
-        for name in names:
-            setattr(self, name, self._function(name))
-
-    def _function(self, name: str) -> Any:
-        def function(*arguments: Any) -> int:
-            dst, src, length, count, attributes, first, num_attributes, *failed, stream = arguments
-            assert len(failed) == (0 if name.endswith("_v2") else 1)
-            assert stream == STREAM.cuda_stream
-            assert num_attributes == 1
-            assert first._obj.value == 0
-            given = attributes._obj
-            assert (given.src_access_order, given.flags) == (1, 1)
-            assert ctypes.sizeof(given) == 24
-            self.calls.append((name, count))
-            if self.result == 0:
-                for to, start, nbytes in zip(*(numbers(a, count) for a in (dst, src, length)), strict=True):
-                    ctypes.memmove(to, start, nbytes)
-            return self.result
-
-        return function

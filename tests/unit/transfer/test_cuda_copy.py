@@ -17,18 +17,25 @@ from torchkv.errors import TransferCancelled, TransportUnavailable
 from torchkv.protocol.actions import SendOp
 from torchkv.transfer.base import TransferContext
 from torchkv.transfer.cuda_copy import CudaCopyTransfer
+from torchkv.transfer.peer_connection import Counter, PeerConnection
 
 LAYERS = (0, 1, 2)
+UNUSED: Any = None
 
 
-def transfer(gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits: bool = True) -> CudaCopyTransfer:
-    """A transfer of two pages. groups: kernels of a launch. owed: layers of the plan. waits: whether it has a gate."""
+def transfer(
+    gpu: Gpu, *, groups: int = 1, owed: tuple[int, ...] = LAYERS, waits: bool = True, channel: Any = ...
+) -> CudaCopyTransfer:
+    """A transfer of two pages. groups: kernels of a launch. owed: layers of the plan. waits: whether it has a gate.
+
+    channel: None for a transfer within one rank.
+    """
     shape = SimpleNamespace(ordinals=lambda **operation: range(2), pair_nbytes=64, rows=SimpleNamespace(per_pair=1))
     job = SimpleNamespace(geometry=shape, table=None, ranges=lambda layers: [(0, len(layers))])
     segments_of = dict.fromkeys(owed, ())
     plan = SimpleNamespace(segments_of=segments_of, src_page_size=16, nbytes=lambda tokens, layers: 128 * len(layers))
     grant: Any = SimpleNamespace(dst=1, generation=1, num_tokens=32, pages=np.array([4, 5]), plan=plan)
-    connection: Any = SimpleNamespace(channel=object(), count=lambda *args, **operation: None)
+    connection: Any = PeerConnection(rank=1, layout=UNUSED, placements={}, channel=channel, views=[])
     return CudaCopyTransfer(
         TransferContext(
             op=SendOp("r", 1, {}, LAYERS, 0, 2, None),
@@ -64,6 +71,17 @@ def test_a_transfer_waits_copies_and_reports_in_order(gpu: Gpu) -> None:
     assert made.error is None
     assert gpu.log[-1] == "report 3 384"
     assert sorted(gpu.released) == ["errors", "stream", "upload", "upload"]
+
+
+@pytest.mark.parametrize(("channel", "lane"), [(object(), "view"), (None, "local")])
+def test_what_has_arrived_is_counted_on_the_lane(gpu: Gpu, channel: Any, lane: str) -> None:
+    made = transfer(gpu, groups=2, channel=channel)
+    advance(made)
+    assert made.connection.counters == {}
+    gpu.run()
+    advance(made)
+    # Two groups of three layers, each of two pages of 64 bytes in one run.
+    assert made.connection.counters == {lane: Counter(transfers=1, spans=12, nbytes=768)}
 
 
 @pytest.mark.parametrize(("waits", "signal"), [(True, "signal"), (False, "signal copying")])

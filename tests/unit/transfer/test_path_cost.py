@@ -1,4 +1,4 @@
-"""Choices by cost, on both sides of the break-even point: copy engines or a kernel, puts or staging."""
+"""Choices by cost, on both sides of the break-even point: puts or staging."""
 
 from __future__ import annotations
 
@@ -15,42 +15,6 @@ from torchkv.transfer import path_cost
 from torchkv.transfer.peer_connection import Costs
 
 MIB = 1 << 20
-
-# GB/s by bytes of a span, as measured.
-MEASURED = {32 << 10: 52.2, 128 << 10: 151.9, 512 << 10: 277.4, 2 * MIB: 354.9, 8 * MIB: 380.3}
-
-
-@pytest.mark.parametrize("span", MEASURED)
-def test_the_constants_meet_what_was_measured(span: int) -> None:
-    spans = 2048
-    predicted = spans * span / path_cost.engine_seconds(spans=spans, nbytes=spans * span) / 1e9
-    assert predicted == pytest.approx(MEASURED[span], rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("spans", "span", "rate"),
-    [(1, 2, 192.8), (2, 2, 261.6), (4, 2, 312.1), (2, 4, 309.1), (2, 8, 338.9), (4, 8, 365.0)],
-)
-def test_the_constants_meet_what_few_spans_were_measured_at(spans: int, span: int, rate: float) -> None:
-    nbytes = spans * span * MIB
-    assert nbytes / path_cost.engine_seconds(spans=spans, nbytes=nbytes) / 1e9 == pytest.approx(rate, rel=0.06)
-
-
-def test_one_layer_by_the_kernel_takes_what_was_measured() -> None:
-    assert path_cost.kernel_seconds(nbytes=4 * MIB) == pytest.approx(13.3e-6, rel=0.03)
-
-
-@pytest.mark.parametrize(("spans", "mib"), [(1, 13), (2, 15), (8, 27), (64, 137), (5000, 9780)])
-def test_both_sides_of_the_break_even_point(spans: int, mib: int) -> None:
-    assert path_cost.copy_engine_pays(spans=spans, nbytes=mib * MIB)
-    assert not path_cost.copy_engine_pays(spans=spans, nbytes=mib * MIB * 9 // 10)
-    assert not path_cost.copy_engine_pays(spans=spans, nbytes=0)
-
-
-def test_the_average_length_of_spans_decides() -> None:
-    """Two short spans beside long ones do no harm; many do."""
-    assert path_cost.copy_engine_pays(spans=2 + 2, nbytes=2 * (12 * MIB) + 2 * 512)
-    assert not path_cost.copy_engine_pays(spans=2 + 20, nbytes=2 * (12 * MIB) + 20 * 512)
 
 
 @pytest.mark.parametrize(
