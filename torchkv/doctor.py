@@ -22,7 +22,7 @@ from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
 from torchkv.cuda import ipc
 from torchkv.cuda.driver import num_queues
-from torchkv.cuda.side_streams import num_waiting_streams
+from torchkv.cuda.side_streams import serves_fifos
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.host.network import job_interface
 from torchkv.host.processes import this_process, watch_process
@@ -102,7 +102,7 @@ def _settings() -> Iterator[Finding]:
         warnings.simplefilter("always")
         warn_about_unknown_variables()
     yield Finding("warn" if caught else "ok", "settings", "; ".join([shown, *(str(w.message) for w in caught)]))
-    if not num_waiting_streams()[0]:
+    if not serves_fifos():
         text = f"{num_queues()}: a stream that waits blocks others, so staging between GPUs is slower; unset it"
         yield Finding("warn", "CUDA_DEVICE_MAX_CONNECTIONS", text)
     if os.environ.get("TORCH_LOGS") == "":

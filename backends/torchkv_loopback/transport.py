@@ -28,7 +28,7 @@ class LoopbackTransport(Transport):
     """
 
     name = "loopback"
-    capabilities = Capabilities(devices=frozenset({"cpu"}), signals=True)
+    capabilities = Capabilities(devices=frozenset({"cpu"}))
 
     @staticmethod
     def available() -> str | None:

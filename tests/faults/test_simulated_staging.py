@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.helpers.simulation.scenario import Scenario
-from tests.helpers.simulation.staging_rings import LaggingPacker, raise_signal
+from tests.helpers.simulation.staging_rings import FifoEnd, LaggingPacker
 from torchkv.errors import KVError
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import Staged
@@ -178,28 +178,30 @@ def _tells_before_it_has_gathered(patch: Patch) -> None:
     real = LaggingPacker.gather
 
     def gather(self: LaggingPacker, job: GatherJob) -> Iterator[int]:
-        next(real(self, replace(job, signalled=None)))  # begins the gather, which then goes on by itself
-        if job.signalled is not None:
-            raise_signal(job.signalled)
-        yield 1
+        steps = real(self, job)
+        if job.fifo_stage is not None:
+            yield from steps
+        else:
+            next(steps)  # begins the gather, which then goes on by itself
+            yield 1
 
     patch.setattr(LaggingPacker, "gather", gather)
 
 
-def _does_not_wait_for_signals(patch: Patch) -> None:
-    """A stage that was announced early is unpacked without waiting for its signal."""
-    real = LaggingPacker.scatter
-
-    def scatter(self: LaggingPacker, job: Scatter) -> Iterator[int]:
-        job.signal, job.written = None, True
-        return real(self, job)
-
-    patch.setattr(LaggingPacker, "scatter", scatter)
-    patch.setattr(LaggingPacker, "slowness", SLOW)
+def _does_not_wait_for_chunks(patch: Patch) -> None:
+    """Chunks of a FIFO are unpacked before they are packed."""
+    real = FifoEnd.ready
+    patch.setattr(FifoEnd, "ready", lambda end, *where: not end.sending or real(end, *where))
 
 
-def _reuses_what_was_signalled(patch: Patch) -> None:
-    """A stage is granted again when its signal is no longer waited for, though the gather into it is under way."""
+def _does_not_wait_for_slots(patch: Patch) -> None:
+    """Chunks of a FIFO are packed into slots that are not unpacked yet."""
+    real = FifoEnd.ready
+    patch.setattr(FifoEnd, "ready", lambda end, *where: end.sending or real(end, *where))
+
+
+def _reuses_a_fifo_that_was_given_up(patch: Patch) -> None:
+    """A stage is granted again when the receiver waits for no more chunks, though the gather into it is under way."""
     real = StagingCredits.release
 
     def release(self: StagingCredits, *owner: Any, written: bool = True) -> None:
@@ -218,6 +220,7 @@ def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, fir
     """Under all faults, with and without verbs that write to pages; no rank has memory to send from."""
     monkeypatch.setattr(LaggingPacker, "slowness", slowness)
     staged = 0
+    gathers: Counter[str] = Counter()
     for seed in range(first, first + 12):
         print(f"seed {seed}")
         for verbs in (ONLY, ANY):
@@ -226,10 +229,13 @@ def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, fir
             assert scenario.run() == []
             staged += sum(ring.stages_seen for ring in scenario.rings.values())
             for rank in scenario.cluster.ranks:
+                if isinstance(packer := rank.engine.staging.packer, LaggingPacker):
+                    gathers.update(packer.gathers)
                 assert rank.engine.staging.sending.taken == 0
                 lanes = {lane for connection in rank.engine.connections.values() for lane in connection.counters}
                 assert lanes <= {"view"} or verbs is ANY
     assert staged > 30, "too little was staged to show anything"
+    assert min(gathers["plain"], gathers["fifo"]) > 15
 
 
 @pytest.mark.parametrize(
@@ -247,8 +253,9 @@ def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, fir
         (_tells_before_it_has_gathered, BYTES, ONLY, True),
         (_reuses_its_own_stage_too_early, BYTES, ONLY, False),
         (_forgets_its_gathers, RING, ONLY, True),
-        (_does_not_wait_for_signals, BYTES, ONLY, True),
-        (_reuses_what_was_signalled, RING, ONLY, True),
+        (_does_not_wait_for_chunks, BYTES, ONLY, True),
+        (_does_not_wait_for_slots, BYTES, ONLY, True),
+        (_reuses_a_fifo_that_was_given_up, RING, ONLY, True),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "mapped" if value is True else "",
 )

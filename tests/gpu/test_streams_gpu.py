@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import torch
 
 from tests.helpers.harness import Ranks
@@ -21,28 +19,27 @@ pytestmark = needs_gpus(1)
 def waiting_and_running() -> None:
     """All that may wait do so, and some streams of a model; those that never wait go on."""
     device = GpuContext(GPU, blocks=132)
-    assert device.signals
+    assert device.fifos
     ones = torch.ones(1 << 20, device=GPU)
     ones += 1  # loads the kernel: not while a stream is held
     torch.cuda.synchronize()
-    waiting, gated = num_waiting_streams()
-    with ExitStack() as stack:
-        held = [torch.cuda.Stream(GPU) for _ in range(RESERVED_QUEUES - 2)]
-        held += [claim.stream for number in range(gated) if (claim := device.claim((), f"{number}")) is not None]
-        held += [stack.enter_context(device.waiting_stream(1, serial)) for serial in range(waiting)]
-        assert len(set(held)) == num_queues() - 2 == 6
-        holds = [device.sync_words.hold(stream) for stream in held]
-        sync_words = []
-        for stream in (device.outgoing, device.incoming):
-            with torch.cuda.stream(stream):
-                ones += 1
-            sync_words.append(device.sync_words.signal(stream))
-        until(lambda: all(completion.done for completion in sync_words), "kernels run beside streams that wait")
-        assert not any(has_passed(hold) for hold in holds)
-        for hold in holds:
-            hold.open()
-        torch.cuda.synchronize()
-        assert all(has_passed(hold) for hold in holds)
+    held = [torch.cuda.Stream(GPU) for _ in range(RESERVED_QUEUES - 2)]
+    held += [
+        claim.stream for number in range(num_waiting_streams()) if (claim := device.claim((), f"{number}")) is not None
+    ]
+    assert len(set(held)) == num_queues() - 2 == 6
+    holds = [device.sync_words.hold(stream) for stream in held]
+    sync_words = []
+    for stream in (device.outgoing, device.incoming):
+        with torch.cuda.stream(stream):
+            ones += 1
+        sync_words.append(device.sync_words.signal(stream))
+    until(lambda: all(completion.done for completion in sync_words), "kernels run beside streams that wait")
+    assert not any(has_passed(hold) for hold in holds)
+    for hold in holds:
+        hold.open()
+    torch.cuda.synchronize()
+    assert all(has_passed(hold) for hold in holds)
     device.close()
 
 

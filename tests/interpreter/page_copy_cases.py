@@ -408,25 +408,6 @@ def test_stages_are_the_reference(case: Case, tile: str, blocks: int, monkeypatc
     assert copies.first_error(errors) in (bad or {None})
 
 
-@pytest.mark.parametrize("stands_at", [0, 40, 43, 1 << 40])
-def test_a_guarded_stage_is_unpacked_only_if_its_signal_says_so(stands_at: int) -> None:
-    case = plain()
-    pools, signal = case.pools(), torch.tensor([stands_at])
-    src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
-    stage = aligned(case.num_jobs * len(src) * case.geometry.pair_nbytes + CANARY)
-    gather_reference(pools.sources, src, stage, case.geometry, start=0, limit_tokens=case.limit)
-    for value in (42, stands_at):
-        errors = copies.error_words()
-        guard = (signal.data_ptr(), value)
-        span = MemorySpan.of(stage)
-        copies.scatter(case.jobs(pools, errors), span, dst, num_src_pages=6, guard=guard)
-        assert copies.skipped(errors) == (value != stands_at)
-        assert copies.first_error(errors) is None
-        if value == stands_at:
-            scatter_reference(stage, pools.want, dst, case.geometry, num_src_pages=6, start=0, limit_tokens=case.limit)
-        pools.check()
-
-
 def plain(*, num_pages: int = 6, run: int = 48, alignment: int = 16) -> Case:
     """Whole pages, shuffled, one row each."""
     side = PageAddressing(page_stride=run + 16, base=0, token_stride=run, per_page=1, num_pages=num_pages)

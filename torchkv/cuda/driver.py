@@ -77,9 +77,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamIsCapturing": (_POINTER, ctypes.POINTER(ctypes.c_int)),
     "cuStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),  # stream, address, value, flags
-    "cuStreamWaitValue64_v2": (_POINTER, _UINT64, _UINT64, ctypes.c_uint),
     "cuStreamWriteValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),
-    "cuStreamWriteValue64_v2": (_POINTER, _UINT64, _UINT64, ctypes.c_uint),
 }
 
 

@@ -9,7 +9,6 @@ nothing else of the process runs on that GPU, not even the operations that they 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,7 +17,7 @@ import torch
 
 from torchkv.cuda.driver import num_queues
 
-__all__ = ["StreamClaim", "SideStreams", "StreamPool", "num_waiting_streams"]
+__all__ = ["StreamClaim", "SideStreams", "StreamPool", "num_waiting_streams", "serves_fifos"]
 
 S = TypeVar("S", bound=Hashable)
 
@@ -27,24 +26,27 @@ PRIORITY = -1
 # Queues for the two side streams that are never blocked, and for three streams of a model, which may be blocked too:
 # they wait for transfers.
 RESERVED_QUEUES = 5
-MAX_WAITING_STREAMS = 4  # side streams that may be blocked; half of them by peers
+MAX_WAITING_STREAMS = 4  # side streams that may be blocked
+# The fewest queues for FIFO kernels, which keep theirs while they poll a peer. With one queue they would hold up what
+# the peer polls for; with 8 and with 32 they were measured.
+FIFO_QUEUES = 7
 
 
-def num_waiting_streams() -> tuple[int, int]:
-    """How many side streams may be blocked by signals of peers, and how many by events; (0, 0) with too few queues."""
-    count = max(0, min(MAX_WAITING_STREAMS, num_queues() - RESERVED_QUEUES))
-    return count // 2, count - count // 2
+def num_waiting_streams() -> int:
+    """How many side streams may be blocked; 0 with too few queues."""
+    return max(0, min(MAX_WAITING_STREAMS, num_queues() - RESERVED_QUEUES))
+
+
+def serves_fifos() -> bool:
+    """Whether there are enough queues for FIFO kernels."""
+    return num_queues() >= FIFO_QUEUES
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamClaim(Generic[S]):
-    """The use of one stream of a `StreamPool` by one owner, until `StreamPool.release`.
-
-    number: counts the claims of the pool. order: see `StreamPool`.
-    """
+    """The use of one stream of a `StreamPool` by one owner, until `StreamPool.release`. order: see `StreamPool`."""
 
     stream: S
-    number: int
     owner: Hashable
     order: int
 
@@ -52,12 +54,11 @@ class StreamClaim(Generic[S]):
 class StreamPool(Generic[S]):
     """Hands out streams for work that waits, so that what one owner waits for holds up no other owner's work.
 
-    An owner is whatever the work waits for: a peer, a request, a stream of the model. Claims of one owner share a
-    stream. order: if what an owner waits for comes in an order, a number that grows in it.
+    An owner is whatever the work waits for: a request, a stream of the model. Claims of one owner share a stream.
+    order: if what an owner waits for comes in an order, a number that grows in it.
     """
 
     def __init__(self, streams: Iterable[S]) -> None:
-        self._numbers = itertools.count()
         self._claims: dict[S, list[StreamClaim[S]]] = {stream: [] for stream in streams}
 
     def claim(self, owner: Hashable, order: int = 0) -> StreamClaim[S] | None:
@@ -66,36 +67,21 @@ class StreamPool(Generic[S]):
         Never a stream on which the owner already waits for something of a higher ``order``: that may come only after
         this claim's work is done (a stream of the model may wait for it), and this work would be stuck behind the wait.
         """
-        stream = self._own_or_free(owner, order)
-        return None if stream is None else self._given(stream, owner, order)
-
-    def share(self, owner: Hashable) -> StreamClaim[S]:
-        """As `claim`; but if there is neither, a stream of others.
-
-        Namely the one whose oldest claim is the most recent: a peer that hangs keeps its claims, so this stream is the
-        least likely to be blocked by one.
-        """
-        stream = self._own_or_free(owner, 0)
-        if stream is None:
-            stream = max(self._claims, key=lambda one: self._claims[one][0].number)
-        return self._given(stream, owner, 0)
+        free = None
+        for stream, claims in self._claims.items():
+            own = [claim.order for claim in claims if claim.owner == owner]
+            if own and order >= max(own):
+                return self._given(stream, owner, order)
+            if not claims and free is None:
+                free = stream
+        return None if free is None else self._given(free, owner, order)
 
     def release(self, claim: StreamClaim[S]) -> None:
         """Ends a claim; to be called once."""
         self._claims[claim.stream].remove(claim)
 
-    def _own_or_free(self, owner: Hashable, order: int) -> S | None:
-        free = None
-        for stream, claims in self._claims.items():
-            own = [claim.order for claim in claims if claim.owner == owner]
-            if own and order >= max(own):
-                return stream
-            if not claims and free is None:
-                free = stream
-        return free
-
     def _given(self, stream: S, owner: Hashable, order: int) -> StreamClaim[S]:
-        claim = StreamClaim(stream, next(self._numbers), owner, order)
+        claim = StreamClaim(stream, owner, order)
         self._claims[stream].append(claim)
         return claim
 
@@ -104,8 +90,7 @@ class SideStreams:
     """The side streams of one group on one GPU, not ordered with the default stream. Belongs to the progress thread.
 
     outgoing, incoming: for work that never waits for long. FIFO kernels run on these two; they wait for peers, but give
-    up after a while. waiting: for stages that are unpacked when the peer's signal arrives. gated: for transfers whose
-    pages are not ready yet. `num_waiting_streams` says how many streams the two pools have.
+    up after a while. gated: `num_waiting_streams` streams for transfers whose pages are not ready yet.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,4 +98,4 @@ class SideStreams:
             return [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(count)]
 
         self.outgoing, self.incoming = streams(2)
-        self.waiting, self.gated = (StreamPool(streams(count)) for count in num_waiting_streams())
+        self.gated = StreamPool(streams(num_waiting_streams()))

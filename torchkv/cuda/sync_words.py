@@ -198,7 +198,7 @@ class SyncWords:
     def __init__(self, device: torch.device) -> None:
         self._index = device_index(device)
         with context(self._index) as cuda:
-            self._flush = wait_flags(self._index)
+            self._flush = _wait_flags(self._index)
             memory = _pinned_words(self._index)
             address = check(cuda.cuMemHostGetDevicePointer(memory.ctypes.data, 0), "looking up pinned memory")
         self._library = driver.library()
@@ -269,8 +269,11 @@ class SyncWords:
     def no_blocked_streams(self) -> Iterator[bool]:
         """Yields whether no stream of this GPU waits for the host, on behalf of any group of this process.
 
-        No such wait begins inside the ``with``: `hold` blocks until it ends. For driver calls that wait for all
-        streams.
+        No such wait begins inside the ``with``: `hold` blocks until it ends. If it yields False, come back later.
+
+        Loading a kernel, freeing device memory and unmapping a peer's memory wait for all streams. If the progress
+        thread made such a call while a stream waits for the host, the call would wait for the stream, and the stream
+        for this thread, which ends its wait: a deadlock.
         """
         with self._gpu.hold_lock:
             yield not any(pool.holding for pool in self._gpu.pools)
@@ -320,7 +323,7 @@ class SyncWords:
             )
 
 
-def wait_flags(index: int) -> int:
+def _wait_flags(index: int) -> int:
     """Flags of ``cuStreamWaitValue``: wait until the word has reached the value, then flush remote writes if possible.
 
     Raises ``TransportUnavailable`` where ``cuda:index`` or its driver lacks stream memory operations.

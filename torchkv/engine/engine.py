@@ -450,9 +450,9 @@ class Engine:
     def run_deferred_frees(self) -> None:
         """Closes connections to dead ranks and frees the GPU memory whose release was deferred.
 
-        Both wait for all streams of the GPU. While a stream waits for this rank or for a peer, nothing is done.
+        Both wait for all streams of the GPU. While a stream waits for this rank, nothing is done.
         """
-        with nullcontext(True) if self.gpu is None else self.gpu.no_blocked_streams() as quiet:
+        with nullcontext(True) if self.gpu is None else self.gpu.sync_words.no_blocked_streams() as quiet:
             while quiet and self._closing:
                 self._closing.pop().close()
             if quiet and self.gpu is not None:
@@ -670,7 +670,6 @@ def _completed(machine: Sender | Receiver) -> list[KVWork]:
 def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:
     """Who may use which part of this rank's staging ring; an empty ring if it has none."""
     if staging is None or staging.receiving is None:
-        return StagingCredits(StagingRing(0), timeout=timeout, signals=0)
+        return StagingCredits(StagingRing(0), timeout=timeout)
     ring = staging.receiving
-    signals = len(ring.signals) if staging.packer.signals else 0
-    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=signals)
+    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=len(ring.signals))

@@ -71,7 +71,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_slots: Count = 0
     staging: Offset = 0  # bytes of the staging ring, which is the last region but one
     signals: Count = 0  # how many signals follow the ring in its region
-    channels: Count = 0  # FIFO channels that the rank serves for pieces streamed through a stage
+    channels: Count = 0  # the most FIFO channels that the rank serves through one stage
     checksum: bool = False  # whether the rank sends checksums
     device: Name = ""  # torch device type of the memory with the pages
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # that of the lowest rank authenticates control frames

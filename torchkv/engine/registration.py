@@ -128,9 +128,7 @@ class Registration:
             self._regions.append(self.transport.register(storage))
         ring: StageMemory | None = None
         if self.options.staging_recv:
-            waits = self.gpu is None or self.gpu.signals
-            signals = SIGNALS if self.transport.capabilities.signals and waits else 0
-            ring, region = self._stage_memory(self.options.staging_recv, signals=signals)
+            ring, region = self._stage_memory(self.options.staging_recv, signals=self._num_signals())
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
@@ -322,6 +320,11 @@ class Registration:
             raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
         if len(all_metadata[0].secret) < 16:
             raise ProtocolError("rank 0 published no secret for the control channel")
+
+    def _num_signals(self) -> int:
+        """Signals behind this rank's staging ring; none if no piece can pass through a FIFO."""
+        fifos = self.gpu is not None and self.gpu.fifos and self.transport.capabilities.signals
+        return SIGNALS if fifos else 0
 
     def _stage_memory(self, nbytes: int, *, signals: int = 0) -> tuple[StageMemory, Region]:
         assert self.cache is not None

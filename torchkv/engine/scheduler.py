@@ -173,7 +173,7 @@ class TransferScheduler:
     def prepare(self, plan: PairPlan, connection: PeerConnection) -> None:
         """Loads what transfers of ``plan`` may need. Loading waits for all streams, so it is done before requests come.
 
-        See `GpuContext.no_blocked_streams`.
+        See `SyncWords.no_blocked_streams`.
         """
         if connection.channel is not None and self._ring(connection):
             assert self._staging is not None
@@ -188,7 +188,7 @@ class TransferScheduler:
         assert self.gpu is not None
         table = self._table(plan, connection)
         if not table.is_loaded:
-            with self.gpu.no_blocked_streams() as quiet:
+            with self.gpu.sync_words.no_blocked_streams() as quiet:
                 if not quiet:
                     return None
                 self._load(table)
@@ -348,7 +348,7 @@ class TransferScheduler:
         assert self._staging is not None
         stages = self._staging.sending
         if self.gpu is not None and connection.staging_view is None and stages.ring.capacity and not stages.taken:
-            with self.gpu.no_blocked_streams() as quiet:
+            with self.gpu.sync_words.no_blocked_streams() as quiet:
                 if not quiet:
                     return None
                 stages.take()

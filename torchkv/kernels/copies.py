@@ -31,7 +31,6 @@ __all__ = [
     "gather",
     "moved",
     "scatter",
-    "skipped",
     "unfinished",
 ]
 
@@ -89,8 +88,7 @@ class CopyJobs:
 def error_words() -> torch.Tensor:
     """A fresh ``errors`` argument: int64 ``[2]``, zeros, in pinned host memory where there is a GPU.
 
-    The first word is for bad page ids (`first_error`) and stages that were not written (`skipped`). The second word is
-    for FIFO kernels (`unfinished`, `moved`).
+    The first word is for bad page ids (`first_error`), the second one for FIFO kernels (`unfinished`, `moved`).
     """
     return torch.zeros(2, dtype=torch.int64, pin_memory=torch.cuda.is_available())
 
@@ -98,7 +96,7 @@ def error_words() -> torch.Tensor:
 def first_error(errors: torch.Tensor) -> BadPage | None:
     """One of the bad page ids that kernels with these ``errors`` met, or None. Read it after the kernels are done."""
     code = int(errors[0])
-    if code in (0, page_copy.SKIPPED):
+    if code == 0:
         return None
     page = code & 0xFFFFFFFF
     return BadPage(
@@ -106,11 +104,6 @@ def first_error(errors: torch.Tensor) -> BadPage | None:
         position=(code >> 33) - 1,
         page=page - (1 << 32) if page >> 31 else page,
     )
-
-
-def skipped(errors: torch.Tensor) -> bool:
-    """Whether a guarded `scatter` found its stage not written. Read it after the kernels are done."""
-    return int(errors[0]) == page_copy.SKIPPED
 
 
 def unfinished(errors: torch.Tensor) -> bool:
@@ -180,23 +173,21 @@ def scatter(
     dst_pages: torch.Tensor,
     *,
     num_src_pages: int,
-    guard: tuple[int, int] = (0, 0),
     fifo_args: FifoArgs | None = None,
     first_chunk: int = 0,
 ) -> None:
     """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
 
-    guard: (address, value) of an int64 word in device memory. Unless the word holds that value when the kernel runs,
-    the kernel unpacks nothing, and `skipped` says so. (0, 0): no guard, the stage is known to be written. A FIFO has no
-    guard. fifo_args, first_chunk: as for `gather`. The kernel does not read the first column of ``jobs.table``. Stream,
-    ids and errors as for `copy_pages`.
+    fifo_args, first_chunk: as for `gather`. The kernel does not read the first column of ``jobs.table``. Stream, ids
+    and errors as for `copy_pages`.
     """
     _check_ids("dst_pages", dst_pages)
     _check_grant(jobs, dst_pages)
     ranks = jobs.ranks(num_src_pages)
     _check_stage(jobs, stage, len(ranks), fifo_args, first_chunk)
-    assert fifo_args is None or guard == (0, 0), "a FIFO with a guard"
-    addresses = Addresses(jobs.check(), 0, dst_pages.data_ptr(), stage.ptr, jobs.errors.data_ptr(), *guard)
+    addresses = Addresses(
+        jobs=jobs.check(), src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.ptr, errors=jobs.errors.data_ptr()
+    )
     _launch(page_copy.SCATTER, jobs, addresses, ranks, fifo_args, first_chunk)
 
 

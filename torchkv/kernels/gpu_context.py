@@ -1,10 +1,4 @@
-"""What one rank's transfers share on its GPU: side streams, completions, uploaded page ids and error words.
-
-It also knows whether any stream is *blocked* by torchkv: by a wait that the host of this process must end
-(`torchkv.cuda.sync_words`), or by a wait for a signal word that a peer's GPU writes (`GpuContext.await_signal`). Some
-driver calls wait for all streams of a GPU. The progress thread makes such calls only under
-`GpuContext.no_blocked_streams`.
-"""
+"""What one rank's transfers share on its GPU: side streams, completions, uploaded page ids and error words."""
 
 from __future__ import annotations
 
@@ -12,17 +6,16 @@ import itertools
 import logging
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from torchkv.cuda import driver, graph_gate, ipc
 from torchkv.cuda.events import RecordedEvent, StreamEvent, event_pool
 from torchkv.cuda.page_ids import PageIdUploads
-from torchkv.cuda.side_streams import SideStreams, StreamClaim, num_waiting_streams
-from torchkv.cuda.sync_words import StreamCompletion, SyncWords, wait_flags
+from torchkv.cuda.side_streams import SideStreams, StreamClaim, serves_fifos
+from torchkv.cuda.sync_words import StreamCompletion, SyncWords
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.kernels import copies
 
@@ -31,9 +24,6 @@ __all__ = ["GpuContext", "check_alive", "launching"]
 log = logging.getLogger(__name__)
 
 PREALLOCATED_ERRORS = 256  # error words, allocated ahead of time; transfers beyond them allocate their own
-
-# The contexts of all groups of this process, by GPU. Read and changed only under `SyncWords.no_blocked_streams`.
-_contexts: dict[int, weakref.WeakSet[GpuContext]] = {}
 
 
 @contextmanager
@@ -62,8 +52,8 @@ def check_alive(stream: torch.cuda.Stream) -> None:
 class GpuContext:
     """One rank's GPU, as its progress thread uses it. Other threads use only ``sync_words``, ``index``, `record_gate`.
 
-    blocks: the largest number of thread blocks of a copy kernel (``Options.sm_budget``). signals: whether streams may
-    wait for signals of peers (`await_signal`); False where there are too few hardware queues.
+    blocks: the largest number of thread blocks of a copy kernel (``Options.sm_budget``). fifos: whether large pieces
+    may pass through FIFOs; False where there are too few hardware queues.
     outgoing, incoming: streams that are never blocked for long, see `SideStreams`. FIFO gathers run on the one, FIFO
     scatters on the other, one after the other: two at once would share the link and end at the same time, with no third
     one ready to follow.
@@ -76,8 +66,6 @@ class GpuContext:
         self.index = driver.device_index(device)
         self.blocks = blocks
         self.activate()
-        self._library = driver.library()
-        self._wait_flags = wait_flags(self.index)
         event_pool(self.index)  # made here, so that no caller's thread has to
         self.sync_words = SyncWords(device)
         self.completions: set[StreamCompletion] = set()
@@ -86,15 +74,12 @@ class GpuContext:
         self.outgoing, self.incoming = self._streams.outgoing, self._streams.incoming
         # How many copy kernels may overlap, those of FIFOs aside. One, so that they never exceed the budget of blocks.
         # Two where the budget is the whole GPU: the next kernel may begin while the last blocks of the one before end.
-        self._num_overlapping = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
-        self._unblocked = itertools.cycle([self.outgoing, self.incoming][: self._num_overlapping])
-        self._awaited: dict[int, int] = {}  # address of a signal word that a stream waits for -> the awaited value
-        with self.sync_words.no_blocked_streams():
-            _contexts.setdefault(self.index, weakref.WeakSet()).add(self)
+        overlapping = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
+        self._unblocked = itertools.cycle([self.outgoing, self.incoming][:overlapping])
         ipc.defer_frees(self, self.index)
         self._pauses: list[float] = []  # ends of all pauses, by ``time.monotonic``
-        self.signals = num_waiting_streams()[0] > 0
-        if not self.signals:
+        self.fifos = serves_fifos()
+        if not self.fifos:
             log.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS=%d is too few hardware queues: streams of %s block each other. Staged "
                 "transfers are slower, and a stream that waits for a transfer (wait_stream) may keep it from ending; "
@@ -122,59 +107,8 @@ class GpuContext:
         """A stream for work that waits for nothing; not always the same one."""
         return next(self._unblocked)
 
-    @contextmanager
-    def waiting_stream(self, src: int, serial: int) -> Iterator[torch.cuda.Stream]:
-        """A stream for work that waits for a signal of rank ``src``. Ranks share streams if there are too few.
-
-        serial: of the piece. Where copy kernels may overlap, consecutive pieces get different streams.
-        """
-        owner = src, serial % self._num_overlapping
-        claim = self._streams.waiting.share(owner)
-        try:
-            yield claim.stream
-        finally:
-            self._streams.waiting.release(claim)
-
-    def raise_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Enqueues the write of a signal word of this rank or a peer, fenced behind everything on ``stream``."""
-        code = self._library.cuStreamWriteValue64_v2(stream.cuda_stream, address, value, 0)
-        driver.check_code(code, "raising a signal")
-
-    def await_signal(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Makes ``stream`` wait until the signal word at ``address``, in this rank's memory, has reached ``value``."""
-        code = self._library.cuStreamWaitValue64_v2(stream.cuda_stream, address, value, self._wait_flags)
-        driver.check_code(code, "waiting for a signal")
-        self._awaited[address] = value
-
-    def abandon_signal(self, stream: torch.cuda.Stream, address: int) -> None:
-        """Ends the wait for the word at ``address``, if a stream waits for it. To be called before `forget_signal`.
-
-        It enqueues on ``stream`` the write of a value above the awaited one. The wait ends, but the scatter behind it
-        finds that its guard does not hold the awaited value, and unpacks nothing.
-        """
-        if (value := self._awaited.get(address)) is not None:
-            self.raise_signal(stream, address, value + 1)
-
-    def forget_signal(self, address: int) -> None:
-        """Records that no stream waits for the word at ``address`` any more."""
-        self._awaited.pop(address, None)
-
-    @contextmanager
-    def no_blocked_streams(self) -> Iterator[bool]:
-        """Yields whether torchkv blocks no stream of this GPU, in any group of this process.
-
-        Blocked streams wait for the host (`SyncWords.hold`) or for a peer's signal (`await_signal`). Inside the
-        ``with`` no wait for the host begins; if it yields False, come back later.
-
-        Loading a kernel, freeing device memory and unmapping a peer's memory wait for all streams. If the progress
-        thread made such a call while a stream waits for the host, the call would wait for the stream, and the stream
-        for this thread, which ends its wait: a deadlock. A wait for a peer could last as long as that peer hangs.
-        """
-        with self.sync_words.no_blocked_streams() as unblocked:
-            yield unblocked and not any(context._awaited for context in _contexts[self.index])
-
     def run_deferred_frees(self) -> None:
-        """Frees and unmaps what finalizers have deferred. Call it only where `no_blocked_streams` yields True."""
+        """Frees and unmaps what finalizers have deferred. Call it only under `SyncWords.no_blocked_streams`."""
         ipc.run_deferred_frees(self.index)
 
     def on_side_stream(self, operation: str) -> AbstractContextManager[None]:
@@ -249,12 +183,6 @@ class GpuContext:
         self._errors.append(words)
 
     def close(self) -> None:
-        """Ends every wait of a stream for this rank or for a peer. To be called after the last transfer."""
-        with suppress(TransportUnavailable, RuntimeError):  # the GPU has failed, so no stream waits any more
-            for address in self._awaited:  # waits for peers that hang
-                self.abandon_signal(self.outgoing, address)
-            if self._awaited:
-                self.outgoing.synchronize()  # the memory of the words may be freed and reused after this
-                self._awaited.clear()
+        """Ends every wait of a stream for this rank. To be called after the last transfer."""
         self.sync_words.close()
         ipc.stop_deferring(self, self.index)

@@ -44,8 +44,7 @@ class Addresses(NamedTuple):
     """Device addresses of one launch; 0 for those that its mode does not use.
 
     jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes, or the FIFO's slots.
-    errors: see `torchkv.kernels.copies.error_words`. guard: a word that must hold ``expected``, or nothing is unpacked;
-    0 for no guard.
+    errors: see `torchkv.kernels.copies.error_words`.
     """
 
     jobs: int
@@ -53,8 +52,6 @@ class Addresses(NamedTuple):
     dst_ids: int
     stage: int
     errors: int
-    guard: int = 0
-    expected: int = 0
 
 
 class FifoArgs(NamedTuple):
@@ -224,8 +221,8 @@ def _integers(
     stage_stride: bytes in the stage from one job to the next. fifo_integers: `FifoArgs.integers` or `NO_FIFO`. counts:
     the arguments from ``num_jobs`` to ``words``.
     """
-    jobs, src_ids, dst_ids, _, *rest = addresses
-    return jobs, src_ids, dst_ids, stage, stage_stride, *rest, *fifo_integers, *counts, *params.integers
+    jobs, src_ids, dst_ids, _, errors = addresses
+    return jobs, src_ids, dst_ids, stage, stage_stride, errors, *fifo_integers, *counts, *params.integers
 
 
 def kernels_for(geometry: Geometry, *modes: int, fifo: bool = False) -> list[CompiledKernel]:

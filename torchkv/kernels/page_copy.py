@@ -28,7 +28,6 @@ __all__ = [
     "MOVED",
     "NUM_INTEGERS",
     "SCATTER",
-    "SKIPPED",
     "UNFINISHED",
     "copy",
     "div",
@@ -39,12 +38,11 @@ __all__ = [
 # Modes: from pages to pages, from pages into a packed stage, from a packed stage into pages.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
-SKIPPED = -1  # in the first error word: nothing was unpacked, because the stage was not written
 # In the low and high half of the second error word: a block of a FIFO kernel gave up with chunks left; a block moved a
 # chunk.
 UNFINISHED, MOVED = 1, 1
 
-NUM_INTEGERS = 51  # runtime parameters of the kernel; the rest are constants
+NUM_INTEGERS = 49  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
@@ -117,8 +115,6 @@ def copy(
     stage: tl.int64,
     stage_stride: tl.int64,
     errors: tl.int64,
-    guard: tl.int64,
-    expected: tl.int64,
     wait_at: tl.int64,
     publish_at: tl.int64,
     state: tl.int64,
@@ -175,8 +171,7 @@ def copy(
     Each block takes every ``num_programs``-th tile of ``TILE`` words.
 
     ROWS: how many of a pair's two row counts exceed 1. PARTS: whether pairs are striped or smaller than a page.
-    TABLE: an upper bound of the rows that a tile touches; 0: addresses are computed per word. guard: address of a word,
-    or 0; unless that word holds ``expected``, nothing is unpacked.
+    TABLE: an upper bound of the rows that a tile touches; 0: addresses are computed per word.
 
     SLOTS: FIFO slots of each channel; 0: the stage is packed. In a FIFO each block takes every ``num_programs``-th
     chunk. A chunk has ``chunk_tiles`` tiles, the last one of a job perhaps fewer; a job has ``job_chunks`` chunks, and
@@ -212,13 +207,6 @@ def copy(
         chunk_word = 0
         origin = stage.to(tl.int64)
         seen = base.to(tl.int64) - 1  # the value of wait_at read last; what earlier uses left there is less than base
-    elif MODE == 2:  # SCATTER
-        guarded = guard != 0
-        where = guard.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter takes small numbers for int32
-        signal = tl.load(where, mask=guarded, other=0)
-        if guarded & (signal != expected):
-            tl.store(errors.to(tl.pointer_type(tl.int64)), -1)  # SKIPPED
-            end = 0
     while tile < end:
         if SLOTS > 0:
             if step == 0:

@@ -27,7 +27,7 @@ __all__ = [
 
 ALIGNMENT = 256  # bytes; of stages and of groups in them: whole cache lines, and the widest words of a GPU
 
-SIGNALS = 64  # signals behind a ring: the most stages that can be announced before they are written
+SIGNALS = 64  # signals behind a ring: the most stages that can be FIFOs at once
 SIGNAL_STEP = 1 << 20  # between the values of consecutive uses of signals; more than the chunks of a piece
 MAX_CHANNELS = 256  # of a FIFO
 SLOTS = 4  # FIFO slots of each channel: chunks of it that may be in the stage at once
@@ -35,14 +35,13 @@ CHUNK_UNIT = 32 << 10  # bytes; chunks are multiples of it, and it is a multiple
 
 
 class Signal(NamedTuple):
-    """How the writer's GPU tells the receiver's GPU how far a stage is written: int64 words behind the ring.
+    """How the GPUs on both sides of a FIFO tell each other how far they are: int64 words behind the ring.
 
     word: index of the signal, of ``2 * MAX_CHANNELS`` words. Words only ever increase. value: larger than all values
     that these words have held.
 
-    Without a FIFO, the first word becomes ``value`` when the stage is written, and ``value + 1`` when the receiver
-    stops waiting for it. With a FIFO, word c becomes ``value`` plus the number of chunks that channel c has written,
-    and word ``MAX_CHANNELS + c`` becomes ``value`` plus the number of these chunks that the receiver has read.
+    Word c becomes ``value`` plus the number of chunks that channel c has written, and word ``MAX_CHANNELS + c`` becomes
+    ``value`` plus the number of these chunks that the receiver has read.
     """
 
     word: int

@@ -110,10 +110,9 @@ class Scatter:
     tokens that the grant covers. checked: the stage holds checksums too; compare them. state: the stage holds state,
     and ``pages`` is the slot.
 
-    signal: if set, the stage was announced early; unpack it once this signal has risen. fifo: if set, the piece
-    passes through the stage as a FIFO. written: whether the writer is known to have written the stage: set here without
-    a signal, by the unpacker once the signal has risen. stopped: set here when the request fails; the unpacker then
-    stops waiting for the signal.
+    fifo: if set, the stage is a FIFO, announced before it is written, and ``signal`` is its signal. written: whether
+    the writer is known to write no more to the stage: set here without a FIFO, by the unpacker once all chunks of the
+    FIFO have come. stopped: set here when the request fails; the unpacker then waits for no more chunks.
     """
 
     request: str

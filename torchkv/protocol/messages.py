@@ -217,8 +217,8 @@ class StageAsk(Message, frozen=True, tag="stage_ask"):
 class StageGrant(Message, frozen=True, tag="stage_grant"):
     """Receiver -> writer: you may write bytes [offset, offset + nbytes) of my ring until you send ``Staged``.
 
-    With a ``value`` other than 0 you may send ``Staged`` early, before the stage is written: your GPU then raises
-    signal word ``word`` of my ring to ``value`` when it has written the stage.
+    With a ``value`` other than 0 you may use the stage as a FIFO: signal ``word`` of my ring is yours then, and its
+    words have held no value as large as ``value``.
     """
 
     generation: Count
@@ -243,9 +243,8 @@ class Staged(Message, frozen=True, tag="staged"):
     Pages are the writer's, counted after the prefix. 0 pages: the stage is given back unused.
     ``checked``: the pages' checksums lie in the stage too.
     ``state``: the stage holds the state of these layers, which counts as one page.
-    ``signalled``: the stage is announced early. The writer's GPU writes it, then raises the signal of its grant.
-    ``chunk``, if not 0: the stage is a FIFO. The pages pass through it in chunks of ``chunk`` bytes, in ``channels``
-    FIFO channels, and the words of the signal say how far each of them is.
+    ``chunk``, if not 0: the stage is a FIFO, and this message comes before the bytes. The pages pass through it in
+    chunks of ``chunk`` bytes, in ``channels`` FIFO channels, and the words of its signal say how far each of them is.
     """
 
     generation: Count
@@ -255,7 +254,6 @@ class Staged(Message, frozen=True, tag="staged"):
     num_pages: Count
     checked: bool
     state: bool = False
-    signalled: bool = False
     chunk: Count = 0
     channels: Count = 0
 

@@ -392,10 +392,10 @@ class Receiver:
             self._credits.withdraw(src, message)
 
     def on_staged(self, src: int, message: Staged, now: float) -> None:
-        """A stage is written, or announced early: asks for it to be unpacked, or takes it back if it is unused."""
+        """A stage is written, or a FIFO: asks for it to be unpacked, or takes it back if it is unused."""
         owner = src, message.generation, message.serial
         found = self._writer(src, message.generation)
-        if found is None or (taken := self._take_stage(owner, signalled=message.signalled)) is None:
+        if found is None or (taken := self._take_stage(owner, fifo=message.chunk != 0)) is None:
             return
         (req, writer), (stage, signal) = found, taken
         req.progress_at = now
@@ -434,10 +434,10 @@ class Receiver:
         req.scattering.add(job)
         self.actions.append(job)
 
-    def _take_stage(self, owner: tuple[int, int, int], *, signalled: bool) -> tuple[Stage, Signal | None] | None:
-        """The stage of (writer, generation, serial) and its signal, if it was announced early; None if not granted."""
-        if signalled:
-            return self._credits.mark_signalled(*owner)
+    def _take_stage(self, owner: tuple[int, int, int], *, fifo: bool) -> tuple[Stage, Signal | None] | None:
+        """The stage of (writer, generation, serial), and its signal if it is a FIFO; None if not granted as such."""
+        if fifo:
+            return self._credits.mark_fifo(*owner)
         stage = self._credits.mark_written(*owner)
         return None if stage is None else (stage, None)
 
@@ -618,8 +618,8 @@ def _fifo_of(message: Staged, stage: Stage, layout: PieceLayout, *, most: int) -
             raise ProtocolError(f"a piece of {layout.nbytes} bytes into a stage of {stage.nbytes}")
         return None
     fifo = ChunkFifo(message.chunk, message.channels)
-    if not message.signalled or message.checked:
-        raise ProtocolError(f"{fifo} through a stage without its signal, or with checksums")
+    if message.checked:
+        raise ProtocolError(f"{fifo} with checksums")
     if fifo.chunk % CHUNK_UNIT or not 1 <= fifo.channels <= most or fifo.nbytes > stage.nbytes:
         raise ProtocolError(f"{fifo} through a stage of {stage.nbytes} bytes, where at most {most} channels are served")
     if fifo.chunk > MAX_FIFO_BYTES or any(each.layer_nbytes > MAX_FIFO_BYTES for each in layout.sections):

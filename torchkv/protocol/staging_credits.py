@@ -5,18 +5,18 @@ into its pages and releases it. One stage:
 
     StageAsk --> pending --its turn, and space--> GRANTED --Staged--> WRITTEN ---------------unpacked--> free
                     |                              |   |                                         ^
-             deadline: StageDenied                 |   +--Staged, early--> SIGNALLED --signal risen--+
+             deadline: StageDenied                 |   +--Staged, chunks follow--> FIFO --all read---+
                                                    |                           |
-                                            request failed          given up before the signal rose
+                                            request failed          given up before all were read
                                                    |                           |
                                                    +------> QUARANTINED <------+
                                                                  |
                                                                  +--its writer is quiescent--> free
 
 * GRANTED: the writer may put into the stage. WRITTEN: it has, and this rank reads it.
-* SIGNALLED: the writer announced the stage early, before its GPU has written it. This rank's GPU waits for the signal,
-  a word behind the ring, and reads the stage then. A signal word belongs to its stage until that is free, so a late
-  signal is never taken for that of another stage.
+* FIFO: the writer announced the stage before its GPU writes it. This rank's GPU reads it chunk by chunk meanwhile, as
+  the words of its signal rise, which lie behind the ring. A signal belongs to its stage until that is free, so a late
+  word is never taken for that of another stage.
 * QUARANTINED: the stage is not read any more, but its writer may still put into it. It is free when the writer is
   *quiescent*: nothing that it wrote under this generation can land any more.
 
@@ -65,13 +65,13 @@ class Owner(NamedTuple):
 class _StageState(Enum):
     GRANTED = "granted"
     WRITTEN = "written"
-    SIGNALLED = "signalled"
+    FIFO = "fifo"
     QUARANTINED = "quarantined"
 
 
 @dataclass(eq=False, slots=True)
 class _GrantedStage:
-    """A stage that is not free. nbytes: how many of its bytes were granted. signal: None if no word was left for it."""
+    """A stage that is not free. nbytes: how many of its bytes were granted. signal: None if none was left for it."""
 
     stage: Stage
     nbytes: int
@@ -112,12 +112,12 @@ class StagingCredits:
     """Grants stages of this rank's ring. Not thread-safe: the caller holds a lock, and sends what is in ``outbox``.
 
     timeout: seconds that an ask may wait after it came or, if that is later, after the last grant to its queue.
-    signals: signal words behind the ring, all 0.
+    signals: how many signals are behind the ring, with words that are all 0.
     """
 
     def __init__(self, ring: StagingRing, *, timeout: float, signals: int = 0) -> None:
         self.ring = ring
-        self._free_words = deque(range(signals))  # signal words of no stage
+        self._free_words = deque(range(signals))  # signals of no stage
         self._last_value = 0  # of the latest signal; each signal has a higher one
         self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
         self._timeout = timeout
@@ -164,15 +164,15 @@ class StagingCredits:
         entry.state = _StageState.WRITTEN
         return entry.stage
 
-    def mark_signalled(self, src: int, generation: int, serial: int) -> tuple[Stage, Signal] | None:
-        """The writer has announced this stage early: returns it with its signal, which the caller waits for.
+    def mark_fifo(self, src: int, generation: int, serial: int) -> tuple[Stage, Signal] | None:
+        """The writer uses this stage as a FIFO: returns it with its signal, and the caller reads it until `release`.
 
         None, with nothing changed, unless the stage is granted to this writer, not yet written, and has a signal.
         """
         entry = self._unwritten_stage(src, generation, serial)
         if entry is None or entry.signal is None:
             return None
-        entry.state = _StageState.SIGNALLED
+        entry.state = _StageState.FIFO
         return entry.stage, entry.signal
 
     def withdraw(self, src: int, message: Withdraw) -> None:
@@ -190,8 +190,8 @@ class StagingCredits:
     def release(self, src: int, generation: int, serial: int, now: float, *, written: bool = True) -> None:
         """The stage has been read, or was given back unused, and is free. Nothing for one that is free or quarantined.
 
-        written: False if the writer may still write to it, because it was announced early and its signal has not risen.
-        Then the stage is quarantined, unless its writer is quiescent.
+        written: False if the writer may still write to it, because it is a FIFO of which not all chunks have come. Then
+        the stage is quarantined, unless its writer is quiescent.
         """
         self._now = now
         queue = self._queue_of(src, generation)
@@ -209,7 +209,7 @@ class StagingCredits:
     def revoke(self, generation: int) -> None:
         """The request has failed: drops its pending asks, and quarantines stages that are granted and not written.
 
-        Stages that are being read, or waited for, stay until `release`.
+        Stages that are being read stay until `release`.
         """
         for queue in self._queues.get(generation, {}).values():
             queue.revoked = True
@@ -223,7 +223,7 @@ class StagingCredits:
     def mark_quiescent(self, src: int, generation: int, now: float) -> None:
         """Nothing that ``src`` wrote under this generation can land any more: frees its stages that are not being read.
 
-        Those that are being read, or waited for, stay until `release`.
+        Those that are being read stay until `release`.
         """
         self._now = now
         queue = self._queue_of(src, generation)

@@ -30,7 +30,7 @@ __all__ = ["Span", "StagingRequester"]
 
 
 class Span(NamedTuple):
-    """Bytes [offset, offset + nbytes) of the receiver's ring. signal: if set, the stage may be announced early."""
+    """Bytes [offset, offset + nbytes) of the receiver's ring. signal: if set, the stage may be a FIFO."""
 
     offset: int
     nbytes: int
@@ -113,21 +113,19 @@ class StagingRequester:
         num_pages: int,
         checked: bool,
         state: bool = False,
-        signalled: bool = False,
         fifo: ChunkFifo | None = None,
     ) -> None:
         """Tells the receiver that the granted stage is written and flushed: from now on the stage is the receiver's.
 
         layers, start, num_pages: what the stage holds; pages are this rank's, counted after the prefix. With 0 pages
-        the stage is given back unused. checked: it holds their checksums too. state: it holds state. signalled: it is
-        announced early; this rank's GPU writes it, and raises its signal then. fifo: if set, the piece passes through
-        the stage like this.
+        the stage is given back unused. checked: it holds their checksums too. state: it holds state. fifo: if set, the
+        stage is not written yet; this rank's GPU passes the piece through it like this.
         """
         queue = self._queues[dst, generation]
         ask = queue.asks.pop(serial)
         assert ask.span is not None, f"stage {serial} of rank {dst} generation {generation} is not granted"
-        assert not signalled or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
-        how = (checked, state, signalled, *(fifo or ()))
+        assert fifo is None or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
+        how = (checked, state, *(fifo or ()))
         self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, *how)))
         queue.unwritten -= 1
         self._send_asks(dst, generation, queue)

@@ -162,8 +162,8 @@ class CudaPackLauncher:
 
     # ------------------------------------------------------------------ receiver
 
-    def scatter(self, args: PieceArgs, *, guard: tuple[int, int] = (0, 0), fifo_args: FifoArgs | None = None) -> None:
-        """Unpacks a piece from its stage. guard: see `torchkv.kernels.copies.scatter`. fifo_args: as for `gather`."""
+    def scatter(self, args: PieceArgs, *, fifo_args: FifoArgs | None = None) -> None:
+        """Unpacks a piece from its stage. fifo_args: as for `gather`."""
         assert not self._sending
         self._check(args)
         if fifo_args is not None:
@@ -174,7 +174,6 @@ class CudaPackLauncher:
                 args.stage if fifo_args else _part(args.stage, each),
                 args.ids,
                 num_src_pages=args.piece.num_pages,
-                guard=guard,
                 fifo_args=fifo_args,
                 first_chunk=_first_chunk(args.layout, each, fifo_args.fifo) if fifo_args else 0,
             )

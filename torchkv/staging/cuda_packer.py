@@ -2,9 +2,7 @@
 
 How gather and scatter are ordered:
 
-* Without a signal, the scatter is enqueued when the writer has said that the stage is written.
-* With a signal, the writer's stream raises it behind the gather. The receiver's scatter is enqueued earlier, on a
-  stream that waits for the signal.
+* In general, the scatter is enqueued when the writer has said that the stage is written.
 * Through a FIFO, gather and scatter run at the same time on the two GPUs, and each polls the other's progress words. A
   kernel that has polled in vain ``PATIENCE`` times stops. It is launched again after a pause, and continues where it
   stopped, so a peer that hangs does not occupy this GPU.
@@ -20,7 +18,7 @@ import torch
 
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.cuda.sync_words import StreamCompletion
-from torchkv.errors import KVError, PageOutOfRange, ProtocolError
+from torchkv.errors import PageOutOfRange, ProtocolError
 from torchkv.kernels import copies
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
@@ -30,7 +28,7 @@ from torchkv.layout.stage_format import MAX_CHANNELS
 from torchkv.protocol.actions import Scatter
 from torchkv.staging.cuda_pack import CudaPackLauncher, PieceArgs, mismatch_buffer
 from torchkv.staging.memory import StageMemory
-from torchkv.staging.packer import GatherJob, Packer, SignalledStage, mismatch
+from torchkv.staging.packer import FifoStage, GatherJob, Packer, mismatch
 from torchkv.transfer.peer_connection import LocalPages
 
 __all__ = ["CudaPacker"]
@@ -60,7 +58,6 @@ class CudaPacker(Packer):
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: GpuContext) -> None:
         super().__init__(local, receiving)
         self._device = device
-        self.signals = device.signals
         self._launchers: dict[tuple[int, bool], CudaPackLauncher] = {}  # (id of the plan, sending)
         # (id of the plan, sending, with checksums) whose kernels are loaded.
         self._ready: set[tuple[int, bool, bool]] = set()
@@ -75,17 +72,15 @@ class CudaPacker(Packer):
 
     @property
     def fifo_channels(self) -> int:
-        return min(self._device.blocks, MAX_CHANNELS)
+        return min(self._device.blocks, MAX_CHANNELS) if self._device.fifos else 0
 
     def gather(self, job: GatherJob) -> Iterator[int]:
-        device, signalled = self._device, job.signalled
-        assert signalled is None or self.ready(job.plan, checksum=job.checked), (
-            "the first step of a signalled gather must enqueue it"
-        )
+        device, fifo_stage = self._device, job.fifo_stage
+        assert fifo_stage is None or self.ready(job.plan), "the first step of a FIFO must enqueue it"
         launcher = yield from self._loaded(job, sending=True)
         if launcher is None:
             return
-        stream = device.unblocked_stream if signalled is None or signalled.fifo is None else device.outgoing
+        stream = device.unblocked_stream if fifo_stage is None else device.outgoing
         upload = None
         if isinstance(job.pages, DevicePages):
             ids = job.pages.ids
@@ -102,17 +97,13 @@ class CudaPacker(Packer):
             errors=errors,
             blocks=device.blocks,
         )
-        state = None if signalled is None or signalled.fifo is None else self._take_state(stream)
-        fifo_args = None if signalled is None else _fifo_args(signalled, state)
 
-        def launch() -> None:
+        def launch(fifo_args: FifoArgs | None) -> None:
             launcher.gather(args, fifo_args=fifo_args)
             if job.checked:
                 launcher.write_sums(args)
-            if signalled is not None and fifo_args is None:
-                device.raise_signal(stream, signalled.address, signalled.value)
 
-        yield from self._run(job, stream, launch, state, errors, lambda: self._wait(stream))
+        yield from self._run(job, stream, launch, fifo_stage, errors)
         if upload is not None:
             device.uploads.release(upload)
         bad = copies.first_error(errors)
@@ -130,22 +121,11 @@ class CudaPacker(Packer):
         launcher = yield from self._loaded(job, sending=False)
         if launcher is None:
             return
-        if job.signal is None:
-            yield from self._scatter(job, launcher, device.unblocked_stream, None)
-            return
-        signalled = SignalledStage(self._receiving.signal_ptr(job.signal), job.signal.value, job.fifo)
+        stream, fifo_stage = device.unblocked_stream, None
         if job.fifo is not None:
-            yield from self._scatter(job, launcher, device.incoming, signalled)
-            return
-        with device.waiting_stream(job.src, job.serial) as stream:
-            yield from self._scatter(job, launcher, stream, signalled)
-
-    def _scatter(
-        self, job: Scatter, launcher: CudaPackLauncher, stream: torch.cuda.Stream, signalled: SignalledStage | None
-    ) -> Iterator[int]:
-        """signalled: the signal that says that the stage is written, or how far; None if it is written."""
-        assert self._receiving is not None
-        device = self._device
+            assert job.signal is not None
+            stream = device.incoming
+            fifo_stage = FifoStage(self._receiving.signal_ptr(job.signal), job.signal.value, job.fifo)
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         span = self._receiving.span(job.stage)
         errors = device.take_error_words()
@@ -159,45 +139,31 @@ class CudaPacker(Packer):
             errors=errors,
             blocks=device.blocks,
         )
-        state = None if job.fifo is None else self._take_state(stream)
-        fifo_args = None if signalled is None else _fifo_args(signalled, state)
-        guard = (0, 0) if signalled is None or fifo_args is not None else (signalled.address, signalled.value)
 
-        def launch() -> None:
-            if guard[0]:
-                device.await_signal(stream, *guard)
-            launcher.scatter(args, guard=guard, fifo_args=fifo_args)
+        def launch(fifo_args: FifoArgs | None) -> None:
+            launcher.scatter(args, fifo_args=fifo_args)
             if mismatches is not None:
                 launcher.verify_sums(args, mismatches=mismatches)
 
-        def wait() -> Iterator[int]:
-            return self._wait_guarded(stream, job, guard[0]) if guard[0] else self._wait(stream)
-
-        try:
-            yield from self._run(job, stream, launch, state, errors, wait)
-        except KVError:
-            if guard[0]:  # what is enqueued must neither wait for ever nor unpack a stage that is written late
-                device.abandon_signal(device.unblocked_stream, guard[0])
-                device.forget_signal(guard[0])
-            raise
+        yield from self._run(job, stream, launch, fifo_stage, errors)
         device.uploads.release(upload)
-        job.written = not copies.skipped(errors) and not copies.unfinished(errors)
+        job.written = not copies.unfinished(errors)
         bad = copies.first_error(errors)
         assert bad is None, f"{bad}, but the ids were checked when they were posted"
         device.release_error_words(errors)
         if mismatches is not None:
             wrong = launcher.first_mismatch(mismatches, job.piece, limit_tokens=job.num_tokens)
             self._mismatches.append(mismatches)
-            if wrong is not None and job.written:
+            if wrong is not None:
                 raise mismatch(job, wrong)
         yield 1
 
     def _take_state(self, stream: torch.cuda.Stream) -> torch.Tensor:
-        """A progress tensor for a FIFO kernel on ``stream``; `_run` gives it back."""
-        if self._states:
-            return self._states.pop()
-        with torch.cuda.stream(stream):
-            return self._state()
+        """A progress tensor for a FIFO kernel, which ``stream`` has zeroed; `_run` gives it back."""
+        with launching(stream, PACK):
+            state = self._states.pop() if self._states else self._state()
+            state.zero_()
+        return state
 
     def _state(self) -> torch.Tensor:
         return torch.zeros(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
@@ -206,25 +172,27 @@ class CudaPacker(Packer):
         self,
         job: _Job,
         stream: torch.cuda.Stream,
-        launch: Callable[[], None],
-        state: torch.Tensor | None,
+        launch: Callable[[FifoArgs | None], None],
+        fifo_stage: FifoStage | None,
         errors: torch.Tensor,
-        wait: Callable[[], Iterator[int]],
     ) -> Iterator[int]:
-        """Enqueues ``launch`` and waits for it. Repeats that while a FIFO kernel is unfinished and the job not stopped.
+        """Calls ``launch``, which enqueues on ``stream``, and waits until that is done.
+
+        Repeats that while a FIFO kernel is unfinished and the job not stopped.
 
         Between launches it pauses for a quarter of the time that the last launch took, and twice as long each time,
         until a launch makes progress.
         """
-        if state is not None:
-            with launching(stream, PACK):
-                state.zero_()
+        state = fifo_args = None
+        if fifo_stage is not None:
+            state = self._take_state(stream)
+            fifo_args = FifoArgs(*fifo_stage, state.data_ptr(), PATIENCE)
         pause = 0.0
         while True:
             began = time.monotonic()
             with launching(stream, PACK):
-                launch()
-            yield from wait()
+                launch(fifo_args)
+            yield from self._wait(stream)
             if not copies.unfinished(errors) or job.stopped:
                 break
             waited = time.monotonic() - began
@@ -248,8 +216,8 @@ class CudaPacker(Packer):
             self._plans.append(plan)
         return self._launchers[key]
 
-    def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
-        return (id(plan), True, checksum) in self._ready
+    def ready(self, plan: PairPlan) -> bool:
+        return (id(plan), True, False) in self._ready
 
     def _loaded(self, job: _Job, *, sending: bool) -> Generator[int, None, CudaPackLauncher | None]:
         """The launcher of the job's plan, once its kernels are loaded; None if the job is stopped before.
@@ -264,7 +232,7 @@ class CudaPacker(Packer):
         while not all(kernel.is_loaded for kernel in needed):
             if job.stopped:
                 return None
-            with self._device.no_blocked_streams() as may_load:
+            with self._device.sync_words.no_blocked_streams() as may_load:
                 if may_load:
                     self._load(needed)
                     break
@@ -281,18 +249,6 @@ class CudaPacker(Packer):
         buffer = self._mismatches.pop() if self._mismatches else mismatch_buffer()
         buffer.zero_()
         return buffer
-
-    def _wait_guarded(self, stream: torch.cuda.Stream, job: Scatter, address: int) -> Iterator[int]:
-        """Like `_wait`. If the job is stopped before its signal is raised, ends the stream's wait without unpacking."""
-        other: torch.cuda.Stream | None = None
-        for _ in self._wait(stream):
-            if job.stopped and other is None:
-                other = self._device.unblocked_stream
-                self._device.abandon_signal(other, address)
-            yield 0
-        self._device.forget_signal(address)
-        if other is not None:  # the write that ended the wait must not land after the word is used again
-            yield from self._wait(other)
 
     def _wait(self, stream: torch.cuda.Stream) -> Iterator[int]:
         """Until everything enqueued on ``stream`` so far is done. Raises ``TransportUnavailable`` if the GPU failed."""
@@ -316,10 +272,3 @@ class CudaPacker(Packer):
             if not error.retryable:
                 raise
             return None
-
-
-def _fifo_args(signalled: SignalledStage, state: torch.Tensor | None) -> FifoArgs | None:
-    """The FIFO arguments of this GPU's kernel, whose progress is kept in ``state``; None without a FIFO."""
-    if signalled.fifo is None or state is None:
-        return None
-    return FifoArgs(signalled.address, signalled.value, signalled.fifo, state.data_ptr(), PATIENCE)

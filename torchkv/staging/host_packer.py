@@ -234,7 +234,7 @@ class HostPacker(Packer):
 
     def gather(self, job: GatherJob) -> Iterator[int]:
         assert not isinstance(job.pages, DevicePages)
-        assert job.signalled is None
+        assert job.fifo_stage is None
         side = self._side(job, job.pages[job.piece_pages], sending=True)
         yield from copy(job.layout, side, job.stage.ptr)
         if job.checked:

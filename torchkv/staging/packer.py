@@ -17,19 +17,19 @@ from torchkv.protocol.actions import Scatter
 from torchkv.staging.memory import SendStages, StageMemory
 from torchkv.transfer.peer_connection import LocalPages
 
-__all__ = ["GatherJob", "Packer", "SignalledStage", "Staging", "mismatch"]
+__all__ = ["FifoStage", "GatherJob", "Packer", "Staging", "mismatch"]
 
 
-class SignalledStage(NamedTuple):
-    """The signal that tells the receiver's GPU that a stage is written, or how far.
+class FifoStage(NamedTuple):
+    """A stage that a piece passes through as a FIFO.
 
-    address: of the signal's first word, as this rank reaches it. value: see `torchkv.layout.stage_format.Signal`.
-    fifo: None if the piece fits into the stage, and the signal is raised once; else it counts the chunks of the FIFO.
+    words: address of the signal's first word, as this rank reaches it. base: the signal's value, see
+    `torchkv.layout.stage_format.Signal`.
     """
 
-    address: int
-    value: int
-    fifo: ChunkFifo | None = None
+    words: int
+    base: int
+    fifo: ChunkFifo
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class GatherJob:
     dst, generation, num_tokens: of the grant. stage: the memory to pack into, in the receiver's ring where that is
     mapped here, else in this rank's own. piece: what to pack; layout: where in the stage, by ``plan``. pages: page ids
     of the whole verb; start: of the first of them, counted in sender pages after the prefix. checked: write the
-    checksums too. signalled: raise a signal when the stage is written, or as the FIFO proceeds; None to raise none.
-    stopped: set when the transfer has failed, so that no FIFO kernel is launched again.
+    checksums too. fifo_stage: if set, the piece passes through the stage as a FIFO. stopped: set when the transfer has
+    failed, so that no FIFO kernel is launched again.
     """
 
     dst: int
@@ -53,7 +53,7 @@ class GatherJob:
     start: int
     num_tokens: int
     checked: bool
-    signalled: SignalledStage | None = None
+    fifo_stage: FifoStage | None = None
     stopped: bool = False
 
     @property
@@ -70,19 +70,18 @@ class Packer(ABC):
     be run until it ends or raises: until then, pages and stage may still be read or written.
 
     asynchronous: whether a GPU does the work. Then the peer is told of each piece at once, not at the end of the
-    thread's round, because the copies go on meanwhile. signals: whether the GPU can raise signals and wait for them.
+    thread's round, because the copies go on meanwhile.
     """
 
     asynchronous = False
-    signals = False
 
     @property
     def fifo_channels(self) -> int:
-        """The most channels of a FIFO that this rank serves; 0 if it serves no FIFO."""
+        """The most channels of a FIFO that this rank takes part in, as writer or receiver; 0 if in none."""
         return 0
 
-    def ready(self, plan: PairPlan, *, checksum: bool) -> bool:
-        """Whether pieces of ``plan`` are gathered without loading kernels first. True after the first gather."""
+    def ready(self, plan: PairPlan) -> bool:
+        """Whether pieces of ``plan`` are gathered without loading kernels first, those with checksums aside."""
         return True
 
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
@@ -94,16 +93,16 @@ class Packer(ABC):
     def gather(self, job: GatherJob) -> Iterator[int]:
         """Packs a piece into its stage.
 
-        A job with a signal: once the iterator has yielded for the first time, the gather is enqueued, and the receiver
-        may be told of the piece. Raises ``PageOutOfRange``, ``TransportUnavailable``.
+        Through a FIFO: once the iterator has yielded for the first time, the gather is enqueued, and the receiver may
+        be told of the piece. Raises ``PageOutOfRange``, ``TransportUnavailable``.
         """
 
     @abstractmethod
     def scatter(self, job: Scatter) -> Iterator[int]:
         """Unpacks a stage of this rank's receive ring into its pages, and compares checksums if the job is ``checked``.
 
-        Waits for the job's signal, if it has one, until the job is stopped; ``job.written`` then says whether the stage
-        was written. Raises ``ChecksumMismatch``, ``TransportUnavailable``.
+        Through a FIFO: waits for the writer until the job is stopped; ``job.written`` then says whether all of the
+        piece has come. Raises ``ChecksumMismatch``, ``TransportUnavailable``.
         """
 
     @abstractmethod

@@ -15,21 +15,18 @@ receiver's ring. Several pieces are under way at once: while one is put, the nex
 scattered there.
 
 Where the receiver's ring is mapped here (shared memory, NVLink), pieces are gathered straight into their stage: no send
-ring, no put. If GPUs do the copies, the two hosts need not wait for each other either:
+ring, no put.
 
-* Signalled: ``Staged`` is sent as soon as the gather is enqueued. After the gather, this rank's stream raises a signal,
-  an int64 word in the receiver's memory, and the receiver's stream waits for that before it scatters.
-* Through a FIFO, for large verbs: a piece is larger than its stage and passes through it in chunks, like data through
-  NCCL's buffers. Each FIFO channel has ``SLOTS`` slots of the stage, and one thread block on either GPU:
+If GPUs do the copies, large verbs pass through a FIFO: ``Staged`` is sent as soon as the gather is enqueued. The piece
+is larger than its stage and passes through it in chunks, like data through NCCL's buffers. Each FIFO channel has
+``SLOTS`` slots of the stage, and one thread block on either GPU:
 
         gather kernel --> [slot][slot][slot][slot] --> scatter kernel      data
                       --> chunks packed            -->                     progress words, which only rise
                       <-- chunks unpacked          <--
 
-  The kernels run at the same time, and each polls the other's words for a bounded time. If it polls in vain, it stops
-  and is launched again later (`torchkv.staging.cuda_packer`).
-
-Other gathers wait for nothing of the receiver. So however many ranks send to each other, some GPU can always proceed.
+The kernels run at the same time, and each polls the other's words for a bounded time. If it polls in vain, it stops and
+is launched again later (`torchkv.staging.cuda_packer`). So no stream of a GPU ever waits for another GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from torchkv.layout.stage_format import ALIGNMENT, CHUNK_UNIT, SLOTS, ChunkFifo,
 from torchkv.protocol.stage_allocator import Stage
 from torchkv.protocol.staging_requester import Span, StagingRequester
 from torchkv.staging.memory import SendStages
-from torchkv.staging.packer import GatherJob, Packer, SignalledStage
+from torchkv.staging.packer import FifoStage, GatherJob, Packer
 from torchkv.transfer import path_cost
 from torchkv.transfer.base import Transfer, TransferContext
 from torchkv.transfer.peer_connection import StageTarget
@@ -113,19 +110,14 @@ class StagedTransfer(Transfer):
         self._gathers: list[GatherJob] = []  # gathers that may still read pages
         self._holds_turn = False
 
-    @property
-    def _can_signal(self) -> bool:
-        """Whether the receiver may be told of a stage before it is written, because a signal follows."""
-        # Page ids in GPU memory are checked by the gather kernel: it may turn out not to write the whole stage.
-        if self._view is None or isinstance(self._pages, DevicePages):
-            return False
-        return self._packer.signals and self._packer.ready(self._plan, checksum=self._checksum)
-
     def _num_fifo_channels(self) -> int:
         """Channels of the FIFO; 0 where pieces that fit into their stage do better, or are all that is possible."""
-        if not self._can_signal or self._checksum:
+        # Page ids in GPU memory are checked by the gather kernel: it may turn out not to write all that was announced.
+        if self._view is None or isinstance(self._pages, DevicePages) or self._checksum:
             return 0
         if self._cutter.nbytes < LEAST_FIFO_VERB or self._cutter.layer_nbytes < CHUNK_UNIT:
+            return 0
+        if not self._packer.ready(self._plan):
             return 0
         return min(self._packer.fifo_channels, self._target.fifo_channels)
 
@@ -235,36 +227,30 @@ class StagedTransfer(Transfer):
         span = yield from self._await_grant(serial)
         if span is None:
             return
-        signalled = self._signalled_stage(span)
+        fifo_stage = self._fifo_stage(span)
         if self._view is None:
             packed = yield from self._pack_and_put(span, nbytes)
         else:
-            packed = yield from self._pack_into_ring(serial, span, nbytes, signalled)
+            packed = yield from self._pack_into_ring(serial, span, nbytes, fifo_stage)
         if packed is None and self.error is None:
             self._return_stage(serial)
-        elif packed is not None and self.error is None and signalled is None:
+        elif packed is not None and self.error is None and fifo_stage is None:
             self._announce(serial, *packed)
 
-    def _signalled_stage(self, span: Span) -> SignalledStage | None:
-        """The signal to raise behind the gather, or as its FIFO proceeds; None if ``Staged`` has to come afterwards."""
-        if span.signal is None or not self._can_signal:
+    def _fifo_stage(self, span: Span) -> FifoStage | None:
+        """The stage as a FIFO; None if the piece has to fit into it, and ``Staged`` to come when it is written."""
+        if not self._fifo_channels or span.signal is None:
             return None
         assert self._view is not None
-        address = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
-        return SignalledStage(address, span.signal.value, self._fifo(span.nbytes))
-
-    def _fifo(self, stage_nbytes: int) -> ChunkFifo | None:
-        """The FIFO through a stage of so many bytes; None if the piece has to fit into the stage."""
-        if not self._fifo_channels:
-            return None
-        most = min(stage_nbytes // (SLOTS * self._fifo_channels), LARGEST_CHUNK) // CHUNK_UNIT
+        most = min(span.nbytes // (SLOTS * self._fifo_channels), LARGEST_CHUNK) // CHUNK_UNIT
         if not most:
             return None
         # The chunks of a layer should be of one size: channels take turns, so if large and small chunks alternate, some
         # channels get all the large ones.
         units = -(-self._cutter.layer_nbytes // CHUNK_UNIT)
         chunk = -(-units // -(-units // most)) * CHUNK_UNIT
-        return ChunkFifo(chunk, self._fifo_channels)
+        words = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
+        return FifoStage(words, span.signal.value, ChunkFifo(chunk, self._fifo_channels))
 
     def _pack_and_put(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
         """Gathers a piece into the send ring and puts it. None if nothing is left to send, or after an error."""
@@ -282,7 +268,7 @@ class StagedTransfer(Transfer):
         return packed
 
     def _pack_into_ring(
-        self, serial: int, span: Span, asked: int, signalled: SignalledStage | None
+        self, serial: int, span: Span, asked: int, fifo_stage: FifoStage | None
     ) -> Generator[int, None, _Packed | None]:
         """Gathers a piece straight into the receiver's mapped ring. Returns what `_pack_and_put` returns."""
         assert self._view is not None
@@ -291,16 +277,16 @@ class StagedTransfer(Transfer):
         try:
             memory = MemorySpan(self._view.ptr + span.offset, span.nbytes)
             # Through a FIFO a piece may be larger than its stage.
-            nbytes = span.nbytes if signalled is None or signalled.fifo is None else max(asked, self._cutter.least)
-            return (yield from self._pack(memory, nbytes, asked, serial, signalled))
+            nbytes = span.nbytes if fifo_stage is None else max(asked, self._cutter.least)
+            return (yield from self._pack(memory, nbytes, asked, serial, fifo_stage))
         except TransportUnavailable:
             self.flushed = False  # the GPU has failed, and may still write to the stage
             raise
 
     def _pack(
-        self, memory: MemorySpan, nbytes: int, asked: int, serial: int = 0, signalled: SignalledStage | None = None
+        self, memory: MemorySpan, nbytes: int, asked: int, serial: int = 0, fifo_stage: FifoStage | None = None
     ) -> Generator[int, None, _Packed | None]:
-        """Cuts the piece that fits into ``nbytes`` and gathers it. With ``signalled``, tells the receiver at once."""
+        """Cuts the piece that fits into ``nbytes`` and gathers it. With a FIFO, tells the receiver at once."""
         if self._cutter.done:
             return None
         self._requested_nbytes -= asked
@@ -317,18 +303,18 @@ class StagedTransfer(Transfer):
             start=self.op.start,
             num_tokens=self._grant.num_tokens,
             checked=self._checksum,
-            signalled=signalled,
+            fifo_stage=fifo_stage,
         )
         self._gathers.append(job)
         steps = self._packer.gather(job)
-        if signalled is not None:
+        if fifo_stage is not None:
             nbytes = next(steps)
-            self._announce(serial, piece, layout, signalled)
+            self._announce(serial, piece, layout, fifo_stage.fifo)
             yield nbytes
         yield from steps
         self._gathers.remove(job)
         # A FIFO that was stopped lacks chunks, and the receiver waits for them until the request fails.
-        self.truncated |= signalled is not None and signalled.fifo is not None and self.error is not None
+        self.truncated |= fifo_stage is not None and self.error is not None
         self._source_read()
         return piece, layout
 
@@ -391,10 +377,8 @@ class StagedTransfer(Transfer):
         if failure is not None and self.error is None:
             raise failure
 
-    def _announce(
-        self, serial: int, piece: Piece, layout: PieceLayout, signalled: SignalledStage | None = None
-    ) -> None:
-        """Tells the receiver that the stage is written or, with ``signalled``, that a signal will say so."""
+    def _announce(self, serial: int, piece: Piece, layout: PieceLayout, fifo: ChunkFifo | None = None) -> None:
+        """Tells the receiver that the stage is written or, with ``fifo``, that the piece passes through it."""
         with self._lock:
             self._requester.staged(
                 self.op.dst,
@@ -403,8 +387,7 @@ class StagedTransfer(Transfer):
                 **piece._asdict(),
                 checked=self._checksum,
                 state=self.op.state,
-                signalled=signalled is not None,
-                fifo=None if signalled is None else signalled.fifo,
+                fifo=fifo,
             )
         if self._packer.asynchronous:
             self._send_stage_messages()

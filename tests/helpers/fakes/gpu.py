@@ -23,7 +23,7 @@ class Gpu:
 
     blocks = 1
     device = torch.device("cpu")
-    signals = True
+    fifos = True
     unblocked_stream = STREAM
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Gpu:
         self.broken = False
         self.rested = True  # False: pauses end only when stopped
         self.holding = False  # whether a stream waits for this rank's host
+        self.sync_words = SimpleNamespace(no_blocked_streams=self._no_blocked_streams)
         self.freed: list[str] = []
         self.is_unblocked = False  # inside `no_blocked_streams`, which yielded True
-        self.awaited: set[int] = set()  # signal words that streams wait for
 
     def _acquire(self, ids: Any, stream: Any, key: Any) -> Any:
         self.log.append(f"upload {key[0]}")
@@ -49,21 +49,6 @@ class Gpu:
         self.log.append("signal copying" if copying else "signal")
         self.completions.append(SimpleNamespace(done=False))
         return self.completions[-1]
-
-    def raise_signal(self, stream: Any, address: int, value: int) -> None:
-        self.log.append(f"raise {address:#x} to {value}")
-
-    def await_signal(self, stream: Any, address: int, value: int) -> None:
-        self.log.append(f"await {address:#x} at {value}")
-        self.awaited.add(address)
-
-    def abandon_signal(self, stream: Any, address: int) -> None:
-        if address in self.awaited:
-            self.log.append(f"abandon {address:#x}")
-
-    def forget_signal(self, address: int) -> None:
-        self.log.append("forget")
-        self.awaited.discard(address)
 
     def mark_copying(self, completion: Any) -> None:
         assert completion in self.completions
@@ -77,8 +62,8 @@ class Gpu:
         self.released.append("stream")
 
     @contextmanager
-    def no_blocked_streams(self) -> Iterator[bool]:
-        self.is_unblocked = not (self.holding or self.awaited)
+    def _no_blocked_streams(self) -> Iterator[bool]:
+        self.is_unblocked = not self.holding
         yield self.is_unblocked
         self.is_unblocked = False
 

@@ -15,6 +15,7 @@ from tests.helpers.packing import Pages
 from tests.helpers.protocol import pages as page_ids
 from tests.helpers.protocol import pair
 from tests.helpers.references.page_transfer import GAP, Bytes, Pool, gqa
+from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.messages import StageAsk, Staged, StageDenied, StageGrant
@@ -101,14 +102,12 @@ class SlowPacker(HostPacker):
         super().__init__(local, receiving)
         self.gathers: list[Gather] = []
 
-    signals = True
-
     def gather(self, job: GatherJob) -> Iterator[int]:
         gather = Gather(job)
         self.gathers.append(gather)
         while not gather.over:
             yield 0
-        for _ in super().gather(replace(job, signalled=None)):
+        for _ in super().gather(replace(job, fifo_stage=None)):
             pass
         if gather.error is not None:
             raise gather.error
@@ -128,7 +127,7 @@ class Source:
 class Case:
     """own, ring: bytes of the two rings. mapped: whether the receiver's is mapped here, the whole of `Wire.ring`.
 
-    packer: made for this rank's pages; `HostPacker` by default.
+    packer: made for this rank's pages; `HostPacker` by default. state: whether the verb says that it moves state.
     """
 
     def __init__(
@@ -141,6 +140,7 @@ class Case:
         checksum: bool = False,
         packer: Callable[[LocalPages, None], Packer] = HostPacker,
         fifo_channels: int = 0,
+        state: bool = False,
     ) -> None:
         plan = pair(0).plan(0, (0,), 1)
         self.pool = Pool.random(gqa(), 8, np.random.default_rng())
@@ -169,18 +169,21 @@ class Case:
         self.reported = 0
         self.sent_at_once: list[int] = []  # queued messages at each call of send_stage_messages
         self.packer = packer(self.local, None)
+        self.state = state
         self.transfer = self.make(layers, checksum=checksum)
 
     def _make(self, nbytes: int) -> StageMemory:
         self.taken.append(nbytes)
         return StageMemory(torch.zeros(nbytes, dtype=torch.uint8), REGION)
 
-    def make(self, layers: tuple[int, ...], *, checksum: bool = False) -> StagedTransfer:
+    def make(
+        self, layers: tuple[int, ...], *, checksum: bool = False, pages: DevicePages | None = None
+    ) -> StagedTransfer:
         return StagedTransfer(
             TransferContext(
-                op=SendOp("r", 1, {}, layers, 0, len(SRC), self.source),
+                op=SendOp("r", 1, {}, layers, 0, len(SRC), self.source, state=self.state),
                 grant=self.grant,
-                pages=page_ids(*SRC),
+                pages=pages or page_ids(*SRC),
                 local=self.local,
                 connection=self.connection,
                 report=self._report,

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torchkv_loopback import Faults, LoopbackTransport, World
 
-from tests.helpers.simulation.staging_rings import lagging
+from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
 from torchkv.core.core import Core
@@ -135,6 +135,9 @@ class Place:
 
 class _Lagging(Registration):
     """Registers a rank whose gathers and scatters end some time after they began."""
+
+    def _num_signals(self) -> int:
+        return SIGNALS
 
     def _make_staging(self, ring: StageMemory | None) -> Staging:
         assert isinstance(self.transport, LoopbackTransport)

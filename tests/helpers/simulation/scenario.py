@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from torchkv_loopback import Faults
@@ -12,7 +11,7 @@ from torchkv_loopback import Faults
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_places
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending
-from tests.helpers.simulation.staging_rings import RingShadow
+from tests.helpers.simulation.staging_rings import RingShadow, small_fifos
 from tests.helpers.simulation.state_flows import StateFlows, random_states
 from torchkv.core.records import MAX_FLOWS, MAX_OPS
 from torchkv.engine.engine import Engine
@@ -100,6 +99,12 @@ class Scenario:
 
     def run(self) -> list[str]:
         """Performs the whole run. Returns the problems found."""
+        with small_fifos():
+            self._run()
+        watched: list[Any] = [*self.shadows.values(), *self.rings.values()]
+        return self.problems + [problem for shadow in watched for problem in shadow.problems]
+
+    def _run(self) -> None:
         self._plan()
         self.cluster.run(limit=BUSY_SECONDS)
         for link in [(a, b) for a in self.sources for b in self.sources if a != b]:
@@ -117,8 +122,6 @@ class Scenario:
         self.cluster.run(lambda: self._all_ended() and not self._leftovers(), limit=END_SECONDS)
         self.cluster.run(limit=1.0)
         self._check_end(justified=False)
-        watched: list[Any] = [*self.shadows.values(), *self.rings.values()]
-        return self.problems + [problem for shadow in watched for problem in shadow.problems]
 
     def _cancel_all(self) -> None:
         if self.benign:

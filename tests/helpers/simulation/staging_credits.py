@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torchkv.control.session import Session
 from torchkv.errors import RingExhausted
-from torchkv.layout.stage_format import Signal
+from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import (
     MAX_ASKS,
     Abort,
@@ -36,6 +36,7 @@ TIMEOUT = 1000.0
 RECEIVER = 0
 IN_FLIGHT = 3  # stages that one request has under way at once
 SIGNALS = 3
+FIFO = ChunkFifo(64, 1)  # every piece is one chunk of it
 QUIET_ROUNDS = 40  # longer than several retransmissions, one after the other
 Key = tuple[int, int, int]  # writer, generation, serial
 
@@ -47,7 +48,7 @@ class Put:
     key: Key
     offset: int
     cells: list[int]
-    signal: Signal | None = None  # raised when both halves have landed
+    signal: Signal | None = None  # its word counts the chunk when both halves have landed
     landed: bool = False
 
 
@@ -59,7 +60,7 @@ class Sending:
     todo: deque[tuple[int, int]]
     direct: bool  # at the end it also writes to pages
     open: dict[int, list[Put]] = field(default_factory=dict)
-    signalled: dict[int, list[Put]] = field(default_factory=dict)  # announced before they have landed
+    fifos: dict[int, list[Put]] = field(default_factory=dict)  # announced before they have landed
     wrote_direct: bool = False
     outcome: str = ""
 
@@ -116,7 +117,7 @@ class Writer:
             self._move(sending)
         if not sending.outcome:
             return
-        if any(not put.landed for puts in (*sending.open.values(), *sending.signalled.values()) for put in puts):
+        if any(not put.landed for puts in (*sending.open.values(), *sending.fifos.values()) for put in puts):
             return
         self._send_stage_messages()
         last = Seal(sending.generation, 1, b"") if sending.outcome == "done" else Quiesced(sending.generation)
@@ -139,22 +140,22 @@ class Writer:
                 key = (self.rank, generation, serial)
                 puts += self.exchange.post(key, span.offset, span.nbytes, span.signal)
                 if span.signal is not None and self.exchange.random.random() < 0.7:
-                    self._call_written(generation, serial, puts, signalled=True)
-                    sending.signalled[serial] = sending.open.pop(serial)
+                    self._call_written(generation, serial, puts, fifo=FIFO)
+                    sending.fifos[serial] = sending.open.pop(serial)
             elif puts and all(put.landed for put in puts):
-                self._call_written(generation, serial, puts, signalled=False)
+                self._call_written(generation, serial, puts)
                 del sending.open[serial]
-        if sending.todo or sending.open or any(not put.landed for puts in sending.signalled.values() for put in puts):
+        if sending.todo or sending.open or any(not put.landed for puts in sending.fifos.values() for put in puts):
             return
         if sending.direct:
             sending.wrote_direct = self.requester.go_direct(RECEIVER, generation)
         if sending.wrote_direct or not sending.direct:
             sending.outcome = "done"
 
-    def _call_written(self, generation: int, serial: int, puts: list[Put], *, signalled: bool) -> None:
+    def _call_written(self, generation: int, serial: int, puts: list[Put], fifo: ChunkFifo | None = None) -> None:
         self.exchange.flushed[self.rank, generation, serial] = [cell for put in puts for cell in put.cells]
         piece = {"layers": (0,), "start": serial, "num_pages": 1, "checked": False}
-        self.requester.staged(RECEIVER, generation, serial, **piece, signalled=signalled)
+        self.requester.staged(RECEIVER, generation, serial, **piece, fifo=fifo)
 
 
 @dataclass(eq=False)
@@ -224,16 +225,15 @@ class Exchange:
         if put.signal is not None:
             assert held.signal == put.signal, "it would meet another stage"
             if put.key not in self.lost and all(other.key != put.key for other in self.puts):
-                self.words[put.signal.word] = put.signal.value
+                self.words[put.signal.word] = put.signal.value + 1
 
     def finish_scatter(self, index: int) -> None:
-        """Ends one unpacking; one whose signal has not risen goes on waiting, unless its request has failed."""
+        """Ends one unpacking; one whose chunk has not come goes on waiting, unless its request has failed."""
         key, stage, signal = self.scatters[index]
-        if signal is not None and self.words[signal.word] != signal.value:
+        if signal is not None and self.words[signal.word] != signal.value + 1:
             receiving = self.receivings.get(key[1])
             if receiving is None or receiving.failed:
                 del self.scatters[index]
-                self.words[signal.word] = signal.value + 1
                 self.credits.release(*key, self.now, written=False)
                 self._send_stage_messages()
             return
@@ -301,8 +301,8 @@ class Exchange:
             self.credits.ask(src, message, self.now)
         elif isinstance(message, Staged):
             key = (src, generation, message.serial)
-            if message.signalled:
-                stage, signal = self.credits.mark_signalled(*key) or (None, None)
+            if message.chunk:
+                stage, signal = self.credits.mark_fifo(*key) or (None, None)
             else:
                 stage, signal = self.credits.mark_written(*key), None
             if stage is not None:

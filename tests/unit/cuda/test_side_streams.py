@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import hypothesis.strategies as st
 from hypothesis import given
 
@@ -50,17 +48,3 @@ def test_no_stream_has_claims_out_of_order_or_of_two_owners(calls: list[tuple[in
             here = [claim for claim in claims if claim.stream == stream]
             assert [claim.order for claim in here] == sorted(claim.order for claim in here)
             assert len({claim.owner for claim in here}) <= 1
-
-
-def test_an_owner_that_hangs_has_its_stream_to_itself_as_long_as_there_are_others() -> None:
-    pool = StreamPool(["a", "b"])
-    hung = [pool.share("hangs") for _ in range(2)]
-    for turn in range(5):  # however many others claim streams at once
-        claims = [pool.share(number) for number in range(turn)]
-        hung.append(pool.share("hangs"))
-        assert Counter(claim.stream for claim in claims) == ({"b": turn} if turn else {})
-        for claim in claims:
-            pool.release(claim)
-    assert {claim.stream for claim in hung} == {"a"}
-    assert pool.share("hangs, too").stream == "b"
-    assert pool.share("third").stream == "b", "the stream whose oldest claim is the most recent"

@@ -1,4 +1,4 @@
-"""`GpuContext` without a GPU: which stream work gets, whether streams may wait for peers, and pauses."""
+"""`GpuContext` without a GPU: which stream work gets, whether there are FIFOs, and pauses."""
 
 from __future__ import annotations
 
@@ -29,17 +29,6 @@ class FakeStream:
         assert (where, priority) == (GPU, -1)
 
 
-class FakeSyncWords:
-    def __init__(self, where: torch.device) -> None:
-        self.is_unblocked = True
-
-    def no_blocked_streams(self) -> Any:
-        return nullcontext(self.is_unblocked)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
@@ -47,12 +36,9 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda where: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(gpu_context, "SyncWords", FakeSyncWords)
-    monkeypatch.setattr(gpu_context, "_contexts", {})
-    for name in ("PageIdUploads", "wait_flags", "event_pool"):
+    for name in ("PageIdUploads", "SyncWords", "event_pool"):
         monkeypatch.setattr(gpu_context, name, lambda where: SimpleNamespace())
-    for name in ("library", "ignore_captures"):
-        monkeypatch.setattr(driver, name, lambda: None)
+    monkeypatch.setattr(driver, "ignore_captures", lambda: None)
     monkeypatch.setattr(driver, "make_current", lambda where: None)
 
 
@@ -63,18 +49,20 @@ def claim(made: GpuContext, *waits: Any, request: str) -> Any:
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(("said", "count"), [("1", (0, 0)), ("6", (0, 1)), ("", (1, 2)), ("8", (1, 2)), ("32", (2, 2))])
+@pytest.mark.parametrize(
+    ("said", "count", "fifos"),
+    [("1", 0, False), ("6", 1, False), ("7", 2, True), ("", 3, True), ("8", 3, True), ("32", 4, True)],
+)
 def test_streams_that_wait_leave_queues_to_the_others(
-    said: str, count: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    said: str, count: int, fifos: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
-    waiting, gated = num_waiting_streams()
-    assert (waiting, gated) == count
-    assert waiting + gated <= max(0, num_queues() - RESERVED_QUEUES)
+    gated = num_waiting_streams()
+    assert gated == count <= max(0, num_queues() - RESERVED_QUEUES)
     with caplog.at_level(logging.WARNING):
         made = GpuContext(GPU, blocks=16)
-    assert made.signals is (waiting > 0)
-    assert made.signals is ("CUDA_DEVICE_MAX_CONNECTIONS" not in caplog.text)
+    assert made.fifos is fifos
+    assert made.fifos is ("CUDA_DEVICE_MAX_CONNECTIONS" not in caplog.text)
     claimed = [claim(made, object(), request=f"{number}") for number in range(gated + 1)]
     assert claimed[gated] is None
     assert len(set(claimed)) == gated + 1
@@ -82,27 +70,15 @@ def test_streams_that_wait_leave_queues_to_the_others(
 
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize("blocks", [16, 132])
-def test_neighbouring_pieces_of_a_peer_have_two_streams_if_the_whole_gpu_may_be_taken(
-    blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+def test_neighbouring_pieces_have_two_streams_if_the_whole_gpu_may_be_taken(blocks: int) -> None:
     made = GpuContext(GPU, blocks=blocks)
     opened = {made.unblocked_stream for _ in range(4)}
     assert opened == ({made.outgoing, made.incoming} if blocks == 132 else {made.outgoing})
-    waiting = set()
-    for serial in range(4):
-        with made.waiting_stream(5, serial) as stream, made.waiting_stream(5, serial + 1) as next_one:
-            assert (stream is next_one) is (blocks == 16)
-            waiting |= {stream, next_one}
-    assert not waiting & {made.outgoing, made.incoming}
-    with made.waiting_stream(5, 0) as stream, made.waiting_stream(6, 0) as another:
-        assert stream is not another
-        assert made.waiting_stream(5, 0).__enter__() is stream
 
 
 @pytest.mark.usefixtures("_gpu")
 def test_requests_of_one_stream_of_the_model_wait_on_one_stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "7")  # two streams that may wait
     made, other = GpuContext(GPU, blocks=16), GpuContext(GPU, blocks=16)
     pool: Any = SimpleNamespace(give_back=lambda handle: None)
 
@@ -137,50 +113,6 @@ def test_the_pause_that_ends_first_wakes_the_progress_thread(monkeypatch: pytest
     stopped = True
     assert list(long) == []
     assert made.pause_ends == math.inf
-
-
-@pytest.mark.usefixtures("_gpu")
-def test_streams_that_wait_for_a_peer_or_for_this_rank_are_blocked_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, of_another_group = GpuContext(GPU, blocks=16), GpuContext(GPU, blocks=16)
-    monkeypatch.setattr(driver, "device_index", lambda where: 0)
-    asynchronous = GpuContext(GPU, blocks=16)
-    for one in (made, of_another_group, asynchronous):
-        one._library = SimpleNamespace(cuStreamWaitValue64_v2=lambda *_: 0)
-    sync_words: Any = made.sync_words
-
-    def no_blocked_streams() -> bool:
-        with made.no_blocked_streams() as answer:
-            return answer
-
-    assert no_blocked_streams()
-    asynchronous.await_signal(STREAM, 0x1000, 5)
-    assert no_blocked_streams()
-    for one in (made, of_another_group):
-        one.await_signal(STREAM, 0x1000, 5)
-        assert not no_blocked_streams()
-        one.forget_signal(0x1000)
-        assert no_blocked_streams()
-    sync_words.is_unblocked = False
-    assert not no_blocked_streams()
-
-
-@pytest.mark.usefixtures("_gpu")
-def test_a_wait_for_a_peer_is_ended_by_a_value_above_the_awaited_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[int, ...]] = []
-    made = GpuContext(GPU, blocks=16)
-    made.outgoing = STREAM
-    made._library = SimpleNamespace(
-        cuStreamWaitValue64_v2=lambda *_: 0, cuStreamWriteValue64_v2=lambda *operation: written.append(operation) or 0
-    )
-    for address in (0x1000, 0x2000, 0x3000):
-        made.await_signal(STREAM, address, address + 5)
-    made.forget_signal(0x2000)
-    made.abandon_signal(STREAM, 0x2000)
-    assert written == []
-    made.abandon_signal(STREAM, 0x1000)
-    assert written == [(7, 0x1000, 0x1006, 0)]
-    made.close()
-    assert written[1:] == [(7, 0x1000, 0x1006, 0), (7, 0x3000, 0x3006, 0)]
 
 
 def test_what_the_gpu_refuses_and_that_it_has_failed_are_errors_of_the_transport(

@@ -175,7 +175,7 @@ def test_each_side_of_a_fifo_waits_for_what_the_other_publishes(log: list[tuple[
     send_through_fifo()
     starts = [entry for entry in log if entry[0] == "start"]
     assert [entry[1] for entry in starts] == [5] * 2, "as many blocks as channels, however few chunks there are"
-    at = 8  # position of wait_at among the arguments
+    at = 6  # position of wait_at among the arguments
     packed, unpacked = FIFO.words, FIFO.words + 8 * stage_format.MAX_CHANNELS
     counts = (FIFO.state, FIFO.base, FIFO.max_polls, 2, (1 << 16) // (16 * TILE.words), 2)
     assert starts[0][2][at : at + 8] == (unpacked, packed, *counts)

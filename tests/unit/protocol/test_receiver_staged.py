@@ -70,10 +70,10 @@ def staged(
     start: int = 0,
     num_pages: int = 2,
     now: float = 1.0,
-    signalled: bool = False,
+    fifo: ChunkFifo | None = None,
 ) -> list[Scatter]:
     """Announces a stage; the unpacking jobs that follow."""
-    machine.on_staged(src, Staged(1, serial, layers, start, num_pages, False, signalled=signalled), now)
+    machine.on_staged(src, Staged(1, serial, layers, start, num_pages, False, False, *(fifo or ())), now)
     jobs = [action for action in machine.actions if isinstance(action, Scatter)]
     machine.actions = [action for action in machine.actions if not isinstance(action, Scatter)]
     return jobs
@@ -391,17 +391,26 @@ def test_a_grant_names_the_pages_it_was_posted_for() -> None:
     assert (job.piece.start, job.piece.num_pages, job.layout.payload) == (1, 1, job.plan.nbytes(job.plan.src_page_size))
 
 
-# ---------------------------------------------------------------------- stages that are announced early
+# ---------------------------------------------------------------------- FIFOs
 
 
-def test_a_stage_announced_early_is_one_job_that_waits_for_its_signal() -> None:
+FIFO = ChunkFifo(16, 2)
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "CHUNK_UNIT", 16)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_fifo_is_one_job_that_waits_for_its_chunks() -> None:
     machine = receiver(signals=1)
     req = post(machine, 4, 7)
     ask(machine)
-    (job,) = staged(machine, signalled=True)
-    assert job.signal == Signal(0, SIGNAL_STEP)
+    (job,) = staged(machine, fifo=FIFO)
+    assert (job.signal, job.fifo) == (Signal(0, SIGNAL_STEP), FIFO)
     assert not job.written
-    assert staged(machine, signalled=True) == staged(machine) == []
+    assert staged(machine, fifo=FIFO) == staged(machine) == []
     machine.on_seal(0, Seal(1, 2, b""), 2.0)
     assert not is_free(machine, req)
     job.written = True
@@ -410,14 +419,15 @@ def test_a_stage_announced_early_is_one_job_that_waits_for_its_signal() -> None:
     assert in_use(machine) == (0, 0)
 
 
+@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("came", [False, True])
 def test_pages_wait_for_a_job_that_waits_and_its_stage_for_the_writer(came: bool) -> None:
     machine = receiver(signals=1)
     req = post(machine, 4, 7)
     ask(machine)
-    (job,) = staged(machine, signalled=True)
+    (job,) = staged(machine, fifo=FIFO)
     fail(machine, req)
-    assert job.stopped, "the unpacker must not wait for a signal that may never rise"
+    assert job.stopped, "the unpacker must not wait for chunks that may never come"
     assert not is_free(machine, req)
     job.written = came
     machine.scattered(job, None, 3.0)
@@ -427,39 +437,35 @@ def test_pages_wait_for_a_job_that_waits_and_its_stage_for_the_writer(came: bool
     assert in_use(machine) == (0, 0)
 
 
-def test_what_is_wrong_with_a_stage_fails_the_request_before_it_is_written_and_keeps_the_stage() -> None:
+@pytest.mark.usefixtures("_small_chunks")
+def test_what_is_wrong_with_a_fifo_fails_the_request_before_it_is_written_and_keeps_the_stage() -> None:
     machine = receiver(signals=1)
     req = post(machine, 4, 7)
     ask(machine)
-    assert staged(machine, signalled=True, layers=[5]) == []
+    assert staged(machine, fifo=FIFO, layers=[5]) == []
     assert isinstance(req.error, ProtocolError)
     assert in_use(machine) == (16384, 16384)
     machine.on_quiesced(0, Quiesced(1), 5.0)
     assert in_use(machine) == (0, 0)
 
 
-def test_a_stage_without_a_signal_cannot_be_announced_early() -> None:
+def test_a_stage_without_a_signal_cannot_be_a_fifo() -> None:
     machine = receiver()
     post(machine, 4, 7)
     ask(machine)
-    assert staged(machine, signalled=True) == []
+    assert staged(machine, fifo=FIFO) == []
     assert len(staged(machine)) == 1
 
 
-# ---------------------------------------------------------------------- streams
-
-
-def streamed(
-    machine: Receiver, chunk: int, channels: int, *, signalled: bool = True, checked: bool = False
-) -> Scatter | None:
-    message = Staged(1, 0, LAYERS, 0, 2, checked, signalled=signalled, chunk=chunk, channels=channels)
+def streamed(machine: Receiver, chunk: int, channels: int, *, checked: bool = False) -> Scatter | None:
+    message = Staged(1, 0, LAYERS, 0, 2, checked, chunk=chunk, channels=channels)
     machine.on_staged(0, message, 1.0)
     jobs = [action for action in machine.actions if isinstance(action, Scatter)]
     return jobs[0] if jobs else None
 
 
-def test_a_piece_that_is_streamed_need_not_fit_into_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "CHUNK_UNIT", 16)
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_piece_that_is_streamed_need_not_fit_into_its_stage() -> None:
     machine = receiver(signals=1)
     post(machine, 4, 7)
     ask(machine, nbytes=128)
@@ -470,11 +476,9 @@ def test_a_piece_that_is_streamed_need_not_fit_into_its_stage(monkeypatch: pytes
     assert not job.written
 
 
+@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize(("channels", "served"), [(CHANNELS, True), (CHANNELS + 1, False)])
-def test_a_peer_gets_no_more_channels_than_this_rank_has_said(
-    channels: int, served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receiver_module, "CHUNK_UNIT", 16)
+def test_a_peer_gets_no_more_channels_than_this_rank_has_said(channels: int, served: bool) -> None:
     machine = receiver(signals=1)
     req = post(machine, 4, 7)
     ask(machine, nbytes=16 * SLOTS * (CHANNELS + 1))
@@ -491,7 +495,6 @@ def test_a_peer_gets_no_more_channels_than_this_rank_has_said(
         (CHUNK_UNIT, CHANNELS + 1, {}, "through a stage of"),
         (CHUNK_UNIT, 3, {}, "through a stage of"),
         (1 << 60, 1, {}, "through a stage of"),
-        (CHUNK_UNIT, 2, {"signalled": False}, "without its signal"),
         (CHUNK_UNIT, 2, {"checked": True}, "with checksums"),
         (CHUNK_UNIT, 2, {}, "layers of more"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +22,7 @@ from torchkv.staging import cuda_packer
 from torchkv.staging.cuda_pack import PieceArgs
 from torchkv.staging.cuda_packer import ASK_EVERY, PATIENCE, STATES, CudaPacker
 from torchkv.staging.memory import StageMemory
-from torchkv.staging.packer import GatherJob, SignalledStage
+from torchkv.staging.packer import FifoStage, GatherJob
 
 PLAN: Any = SimpleNamespace()
 LAYOUT: Any = SimpleNamespace(payload=4096)
@@ -56,10 +55,8 @@ class FakeLauncher:
         self.refuses = False
         self.loaded: set[tuple[bool, bool, bool]] = set()
 
-    def _enqueue(self, name: str, args: PieceArgs, *, guard: Any = (0, 0), fifo_args: Any = None) -> None:
+    def _enqueue(self, name: str, args: PieceArgs, *, fifo_args: Any = None) -> None:
         self.errors, self.fifo_args = args.errors, fifo_args
-        if name == "scatter":
-            self.guard = guard
         assert (args.layout, args.piece, args.limit_tokens, args.blocks) == (LAYOUT, PIECE, 64, Gpu.blocks)
         if self.refuses:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -100,8 +97,6 @@ class Bench:
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
         self.gpu.unblocked_stream = self.stream
-        self.waiting: list[tuple[int, int]] = []  # ranks and pieces that have a stream to wait for them
-        self.gpu.waiting_stream = self._waiting  # type: ignore[attr-defined]
         self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]
         self.words = torch.zeros((4, 2 * MAX_CHANNELS), dtype=torch.int64)
         self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
@@ -110,22 +105,16 @@ class Bench:
         self.packer = CudaPacker(local, memory, device=device)
         self.stage = StagingRing(RING).allocate(8192, "r")
 
-    @contextlib.contextmanager
-    def _waiting(self, src: int, serial: int) -> Iterator[Any]:
-        self.waiting.append((src, serial))
-        yield self.stream
-        self.waiting.remove((src, serial))
-
     def pages(self, *, sending: bool) -> Any:
         if (id(PLAN), sending) not in self.packer._launchers:
             self.packer.prepare(PLAN, sending=sending, checksum=False)
         return self.packer._launchers[id(PLAN), sending]
 
-    def gather_job(self, *, checked: bool = False, signalled: SignalledStage | None = None) -> GatherJob:
+    def gather_job(self, *, checked: bool = False, fifo_stage: FifoStage | None = None) -> GatherJob:
         """Of a verb that begins at page 2."""
         assert self.stage is not None
-        if signalled is not None:
-            self.packer.prepare(PLAN, sending=True, checksum=checked)
+        if fifo_stage is not None:
+            self.packer.prepare(PLAN, sending=True, checksum=False)
         return GatherJob(
             dst=1,
             generation=4,
@@ -137,13 +126,13 @@ class Bench:
             start=2,
             num_tokens=64,
             checked=checked,
-            signalled=signalled,
+            fifo_stage=fifo_stage,
         )
 
     def gather(self, **settings: Any) -> Any:
         return self.packer.gather(self.gather_job(**settings))
 
-    def job(self, *, checked: bool = False, signal: int | None = None) -> Any:
+    def job(self, *, checked: bool = False, fifo: ChunkFifo | None = None) -> Any:
         job: Any = SimpleNamespace(
             request="r",
             src=0,
@@ -157,9 +146,9 @@ class Bench:
             pages=PAGES,
             num_tokens=64,
             checked=checked,
-            signal=None if signal is None else Signal(3, signal),
-            fifo=None,
-            written=signal is None,
+            signal=None if fifo is None else Signal(3, 42),
+            fifo=fifo,
+            written=fifo is None,
             stopped=False,
         )
         return job
@@ -198,24 +187,13 @@ def test_a_scatter_has_all_ids_of_the_grant(bench: Bench) -> None:
     assert bench.gpu.released == ["upload", "errors"]
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-def test_a_signal_is_raised_after_everything_is_packed(bench: Bench, checksum: bool) -> None:
-    steps = bench.gather(checked=checksum, signalled=SignalledStage(0x1000, 42))
-    assert next(steps) == 0
-    assert len(LOG) == 1 + checksum
-    assert bench.gpu.log == ["upload src", "raise 0x1000 to 42", "signal copying"]
-    bench.gpu.run()
-    assert list(steps) == [1]
-
-
 FIFO = ChunkFifo(1 << 20, 3)
 
 
 @pytest.mark.parametrize("sending", [True, False])
 def test_an_unfinished_fifo_kernel_is_launched_again(bench: Bench, sending: bool) -> None:
-    job = bench.job(signal=42)
-    job.fifo = FIFO
-    steps = bench.gather(signalled=SignalledStage(0x1000, 42, FIFO)) if sending else bench.packer.scatter(job)
+    job = bench.job(fifo=FIFO)
+    steps = bench.gather(fifo_stage=FifoStage(0x1000, 42, FIFO)) if sending else bench.packer.scatter(job)
     pages = bench.pages(sending=sending)
     bench.packer._states[-1].fill_(7)  # as an earlier FIFO left it
     state = bench.packer._states[-1]
@@ -233,7 +211,6 @@ def test_an_unfinished_fifo_kernel_is_launched_again(bench: Bench, sending: bool
     assert list(steps) == [1]
     assert state[0] == 5, "and not again"
     assert [name for name, *_ in LOG] == ["gather" if sending else "scatter"] * 4
-    assert not any("raise" in entry or "await" in entry for entry in bench.gpu.log)
     assert job.written is not sending
     assert len(bench.packer._states) == STATES
 
@@ -244,9 +221,7 @@ def test_pauses_between_launches_grow_until_a_fifo_kernel_makes_progress(
     """Each launch takes 40 ms and moves nothing, but for the tenth."""
     now = 0.0
     monkeypatch.setattr(cuda_packer, "time", SimpleNamespace(monotonic=lambda: now))
-    job = bench.job(signal=42)
-    job.fifo = FIFO
-    steps = bench.packer.scatter(job)
+    steps = bench.packer.scatter(bench.job(fifo=FIFO))
     for launch in range(1, 12):
         assert next(steps) == 0
         now += 0.04
@@ -263,9 +238,7 @@ def test_pauses_between_launches_grow_until_a_fifo_kernel_makes_progress(
 @pytest.mark.parametrize("when", ["while it runs", "in a pause"])
 @pytest.mark.parametrize("sending", [True, False])
 def test_a_stopped_fifo_kernel_is_not_launched_again(bench: Bench, sending: bool, when: str) -> None:
-    job: Any = bench.gather_job(signalled=SignalledStage(0x1000, 42, FIFO)) if sending else bench.job(signal=42)
-    if not sending:
-        job.fifo = FIFO
+    job: Any = bench.gather_job(fifo_stage=FifoStage(0x1000, 42, FIFO)) if sending else bench.job(fifo=FIFO)
     steps = bench.packer.gather(job) if sending else bench.packer.scatter(job)
     assert next(steps) == 0
     bench.pages(sending=sending).errors[1] = page_copy.UNFINISHED
@@ -284,54 +257,10 @@ def test_a_stopped_fifo_kernel_is_not_launched_again(bench: Bench, sending: bool
     assert sending or not job.written
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_signalled_stage_is_unpacked_after_its_signal(bench: Bench, checked: bool) -> None:
-    word = bench.words[3].data_ptr()
-    job = bench.job(signal=42, checked=checked)
-    steps = bench.packer.scatter(job)
-    assert next(steps) == 0
-    assert bench.pages(sending=False).guard == (word, 42)
-    assert bench.gpu.log == ["upload rx", f"await {word:#x} at 42", "signal copying"]
-    assert bench.waiting == [(0, 7)]
-    assert not job.written
-    bench.gpu.run()
-    assert list(steps) == [1]
-    assert job.written
-    assert bench.gpu.released == ["upload", "errors"]
-    assert not bench.waiting
-
-
-@pytest.mark.parametrize("signals", [True, False])
-def test_no_signals_where_waiting_streams_would_block_others(bench: Bench, signals: bool) -> None:
-    bench.gpu.signals = signals
-    local: Any = SimpleNamespace(num_pages=16)
-    device: Any = bench.gpu
-    assert CudaPacker(local, bench.memory, device=device).signals is signals
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_stopped_job_ends_the_wait_for_its_signal_and_says_whether_it_was_raised(bench: Bench, late: bool) -> None:
-    word = bench.words[3].data_ptr()
-    job = bench.job(signal=42, checked=True)
-    bench.pages(sending=False).mismatch = Mismatch(0, "k", 1)  # of a stage that nobody has written
-    steps = bench.packer.scatter(job)
-    assert [next(steps), next(steps)] == [0, 0]
-    job.stopped = True
-    assert [next(steps), next(steps)] == [0, 0]
-    stop = f"abandon {word:#x}"
-    assert bench.gpu.log.count(stop) == 1
-    if not late:
-        bench.pages(sending=False).errors[0] = page_copy.SKIPPED
-    bench.gpu.run()
-    assert next(steps) == 0, "the word is free only when the write that ended the wait has landed"
-    assert bench.gpu.log[-3:] == [stop, "forget", "signal copying"]
-    bench.gpu.run()
-    if late:
-        with pytest.raises(ChecksumMismatch):
-            next(steps)
-    else:
-        assert list(steps) == [1]
-    assert job.written is late
+@pytest.mark.parametrize("fifos", [True, False])
+def test_no_fifos_where_there_are_too_few_queues(bench: Bench, fifos: bool) -> None:
+    bench.gpu.fifos = fifos
+    assert (bench.packer.fifo_channels > 0) is fifos
 
 
 def test_a_bad_page_id_on_the_gpu_is_named_by_its_place_in_the_call(bench: Bench) -> None:
@@ -360,30 +289,18 @@ def test_a_mismatch_names_the_page_and_its_buffer_is_used_again(bench: Bench, mi
     assert [name for name, *_ in LOG] == ["scatter", "verify sums"] * 2
 
 
-def test_kernels_are_loaded_once_and_never_while_a_stream_waits_for_a_peer(bench: Bench) -> None:
-    """Loading waits for all streams, and only the loading thread could end the wait of that stream."""
-    bench.gpu.rested = False
-    assert not bench.packer.ready(PLAN, checksum=False)
-    waiting, job = bench.packer.scatter(first := bench.job(signal=42)), bench.job()
-    assert next(waiting) == 0
-    assert PREPARED == [(False, False, True)]
-    job.plan = other = SimpleNamespace()
-    steps = bench.packer.scatter(job)
-    assert [next(steps), next(steps)] == [0, 0]
-    assert len(PREPARED) == len(LOG) == 1, "nothing is loaded or begun"
-    first.stopped = True
-    bench.gpu.run()
-    assert list(waiting) == [1]
-    bench.gpu.rested = True
-    assert next(steps) == 0
-    assert len(PREPARED) == len(LOG) == 2
-    bench.gpu.run()
-    assert list(steps) == [1]
-    next(bench.packer.scatter(bench.job()))
-    assert len(PREPARED) == 2
-    assert other is not PLAN
+def test_kernels_are_loaded_once_for_each_plan(bench: Bench) -> None:
+    assert not bench.packer.ready(PLAN)
+    job = bench.job()
+    job.plan = SimpleNamespace()
+    for each, loaded in ((bench.job(), 1), (job, 2), (bench.job(), 2)):
+        steps = bench.packer.scatter(each)
+        assert next(steps) == 0
+        assert [(False, False, True)] * loaded == PREPARED
+        bench.gpu.run()
+        assert list(steps) == [1]
     next(bench.gather())
-    assert bench.packer.ready(PLAN, checksum=False)
+    assert bench.packer.ready(PLAN)
 
 
 def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench) -> None:
@@ -399,18 +316,17 @@ def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench)
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
 
 
-@pytest.mark.parametrize("signalled", [False, True])
-def test_stopped_jobs_do_not_wait_for_kernels(bench: Bench, signalled: bool) -> None:
+@pytest.mark.parametrize("fifo", [None, FIFO])
+def test_stopped_jobs_do_not_wait_for_kernels(bench: Bench, fifo: ChunkFifo | None) -> None:
     """So a failed request does not hold pages and stages until unrelated streams unblock, and is never unpacked."""
     bench.gpu.rested, bench.gpu.holding = False, True
-    job, mine = bench.job(signal=42 if signalled else None), bench.gather_job()
+    job, mine = bench.job(fifo=fifo), bench.gather_job()
     scatter, gather = bench.packer.scatter(job), bench.packer.gather(mine)
     assert [next(scatter), next(gather)] == [0, 0]
     job.stopped = mine.stopped = True
     assert [list(scatter), list(gather)] == [[], []]
     assert PREPARED == LOG == bench.gpu.log[2:] == []
-    assert job.written is not signalled, "a signalled stage may still be written"
-    assert not bench.waiting
+    assert job.written is (fifo is None), "a FIFO may still be written"
 
 
 def test_a_plan_whose_kernels_are_loaded_for_another_plan_does_not_wait(bench: Bench) -> None:
@@ -420,7 +336,7 @@ def test_a_plan_whose_kernels_are_loaded_for_another_plan_does_not_wait(bench: B
     assert [next(bench.gather()), next(bench.packer.scatter(bench.job()))] == [0, 0]
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
     assert PREPARED == []
-    assert bench.packer.ready(PLAN, checksum=False)
+    assert bench.packer.ready(PLAN)
 
 
 def test_a_kernel_that_cannot_be_loaded_fails_the_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,9 +347,9 @@ def test_a_kernel_that_cannot_be_loaded_fails_the_transfer(bench: Bench, monkeyp
         patch.setattr(FakeKernel, "load", load)
         with pytest.raises(TransportUnavailable, match="load kernels: No space left"):
             next(bench.gather())
-    assert not bench.packer.ready(PLAN, checksum=False)
+    assert not bench.packer.ready(PLAN)
     next(bench.gather())
-    assert bench.packer.ready(PLAN, checksum=False)
+    assert bench.packer.ready(PLAN)
 
 
 def test_checksums_have_kernels_of_their_own(bench: Bench) -> None:
@@ -460,8 +376,8 @@ def test_without_a_free_sync_word_enqueued_work_is_still_waited_for(
     assert len(LOG) == 1
 
 
-def test_if_the_gpu_fails_the_wait_for_a_signal_is_ended(bench: Bench) -> None:
-    steps = bench.packer.scatter(job := bench.job(signal=42))
+def test_if_the_gpu_fails_it_is_unknown_whether_a_fifo_is_written(bench: Bench) -> None:
+    steps = bench.packer.scatter(job := bench.job(fifo=FIFO))
     next(steps)
 
     def query() -> bool:
@@ -470,7 +386,6 @@ def test_if_the_gpu_fails_the_wait_for_a_signal_is_ended(bench: Bench) -> None:
     bench.stream.query = query
     with pytest.raises(TransportUnavailable):
         list(steps)
-    assert bench.gpu.log[-2:] == [f"abandon {bench.words[3].data_ptr():#x}", "forget"]
     assert not job.written
     assert bench.gpu.released_completions == bench.gpu.completions
 

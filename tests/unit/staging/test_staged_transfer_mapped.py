@@ -140,48 +140,6 @@ def test_the_source_is_released_when_the_last_gather_is_over() -> None:
     assert case.transfer.finished
 
 
-# ---------------------------------------------------------------------- signalled stages
-
-
-def test_with_a_signal_the_receiver_is_told_as_soon_as_the_gather_is_enqueued() -> None:
-    case, packer = slow()
-    case.step()
-    (ask,) = case.take_messages()
-    case.give(ask, 4096, 5, 42)
-    case.step()
-    (gather,) = packer.gathers
-    assert gather.job.signalled == (case.wire.ring.ctypes.data + signal_offset(RING, 5), 42, None)
-    (staged,) = case.take_messages()
-    assert staged.signalled
-    assert np.array_equal(case.wire.ring, case.before), "nothing of it has been written yet"
-    assert case.source.released == 0
-    assert not case.transfer.finished
-    gather.end()
-    case.step()
-    assert case.take_messages() == [], "said once"
-    assert case.transfer.finished
-    assert case.reported == 2 * LAYER
-    assert case.source.released == 1
-    assert np.array_equal(case.wire.ring, case.expected([(staged, 4096)]))
-
-
-@pytest.mark.parametrize("how", ["no signal", "ids on the GPU", "a packer without signals"])
-def test_without_a_signal_the_receiver_is_told_when_the_stage_is_written(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Page ids on the GPU are checked there, and bytes of a page that does not exist are never written."""
-    case, packer = slow()
-    if how == "ids on the GPU":
-        case.transfer._pages = object.__new__(DevicePages)
-    monkeypatch.setattr(SlowPacker, "signals", how != "a packer without signals")
-    case.step()
-    (ask,) = case.take_messages()
-    case.give(ask, 4096, *([] if how == "no signal" else [5, 42]))
-    case.step()
-    assert packer.gathers[0].job.signalled is None
-    assert case.take_messages() == []
-
-
 # ---------------------------------------------------------------------- FIFOs
 
 
@@ -206,43 +164,114 @@ def test_a_large_verb_asks_for_a_small_stage_and_passes_through_it_in_chunks(mon
         case.give(ask, at, ask.serial, 42 + ask.serial)
     case.step()
     staged = case.take_messages()
-    assert [gather.job.signalled.fifo for gather in packer.gathers] == [ChunkFifo(32, 2)] * 2
-    assert [(message.signalled, message.chunk, message.channels) for message in staged] == [(True, 32, 2)] * 2
+    assert [gather.job.fifo_stage.fifo for gather in packer.gathers] == [ChunkFifo(32, 2)] * 2
+    assert [(message.chunk, message.channels) for message in staged] == [(32, 2)] * 2
     assert pages_sent([(message, 0) for message in staged]) == [(layer, page) for layer in (0, 1) for page in range(4)]
     for gather in packer.gathers:
         gather.over = True
     assert not case.transfer.finished
 
 
-@pytest.mark.parametrize(("unit", "fifo"), [(16, ChunkFifo(64, 2)), (48, ChunkFifo(48, 2)), (80, None)])
-def test_chunks_are_as_large_as_the_stage_allows(
-    unit: int, fifo: ChunkFifo | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("state", [False, True])
+def test_through_a_fifo_the_receiver_is_told_as_soon_as_the_gather_is_enqueued(
+    state: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If not one fits for every channel, the piece has to fit into the stage."""
+    case, packer = with_fifos(monkeypatch, layers=(0,), state=state)
+    case.step()
+    (ask,) = case.take_messages()
+    case.give(ask, 4096, 5, 42)
+    case.step()
+    (gather,) = packer.gathers
+    words = case.wire.ring.ctypes.data + signal_offset(RING, 5)
+    assert gather.job.fifo_stage == (words, 42, ChunkFifo(64, 2))
+    (staged,) = case.take_messages()
+    assert (staged.chunk, staged.channels, staged.state) == (64, 2, state)
+    assert np.array_equal(case.wire.ring, case.before), "nothing of it has been written yet"
+    assert case.source.released == 0
+    assert not case.transfer.finished
+    gather.end()
+    case.step()
+    assert case.take_messages() == [], "said once"
+    assert case.transfer.finished
+    assert case.reported == LAYER
+    assert case.source.released == 1
+
+
+@pytest.mark.parametrize(("unit", "fifo"), [(16, ChunkFifo(64, 2)), (48, ChunkFifo(48, 2))])
+def test_chunks_are_as_large_as_the_stage_allows(unit: int, fifo: ChunkFifo, monkeypatch: pytest.MonkeyPatch) -> None:
     case, packer = with_fifos(monkeypatch)
     monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", unit)
     case.step()
     ask, *_ = case.take_messages()
     case.give(ask, 0, 0, 42)
     case.step()
-    assert packer.gathers[0].job.signalled.fifo == fifo
-    assert case.take_messages()[0].signalled
+    assert packer.gathers[0].job.fifo_stage.fifo == fifo
 
 
-@pytest.mark.parametrize("why", ["no channels there", "checksums", "short"])
-def test_without_a_fifo_verbs_are_cut_into_pieces_that_fit(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, _ = with_fifos(monkeypatch, checksum=why == "checksums")
-    if why == "no channels there":
-        monkeypatch.setattr(SlowPacker, "fifo_channels", 0)
-        case = Mapped(packer=SlowPacker, fifo_channels=3)
-    elif why == "short":
-        monkeypatch.setattr(staged_transfer, "LEAST_FIFO_VERB", 2 * LAYER + 1)
-        case = Mapped(packer=SlowPacker, fifo_channels=3)
-    case.step()
-    assert sum(ask.nbytes for ask in case.take_messages()) >= 2 * LAYER
+SIGNAL = (0, 42)
 
 
-def test_a_piece_for_a_fifo_that_gets_no_signal_is_cut_to_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("why", "signal"),
+    [
+        ("no signal is left", ()),
+        ("no channels here", SIGNAL),
+        ("no channels there", SIGNAL),
+        ("checksums", SIGNAL),
+        ("a short verb", SIGNAL),
+        ("layers shorter than a chunk", SIGNAL),
+        ("a stage of less than a chunk for each channel", SIGNAL),
+        ("page ids on the GPU", SIGNAL),
+        ("kernels that are not loaded", SIGNAL),
+    ],
+)
+@pytest.mark.parametrize("state", [False, True])
+def test_without_a_fifo_the_receiver_is_told_when_the_stage_is_written(
+    why: str, signal: tuple[int, ...], state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is above: the same verb passes through a FIFO unless there is something against it."""
+    with_fifos(monkeypatch)
+    match why:
+        case "no channels here":
+            monkeypatch.setattr(SlowPacker, "fifo_channels", 0)
+        case "a short verb":
+            monkeypatch.setattr(staged_transfer, "LEAST_FIFO_VERB", 2 * LAYER + 1)
+        case "layers shorter than a chunk":
+            monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", LAYER + 16)
+        case "a stage of less than a chunk for each channel":
+            monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", 80)
+        case "kernels that are not loaded":
+            monkeypatch.setattr(SlowPacker, "ready", lambda self, plan: False)
+    one = Mapped(
+        packer=SlowPacker,
+        fifo_channels=0 if why == "no channels there" else 3,
+        checksum=why == "checksums",
+        state=state,
+    )
+    assert isinstance(one.packer, SlowPacker)
+    if why == "page ids on the GPU":
+        ids = object.__new__(DevicePages)
+        ids.ids = torch.tensor(SRC)
+        one.transfer = one.make((0, 1), pages=ids)
+    one.step()
+    ask, *_ = one.take_messages()
+    one.give(ask, 4096, *signal)
+    one.step()
+    (gather,) = one.packer.gathers
+    assert gather.job.fifo_stage is None
+    assert gather.job.layout.nbytes <= ask.nbytes, "the piece fits into its stage"
+    assert one.take_messages() == []
+    if why == "page ids on the GPU":
+        return  # a host has no kernels to read them
+    gather.end()
+    one.step()
+    (staged,) = [message for message in one.take_messages() if isinstance(message, Staged)]
+    assert (staged.chunk, staged.channels, staged.state) == (0, 0, state)
+    assert one.packed(staged, 4096)
+
+
+def test_a_verb_without_a_fifo_goes_in_pieces_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for stages of a FIFO, but each is granted without a signal."""
     monkeypatch.setattr(staged_transfer, "LARGEST_CHUNK", 32)
     case, packer = with_fifos(monkeypatch)
     while not case.transfer.finished:
@@ -254,7 +283,7 @@ def test_a_piece_for_a_fifo_that_gets_no_signal_is_cut_to_its_stage(monkeypatch:
             gather.end()
     assert case.transfer.error is None
     assert case.reported == 2 * LAYER
-    assert all(gather.job.signalled is None for gather in packer.gathers)
+    assert all(gather.job.fifo_stage is None for gather in packer.gathers)
     assert len(packer.gathers) > 2
 
 
