@@ -38,6 +38,7 @@ class Pair:
         self.src = np.random.default_rng().integers(0, 256, (layers, pages, PAGE), dtype=np.uint8)
         self.dst = np.full_like(self.src, 0xAB)
         self.geometry = flat_geometry(self.src, self.dst)
+        self.kernels: Int64Array | None = None  # for pages that kernels copy
 
     def receive(self, pages: int, *, generation: int = 1, decides: bool = True, writers: Sequence[int] = (0,)) -> int:
         flow = self.reader.reserve_receive()
@@ -55,6 +56,7 @@ class Pair:
             peer_flow=peer_flow,
             generation=generation,
             geometry=self.geometry,
+            kernels=self.kernels,
             pages=np.array(pages, dtype=np.int64),
             src_page=TOKENS,
             dst_page=TOKENS,
@@ -77,6 +79,7 @@ class Pair:
             writers=writers,
             max_page=most,
             geometry=self.geometry,
+            kernels=self.kernels,
             src_page=TOKENS,
             dst_page=TOKENS,
         )

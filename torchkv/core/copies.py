@@ -7,7 +7,7 @@ from torchkv.host.atomics import load
 from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at
 from torchkv.host.jit import compiled
 
-__all__ = ["copy_slice"]
+__all__ = ["copy_slice", "owed_pairs"]
 
 
 @compiled
@@ -26,6 +26,20 @@ def before(pair: int, per_unit: int, holders: int, holder: int) -> int:
         return pair
     round_ = per_unit * holders
     return pair // round_ * per_unit + min(max(pair % round_ - holder * per_unit, 0), per_unit)
+
+
+@compiled
+def owed_pairs(send: Send, op: Op, stripe: int) -> tuple[int, int]:
+    """`Stripe.ordinals` of an op: the first, and the one behind the last.
+
+    stripe: address of tokens of a page pair, pairs of a unit, holders, holder, and its window (tokens, unit).
+    """
+    tokens, per_unit, holders, holder = load(stripe), load(stripe + 8), load(stripe + 16), load(stripe + 24)
+    owed = first_owed(send["granted"], load(stripe + 32), load(stripe + 40), send["src_page"], send["dst_page"])
+    per_page = send["src_page"] // tokens
+    low = max(op["start"] * per_page, owed // tokens)
+    high = max(low, min((op["start"] + op["count"]) * per_page, send["granted"] // tokens))
+    return before(low, per_unit, holders, holder), before(high, per_unit, holders, holder)
 
 
 @compiled
@@ -74,12 +88,7 @@ def copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
         op["segment"] = op["ordinal"] = 0
         return 0
     seg = geometry + 8 * (2 + positions + (first + op["segment"]) * SEGMENT_FIELDS)
-    tokens, per_unit, holders, holder = load(seg + 120), load(seg + 128), load(seg + 136), load(seg + 144)
-    owed = first_owed(send["granted"], load(seg + 152), load(seg + 160), send["src_page"], send["dst_page"])
-    per_page = send["src_page"] // tokens
-    low = max(op["start"] * per_page, owed // tokens)
-    high = max(low, min((op["start"] + op["count"]) * per_page, send["granted"] // tokens))
-    begin, stop = before(low, per_unit, holders, holder), before(high, per_unit, holders, holder)
+    begin, stop = owed_pairs(send, op, seg + 120)
     n0, s0, d0 = load(seg + 64), load(seg + 72), load(seg + 80)
     n1, s1, d1, run = load(seg + 88), load(seg + 96), load(seg + 104), load(seg + 112)
     nbytes = n0 * n1 * run

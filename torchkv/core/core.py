@@ -19,6 +19,7 @@ import torch
 
 from torchkv.arrays import Int64Array
 from torchkv.core import grants, loop, mailbox, posting
+from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.records import (
     FREE,
     FUTEX_CALL,
@@ -28,6 +29,7 @@ from torchkv.core.records import (
     MAX_AUX,
     MAX_EVENTS,
     MAX_FLOWS,
+    MAX_GPU_SENDS,
     MAX_GRANTED,
     MAX_INTERVALS,
     MAX_NAME,
@@ -51,7 +53,8 @@ TURN = 1 << 20  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "runs"))
-_MOVED = list(Send.__annotations__).index("moved")
+_POSTED = list(Op.__annotations__).index("posted")
+_MOVED, _GATED = (list(Send.__annotations__).index(name) for name in ("moved", "gated"))
 
 _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 
@@ -96,11 +99,13 @@ class ReceiveState:
 class Core:
     """One rank's loop. What is not marked "any thread" is called under the engine's lock.
 
-    turn, window: see `World`. Without `start` it has no thread, and a test calls `step`. Raises
-    ``TransportUnavailable`` where it cannot work.
+    device: the GPU that this rank's pages lie on, if they do. turn, window: see `World`. Without `start` it has no
+    thread, and a test calls `step`. Raises ``TransportUnavailable`` where it cannot work.
     """
 
-    def __init__(self, rank: int, *, turn: int = TURN, window: int = MAILBOX_RECORDS) -> None:
+    def __init__(
+        self, rank: int, *, device: LoopDevice | None = None, turn: int = TURN, window: int = MAILBOX_RECORDS
+    ) -> None:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
         if platform.machine() not in FUTEX_CALL:
@@ -125,9 +130,12 @@ class Core:
         self._address: int = self._memory.ctypes.data
         self._granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # of sends; touched as used
         world["granted_ids"] = self._granted_ids.ctypes.data
+        self.device = device
+        if device is not None:
+            device.describe(self.world)
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
-        self._free_sends = list(range(MAX_FLOWS))
+        self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
         self._free_receives = list(range(MAX_FLOWS))
         self._free_ops = list(range(MAX_OPS))
         self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
@@ -181,9 +189,15 @@ class Core:
         """
         self._driver_word = driver_word
         self._memory[0]["driver_fd"], self._memory[0]["driver_word"] = driver_fd, driver_word.ctypes.data
-        self._thread = threading.Thread(target=loop.run, args=(self.world,), name="torchkv-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="torchkv-loop", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
+
+    def _run(self) -> None:
+        spin_wait.wake_on_time()
+        if self.device is not None:
+            self.device.activate()
+        loop.run(self.world)
 
     def stop(self) -> None:
         """Ends the thread. Idempotent. In a forked child there is none."""
@@ -196,6 +210,8 @@ class Core:
     def close(self) -> None:
         """Ends the thread and unmaps the peers' mailboxes."""
         self.stop()
+        if self.device is not None:
+            self.device.close(int(self._memory[0]["posted"]))
         while self._peers:
             self._peers.popitem()[1].close()
 
@@ -226,17 +242,22 @@ class Core:
         peer_flow: int,
         generation: int,
         geometry: Int64Array,
+        kernels: Int64Array | None = None,
         pages: Int64Array,
         src_page: int,
         dst_page: int,
     ) -> int | None:
-        """A flow for a request that is bound to a grant of ``pages``; None if all are in use."""
+        """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
+
+        kernels: the launch table if kernels copy the pages, of which there are `MAX_GRANTED` at most then.
+        """
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
         pages = np.ascontiguousarray(pages, dtype=np.int64)
-        self._kept_sends[flow] = [geometry, pages]
-        posting.open_send(self._address, flow, peer, peer_flow, generation, geometry, pages, src_page, dst_page)
+        self._kept_sends[flow] = [geometry, kernels, pages]
+        table = 0 if kernels is None else kernels.ctypes.data
+        posting.open_send(self._address, flow, peer, peer_flow, generation, geometry, table, pages, src_page, dst_page)
         return flow
 
     def wait_for_grant(
@@ -247,6 +268,7 @@ class Core:
         writers: int,
         max_page: int,
         geometry: Int64Array,
+        kernels: Int64Array | None = None,
         src_page: int,
         dst_page: int,
     ) -> int | None:
@@ -257,9 +279,10 @@ class Core:
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
-        self._kept_sends[flow] = [geometry]
+        self._kept_sends[flow] = [geometry, kernels]
+        table = 0 if kernels is None else kernels.ctypes.data
         posting.wait_for_grant(
-            self._address, flow, peer, max_page, *_hashes(name), writers, geometry, src_page, dst_page
+            self._address, flow, peer, max_page, *_hashes(name), writers, geometry, table, src_page, dst_page
         )
         return flow
 
@@ -269,13 +292,15 @@ class Core:
         pages = self._granted_ids[flow, : int(send["granted"]) // int(send["dst_page"])].copy()
         return int(send["peer_flow"]), int(send["generation"]), pages
 
-    def start_op(self, flow: int, positions: Int64Array, pages: Int64Array, start: int) -> int | None:
+    def start_op(
+        self, flow: int, positions: Int64Array, pages: Int64Array, start: int, gate: Gate = NO_GATE
+    ) -> int | None:
         """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use."""
         if not self._free_ops:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
-        posting.start_op(self._address, index, flow, positions, pages, start)
+        posting.start_op(self._address, index, flow, positions, pages, start, *gate)
         return index
 
     def finish_send(self, flow: int, num_pages: int, aux: bytes) -> None:
@@ -293,8 +318,21 @@ class Core:
         return result
 
     def moved(self, flow: int) -> int:
-        """Bytes that a send has copied so far."""
+        """Bytes that a send has copied so far, or has enqueued."""
         return int(self._sends[flow, _MOVED])
+
+    def gated(self, flow: int) -> int:
+        """Grows while an op of a send waits for its gate."""
+        return int(self._sends[flow, _GATED])
+
+    @property
+    def broken(self) -> bool:
+        """Whether the GPU's driver has refused something, so that no kernel is launched any more."""
+        return self.device is not None and bool(self._memory[0]["broken"])
+
+    def flying(self, index: int) -> int:
+        """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
+        return int(self._ops[index, _POSTED])
 
     def end_send(self, flow: int) -> None:
         """Frees the flow of a send that has ended."""

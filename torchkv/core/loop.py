@@ -34,6 +34,7 @@ START, FINISH, WAIT, POST = 1, 2, 3, 4
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
+_FLIGHT = 5_000_000  # nanoseconds without work for which it spins while kernels are under way
 _ATTENTIVE = 100_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
 _TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
 _WANTED, _STOP = word_at("wanted"), word_at("stop")
@@ -129,7 +130,7 @@ def _heed(world: World, source: int) -> bool:
 
 @compiled
 def _move(world: World) -> bool:
-    """Copies for the op that waits longest. One whose receiver has no room goes to the end of the queue."""
+    """Copies for the op that waits longest. One that has to wait for something goes to the end of the queue."""
     moved = False
     budget = world["turn"]
     for _ in range(world["queue_tail"] - world["queue_head"]):
@@ -175,6 +176,7 @@ def step(world: World) -> bool:
     Blocks nowhere and reads no clock, so that a test can drive many loops in one thread.
     """
     busy = False
+    world["steps"] += 1
     if event_room(world):
         busy = _obey(world)
         busy |= _hear(world)
@@ -199,7 +201,7 @@ def settle(world: World) -> None:
 def drop(world: World, flow: int) -> None:
     """Forgets a send: its ops that have not ended, its seal, its wait for a grant.
 
-    For a caller that holds the lock, and has settled: so no byte of them is on its way.
+    For a caller that holds the lock, and has settled. So no byte of them is on its way, unless kernels are enqueued.
     """
     kept = world["queue_head"]
     for at in range(world["queue_head"], world["queue_tail"]):
@@ -207,6 +209,8 @@ def drop(world: World, flow: int) -> None:
         if world["ops"][index]["flow"] != flow:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
+        elif world["ops"][index]["posted"] != 0:
+            world["flying"] -= 1
     world["queue_tail"] = kept
     drop_due(world, SEAL, flow)
     send = world["sends"][flow]
@@ -254,7 +258,7 @@ def run(world: World) -> None:
         now = monotonic_ns(world["functions"][CLOCK], scratch)
         if idle_since == 0:
             idle_since = now
-        if now - idle_since < world["spin"]:
+        if now - idle_since < (_FLIGHT if world["flying"] > 0 else world["spin"]):
             call_yield(world["functions"][YIELD], 0)
             continue
         nap = blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE)

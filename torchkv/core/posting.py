@@ -53,15 +53,16 @@ def open_send(
     peer_flow: int,
     generation: int,
     geometry: Int64Array,
+    kernels: int,
     ids: Int64Array,
     src_page: int,
     dst_page: int,
 ) -> None:
-    """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens."""
+    """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens. kernels: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
     send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
-    send["geometry"], send["ids"] = geometry.ctypes.data, ids.ctypes.data
+    send["geometry"], send["kernels"], send["ids"] = geometry.ctypes.data, kernels, ids.ctypes.data
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
     _clear(send)
     send["state"] = OPEN
@@ -77,6 +78,7 @@ def wait_for_grant(
     hash1: int,
     writers: int,
     geometry: Int64Array,
+    kernels: int,
     src_page: int,
     dst_page: int,
 ) -> None:
@@ -85,7 +87,7 @@ def wait_for_grant(
     send = world["sends"][flow]
     send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
     send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
-    send["src_page"], send["dst_page"] = src_page, dst_page
+    send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
     send["generation"] = 0
     send["first"] = send["last"] = send["reach"] = -1
     _clear(send)
@@ -96,17 +98,33 @@ def wait_for_grant(
 @compiled_with_gil
 def _clear(send: Send) -> None:
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
+    send["gated"] = send["ids_used"] = send["src_at"] = send["src_count"] = 0
     send["num_pages"] = -1
 
 
 @compiled_with_gil
-def start_op(address: int, index: int, flow: int, positions: Int64Array, ids: Int64Array, start: int) -> None:
-    """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive."""
+def start_op(
+    address: int,
+    index: int,
+    flow: int,
+    positions: Int64Array,
+    ids: Int64Array,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+) -> None:
+    """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive.
+
+    gate, gate_stream, gate_number: see `Op`.
+    """
     world = world_at(address)
     op = world["ops"][index]
     op["flow"], op["positions"], op["num_positions"] = flow, positions.ctypes.data, len(positions)
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
+    op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
+    op["posted"] = op["until"] = 0
     _command(world, START, index)
 
 

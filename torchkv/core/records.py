@@ -25,6 +25,7 @@ __all__ = [
     "AUX_AT",
     "AUX_PART",
     "BOUND",
+    "BROKEN",
     "BUCKETS",
     "CLOCK",
     "COMMANDS",
@@ -32,14 +33,20 @@ __all__ = [
     "EVENT",
     "FREE",
     "FUTEX_CALL",
+    "GATES",
     "GRANT",
     "GRANTED",
     "GRANT_NBYTES",
+    "IDS",
+    "LAUNCH",
+    "LAUNCH_FIELDS",
     "LEAVING",
     "MAILBOX_RECORDS",
     "MAX_AUX",
     "MAX_EVENTS",
     "MAX_FLOWS",
+    "MAX_FLYING",
+    "MAX_GPU_SENDS",
     "MAX_GRANTED",
     "MAX_INTERVALS",
     "MAX_NAME",
@@ -50,6 +57,7 @@ __all__ = [
     "OPEN",
     "OP_DONE",
     "OUTSIDE",
+    "QUERY",
     "RECEIVED",
     "RECORD",
     "SCRATCH",
@@ -57,8 +65,10 @@ __all__ = [
     "SEALED",
     "SEGMENT_FIELDS",
     "SENT",
+    "SIGNAL",
     "STRAY",
     "SYSCALL",
+    "UPLOAD",
     "VERDICT",
     "WAITING",
     "WORLD",
@@ -92,6 +102,10 @@ MAX_AUX = 256  # longer ones go through Python
 MAX_GRANTED = 8192  # pages of a grant; larger ones go through Python, as do longer names
 MAX_NAME = 1024  # bytes
 BUCKETS = 1024  # of the table of sends that wait for their grant; a power of two
+MAX_GPU_SENDS = 128  # as MAX_FLOWS, of sends whose pages lie on a GPU
+IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there
+MAX_FLYING = 256  # ops whose kernels are enqueued; a stream takes about a thousand operations before it blocks
+GATES = 8  # streams of which one step remembers an event that has not happened
 
 # States of a flow. WAITING: a send without a grant. LEAVING: everything that comes for the flow is Python's.
 FREE, OPEN, SEALED, LEAVING, WAITING = 0, 1, 2, 3, 4
@@ -102,15 +116,20 @@ WRITTEN, AUX, SEAL, VERDICT, GRANT = 1, 2, 3, 4, 5
 # Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
 # that the loop has bound to none. ALL_HERE: a receive of which the loop does not know whether it is complete, although
 # all of its writers have sealed; or on which others decide too. STRAY: a record for a flow that is not here, or leaves.
-# OUTSIDE: the first op of a send that cannot begin, because its pages are not granted.
-OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ALL_HERE, STRAY, NEWS, OUTSIDE = 1, 2, 3, 4, 5, 6, 7, 8, 9
+# OUTSIDE: the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has
+# refused something, so the loop launches no more.
+OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
+# Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync, cuLaunchKernel and
+# cuStreamWriteValue64.
+QUERY, UPLOAD, LAUNCH, SIGNAL = 0, 1, 2, 3
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
 
 # A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.core.geometry`.
 SEGMENT_FIELDS = 21
+LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`
 
 
 class Record(TypedDict):
@@ -159,6 +178,11 @@ class Send(TypedDict):
     Of one that waits: hash0, hash1, writers: as the grant must have them. max_page: the receiver's pages are below
     this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
     page of them, or -1.
+
+    On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. Of the
+    send's part of the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count:
+    where the page ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this
+    part any more; it outlives the send.
     """
 
     state: int
@@ -186,6 +210,12 @@ class Send(TypedDict):
     first: int
     last: int
     reach: int
+    kernels: int
+    gated: int
+    ids_used: int
+    src_at: int
+    src_count: int
+    ids_posted: int
 
 
 class Op(TypedDict):
@@ -194,6 +224,10 @@ class Op(TypedDict):
     positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
     ordinal: what is copied next. told: positions that the receiver knows of. group: bytes since then. next: the op
     after it, while they wait for the grant, or -1.
+
+    On a GPU: gate: a CUevent that must have happened before the pages are read, or 0; gate_stream: the stream that it
+    was recorded on, or -1 if that is not known; gate_number: grows with the events of a stream. posted: what the
+    completion word will be once the layers before ``until`` have arrived; 0 if nothing is enqueued.
     """
 
     flow: int
@@ -210,6 +244,11 @@ class Op(TypedDict):
     nbytes: int
     runs: int
     next: int
+    gate: int
+    gate_stream: int
+    gate_number: int
+    posted: int
+    until: int
 
 
 class Writer(TypedDict):
@@ -281,6 +320,12 @@ class World(TypedDict):
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
     expected. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a mailbox.
     one: the word 1. record, src, dst, length: scratch.
+
+    Of a rank whose pages lie on a GPU (see `torchkv.core.launching`): stream: on which everything is enqueued. word,
+    word_device: addresses of the completion word, here and there; posted: the last value that the stream was told to
+    write to it. ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued.
+    broken: the driver's error code, negative until Python is told of it; or 0. steps: so far; gate_streams,
+    gate_numbers, gate_steps: in which step an event of a stream had not happened.
     """
 
     address: int
@@ -312,6 +357,19 @@ class World(TypedDict):
     granted: int
     granted_ids: int
     one: int
+    stream: int
+    word: int
+    word_device: int
+    posted: int
+    ids: int
+    ids_device: int
+    flying: int
+    broken: int
+    steps: int
+    driver: Int64Array
+    gate_streams: Int64Array
+    gate_numbers: Int64Array
+    gate_steps: Int64Array
     record: Record
     src: Int64Array
     dst: Int64Array
@@ -336,6 +394,10 @@ _WRITER = _words(Writer)
 _SEND, _OP, _PEER = _words(Send), _words(Op), _words(Peer)
 _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "functions": ("i8", 4),
+    "driver": ("i8", 4),
+    "gate_streams": ("i8", GATES),
+    "gate_numbers": ("i8", GATES),
+    "gate_steps": ("i8", GATES),
     "src": ("i8", SCRATCH),
     "dst": ("i8", SCRATCH),
     "length": ("i8", SCRATCH),

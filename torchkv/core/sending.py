@@ -1,14 +1,19 @@
-"""The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled."""
+"""The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled.
+
+The processor copies a slice of an op at a time; `torchkv.core.launching` has kernels copy it where pages lie on a GPU.
+"""
 
 from __future__ import annotations
 
 from torchkv.core.copies import copy_slice
 from torchkv.core.events import emit, event_room
+from torchkv.core.launching import landed
 from torchkv.core.mailbox import owe, ring, room, tell
 from torchkv.core.records import (
     AUX,
     AUX_AT,
     AUX_PART,
+    BROKEN,
     FREE,
     MAX_FLOWS,
     MAX_OPS,
@@ -28,7 +33,7 @@ from torchkv.host.jit import compiled
 
 __all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done"]
 
-BLOCKED = -1  # no room in the receiver's mailbox
+BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels that are under way
 ENDED = -2
 
 GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
@@ -82,10 +87,17 @@ def advance(world: World, index: int, budget: int) -> int:
     op = world["ops"][index]
     send = world["sends"][op["flow"]]
     left = budget
-    while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
-        left -= copy_slice(world, send, op, left)
-    if op["at"] < op["num_positions"] and not _has_group(op):
-        return budget - left
+    if send["kernels"] != 0:
+        if not landed(world, send, op):
+            if world["broken"] < 0:
+                world["broken"] = -world["broken"]
+                emit(world, BROKEN, 0, 0)
+            return BLOCKED
+    else:
+        while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
+            left -= copy_slice(world, send, op, left)
+        if op["at"] < op["num_positions"] and not _has_group(op):
+            return budget - left
     if not _announce(world, send, op) or not event_room(world):
         return BLOCKED
     if op["at"] < op["num_positions"]:

@@ -23,6 +23,7 @@ from torchkv.control.channel import ControlChannel, PeerEvent, PeerState
 from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
+from torchkv.engine.gpu_kernels import GpuKernels
 from torchkv.engine.layer_wait import LayerStreamWaits, LayerWait
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
@@ -158,6 +159,7 @@ class Engine:
                 receiver=self.receiver,
                 local=memory.pages,
                 connections=self.connections,
+                kernels=memory.kernels or (None if core.device is None else GpuKernels(self._scheduler, core.device)),
                 decides=len(group_map.siblings) == 1,
                 clock=weakly(self._clock),
             )

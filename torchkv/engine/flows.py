@@ -1,8 +1,9 @@
 """Hands requests over to the resident loop, takes them back, and tells the state machines what the loop has done.
 
-A request is on the loop from its first verb on, if this host's processor can copy it straight into the receiver's
-pages: both ranks are on this host, the pages are mapped, there is no state, and no op waits for an event. Everything
-else, and everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
+A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
+ranks are on this host, the pages are mapped, and there is no state. This host's processor copies what lies in its
+memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Everything else, and
+everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
@@ -13,17 +14,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core, Notice
+from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.geometry import geometry
 from torchkv.core.records import (
     ALL_HERE,
     AUX,
     BOUND,
+    BROKEN,
     GRANTED,
     MAX_AUX,
     MAX_GRANTED,
@@ -49,6 +53,7 @@ from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.send_request import SenderRequest
 from torchkv.protocol.sender import Sender
+from torchkv.transfer.loop_kernels import Kernels, Launches
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
@@ -62,11 +67,15 @@ MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one p
 
 
 class _Route:
-    """A plan towards a peer whose pages are mapped, as the loop reads it."""
+    """A plan towards a peer whose pages are mapped, as the loop reads it. launches: of pages on a GPU."""
 
-    def __init__(self, plan: PairPlan, local: LocalPages, connection: PeerConnection) -> None:
+    def __init__(
+        self, plan: PairPlan, local: LocalPages, connection: PeerConnection, launches: Launches | None
+    ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
+        self.launches = launches
+        self.kernels = None if launches is None else launches.words
         self.words = geometry(
             plan,
             lambda component, layer: (local.ptr(component, layer), local.page_stride(component, layer)),
@@ -92,8 +101,8 @@ class _Route:
 class Flows:
     """One rank's requests on the resident loop.
 
-    connections: those that have been made, by rank. local: this rank's pages. decides: whether a receive that is
-    complete here has succeeded; False if other ranks of the instance have a say.
+    connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. decides:
+    whether a receive that is complete here has succeeded; False if other ranks of the instance have a say.
     """
 
     def __init__(
@@ -105,6 +114,7 @@ class Flows:
         receiver: Receiver,
         local: LocalPages,
         connections: Mapping[int, PeerConnection],
+        kernels: Kernels | None = None,
         decides: bool,
         clock: Callable[[], float],
     ) -> None:
@@ -114,6 +124,7 @@ class Flows:
         self._receiver = receiver
         self._local = local
         self._connections = connections
+        self._kernels = kernels
         self._decides = decides
         self._now = clock
         self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
@@ -127,15 +138,16 @@ class Flows:
     # ------------------------------------------------------------------ sends
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
-        connection = self._serving(req.dst)
-        if connection is None or not plan.segments or _has_state(plan):
+        route = self._route(req.dst, plan)
+        if route is None:
             return
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
             name=req.request.encode(),
             writers=_bits(writers),
             max_page=self._group_map.info[req.dst].num_pages,
-            geometry=self._route(plan, connection).words,
+            geometry=route.words,
+            kernels=route.kernels,
             src_page=plan.src_page_size,
             dst_page=plan.dst_page_size,
         )
@@ -153,14 +165,15 @@ class Flows:
     def open_send(self, req: SenderRequest) -> None:
         grant = req.grant
         assert grant is not None
-        connection = self._serving(req.dst)
-        if grant.flow is None or connection is None or _has_state(grant.plan):
+        route = None if grant.flow is None else self._route(req.dst, grant.plan)
+        if grant.flow is None or route is None or (route.kernels is not None and len(grant.pages) > MAX_GRANTED):
             return
         req.flow = self.core.open_send(
             peer=req.dst,
             peer_flow=grant.flow,
             generation=grant.generation,
-            geometry=self._route(grant.plan, connection).words,
+            geometry=route.words,
+            kernels=route.kernels,
             pages=grant.pages,
             src_page=grant.plan.src_page_size,
             dst_page=grant.plan.dst_page_size,
@@ -171,15 +184,13 @@ class Flows:
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
         source: SourcePages = op.source_pages
-        connection = self._serving(req.dst)
-        if op.state or source.event is not None or source.path not in (None, "direct") or connection is None:
-            return False
-        pages = source.pages
-        if not isinstance(pages, np.ndarray):
-            return False
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
-        positions = self._route(plan, connection).positions(op.layers)
-        index = self.core.start_op(req.flow, positions, pages, op.start)
+        gate, route, pages = self._gate(source.event), self._route(req.dst, plan), source.pages
+        if op.state or source.path not in (None, "direct") or gate is None or route is None:
+            return False
+        if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
+            return False
+        index = self.core.start_op(req.flow, route.positions(op.layers), pages, op.start, gate)
         if index is None:
             return False
         self._ops[index] = req, op
@@ -201,12 +212,19 @@ class Flows:
         assert req.flow is not None
         return self.core.moved(req.flow)
 
+    def gated(self, req: SenderRequest) -> int:
+        assert req.flow is not None
+        return self.core.gated(req.flow)
+
     def take_back_send(self, req: SenderRequest) -> bool | None:
         with self._standing_still():
             if req.flow is None:
                 return None
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
+            for index in left:
+                if self.core.device is not None and (posted := self.core.flying(index)):
+                    self._ops[index][1].landed = partial(self.core.device.landed, posted)
             sealed = self.core.take_back_send(req.flow, left)
         for index in left:
             del self._ops[index]
@@ -222,12 +240,24 @@ class Flows:
             return None
         return connection if self.core.reaches(rank) else None
 
-    def _route(self, plan: PairPlan, connection: PeerConnection) -> _Route:
-        key = connection.rank, id(plan)
-        route = self._routes.get(key)
-        if route is None or route.connection is not connection:
-            route = self._routes[key] = _Route(plan, self._local, connection)
+    def _route(self, rank: int, plan: PairPlan) -> _Route | None:
+        """How the loop copies a plan to ``rank``; None if it cannot do that."""
+        connection = self._serving(rank)
+        if connection is None or not plan.segments or _has_state(plan) or self.core.broken:
+            return None
+        route = self._routes.get((rank, id(plan)))
+        if route is not None and route.connection is connection:
+            return route
+        launches = None if self._kernels is None else self._kernels.launches(plan, connection)
+        if self._kernels is not None and launches is None:
+            return None
+        route = self._routes[rank, id(plan)] = _Route(plan, self._local, connection, launches)
         return route
+
+    def _gate(self, event: object | None) -> Gate | None:
+        if self._kernels is not None:
+            return self._kernels.gate(event)
+        return NO_GATE if event is None else None
 
     # ------------------------------------------------------------------ receives
 
@@ -349,6 +379,9 @@ class Flows:
             case x if x == OUTSIDE:
                 if (owner := self._ops.get(notice.index)) is not None:
                     self._sender.outside(*owner)
+            case x if x == BROKEN:
+                log.warning("rank %d: the GPU refuses work of the resident loop; Python goes on", self.core.rank)
+                self._sender.take_all_back(self._now())
             case x if x == STRAY:
                 self._on_stray(notice.source, notice.words)
             case _:

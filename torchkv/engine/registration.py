@@ -19,6 +19,7 @@ import torch
 from torchkv.cache import KVCache
 from torchkv.control.channel import ControlChannel
 from torchkv.core.core import Core
+from torchkv.core.device import loop_device
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata, placement_metadata, region_metadata
 from torchkv.engine.probe import PROBE_BYTES, calibration, measure
@@ -88,7 +89,7 @@ class Registration:
         self.gpu: GpuContext | None = None  # None if the cache lies in host memory
         self._staging: Staging | None = None
         self._probe_memory: torch.Tensor | None = None  # the scratch memory
-        self._core: Core | None = None  # of a cache in host memory
+        self._core: Core | None = None  # the resident loop, if it can work here
         self._calibrates = False  # whether the costs of connections made from now on are measured on first use
 
     def metadata(self) -> PeerMetadata:
@@ -173,7 +174,7 @@ class Registration:
             key=min(all_metadata, key=lambda metadata: metadata.rank).secret,
             transport=self.transport,
             control=self.control,
-            memory=LocalMemory(pages=self._local_pages(), gpu=self.gpu, staging=self._staging),
+            memory=self._memory(),
             core=self._core,
             connect=self._connect,
         )
@@ -283,14 +284,16 @@ class Registration:
         )
 
     def _make_core(self) -> Core | None:
-        """The resident loop; None for a cache on a GPU, and where it cannot work: then Python does everything."""
-        if self.gpu is not None:
-            return None
+        """The resident loop; None where it cannot work: then Python does everything."""
         try:
-            return Core(self.rank)
+            device = None if self.gpu is None else loop_device(self.gpu.incoming, self.gpu.activate_thread)
+            return Core(self.rank, device=device)
         except TransportUnavailable as error:
             log.info("rank %d: no resident loop: %s", self.rank, error)
             return None
+
+    def _memory(self) -> LocalMemory:
+        return LocalMemory(pages=self._local_pages(), gpu=self.gpu, staging=self._staging)
 
     def _connect_loop(self, metadata: PeerMetadata) -> None:
         """Lets the resident loops of both ranks exchange records, if both are on this host."""

@@ -37,6 +37,8 @@ from torchkv.transfer.put import PutTransfer
 if TYPE_CHECKING:
     from torchkv.kernels.gpu_context import GpuContext
     from torchkv.transfer.copy_tables import BaseAddressTable, BaseAddressTables
+    from torchkv.transfer.launch_table import LaunchTable
+    from torchkv.transfer.loop_kernels import Kernels
 
 __all__ = ["Event", "LocalMemory", "SourcePages", "TransferScheduler"]
 
@@ -75,11 +77,15 @@ class SourcePages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalMemory:
-    """A rank's own memory. pages: None without a cache. gpu: None for a cache in host memory. staging: as pages."""
+    """A rank's own memory. pages: None without a cache. gpu: None for a cache in host memory. staging: as pages.
+
+    kernels: in tests, a fake of what the resident loop needs of a GPU.
+    """
 
     pages: LocalPages | None
     gpu: GpuContext | None
     staging: Staging | None
+    kernels: Kernels | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -157,8 +163,9 @@ class TransferScheduler:
         return bool(self._gated)
 
     def moves_to(self, rank: int) -> bool:
-        """Whether a transfer to ``rank`` is queued or active."""
-        return any(op.dst == rank for op in self._by_op)
+        """Whether a transfer to ``rank`` is queued or active, or something is under way that the loop had begun."""
+        landing = any(each.op.dst == rank and each.op.landed is not None for each in self._gated)
+        return landing or any(op.dst == rank for op in self._by_op)
 
     def will_stage(self, connection: PeerConnection) -> bool:
         """Whether transfers on this connection are likely to be staged."""
@@ -182,6 +189,19 @@ class TransferScheduler:
             self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
         if self.gpu is not None and connection.direct:
             self._load(self._table(plan, connection))
+
+    def launches(self, plan: PairPlan, connection: PeerConnection, *, errors: int) -> LaunchTable | None:
+        """The kernels of ``plan`` for the resident loop; None unless they are loaded. Any thread, under the lock.
+
+        errors: address of the kernels' error words.
+        """
+        assert self.gpu is not None
+        table = None if self._tables is None else self._tables.known(plan, connection)
+        if table is None or not table.is_loaded:
+            return None
+        from torchkv.transfer.launch_table import LaunchTable  # imports Triton, as in `_table`
+
+        return LaunchTable(table, device=self.gpu.device, errors=errors, blocks=self.gpu.blocks)
 
     def _jobs(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable | None:
         """The table that kernels copy by, with its kernels loaded; None while a blocked stream forbids loading them."""
@@ -233,6 +253,9 @@ class TransferScheduler:
             op = gated.op
             error: KVError | None = None
             try:
+                if not self._has_landed(op):
+                    waiting.append(gated)
+                    continue
                 if not self._sender.wants(op):
                     error = TransferTimeout(f"request {op.request!r} failed before its event was ready")
                 elif (transfer := self._transfer(gated)) is None:
@@ -250,9 +273,20 @@ class TransferScheduler:
             except Exception as raised:  # noqa: BLE001 - the caller's event object may raise anything
                 error = ProtocolError(f"request {op.request!r}: event.query() raised {raised!r}")
             with self._lock:
-                self._sender.op_finished(op, error, flushed=True, now=now)
+                self._sender.op_finished(op, error, flushed=op.landed is None, now=now)
         self._gated.extend(waiting)
         return len(waiting) < len(candidates)
+
+    def _has_landed(self, op: SendOp) -> bool:
+        """Whether nothing is under way any more that the resident loop had begun for ``op``.
+
+        Raises ``TransportUnavailable`` if the GPU has failed: then nobody knows.
+        """
+        if op.landed is not None and op.landed():
+            op.landed = None
+        if op.landed is not None and self.gpu is not None:
+            self.gpu.check_alive()
+        return op.landed is None
 
     def _transfer(self, gated: _Gated) -> Transfer | None:
         """The transfer of a gated op; None while its gates are shut, or something it needs is not ready.

@@ -208,6 +208,7 @@ class KVWork(dist.Work):
                 with suppress(KVError):
                     wait.wait(None)
             return
+        self._await_events()
         if self._is_done:
             return
         stream_wait = self._sync_words.hold(torch.cuda.current_stream() if stream is None else stream)

@@ -75,9 +75,13 @@ def _compile(function: _F, *, nogil: bool) -> _F:
 def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
     """For compiled code: ``call(address, *arguments)`` calls a C function with ``arity`` integer or pointer arguments.
 
+    With ``NUMBA_DISABLE_JIT=1`` plain Python calls it.
+
     The address is an argument, so the machine code does not depend on where the library was loaded and can be cached on
     disk. result_bits: 0 (void), 8, 32 or 64. signed: how a narrower result is widened to 64 bits.
     """
+    if numba.config.DISABLE_JIT:
+        return _plain_call(arity, result_bits, signed)
     result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
     pointer = ir.FunctionType(result, [_WORD] * arity).as_pointer()
 
@@ -88,6 +92,21 @@ def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
         return builder.sext(value, _WORD) if signed else builder.zext(value, _WORD)
 
     return primitive(arity + 1, emit)
+
+
+def _plain_call(arity: int, result_bits: int, signed: bool) -> Callable[..., int]:
+    kinds: dict[tuple[int, bool], Any] = {
+        (8, True): ctypes.c_int8,
+        (32, True): ctypes.c_int32,
+        (64, True): ctypes.c_int64,
+    }
+    kinds |= {(8, False): ctypes.c_uint8, (32, False): ctypes.c_uint32, (64, False): ctypes.c_uint64}
+    prototype = ctypes.CFUNCTYPE(kinds.get((result_bits, signed)), *[ctypes.c_int64] * arity)
+
+    def call(address: int, *arguments: int) -> int:
+        return int(prototype(int(address))(*map(int, arguments)) or 0)
+
+    return call
 
 
 def libc_functions(*names: str) -> Int64Array:

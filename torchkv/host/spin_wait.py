@@ -27,7 +27,7 @@ import numpy as np
 from torchkv.arrays import Int64Array, UInt32Array
 from torchkv.host.jit import at_register, c_function, compiled, libc_functions, monotonic_ns
 
-__all__ = ["begin", "rest", "warm_up"]
+__all__ = ["begin", "rest", "wake_on_time", "warm_up"]
 
 # The shortest time to spin, in nanoseconds; 0 where the caller, its model and this thread share few cores.
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0
@@ -52,6 +52,11 @@ _call_yield = c_function(1, 32)  # its argument is ignored
 def begin() -> None:
     """Prepares the calling thread for `rest`: it wakes up on time, and then gets the GIL soon."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+    wake_on_time()
+
+
+def wake_on_time() -> None:
+    """Has the calling thread's short sleeps end when they should."""
     if _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_TIMERSLACK)")
 

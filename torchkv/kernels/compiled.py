@@ -12,13 +12,13 @@ import triton
 from torchkv.cuda import driver
 from torchkv.errors import TransportUnavailable
 
-__all__ = ["CompiledKernel"]
+__all__ = ["WARP", "CompiledKernel", "LoadedKernel"]
 
 _FORMATS = {"i32": ("i", "32"), "i64": ("q", "64")}  # Triton's name of a type -> of `struct`; bits
-_WARP = 32  # threads
+WARP = 32  # threads
 
 
-class _Loaded(NamedTuple):
+class LoadedKernel(NamedTuple):
     """A kernel on one GPU. function: its ``CUfunction``. shared: bytes of shared memory of a block."""
 
     function: int
@@ -28,7 +28,7 @@ class _Loaded(NamedTuple):
 
 # Keyed by the identity of the kernel, because hashing a kernel takes longer than the rest of a launch. Identities stay
 # valid: kernels are module globals.
-_loaded: dict[tuple[int, int, tuple[int, ...], int], _Loaded] = {}
+_loaded: dict[tuple[int, int, tuple[int, ...], int], LoadedKernel] = {}
 
 
 class CompiledKernel(NamedTuple):
@@ -57,6 +57,11 @@ class CompiledKernel(NamedTuple):
         if self._is_compiled:
             self._load()
 
+    @property
+    def loaded(self) -> LoadedKernel | None:
+        """The kernel on the current device; None if it is not loaded."""
+        return _loaded.get(self._key) if self._is_compiled else None
+
     def launch(self, blocks: int, integers: tuple[int, ...]) -> None:
         """Enqueues ``blocks`` thread blocks on the current stream. Loads the kernel first if it is not loaded.
 
@@ -69,7 +74,7 @@ class CompiledKernel(NamedTuple):
         loaded = self._load()
         stream = torch.cuda.current_stream().cuda_stream
         params = loaded.params.pack(*integers)
-        driver.launch(loaded.function, blocks, self.warps * _WARP, shared=loaded.shared, stream=stream, params=params)
+        driver.launch(loaded.function, blocks, self.warps * WARP, shared=loaded.shared, stream=stream, params=params)
 
     @property
     def _is_compiled(self) -> bool:
@@ -79,7 +84,7 @@ class CompiledKernel(NamedTuple):
     def _key(self) -> tuple[int, int, tuple[int, ...], int]:
         return id(self.kernel), torch.cuda.current_device(), self.constants, self.warps
 
-    def _load(self) -> _Loaded:
+    def _load(self) -> LoadedKernel:
         key = self._key
         if (known := _loaded.get(key)) is not None:
             return known
@@ -87,7 +92,7 @@ class CompiledKernel(NamedTuple):
         compiled = self.kernel.warmup(*[0] * self.num_integers, *self.constants, grid=(1,), num_warps=self.warps)
         params = param_block(compiled, [p.annotation for p in self.kernel.params[: self.num_integers]])
         _ = compiled[(1, 1, 1)]  # Triton loads the code when this is first asked for
-        loaded = _loaded[key] = _Loaded(compiled.function, compiled.metadata.shared, params)
+        loaded = _loaded[key] = LoadedKernel(compiled.function, compiled.metadata.shared, params)
         return loaded
 
 

@@ -57,6 +57,8 @@ class GpuContext:
     outgoing, incoming: streams that are never blocked for long, see `SideStreams`. FIFO gathers run on the one, FIFO
     scatters on the other, one after the other: two at once would share the link and end at the same time, with no third
     one ready to follow.
+    The resident loop copies on ``incoming`` too: a rank that sends seldom unpacks, and one more stream would take a
+    hardware queue.
     completions: those that the progress thread polls. copy_completions: those of them behind copies that can run now;
     for their sake the thread spins instead of sleeping.
     """
@@ -90,11 +92,19 @@ class GpuContext:
         self.uploads = PageIdUploads(device)
         self._errors = list(torch.zeros((PREALLOCATED_ERRORS, 2), dtype=torch.int64, pin_memory=True))
 
+    def check_alive(self) -> None:
+        """Raises ``TransportUnavailable`` if the GPU has failed."""
+        check_alive(self.incoming)
+
+    def activate_thread(self) -> None:
+        """As `activate`, for a thread that runs no kernels of PyTorch."""
+        driver.make_current(self.device)
+        driver.ignore_captures()
+
     def activate(self) -> None:
         """Makes the GPU current on the calling thread, and lets it work while other threads capture CUDA graphs."""
-        driver.make_current(self.device)
+        self.activate_thread()
         torch.cuda.set_device(self.device)
-        driver.ignore_captures()
 
     def record_gate(self) -> RecordedEvent:
         """Records an event behind everything enqueued on the calling thread's current stream of this GPU."""

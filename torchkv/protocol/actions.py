@@ -8,6 +8,7 @@ long to make.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -46,6 +47,9 @@ class SendOp:
     source_pages: Any = None
     state: bool = False
     moved: bool = False  # set by the engine when bytes have moved; cleared when `Alive` is sent to the receiver
+    # Whether what the resident loop had under way for the op when it was taken back has ended; None if nothing was.
+    # Until then its bytes may land, so the op neither begins again nor ends.
+    landed: Callable[[], bool] | None = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -45,10 +45,14 @@ class RequestFlows(Protocol):
     def moved(self, req: SenderRequest) -> int:
         """Bytes that the loop has copied for a request."""
 
+    def gated(self, req: SenderRequest) -> int:
+        """Grows while an op of a request waits for its event."""
+
     def take_back_send(self, req: SenderRequest) -> bool | None:
         """Takes a request back. Whether the loop had sealed it; None if it has left the loop meanwhile.
 
-        Ops that the loop has not ended are still ``running``, and nobody works on them. What the loop tells first may
+        Ops that the loop has not ended are still ``running``, and nobody works on them; what the loop had under way for
+        one may still land, as the op's ``landed`` says. What the loop tells first may
         end the request, or lead to its being taken back already: then Python may work on them.
         """
 

@@ -62,7 +62,9 @@ class SenderRequest:
     ended: bool = False
     # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
     flow: int | None = None
-    moved: tuple[int, float] = (-1, 0.0)  # bytes that the loop had copied, and when that was seen first
+    # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.
+    moved: tuple[int, float] = (-1, 0.0)
+    gated: int = 0  # `RequestFlows.gated` when last seen
 
     @property
     def drained(self) -> bool:

@@ -579,6 +579,11 @@ class Sender:
             if self._stop(req):
                 self._fail(req, error)
 
+    def take_all_back(self, now: float) -> None:
+        """The loop can copy no more: goes on with its requests without it."""
+        for req in [req for req in self._requests.values() if req.flow is not None]:
+            self._take_back(req, now)
+
     @property
     def _flows(self) -> RequestFlows:
         assert self.flows is not None
@@ -616,10 +621,15 @@ class Sender:
     def _stop(self, req: SenderRequest) -> bool:
         """Takes the request back, if it is on the resident loop, to fail it. False if it has ended meanwhile."""
         if req.flow is not None and self._flows.take_back_send(req) is not None:
-            # Nobody works on them, so they are as good as never begun.
-            self._queued_pages += sum(op.num_pages for op in req.running)
-            req.queue.extend(req.running)
+            # Nobody works on the others, so they are as good as never begun.
+            landing = {op: None for op in req.running if op.landed is not None}
+            rest = [op for op in req.running if op.landed is None]
+            self._queued_pages += sum(op.num_pages for op in rest)
+            req.queue.extend(rest)
             req.running.clear()
+            req.running.update(landing)
+            assert req.grant is not None or not landing
+            self.actions.extend(Start(op, req.grant) for op in landing if req.grant is not None)
         return not req.ended
 
     def _is_whole(self, req: SenderRequest) -> bool:
@@ -634,11 +644,12 @@ class Sender:
 
     def _stalled(self, req: SenderRequest, now: float) -> KVError | None:
         """The error of a request whose ops have made no progress on the loop for too long; else tells the receiver."""
-        moved = self._flows.moved(req)
+        moved, gated = self._flows.moved(req), self._flows.gated(req)
         if moved != req.moved[0]:
-            req.moved = moved, now
             assert req.grant is not None
             self._tell(req.dst, Alive(req.grant.generation, False))
+        if (moved, gated) != (req.moved[0], req.gated):  # who waits for an event waits for the caller
+            req.moved, req.gated = (moved, now), gated
         if now - req.moved[1] <= self._timeout:
             return None
         return TransferTimeout(

@@ -1,0 +1,199 @@
+"""A GPU for the resident loop, in host memory: its driver is called by compiled code, its stream runs when told to."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchkv.core.device import NO_GATE, Gate, LoopDevice
+from torchkv.core.records import IDS, MAX_GPU_SENDS
+from torchkv.kernels import page_copy
+from torchkv.kernels.compiled import CompiledKernel, LoadedKernel
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.transfer.copy_tables import BaseAddressTable
+from torchkv.transfer.launch_table import LaunchTable
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
+
+__all__ = ["BAD_ADDRESS", "NOT_READY", "FakeEvent", "FakeKernels", "LoopGpu", "fake_kernels", "run_kernel"]
+
+NOT_READY, BAD_ADDRESS = 600, 700
+STREAM = 0x5150
+_FORMATS = {"i32": "i", "i64": "q"}
+_NAMES = [param.name for param in page_copy.copy.params[: page_copy.NUM_INTEGERS]]
+_TYPES = [param.annotation for param in page_copy.copy.params[: page_copy.NUM_INTEGERS]]
+PARAMS = struct.Struct("".join(_FORMATS[kind] for kind in _TYPES) + "0q16x")
+
+_INT = ctypes.c_int
+_WORD = ctypes.c_int64
+
+
+class FakeEvent:
+    """An event of a `LoopGpu`, recorded on ``stream``; it happens when ``happened`` is set."""
+
+    def __init__(self, gpu: LoopGpu, stream: int = -1) -> None:
+        self.gate = gpu.gate(stream)
+        self._gpu = gpu
+
+    def happen(self) -> None:
+        self._gpu.events[self.gate.event] = 0
+
+    def query(self) -> bool:
+        return self._gpu.events[self.gate.event] == 0
+
+
+class LoopGpu:
+    """The driver's functions over a stream of which `run` executes operations, as many as it is told to.
+
+    events: what a query of each event returns, or the event that is asked. broken: what every function returns from
+    now on. log: operations.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[Callable[[], None]] = deque()
+        self.events: dict[int, Any] = {}
+        self.broken = 0
+        self.log: list[str] = []
+        self.bad_ids: list[int] = []
+        self._callbacks = (
+            ctypes.CFUNCTYPE(_INT, _WORD)(self._query),
+            ctypes.CFUNCTYPE(_INT, _WORD, _WORD, _WORD, _WORD)(self._upload),
+            ctypes.CFUNCTYPE(_INT, *[_WORD] * 11)(self._launch),
+            ctypes.CFUNCTYPE(_INT, _WORD, _WORD, _WORD, _WORD)(self._signal),
+        )
+        self.word = np.zeros(1, dtype=np.int64)
+        ids, there = (np.zeros((MAX_GPU_SENDS, IDS), dtype=np.int64) for _ in range(2))
+        self._keep = there
+        self.device = LoopDevice(
+            functions=np.array([ctypes.cast(each, ctypes.c_void_p).value for each in self._callbacks], dtype=np.int64),
+            stream=STREAM,
+            word=self.word,
+            word_device=self.word.ctypes.data,
+            ids=ids,
+            ids_device=there.ctypes.data,
+            errors=0,
+            activate=lambda: None,
+            keep=self,
+        )
+
+    def gate(self, stream: int = -1, event: Any = NOT_READY) -> Gate:
+        """The gate of a new event that has not happened, or of an object that says whether it has."""
+        number = len(self.events) + 1
+        self.events[number] = event
+        return Gate(number, stream, number)
+
+    def run(self, count: int | None = None) -> None:
+        """Executes the next ``count`` operations of the stream; None: all."""
+        while self.pending and (count is None or count > 0):
+            self.pending.popleft()()
+            count = None if count is None else count - 1
+
+    def _query(self, event: int) -> int:
+        self.log.append("query")
+        found = self.events[event]
+        if not isinstance(found, int):
+            found = 0 if found.query() else NOT_READY
+        return self.broken or found
+
+    def _upload(self, to: int, source: int, nbytes: int, stream: int) -> int:
+        assert stream == STREAM
+        if not self.broken:
+            self.log.append("upload")
+            self.pending.append(lambda: ctypes.memmove(to, source, nbytes) and None)
+        return self.broken
+
+    def _launch(self, function: int, x: int, y: int, z: int, *rest: int) -> int:
+        a, b, c, shared, stream, params, extra = rest
+        assert (y, z, b, c, shared, stream, params) == (1, 1, 1, 1, 512, STREAM, 0)
+        assert x > 0
+        assert a % 32 == 0
+        words = (_WORD * 5).from_address(extra)
+        assert (words[0], words[2], words[4]) == (1, 2, 0)
+        assert _WORD.from_address(words[3]).value == PARAMS.size
+        block = ctypes.string_at(words[1], PARAMS.size)  # during the call, as the driver does
+        if not self.broken:
+            self.log.append("launch")
+            self.pending.append(lambda: run_kernel(block, function, self.bad_ids))
+        return self.broken
+
+    def _signal(self, stream: int, address: int, value: int, flags: int) -> int:
+        assert (stream, address, flags) == (STREAM, self.word.ctypes.data, 0)
+        if not self.broken:
+            self.log.append("signal")
+            self.pending.append(lambda: self.word.__setitem__(0, value))
+        return self.broken
+
+
+def run_kernel(block: bytes, unit: int, bad_ids: list[int]) -> None:
+    """What `torchkv.kernels.page_copy.copy` does in the mode DIRECT, by its parameters alone. unit: bytes of a word."""
+    given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
+    assert given["stage"] == given["stage_stride"] == given["wait_at"] == 0
+
+    def div(number: int, magic: str, shift: str) -> int:
+        return (2 * number * (given[magic] & 0xFFFFFFFF) >> 32) >> given[shift]
+
+    per_row = given["words_per_row"]
+    for ordinal in range(given["first_rank"], given["first_rank"] + given["words"] // given["words_per_pair"]):
+        pair = given["first_pair"] + ordinal + div(ordinal, "unit_magic", "unit_shift") * given["jump"]
+        places = []
+        for side, start in (("src", given["start"]), ("dst", 0)):
+            index = div(pair, f"{side}_magic", f"{side}_shift")
+            part = pair - index * given[f"{side}_per_page"]
+            page = _WORD.from_address(given[f"{side}_ids"] + 8 * (index - start)).value
+            if not 0 <= page < given[f"{side}_num_pages"]:
+                bad_ids.append(page)
+                break
+            part_at = part * given[f"{side}_part_stride"]
+            places.append(page * given[f"{side}_page_stride"] + part_at + given[f"{side}_base"])
+        if len(places) < 2:
+            continue
+        for job in range(given["num_jobs"]):
+            src, dst = (_WORD.from_address(given["jobs"] + 16 * job + 8 * i).value + places[i] for i in range(2))
+            for row in range(given["words_per_pair"] // per_row):
+                outer, inner = divmod(row, given["n1"])
+                ours = src + outer * given["s0"] + inner * given["s1"]
+                theirs = dst + outer * given["d0"] + inner * given["d1"]
+                ctypes.memmove(theirs, ours, per_row * unit)
+
+
+def _loaded(kernel: CompiledKernel) -> LoadedKernel:
+    mode, unit, *_ = kernel.constants
+    assert mode == page_copy.DIRECT
+    return LoadedKernel(unit, 512, PARAMS)
+
+
+@contextmanager
+def fake_kernels() -> Iterator[None]:
+    """Every copy kernel counts as loaded inside, for `LaunchTable` on a machine without a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledKernel, "loaded", property(_loaded))
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        yield
+
+
+class FakeKernels:
+    """`torchkv.transfer.loop_kernels.Kernels` over a `LoopGpu`. lacking: kernels are not loaded."""
+
+    def __init__(self, gpu: LoopGpu, local: LocalPages) -> None:
+        self._gpu = gpu
+        self._local = local
+        self.lacking = False
+
+    def launches(self, plan: PairPlan, connection: PeerConnection) -> LaunchTable | None:
+        if self.lacking:
+            return None
+        with fake_kernels():
+            table = BaseAddressTable(plan, self._local, connection)
+            return LaunchTable(table, device=torch.device("cpu"), errors=0, blocks=16)
+
+    def gate(self, event: Any) -> Gate | None:
+        if event is None:
+            return NO_GATE
+        return event.gate if isinstance(event, FakeEvent) else self._gpu.gate(event=event)

@@ -1,0 +1,126 @@
+"""A GPU as the resident loop uses it: addresses, and functions of its driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchkv.arrays import Int64Array
+from torchkv.core.records import IDS, MAX_GPU_SENDS, World
+from torchkv.cuda import driver
+from torchkv.cuda.events import RecordedEvent
+
+__all__ = ["NO_GATE", "Gate", "LoopDevice", "gate_of", "loop_device"]
+
+
+class Gate(NamedTuple):
+    """The event before which an op's pages must not be read. event: a CUevent, 0 for none. stream, number: see `Op`."""
+
+    event: int
+    stream: int
+    number: int
+
+
+NO_GATE = Gate(0, -1, 0)
+
+_kept: list[Any] = []  # memory that kernels may still read, or a stream write to, although its loop has ended
+
+
+class LoopDevice:
+    """What the loop of one rank needs of its GPU.
+
+    functions: addresses of the driver's functions, see `torchkv.core.records.QUERY` and the next. stream: on which
+    everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[MAX_GPU_SENDS, IDS]``,
+    pinned and on the GPU. errors: address of two words in pinned memory for the kernels' errors. activate: prepares
+    the loop's thread. keep: what must stay alive.
+    """
+
+    def __init__(
+        self,
+        *,
+        functions: Int64Array,
+        stream: int,
+        word: Int64Array,
+        word_device: int,
+        ids: Int64Array,
+        ids_device: int,
+        errors: int,
+        activate: Callable[[], None],
+        keep: Any = None,
+    ) -> None:
+        assert ids.shape == (MAX_GPU_SENDS, IDS)
+        assert word.dtype == ids.dtype == np.int64
+        self.stream = stream
+        self.errors = errors
+        self.activate = activate
+        self._functions = functions
+        self._word = word
+        self._value = word.data  # the same memory: Python reads it faster
+        self._word_device = word_device
+        self._ids, self._ids_device = ids, ids_device
+        self._keep = keep
+
+    def describe(self, world: World) -> None:
+        """Writes everything into the loop's state."""
+        world["driver"][:] = self._functions
+        world["stream"] = self.stream
+        world["word"], world["word_device"] = self._word.ctypes.data, self._word_device
+        world["ids"], world["ids_device"] = self._ids.ctypes.data, self._ids_device
+
+    def landed(self, posted: int) -> bool:
+        """Whether the stream has written ``posted`` to the word, so that what was enqueued before has ended."""
+        return bool(self._value[0] >= posted)
+
+    def close(self, posted: int) -> None:
+        """The loop enqueues nothing more. Memory that it has enqueued work on stays alive until that has ended."""
+        _kept.append((self, posted))
+        _kept[:] = [(device, last) for device, last in _kept if not device.landed(last)]
+
+
+_NAMES = ("cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuStreamWriteValue64_v2")
+
+
+def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> LoopDevice:
+    """The loop's memory and functions for the GPU of ``stream``. activate: prepares the loop's thread.
+
+    Raises ``TransportUnavailable`` if the driver lacks a function.
+    """
+    library = driver.library()
+    device = stream.device
+    word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    ids = torch.zeros((MAX_GPU_SENDS, IDS), dtype=torch.int64, pin_memory=True)
+    errors = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+    there = torch.empty((MAX_GPU_SENDS, IDS), dtype=torch.int64, device=device)
+    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _NAMES]
+    return LoopDevice(
+        functions=np.array(functions, dtype=np.int64),
+        stream=stream.cuda_stream,
+        word=_words(word),
+        # The addresses of pinned memory are the same for the GPU: unified addressing.
+        word_device=word.data_ptr(),
+        ids=_words(ids),
+        ids_device=there.data_ptr(),
+        errors=errors.data_ptr(),
+        activate=activate,
+        keep=(word, ids, errors, there, stream),
+    )
+
+
+def gate_of(event: object | None) -> Gate | None:
+    """The gate of an op whose pages may be read after ``event``; None if only Python can query that."""
+    if event is None:
+        return NO_GATE
+    if isinstance(event, RecordedEvent):
+        return Gate(event.handle, event.stream, event.number)
+    if isinstance(event, torch.cuda.Event):
+        return Gate(int(event.cuda_event), -1, 0)
+    return None
+
+
+def _words(tensor: torch.Tensor) -> Int64Array:
+    array: Int64Array = tensor.numpy()
+    return array
