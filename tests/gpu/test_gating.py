@@ -182,7 +182,7 @@ def test_requests_behind_different_streams_do_not_block_each_other(
 
 
 def gates_of_one_stream() -> None:
-    """Eight requests behind one stopped stream: the GPU waits for all of them on one of its own, in their order."""
+    """Eight requests behind one stopped stream: all wait for it at once, and no other stream does."""
     numbers = list(range(8))
     with gpu_group() as kv:
         cache = registered_cache(kv)
@@ -192,7 +192,7 @@ def gates_of_one_stream() -> None:
             for work in works:
                 work.wait(30)
         else:
-            stream, device = torch.cuda.Stream(), kv._verbs.engine.gpu
+            stream, engine = torch.cuda.Stream(), kv._verbs.engine
             for number in numbers:
                 kv.prefix_tokens(f"r{number}", READER)  # else grants would come in any order, and transfers with them
             with held(stream) as (hold,):
@@ -200,19 +200,22 @@ def gates_of_one_stream() -> None:
                     sent_first = [kv.send_layer(f"r{number}", 0, [number], READER) for number in numbers]
                     sent = [kv.send_layer(f"r{number}", 1, [number], READER) for number in reversed(numbers)]
                 done = [kv.finish(f"r{number}", READER) for number in numbers]
-                claims = device._streams.gated._claims
-                until(lambda: sum(map(len, claims.values())) == 16, "the GPU waits for all gates")
+                flows, claims = engine.flows, engine.gpu._streams.gated._claims
+                assert len(flows._ops) == 16
+                for flow in flows._sends:
+                    before = flows.core.gated(flow)
+                    until(lambda flow=flow, before=before: flows.core.gated(flow) > before, "its gates are queried")
                 assert not any(work.is_completed() for work in sent_first + sent)
+                assert not any(claims.values())
                 hold.open()
                 for work in done:
                     work.wait(30)
-            assert not any(claims.values())
         expected = exchanged(kv, page_bytes(cache, numbers))
         if kv.rank() == READER:
             assert torch.equal(page_bytes(cache, numbers), expected)
 
 
-def test_requests_of_one_stream_all_wait_on_the_gpu(gpu_ranks: Callable[[int], Ranks]) -> None:
+def test_requests_of_one_stream_all_wait_for_it(gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(2).run(gates_of_one_stream)
 
 

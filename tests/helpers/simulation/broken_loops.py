@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.core import copies, grants, loop, mailbox, sending
+from torchkv.core import copies, grants, launching, loop, mailbox, sending
 from torchkv.core.core import Core
 from torchkv.core.records import OPEN, SEAL, SEALED, WAITING
 from torchkv.engine.flows import Flows
 
-__all__ = ["BREAKS"]
+__all__ = ["BREAKS", "GPU_BREAKS"]
 
 SEEDS = range(150)
 DIRECT = ("layer", "slice", "pages")
@@ -32,8 +32,8 @@ def swap(owner: object, **functions: Callable[..., Any]) -> None:
         setattr(owner, name, function)
 
 
-def scenario(seed: int, *, benign: bool = False) -> Scenario:
-    return Scenario(seed, benign=benign, verbs=DIRECT, loop=True, states=() if seed % 4 else None)
+def scenario(seed: int, *, benign: bool = False, gpu: bool = False) -> Scenario:
+    return Scenario(seed, benign=benign, verbs=DIRECT, loop=True, gpu=gpu, states=() if seed % 4 else None)
 
 
 def _seals_while_it_copies() -> None:
@@ -110,7 +110,42 @@ def _drops_ops_that_wait() -> None:
     swap(loop, park=lambda world, index: None)
 
 
+def _announces_what_is_only_enqueued() -> None:
+    real = launching.landed
+
+    def landed(world: Any, send: Any, op: Any) -> bool:
+        if real(world, send, op):
+            return True
+        if op["posted"] == 0:
+            return False
+        op["posted"], op["at"] = 0, op["until"]
+        world["flying"] -= 1
+        return True
+
+    swap(sending, landed=landed)
+
+
+def _forgets_what_is_under_way() -> None:
+    swap(Core, flying=lambda self, index: 0)
+
+
+def _reuses_page_ids_at_once() -> None:
+    real = launching._place_ids
+
+    def place(world: Any, send: Any, op: Any) -> bool:
+        send["ids_posted"] = 0
+        return bool(real(world, send, op))
+
+    swap(launching, _place_ids=place)
+
+
 # name -> (breaks it, whether to look at runs in which nothing may fail)
+GPU_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "announces what is only enqueued": (_announces_what_is_only_enqueued, True),
+    "forgets what is under way": (_forgets_what_is_under_way, False),
+    "reuses page ids at once": (_reuses_page_ids_at_once, False),
+}
+
 BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "seals while it copies": (_seals_while_it_copies, False),
     "copies on when taken back": (_copies_on_when_taken_back, False),
@@ -129,11 +164,12 @@ def main(command: str, argument: str) -> None:
     if command == "trace":
         print(*map(repr, scenario_trace(int(argument))), sep="\n")
         return
-    make, benign = BREAKS[argument]
+    gpu = argument in GPU_BREAKS
+    make, benign = (GPU_BREAKS if gpu else BREAKS)[argument]
     make()
     for seed in SEEDS:
         try:
-            problems = scenario(seed, benign=benign).run()
+            problems = scenario(seed, benign=benign, gpu=gpu).run()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             problems = [repr(error)]
         if problems:

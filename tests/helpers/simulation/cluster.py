@@ -5,6 +5,7 @@ Everything random comes from the world's generator, so a run is a function of it
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 from torchkv_loopback import Faults, LoopbackTransport, World
 
+from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeKernels, LoopGpu
 from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
@@ -22,6 +24,7 @@ from torchkv.core.records import MAILBOX_RECORDS
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
 from torchkv.engine.registration import Registration
+from torchkv.engine.scheduler import LocalMemory
 from torchkv.group.verbs import Verbs
 from torchkv.host.processes import ProcessId
 from torchkv.layout.layout import KVLayout, State
@@ -144,6 +147,20 @@ class _Lagging(Registration):
         return lagging(super()._make_staging(ring), self.transport._world, self.transport.node)
 
 
+class _OnGpu(_Lagging):
+    """As `_Lagging`, for a rank whose resident loop has kernels copy, on a stream that its cluster runs."""
+
+    def _make_core(self) -> Core:
+        self.loop_gpu = LoopGpu()
+        return Core(self.rank, device=self.loop_gpu.device)
+
+    def _memory(self) -> LocalMemory:
+        memory = super()._memory()
+        if memory.pages is None:
+            return memory
+        return dataclasses.replace(memory, kernels=FakeKernels(self.loop_gpu, memory.pages))
+
+
 def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Place]:
     """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes."""
     kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
@@ -191,7 +208,8 @@ class Cluster:
 
     world: an existing one, in which a second group begins while frames of the first are still under way. sees_death:
     whether ranks can tell a dead peer from a lost one. lag: whether gathers and scatters end some time after they
-    began, as on a GPU. observers: called with a rank after each of its steps.
+    began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. observers: called with a rank
+    after each of its steps.
     """
 
     def __init__(
@@ -206,8 +224,12 @@ class Cluster:
         views: bool = False,
         secret: bytes | None = None,
         lag: bool = False,
+        gpu: bool = False,
     ) -> None:
-        self._kind = _Lagging if lag else Registration
+        self._kind = _OnGpu if gpu else _Lagging if lag else Registration
+        self.gpus: dict[int, LoopGpu] = {}  # by rank
+        self._gpu_due: dict[int, float] = {}  # by rank: when its stream goes on
+        self._pace = random.Random(f"pace {seed}").choice([0.0, 0.01, 0.4])  # seconds for which a stream rests at most
         self.world = World(seed, faults=faults or Faults(min_delay=1e-4, max_delay=2e-3)) if world is None else world
         self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
         self.observers: list[Callable[[Rank], None]] = []
@@ -220,6 +242,9 @@ class Cluster:
             engine = registration.engine([PeerMetadata.decode(metadata) for metadata in everyone])
             self.ranks.append(Rank(self.world, cast(Any, registration.transport).node, engine, registration.cache))
             registration.warm(engine)
+            if isinstance(registration, _OnGpu) and registration.cache is not None:
+                self.gpus[engine.group_map.rank] = registration.loop_gpu
+                self._gpu_due[engine.group_map.rank] = 0.0
             if engine.flows is not None:
                 _narrow(engine.flows.core, random.Random(f"loop {seed} {engine.group_map.rank}"))
 
@@ -279,11 +304,26 @@ class Cluster:
             busy |= rank.engine.step(self.world.now)
             for observe in self.observers:
                 observe(rank)
-        return busy
+        return self._run_gpus() or busy
+
+    def _run_gpus(self) -> bool:
+        """Runs streams that are due; also those of paused processes, for a GPU does not wait for its host."""
+        ran = False
+        for rank, gpu in self.gpus.items():
+            if gpu.pending and self.world.now >= self._gpu_due[rank] and self.world.alive(self.ranks[rank].node):
+                gpu.run(self.world.random.choice([1, 1, 4]))
+                self._gpu_due[rank] = self.world.now + self.world.random.uniform(0.0, self._pace)
+                ran = True
+        return ran
+
+    def break_gpu(self, rank: int) -> None:
+        """From now on its driver refuses what the rank's resident loop asks for."""
+        self.gpus[rank].broken = BAD_ADDRESS
 
     def _next_wake(self, end: float) -> float:
         now = self.world.now
         wakes = [now + rank.engine.next_wake(now) for rank in self.ranks if rank.running]
+        wakes += [self._gpu_due[rank] for rank, gpu in self.gpus.items() if gpu.pending]
         if self._agenda:
             wakes.append(self._agenda[0][0])
         return max(min([*wakes, end]), now)
@@ -292,6 +332,8 @@ class Cluster:
 
     def kill(self, rank: int) -> None:
         self.world.kill(self.ranks[rank].node)
+        if rank in self.gpus:
+            self.gpus[rank].pending.clear()  # its context ends with it
 
     def pause(self, rank: int) -> None:
         self.world.pause(self.ranks[rank].node)

@@ -14,7 +14,7 @@ from tests.helpers.simulation.cluster import Cluster, Rank, random_places
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending
 from tests.helpers.simulation.staging_rings import RingShadow, small_fifos
 from tests.helpers.simulation.state_flows import StateFlows, random_states
-from torchkv.core.records import MAX_FLOWS, MAX_OPS
+from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
@@ -43,11 +43,12 @@ class Scenario:
         verbs: tuple[str, ...] = (),
         views: bool = False,
         loop: bool = False,
+        gpu: bool = False,
         states: Sequence[State] | None = None,
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
         flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
-        what they can, which takes views. states: of all layouts; None: by chance.
+        what they can, which takes views. gpu: whether they have kernels copy. states: of all layouts; None: by chance.
         """
         self.seed = seed
         self.verbs = verbs
@@ -80,7 +81,7 @@ class Scenario:
         places = random_places(dice, random_states(state_dice) if states is None else states)
         lag = dice.random() < 0.7
         self.cluster = Cluster(
-            places, seed=seed, faults=faults, options=options, sees_death=self.sees_death, views=views, lag=lag
+            places, seed=seed, faults=faults, options=options, sees_death=self.sees_death, views=views, lag=lag, gpu=gpu
         )
         self.world = self.cluster.world
         self.shadows = {rank.rank: Shadow(rank, self.numbers) for rank in self.cluster.ranks}
@@ -158,6 +159,9 @@ class Scenario:
         if not self.benign:
             for _ in range(dice.randint(0, 3)):
                 self._plan_fault()
+            if self.cluster.gpus and dice.random() < 0.2:
+                rank = dice.choice(sorted(self.cluster.gpus))
+                self.cluster.at(dice.uniform(0.0, BUSY_SECONDS), lambda: self.cluster.break_gpu(rank))
 
     def _plan_flow(self, flow: Flow) -> None:
         dice = self.dice
@@ -394,7 +398,7 @@ class Scenario:
         return posted and not self._pending_calls() and not self._landing()
 
     def _landing(self) -> bool:
-        return any(self.world.in_flight.values())
+        return any(self.world.in_flight.values()) or any(gpu.pending for gpu in self.cluster.gpus.values())
 
     def _pending_calls(self) -> list[str]:
         """Calls on running ranks that have not come to an end."""
@@ -492,4 +496,4 @@ def _flows_left(engine: Engine) -> list[object]:
     quarantined = sum(req.reserved is not None for req in engine.receiver._requests.values())
     free = [len(core._free_sends), len(core._free_receives) + quarantined, len(core._free_ops)]
     left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
-    return left + ([free] if free != [MAX_FLOWS, MAX_FLOWS, MAX_OPS] else [])
+    return left + ([free] if free != [MAX_FLOWS if core.device is None else MAX_GPU_SENDS, MAX_FLOWS, MAX_OPS] else [])

@@ -1,0 +1,71 @@
+"""The resident loop with pages on a GPU, under the seeded scheduler: kernels land late, are cancelled, are refused.
+
+The GPU is `tests.helpers.fakes.loop_gpu`: a stream that runs when its turn comes, also while its process is paused.
+Broken loops run as plain Python in processes of their own, as in `test_simulated_loop`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.simulation.broken_loops import GPU_BREAKS
+from tests.helpers.simulation.scenario import Scenario
+from torchkv.engine.flows import Flows
+from torchkv.protocol.send_request import SenderRequest
+
+BATCH = 20
+DIRECT = ("layer", "slice", "pages")
+ROOT = Path(__file__).parents[2]
+
+
+def clean(seed: int, *, benign: bool = False) -> Scenario:
+    print(f"seed {seed}")
+    verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
+    scenario = Scenario(seed, benign=benign, verbs=verbs, loop=True, gpu=True, states=() if seed % 4 else None)
+    problems = scenario.run()
+    assert not problems, f"seed {seed}: {problems}"
+    assert not any(gpu.bad_ids for gpu in scenario.cluster.gpus.values())
+    return scenario
+
+
+@pytest.mark.parametrize("first", range(0, 160, BATCH))
+def test_nothing_breaks_under_faults(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        clean(seed)
+
+
+@pytest.mark.parametrize("first", range(0, 40, BATCH))
+def test_a_bad_network_alone_fails_nothing(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        assert all(receiving.work.is_success() for receiving in clean(seed, benign=True).receivings)
+
+
+def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels copy, and requests are taken back while theirs are under way; else nothing is shown."""
+    landing: list[str] = []
+    real = Flows.take_back_send
+
+    def take_back(self: Flows, req: SenderRequest) -> bool | None:
+        running = list(req.running)
+        sealed = real(self, req)
+        landing.extend(req.request for op in running if op.landed is not None)
+        return sealed
+
+    monkeypatch.setattr(Flows, "take_back_send", take_back)
+    runs = [clean(seed) for seed in range(40)]
+    assert sum(receiving.work.is_success() for run in runs for receiving in run.receivings) > 20
+    assert sum(gpu.log.count("launch") for run in runs for gpu in run.cluster.gpus.values()) > 100
+    assert len(landing) > 3
+
+
+@pytest.mark.parametrize("name", sorted(GPU_BREAKS))
+def test_broken_loops_are_caught(name: str) -> None:
+    command = [sys.executable, "-m", "tests.helpers.simulation.broken_loops", "break", name]
+    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
