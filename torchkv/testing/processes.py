@@ -86,11 +86,13 @@ class Worker:
         """The Python stacks of all threads now, and for each thread what it waits for in the kernel; "" if it ended."""
         if self._process.exitcode is not None:
             return ""
-        before = self.crash_report()
+        before = seen = report = self.crash_report()
         os.kill(self.pid, signal.SIGUSR1)
         until = time.monotonic() + _STACKS_SECONDS
-        while (report := self.crash_report()) == before and time.monotonic() < until:
+        # It is written line by line: it is whole when nothing has been added for a moment.
+        while (report == before or report != seen) and time.monotonic() < until:
             self._process.join(0.05)
+            seen, report = report, self.crash_report()
         return report[len(before) :] + _kernel_waits(self.pid)
 
     def close(self) -> None:
