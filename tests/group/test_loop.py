@@ -84,6 +84,8 @@ def one_request(way: str, aux_nbytes: int, waits: str, taken_back: bool) -> None
             kv.register(cache)
             if kv.rank() == WRITER:
                 meet(kv)
+                if not taken_back:  # a grant that comes in the middle of the first verb takes a request back, too
+                    kv.prefix_tokens("r", READER)
                 works = WAYS[way](kv)
                 done = kv.finish("r", READER, aux=aux)
                 for work in [*works, done]:

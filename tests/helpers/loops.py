@@ -10,7 +10,8 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core import mailbox
 from torchkv.core.core import Core, Notice
-from torchkv.core.records import Record
+from torchkv.core.records import ALONE, Record
+from torchkv.protocol.messages import name_hashes
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]
 
@@ -40,13 +41,13 @@ class Pair:
         self.geometry = flat_geometry(self.src, self.dst)
         self.kernels: Int64Array | None = None  # for pages that kernels copy
 
-    def receive(self, pages: int, *, generation: int = 1, decides: bool = True, writers: Sequence[int] = (0,)) -> int:
+    def receive(self, pages: int, *, generation: int = 1, leader: int = ALONE, writers: Sequence[int] = (0,)) -> int:
         flow = self.reader.reserve_receive()
         assert flow is not None
         sides = [(rank, self.layers, TOKENS) for rank in writers]
         tokens = pages * TOKENS
         self.reader.open_receive(
-            flow, generation=generation, num_tokens=tokens, page_size=TOKENS, decides=decides, writers=sides
+            flow, generation=generation, num_tokens=tokens, page_size=TOKENS, leader=leader, writers=sides
         )
         return flow
 
@@ -65,17 +66,17 @@ class Pair:
         return flow
 
     def grant(
-        self, flow: int, pages: Sequence[int], *, name: bytes = b"name", writers: int = 1, prefix_tokens: int = 0
+        self, flow: int, pages: Sequence[int], *, name: str = "name", writers: int = 1, prefix_tokens: int = 0
     ) -> None:
         ids = np.array(pages, dtype=np.int64)
-        self.reader.grant(flow, name, ids, prefix_tokens=prefix_tokens, writers=writers)
+        self.reader.grant(flow, name.encode(), name_hashes(name), ids, prefix_tokens=prefix_tokens, writers=writers)
 
-    def wait(self, *, name: bytes = b"name", writers: int = 1, max_page: int | None = None) -> int:
+    def wait(self, *, name: str = "name", writers: int = 1, max_page: int | None = None) -> int:
         """A send that waits for its grant."""
         most = self.dst.shape[1] if max_page is None else max_page
         flow = self.writer.wait_for_grant(
             peer=1,
-            name=name,
+            hashes=name_hashes(name),
             writers=writers,
             max_page=most,
             geometry=self.geometry,

@@ -27,8 +27,8 @@ def check(writers: Mapping[int, KVLayout], reader: KVLayout, **given: object) ->
 
 def owed_of(plan: PairPlan, layer: int, granted: int, limit: int | None = None) -> list[tuple[int, int]]:
     """Tokens owed in one layer."""
-    found = dict(plan.owed(granted, limit))
-    assert dict(plan.owed(granted, limit, layers=[layer])) == ({layer: found[layer]} if layer in found else {})
+    found = {each: owed for layers, owed in plan.owed(granted, limit) for each in layers}
+    assert dict(plan.owed(granted, limit, layers=[layer])) == ({(layer,): found[layer]} if layer in found else {})
     return found.get(layer, [])
 
 

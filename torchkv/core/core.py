@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import hashlib
 import os
 import platform
 import struct
@@ -18,9 +17,11 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import grants, loop, mailbox, posting
+from torchkv.core import grants, loop, mailbox, posting, rounds
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.records import (
+    DECIDED,
+    DONE,
     FREE,
     FUTEX_CALL,
     GRANT,
@@ -35,7 +36,10 @@ from torchkv.core.records import (
     MAX_NAME,
     MAX_OPS,
     MAX_PEERS,
+    MAX_ROUNDS,
     MAX_WRITERS,
+    NOBODY,
+    POSTED,
     SEALED,
     WORLD,
     Op,
@@ -66,7 +70,7 @@ class Notice:
     kind: int
     index: int
     source: int
-    words: tuple[int, ...]
+    words: list[int]
 
 
 @dataclass(slots=True)
@@ -115,15 +119,15 @@ class Core:
         world = self._memory[0]
         self.world = cast(World, world)
         self._words = self._memory.view(np.int64).reshape(-1)
-        # Views in which Python reads single words faster than in records.
+        # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
         self._events = self._memory["events"].view(np.int64).reshape(MAX_EVENTS, -1)
-        self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1)
-        self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1)
-        self._view = self._words.data  # Python reads words of a memoryview faster than of an array
+        self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
+        self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
+        self._view = self._words.data
         self._segment: torch.Tensor = shared_memory.allocate(mailbox.SEGMENT_NBYTES)
         self._bytes = self._segment.numpy().data
         self._segment_at = self._segment.data_ptr()
-        world["address"], world["bell"] = self._memory.ctypes.data, self._segment.data_ptr()
+        world["address"], world["rank"], world["bell"] = self._memory.ctypes.data, rank, self._segment.data_ptr()
         world["driver_fd"], world["futex"], world["one"] = -1, FUTEX_CALL[platform.machine()], 1
         world["spin"] = spin_wait.SPIN
         world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
@@ -138,9 +142,11 @@ class Core:
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
         self._free_receives = list(range(MAX_FLOWS))
         self._free_ops = list(range(MAX_OPS))
+        self._free_rounds = list(range(MAX_ROUNDS))
         self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
         self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
+        self._kept_rounds: dict[int, Int64Array] = {}
         self._tail, self._head = word_at("event_tail") // 8, word_at("event_head") // 8
         self._command_tail, self._command_head = word_at("command_tail") // 8, word_at("command_head") // 8
         self._news, self._sleepers = word_at("news") // 8, word_at("sleepers") // 8
@@ -264,7 +270,7 @@ class Core:
         self,
         *,
         peer: int,
-        name: bytes,
+        hashes: tuple[int, int],
         writers: int,
         max_page: int,
         geometry: Int64Array,
@@ -274,7 +280,7 @@ class Core:
     ) -> int | None:
         """A flow for a request whose grant has not come; None if all are in use. An event tells that it is bound.
 
-        writers: a bit for each that the grant must name. max_page: the granted pages are below this.
+        hashes: of its name. writers: a bit for each that the grant must name. max_page: granted pages are below this.
         """
         if not self._free_sends:
             return None
@@ -282,7 +288,7 @@ class Core:
         self._kept_sends[flow] = [geometry, kernels]
         table = 0 if kernels is None else kernels.ctypes.data
         posting.wait_for_grant(
-            self._address, flow, peer, max_page, *_hashes(name), writers, geometry, table, src_page, dst_page
+            self._address, flow, peer, max_page, *hashes, writers, geometry, table, src_page, dst_page
         )
         return flow
 
@@ -312,7 +318,7 @@ class Core:
 
     def op_result(self, index: int) -> tuple[int, int]:
         """Bytes and contiguous runs of an op that has ended; frees its index."""
-        result = int(self._ops[index, _NBYTES]), int(self._ops[index, _RUNS])
+        result = self._ops[index, _NBYTES], self._ops[index, _RUNS]
         self._kept_ops[index] = None
         self._free_ops.append(index)
         return result
@@ -364,25 +370,35 @@ class Core:
         generation: int,
         num_tokens: int,
         page_size: int,
-        decides: bool,
+        leader: int,
+        told: int = 0,
         writers: list[tuple[int, int, int]],
     ) -> None:
-        """From now on records for ``generation`` are taken. writers: (rank, layers that it owes, its page size)."""
+        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.records.Receive`.
+
+        writers: (rank, layers that it owes, its page size).
+        """
         assert 0 < len(writers) <= MAX_WRITERS
         layers = max(count for _, count, _ in writers)
         cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         self._kept_receives[flow] = cover
-        posting.open_receive(self._address, flow, generation, num_tokens, page_size, int(decides), cover)
+        posting.open_receive(self._address, flow, generation, num_tokens, page_size, leader, told, cover)
         for number, (rank, count, size) in enumerate(writers):
             posting.add_writer(self._address, flow, rank, count, size, int(number == len(writers) - 1))
 
-    def grant(self, flow: int, name: bytes, pages: Int64Array, *, prefix_tokens: int, writers: int) -> None:
-        """Grants pages to the writers of a receive. At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name."""
+    def grant(
+        self, flow: int, name: bytes, hashes: tuple[int, int], pages: Int64Array, *, prefix_tokens: int, writers: int
+    ) -> None:
+        """Grants pages to the writers of a receive, and tells the leader. hashes: of the name.
+
+        At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
+        """
         at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
         self._bytes[at + grants.NAME_AT : at + grants.NAME_AT + len(name)] = name
         pages = np.ascontiguousarray(pages, dtype=np.int64)
-        hashes, body = _hashes(name), self._segment_at + at
-        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages)
+        posting.post_grant(
+            self._address, flow, self._segment_at + at, *hashes, writers, prefix_tokens, len(name), pages
+        )
 
     def granted(self, rank: int, flow: int, generation: int) -> GrantBody | None:
         """The grant that ``rank`` has given; None if another, or none, lies in the slot. Its words are not checked."""
@@ -396,19 +412,27 @@ class Core:
         pages = np.frombuffer(ctypes.string_at(at + GRANT_NBYTES, 8 * count), np.int64)
         return GrantBody(ctypes.string_at(at + grants.NAME_AT, name_nbytes), pages, prefix, writers)
 
-    def untold(self, flow: int) -> list[int]:
-        """Takes back what the loop has not told of a receive's grant yet: to these ranks. While it stands still."""
-        ranks = int(loop.drop_due(self.world, GRANT, flow))
-        return [rank for rank in range(MAX_PEERS) if ranks >> rank & 1]
+    def untold(self, flow: int) -> tuple[list[int], bool]:
+        """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.
 
-    def receive_state(self, flow: int) -> ReceiveState:
-        """What has arrived. While the loop stands still, or has ended the flow, or left it to Python."""
+        While it stands still. That the receive is complete Python tells the leader in any case.
+        """
+        ranks = int(loop.drop_due(self.world, GRANT, flow))
+        loop.drop_due(self.world, DONE, flow)
+        unposted = loop.drop_due(self.world, POSTED, flow) != 0
+        return [rank for rank in range(MAX_PEERS) if ranks >> rank & 1], unposted
+
+    def receive_state(self, flow: int, *, coverage: bool = True) -> ReceiveState:
+        """What has arrived. While the loop stands still, or has ended the flow, or left it to Python.
+
+        coverage: whether the intervals are wanted, too.
+        """
         receive = self._memory[0]["receives"][flow]
         cover = self._kept_receives[flow]
         state = ReceiveState(int(receive["nbytes"]), [])
         for number in range(int(receive["num_writers"])):
             writer = receive["writers"][number]
-            layers = cover[number, : int(writer["layers"])].tolist()
+            layers = cover[number, : int(writer["layers"]) if coverage else 0].tolist()
             intervals = [[(words[1 + 2 * i], words[2 + 2 * i]) for i in range(words[0])] for words in layers]
             sealed = None if writer["sealed"] < 0 else int(writer["sealed"])
             aux = receive["aux"].view(np.uint8)[number * MAX_AUX : number * MAX_AUX + int(writer["aux_nbytes"])]
@@ -428,6 +452,40 @@ class Core:
         """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""
         self._free_receives.append(flow)
 
+    # ------------------------------------------------------------------ rounds of the instance that this rank leads
+
+    def open_round(self, members: list[tuple[int, int, int, bool]]) -> int | None:
+        """Leads a round of parts (rank, flow, generation, known to be complete); None if too many are under way.
+
+        An event tells that it is over: all ranks have been told that the request has succeeded.
+        """
+        if not self._free_rounds:
+            return None
+        index = self._free_rounds.pop()
+        self._kept_rounds[index] = np.array(members, dtype=np.int64)
+        posting.open_round(self._address, index, self._kept_rounds[index])
+        return index
+
+    def is_done(self, rank: int, flow: int, generation: int) -> bool:
+        """Whether the loop has heard that this part is complete."""
+        return bool(self._memory[0]["votes"][rank, flow] == generation)
+
+    def end_round(self, index: int) -> None:
+        """Frees the index of a round that is over."""
+        del self._kept_rounds[index]
+        self._free_rounds.append(index)
+
+    def take_back_round(self, index: int) -> bool:
+        """Takes a round from the loop, which stands still and has settled. Whether the request has succeeded.
+
+        Then it is not known which of the ranks have been told.
+        """
+        decided = bool(self._memory[0]["rounds"][index]["missing"] == 0)
+        loop.drop_due(self.world, DECIDED, index)
+        rounds.drop_round(self.world, index)
+        self.end_round(index)
+        return decided
+
     # ------------------------------------------------------------------ events
 
     @property
@@ -439,10 +497,13 @@ class Core:
         """What has happened since the last call."""
         taken: list[Notice] = []
         head, tail = self._view[self._head], self._view[self._tail]
-        for at in range(head, tail):
-            kind, index, source, *words = self._events[at & (MAX_EVENTS - 1)].tolist()
-            taken.append(Notice(kind, index, source, tuple(words[:-1])))
-        if tail != head:
+        while head < tail:
+            first = head & (MAX_EVENTS - 1)
+            last = min(first + tail - head, MAX_EVENTS)
+            for kind, index, source, *words, _ in self._events[first:last].tolist():
+                taken.append(Notice(kind, index, source, words))
+            head += last - first
+        if taken:
             self._view[self._head] = tail
         return taken
 
@@ -485,12 +546,6 @@ class Core:
                 self._view[self._sleepers] -= 1
 
 
-def _hashes(name: bytes) -> tuple[int, int]:
-    """The two words by which loops know a request's name."""
-    first, second = struct.unpack("<2q", hashlib.blake2b(name, digest_size=16).digest())
-    return first, second
-
-
 @at_register
 def warm_up() -> None:
     """Compiles the loop, or loads it from disk."""
@@ -500,14 +555,17 @@ def warm_up() -> None:
     flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
-    core.wait_for_grant(peer=0, name=b"", writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
-    core.open_receive(0, generation=0, num_tokens=1, page_size=1, decides=False, writers=[(0, 1, 1)])
-    core.grant(0, b"", none, prefix_tokens=0, writers=0)
+    core.wait_for_grant(peer=0, hashes=(0, 0), writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
+    core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
+    core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
+    index = core.open_round([(0, 1, 1, False)])
+    assert index is not None
     core.finish_send(1, -1, b"")
     with core.standing_still():
         core.settle()
         loop.drop(world, flow)
         core.untold(0)
+        core.take_back_round(index)
     core.step()
     posting.wait_news(core._address, -1, 0)
     posting.wake_waiters(core._address)

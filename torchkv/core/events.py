@@ -9,8 +9,9 @@ from torchkv.host.jit import compiled
 
 __all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
 
-# Events that one turn may make after it has looked for room: OUTSIDE of each send, and others.
-_RESERVE = MAX_FLOWS + 64
+# Events that turns may make after they have looked for room: OUTSIDE of each send, the end of each round and of each
+# receive that one decides, and others.
+_RESERVE = 3 * MAX_FLOWS + 64
 _TAIL, _HEAD, _NEWS = word_at("event_tail"), word_at("event_head"), word_at("news")
 _SLEEPERS, _EAGER, _ONE = word_at("sleepers"), word_at("eager"), word_at("one")
 

@@ -29,10 +29,11 @@ from torchkv.core.records import (
     MAX_FLOWS,
     MAX_GRANTED,
     OPEN,
-    Grant,
+    POSTED,
     Record,
     Send,
     World,
+    grant_word_at,
     word_at,
 )
 from torchkv.core.sending import queue_op, seal_if_done
@@ -43,8 +44,9 @@ __all__ = ["NAME_AT", "forget", "on_grant", "owe_grants", "park", "pay_grant", "
 
 NAME_AT = GRANT_NBYTES + 8 * MAX_GRANTED  # offset of the name in a slot
 
-_GENERATION, _HASH0, _HASH1, _WRITERS, _PREFIX, _NUM_PAGES = (8 * i for i in range(6))
-assert list(Grant.__annotations__)[:6] == ["generation", "hash0", "hash1", "writers", "prefix", "num_pages"]
+_GENERATION, _WRITERS = grant_word_at("generation"), grant_word_at("writers")
+_HASH0, _HASH1 = grant_word_at("hash0"), grant_word_at("hash1")
+_PREFIX, _NUM_PAGES = grant_word_at("prefix"), grant_word_at("num_pages")
 _HEED, _HEAD = word_at("heed"), word_at("event_head")
 
 # ---------------------------------------------------------------- the receiver
@@ -52,10 +54,12 @@ _HEED, _HEAD = word_at("heed"), word_at("event_head")
 
 @compiled
 def owe_grants(world: World, flow: int) -> None:
-    """The grant of a receive is due to each of its writers."""
+    """The grant of a receive is due to each of its writers, and what was posted to the leader of the instance."""
     receive = world["receives"][flow]
     for number in range(receive["num_writers"]):
         owe(world, GRANT, receive["writers"][number]["rank"], flow, receive["generation"])
+    if receive["leader"] >= 0 and receive["leader"] != world["rank"]:
+        owe(world, POSTED, receive["leader"], flow, receive["generation"])
 
 
 @compiled

@@ -11,10 +11,13 @@ from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
     CLOCK,
     COMMANDS,
+    DECIDED,
+    DONE,
     DUE,
     GRANT,
     MAX_OPS,
     OUTSIDE,
+    POSTED,
     SEAL,
     STRAY,
     VERDICT,
@@ -23,14 +26,15 @@ from torchkv.core.records import (
     World,
     word_at,
 )
+from torchkv.core.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
 from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["FINISH", "POST", "START", "WAIT", "drop", "drop_due", "run", "settle", "step"]
+__all__ = ["FINISH", "POST", "ROUND", "START", "WAIT", "drop", "drop_due", "run", "settle", "step"]
 
-# Commands, with an op, or the flow of a send or of a receive (POST), in the bits above.
-START, FINISH, WAIT, POST = 1, 2, 3, 4
+# Commands, with an op, the flow of a send or of a receive (POST), or a round in the bits above.
+START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
@@ -54,8 +58,10 @@ def _command(world: World) -> int:
         seal_if_done(world, index)
     elif kind == WAIT:
         wait_for_grant(world, index)
-    else:
+    elif kind == POST:
         owe_grants(world, index)
+    else:
+        begin_round(world, index)
     return -1
 
 
@@ -123,6 +129,12 @@ def _heed(world: World, source: int) -> bool:
         on_grant(world, source)
     elif kind == VERDICT:
         known = on_verdict(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == DONE:
+        known = on_done(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == DECIDED:
+        known = on_decided(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == POSTED:
+        known = False
     else:
         known = on_record(world, source)
     return known
@@ -149,6 +161,22 @@ def _move(world: World) -> bool:
 
 
 @compiled
+def _pay_one(world: World, kind: int, rank: int, flow: int, generation: int) -> bool:
+    """Sends a message that is due; False if there is no room for it. flow: of this rank, or a round, or of a writer."""
+    if kind == SEAL:
+        return pay_seal(world, flow, generation)
+    if kind == GRANT:
+        return pay_grant(world, rank, flow, generation)
+    if kind == POSTED:
+        return pay_posted(world, rank, flow, generation)
+    if kind == DONE:
+        return pay_done(world, rank, flow, generation)
+    if kind == DECIDED:
+        return pay_decided(world, flow)
+    return pay_verdict(world, rank, flow, generation)
+
+
+@compiled
 def _pay(world: World) -> bool:
     """Sends what is due, as far as there is room for it."""
     paid = False
@@ -156,13 +184,7 @@ def _pay(world: World) -> bool:
         due = world["due"][world["due_head"] & (DUE - 1)]
         kind, rank, flow, generation = due[0] & 0xFF, due[0] >> 8, due[1], due[2]
         world["due_head"] += 1
-        if kind == SEAL:
-            done = pay_seal(world, flow, generation)
-        elif kind == GRANT:
-            done = pay_grant(world, rank, flow, generation)
-        else:
-            done = pay_verdict(world, rank, flow, generation)
-        if done:
+        if _pay_one(world, kind, rank, flow, generation):
             paid = True
             continue
         owe(world, kind, rank, flow, generation)

@@ -6,7 +6,7 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.events import tell_driver, tell_waiters
-from torchkv.core.loop import FINISH, POST, START, WAIT
+from torchkv.core.loop import FINISH, POST, ROUND, START, WAIT
 from torchkv.core.mailbox import NAPPING, call_yield, futex_wait, ring
 from torchkv.core.records import COMMANDS, GRANT_NBYTES, OPEN, WAITING, YIELD, Send, World, word_at
 from torchkv.core.world import world_at
@@ -19,6 +19,7 @@ __all__ = [
     "hold",
     "let_go",
     "open_receive",
+    "open_round",
     "open_send",
     "post_grant",
     "start_op",
@@ -140,13 +141,21 @@ def finish_send(address: int, flow: int, num_pages: int, aux: int, aux_nbytes: i
 
 @compiled_with_gil
 def open_receive(
-    address: int, flow: int, generation: int, num_tokens: int, page_size: int, decides: int, cover: Int64Array
+    address: int,
+    flow: int,
+    generation: int,
+    num_tokens: int,
+    page_size: int,
+    leader: int,
+    told: int,
+    cover: Int64Array,
 ) -> None:
-    """Makes a free flow a receive. cover: int64 ``[writers, layers, ...]``, see `Receive`."""
+    """Makes a free flow a receive. leader, told; cover: int64 ``[writers, layers, ...]``: see `Receive`."""
     world = world_at(address)
     receive = world["receives"][flow]
     receive["generation"], receive["num_tokens"], receive["page_size"] = generation, num_tokens, page_size
-    receive["decides"], receive["layers"], receive["cover"] = decides, cover.shape[1], cover.ctypes.data
+    receive["leader"], receive["told"] = leader, told
+    receive["layers"], receive["cover"] = cover.shape[1], cover.ctypes.data
     receive["num_writers"] = receive["nbytes"] = 0
 
 
@@ -185,6 +194,15 @@ def post_grant(
     copy_bytes(body + GRANT_NBYTES, ids.ctypes.data, 8 * len(ids))
     store(body, world["receives"][flow]["generation"])
     _command(world, POST, flow)
+
+
+@compiled_with_gil
+def open_round(address: int, index: int, members: Int64Array) -> None:
+    """Has the loop lead a round. members: int64 ``[n, 4]``, see `Round`; the array must stay alive."""
+    world = world_at(address)
+    round_ = world["rounds"][index]
+    round_["members"], round_["num_members"] = members.ctypes.data, len(members)
+    _command(world, ROUND, index)
 
 
 @compiled

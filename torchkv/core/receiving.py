@@ -6,19 +6,23 @@ from torchkv.core.events import emit
 from torchkv.core.mailbox import owe, ring, room, tell
 from torchkv.core.records import (
     ALL_HERE,
+    ALONE,
     AUX,
     AUX_AT,
     AUX_PART,
+    DONE,
     FREE,
     LEAVING,
     MAX_AUX,
     MAX_FLOWS,
     MAX_INTERVALS,
     NEWS,
+    NOBODY,
     OPEN,
     RECEIVED,
     SEAL,
     VERDICT,
+    VOTED,
     WRITTEN,
     Receive,
     Record,
@@ -28,7 +32,7 @@ from torchkv.core.records import (
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 
-__all__ = ["cover", "on_record", "pay_verdict"]
+__all__ = ["cover", "on_record", "pay_verdict", "succeed"]
 
 _EAGER = word_at("eager")
 _LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one layer's intervals
@@ -138,15 +142,26 @@ def _on_seal(world: World, receive: Receive, number: int, flow: int) -> bool:
     for other in range(receive["num_writers"]):
         if receive["writers"][other]["sealed"] < 0:
             return True
-    if receive["decides"] == 0 or not _is_whole(receive) or not _one_aux(receive):
+    if receive["leader"] == NOBODY or not _is_whole(receive) or not _one_aux(receive):
         receive["state"] = LEAVING
         emit(world, ALL_HERE, flow, 0)
-        return True
-    for other in range(receive["num_writers"]):
-        owe(world, VERDICT, receive["writers"][other]["rank"], receive["writers"][other]["flow"], receive["generation"])
+    elif receive["leader"] == ALONE:
+        succeed(world, flow)
+    else:
+        receive["state"] = VOTED
+        owe(world, DONE, receive["leader"], flow, receive["generation"])
+    return True
+
+
+@compiled
+def succeed(world: World, flow: int) -> None:
+    """A receive has succeeded: its writers will be told, and it ends."""
+    receive = world["receives"][flow]
+    for number in range(receive["num_writers"]):
+        writer = receive["writers"][number]
+        owe(world, VERDICT, writer["rank"], writer["flow"], receive["generation"])
     receive["state"] = FREE
     emit(world, RECEIVED, flow, 0)  # last: from here on the flow may be another receive's
-    return True
 
 
 @compiled

@@ -21,6 +21,7 @@ from torchkv.arrays import Int64Array
 
 __all__ = [
     "ALL_HERE",
+    "ALONE",
     "AUX",
     "AUX_AT",
     "AUX_PART",
@@ -29,6 +30,8 @@ __all__ = [
     "BUCKETS",
     "CLOCK",
     "COMMANDS",
+    "DECIDED",
+    "DONE",
     "DUE",
     "EVENT",
     "FREE",
@@ -52,14 +55,18 @@ __all__ = [
     "MAX_NAME",
     "MAX_OPS",
     "MAX_PEERS",
+    "MAX_ROUNDS",
     "MAX_WRITERS",
     "NEWS",
+    "NOBODY",
     "OPEN",
     "OP_DONE",
     "OUTSIDE",
+    "POSTED",
     "QUERY",
     "RECEIVED",
     "RECORD",
+    "ROUND_OVER",
     "SCRATCH",
     "SEAL",
     "SEALED",
@@ -70,6 +77,7 @@ __all__ = [
     "SYSCALL",
     "UPLOAD",
     "VERDICT",
+    "VOTED",
     "WAITING",
     "WORLD",
     "WRITE",
@@ -81,9 +89,11 @@ __all__ = [
     "Peer",
     "Receive",
     "Record",
+    "Round",
     "Send",
     "World",
     "Writer",
+    "grant_word_at",
     "word_at",
 ]
 
@@ -93,7 +103,7 @@ MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no l
 MAX_WRITERS = 8  # of one receive
 MAX_EVENTS = 8192  # a power of two, as are the three below
 COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
-DUE = 8192  # messages that wait for room: at most one per send and one per writer of a receive
+DUE = 8192  # messages that wait for room: at most one per send, round and writer of a receive, and two per receive
 MAILBOX_RECORDS = 256  # records of one mailbox
 MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
 SCRATCH = 1024  # page pairs that are copied in one go
@@ -105,20 +115,28 @@ BUCKETS = 1024  # of the table of sends that wait for their grant; a power of tw
 MAX_GPU_SENDS = 128  # as MAX_FLOWS, of sends whose pages lie on a GPU
 IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there
 MAX_FLYING = 256  # ops whose kernels are enqueued; a stream takes about a thousand operations before it blocks
+MAX_ROUNDS = MAX_FLOWS  # verdicts of an instance that are being reached on its leader
 GATES = 8  # streams of which one step remembers an event that has not happened
 
-# States of a flow. WAITING: a send without a grant. LEAVING: everything that comes for the flow is Python's.
-FREE, OPEN, SEALED, LEAVING, WAITING = 0, 1, 2, 3, 4
+# States of a flow, or a round. WAITING: a send without a grant. LEAVING: all that comes for the flow is Python's.
+# VOTED: a receive that is complete, as the leader of the instance is told.
+FREE, OPEN, SEALED, LEAVING, WAITING, VOTED = 0, 1, 2, 3, 4, 5
 
-# Kinds of records.
-WRITTEN, AUX, SEAL, VERDICT, GRANT = 1, 2, 3, 4, 5
+# Kinds of records. The last three go between a rank and the leader of its instance.
+WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED = 1, 2, 3, 4, 5, 6, 7, 8
+
+# Who declares that a complete receive has succeeded, if not the loop of the rank that leads the instance. ALONE: this
+# loop, for there are no other ranks. NOBODY: no loop; Python asks the leader.
+ALONE, NOBODY = -1, -2
 
 # Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
-# that the loop has bound to none. ALL_HERE: a receive of which the loop does not know whether it is complete, although
-# all of its writers have sealed; or on which others decide too. STRAY: a record for a flow that is not here, or leaves.
-# OUTSIDE: the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has
-# refused something, so the loop launches no more.
-OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+# that the loop has bound to none. ROUND_OVER: all ranks of a round have been told that it has succeeded. ALL_HERE: a
+# receive of which the loop does not know whether it is complete, although all of its writers have sealed; or on which
+# others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
+# the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
+# something, so the loop launches no more.
+OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
+ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN = 7, 8, 9, 10, 11
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
@@ -138,7 +156,9 @@ class Record(TypedDict):
     head: kind | first << 8 | last << 32, where [first, last) are positions among the plan's layers. flows: the
     addressee's flow | the sender's own flow << 32. WRITTEN: tokens [lo, hi) and their bytes. AUX: ``first`` bytes of
     aux, in the three words from ``lo`` on and ``spare``. SEAL: ``lo`` pages, and ``hi`` bytes of aux in all. GRANT: of
-    the sender's own flow; the rest is its `Grant`.
+    the sender's own flow; the rest is its `Grant`. POSTED: of the sender's own flow, too; its name's hashes, ``nbytes``
+    tokens of prefix, ``spare`` pages, and in the head, from bit 8 on, the `Receive`'s ``told``. DONE: of the sender's
+    own flow. DECIDED: of the addressee's.
     """
 
     head: int
@@ -268,20 +288,36 @@ class Writer(TypedDict):
 class Receive(TypedDict):
     """A receive. cover: address of int64 ``[writers, layers, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
 
-    decides: whether the loop may declare success. page_size: of this rank. nbytes: that have arrived.
+    leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
+    was posted. page_size: of this rank. nbytes: that have arrived.
     """
 
     state: int
     generation: int
     num_tokens: int
     page_size: int
-    decides: int
+    leader: int
+    told: int
     layers: int
     cover: int
     num_writers: int
     nbytes: int
     writers: list[Writer]
     aux: Int64Array
+
+
+class Round(TypedDict):
+    """A request of which all ranks of this instance have posted their parts; this rank leads it.
+
+    members: address of int64 ``[num_members, 4]``: rank, flow, generation, and whether Python knows it is complete.
+    missing: members that are not complete. next: the first that has not been told of the success.
+    """
+
+    state: int
+    members: int
+    num_members: int
+    missing: int
+    next: int
 
 
 class Peer(TypedDict):
@@ -309,7 +345,7 @@ class Event(TypedDict):
 
 
 class World(TypedDict):
-    """Everything. address: its own. bell: address of this rank's, which the loop sleeps on.
+    """Everything. address: its own. rank: of this loop. bell: address of this rank's, which the loop sleeps on.
 
     driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
     because somebody waits for more than the end of a request. news: changes with each event, and with each call that
@@ -319,7 +355,9 @@ class World(TypedDict):
     ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
     expected. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a mailbox.
-    one: the word 1. record, src, dst, length: scratch.
+    one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by rank and flow:
+    votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
+    round + 1, or 0.
 
     Of a rank whose pages lie on a GPU (see `torchkv.core.launching`): stream: on which everything is enqueued. word,
     word_device: addresses of the completion word, here and there; posted: the last value that the stream was told to
@@ -329,6 +367,7 @@ class World(TypedDict):
     """
 
     address: int
+    rank: int
     bell: int
     num_peers: int
     driver_fd: int
@@ -378,9 +417,13 @@ class World(TypedDict):
     due: Int64Array
     buckets: Int64Array
     queue: Int64Array
+    votes: Int64Array
+    awaited: Int64Array
+    rounds_of: Int64Array
     peers: list[Peer]
     sends: list[Send]
     receives: list[Receive]
+    rounds: list[Round]
     ops: list[Op]
     events: list[Event]
 
@@ -391,7 +434,7 @@ def _words(record: type) -> np.dtype[np.void]:
 
 RECORD = _words(Record)
 _WRITER = _words(Writer)
-_SEND, _OP, _PEER = _words(Send), _words(Op), _words(Peer)
+_SEND, _OP, _PEER, _ROUND = _words(Send), _words(Op), _words(Peer), _words(Round)
 _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "functions": ("i8", 4),
     "driver": ("i8", 4),
@@ -405,6 +448,10 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "due": ("i8", (DUE, 3)),
     "buckets": ("i8", BUCKETS),
     "queue": ("i8", MAX_OPS),
+    "votes": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "awaited": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "rounds_of": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "rounds": (_ROUND, MAX_ROUNDS),
     "peers": (_PEER, MAX_PEERS),
     "sends": (_SEND, MAX_FLOWS),
     "ops": (_OP, MAX_OPS),
@@ -444,6 +491,11 @@ def _offset(dtype: np.dtype[np.void], name: str) -> int:
 def word_at(name: str) -> int:
     """Offset in bytes of a field of `World`."""
     return _offset(WORLD, name)
+
+
+def grant_word_at(name: str) -> int:
+    """Offset in bytes of a field of `Grant`."""
+    return 8 * list(Grant.__annotations__).index(name)
 
 
 GRANT_NBYTES = _words(Grant).itemsize

@@ -137,8 +137,8 @@ class Engine:
             packer=None if memory.staging is None else memory.staging.packer,
             send_stage_messages=weakly(self._send_stage_messages),
         )
-        self._settled: deque[tuple[KVWork, KVError | None, bytes]] = deque()  # works to complete once the lock is free
-        self._announced: deque[KVWork] = deque()  # completed by callers; their futures are still to be
+        self._settled: deque[Settle] = deque()  # works to complete when peers have been told
+        self._announced: deque[KVWork] = deque()  # completed; their futures are still to be
         self._news = False  # whether threads that wait for ``changed`` should look again
         self.layer_stream_waits = LayerStreamWaits()
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
@@ -157,14 +157,14 @@ class Engine:
                 group_map=group_map,
                 sender=self.sender,
                 receiver=self.receiver,
+                leader=self._leader,
                 local=memory.pages,
                 connections=self.connections,
                 kernels=memory.kernels or (None if core.device is None else GpuKernels(self._scheduler, core.device)),
-                decides=len(group_map.siblings) == 1,
                 clock=weakly(self._clock),
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
-            self.sender.flows = self.receiver.flows = proxy(self.flows)
+            self.sender.flows = self.receiver.flows = self._leader.flows = proxy(self.flows)
 
     # ------------------------------------------------------------------ driving
 
@@ -249,6 +249,8 @@ class Engine:
         self.receiver.actions = []
         for tell in tells:
             self._tell(tell.rank, tell.message, now)
+        while self._to_self:
+            self._handle(self.group_map.rank, self._to_self.popleft(), now)
         return self._messenger.frames(now, {tell.rank for tell in tells if tell.rank != self.group_map.rank})
 
     def send_now(self, frames: FramesByRank) -> None:
@@ -367,7 +369,7 @@ class Engine:
         """Ends the resident loop, after `end_all`. What it served is Python's by now."""
         if self.flows is not None:
             self.flows.core.close()
-            self.sender.flows = self.receiver.flows = None
+            self.sender.flows = self.receiver.flows = self._leader.flows = None
 
     # ------------------------------------------------------------------ control
 
@@ -535,13 +537,12 @@ class Engine:
             if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
                 self._announced.append(work)
         self.layer_stream_waits.release()
-        self.changed.notify_all()
+        self.notify()
 
     def notify(self) -> None:
-        """Wakes the threads that wait for a grant, a layer or a failure. Under the lock."""
+        """Wakes the threads that wait for a grant, a layer, a failure or the end of a work. Under the lock."""
         self.changed.notify_all()
-        if self.flows is not None:
-            self.flows.core.wake_waiters()
+        self.wake_waiters()
 
     def wait_change(self, seen: int, seconds: float) -> bool:
         """Waits, without the lock, for what `notify` tells of, or the loop. False if there is no time left.
@@ -576,8 +577,8 @@ class Engine:
 
     def wake_waiters(self) -> None:
         """Ends the sleep of all threads in `wait`. Any thread."""
-        assert self.flows is not None
-        self.flows.core.wake_waiters()
+        if self.flows is not None:
+            self.flows.core.wake_waiters()
 
     @property
     def has_actions(self) -> bool:
@@ -594,12 +595,13 @@ class Engine:
 
     def _announce(self) -> None:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
-        while self._settled:
-            work, error, aux = self._settled.popleft()
+        if self._settled:
             with self.lock:  # callers complete works too: see `catch_up`
-                done = work._settle(error, aux)
-            if done:
-                work._announce()
+                while self._settled:
+                    action = self._settled.popleft()
+                    if _settle(action):
+                        self._announced.append(action.work)
+                self.wake_waiters()
         while self._announced:
             self._announced.popleft()._announce()
         if self._news:
@@ -630,7 +632,7 @@ class Engine:
                 self._tell(action.rank, action.message, now)
             case Settle():
                 self._news |= action.error is not None
-                self._settled.append((action.work, action.error, action.aux))
+                self._settled.append(action)
             case Account():
                 action.work._account(action.nbytes, action.path)
             case Start():
@@ -661,12 +663,19 @@ def _completed(machine: Sender | Receiver) -> list[KVWork]:
         if isinstance(action, Account):
             action.work._account(action.nbytes, action.path)
         elif isinstance(action, Settle):
-            if action.work._settle(action.error, action.aux):
+            if _settle(action):
                 completed.append(action.work)
         else:
             rest.append(action)
     machine.actions = rest
     return completed
+
+
+def _settle(action: Settle) -> bool:
+    """Completes one part of a work. Whether the work is complete."""
+    if action.nbytes:
+        action.work._account(action.nbytes, action.path)
+    return bool(action.work._settle(action.error, action.aux))
 
 
 def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:

@@ -25,19 +25,26 @@ from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.geometry import geometry
 from torchkv.core.records import (
     ALL_HERE,
+    ALONE,
     AUX,
     BOUND,
     BROKEN,
+    DECIDED,
+    DONE,
     GRANTED,
     MAX_AUX,
+    MAX_FLOWS,
     MAX_GRANTED,
     MAX_NAME,
     MAX_PEERS,
     MAX_WRITERS,
     NEWS,
+    NOBODY,
     OP_DONE,
     OUTSIDE,
+    POSTED,
     RECEIVED,
+    ROUND_OVER,
     SEAL,
     SENT,
     STRAY,
@@ -48,7 +55,8 @@ from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.protocol.messages import Attest, Seal, Verdict, checked_grant
+from torchkv.protocol.instance import InstanceLeader, Part
+from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, checked_grant, name_hashes
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.send_request import SenderRequest
@@ -99,10 +107,9 @@ class _Route:
 
 
 class Flows:
-    """One rank's requests on the resident loop.
+    """One rank's requests on the resident loop, and the rounds of the instance that it leads.
 
-    connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. decides:
-    whether a receive that is complete here has succeeded; False if other ranks of the instance have a say.
+    connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU.
     """
 
     def __init__(
@@ -112,26 +119,27 @@ class Flows:
         group_map: GroupMap,
         sender: Sender,
         receiver: Receiver,
+        leader: InstanceLeader,
         local: LocalPages,
         connections: Mapping[int, PeerConnection],
         kernels: Kernels | None = None,
-        decides: bool,
         clock: Callable[[], float],
     ) -> None:
         self.core = core
         self._group_map = group_map
         self._sender = sender
         self._receiver = receiver
+        self._leader = leader
         self._local = local
         self._connections = connections
         self._kernels = kernels
-        self._decides = decides
         self._now = clock
         self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
         self._sends: dict[int, SenderRequest] = {}  # by flow
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
+        self._rounds: set[int] = set()
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
@@ -143,7 +151,7 @@ class Flows:
             return
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
-            name=req.request.encode(),
+            hashes=name_hashes(req.request),
             writers=_bits(writers),
             max_page=self._group_map.info[req.dst].num_pages,
             geometry=route.words,
@@ -272,7 +280,7 @@ class Flows:
             return None
         return self.core.reserve_receive()
 
-    def open_receive(self, req: ReceiverRequest) -> None:
+    def open_receive(self, req: ReceiverRequest, told: int) -> None:
         assert req.flow is not None
         self._receives[req.flow] = req
         self.core.open_receive(
@@ -280,16 +288,29 @@ class Flows:
             generation=req.generation,
             num_tokens=req.num_tokens,
             page_size=next(iter(req.writers.values())).plan.dst_page_size,
-            decides=self._decides,
+            leader=self._decider(),
+            told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
         )
+
+    def _decider(self) -> int:
+        """See `torchkv.core.records.Receive`, ``leader``."""
+        siblings, rank = self._group_map.siblings, self._group_map.rank
+        if len(siblings) == 1:
+            return ALONE
+        return siblings[0] if siblings[0] == rank or self.core.reaches(siblings[0]) else NOBODY
+
+    @property
+    def posts(self) -> bool:
+        return self._decider() not in (ALONE, NOBODY, self._group_map.rank)
 
     def grant(self, req: ReceiverRequest) -> bool:
         assert req.flow is not None
         name = req.request.encode()
         if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
             return False
-        self.core.grant(req.flow, name, req.pages, prefix_tokens=req.prefix_tokens, writers=_bits(tuple(req.writers)))
+        writers, hashes = _bits(tuple(req.writers)), name_hashes(req.request)
+        self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
         return True
 
     def free_receive(self, flow: int) -> None:
@@ -307,30 +328,55 @@ class Flows:
     def take_back_receive(self, req: ReceiverRequest) -> None:
         with self._standing_still():
             if req.flow is not None:
-                untold = self.core.untold(req.flow)
-                self._receiver.taken_back(req, self._leave(req), self._now(), untold=untold)
+                untold, unposted = self.core.untold(req.flow)
+                nbytes = self._leave(req)
+                self._receiver.taken_back(req, nbytes, self._now(), untold=untold, unposted=unposted)
 
-    def _leave(self, req: ReceiverRequest) -> int:
-        """Closes the request's flow, and adds what has arrived to the request. The bytes of all that."""
-        nbytes = self._add(req)
+    def _leave(self, req: ReceiverRequest, *, whole: bool = False) -> int:
+        """Closes the request's flow, and adds what has arrived to the request. The bytes of all that.
+
+        whole: everything has arrived, so its coverage matters no more.
+        """
+        nbytes = self._add(req, coverage=not whole)
         assert req.flow is not None
         del self._receives[req.flow]
         self.core.close_receive(req.flow)
         req.flow = None
         return nbytes
 
-    def _add(self, req: ReceiverRequest) -> int:
+    def _add(self, req: ReceiverRequest, *, coverage: bool = True) -> int:
         """Adds to the request's writers what has arrived; the bytes of all that."""
         assert req.flow is not None
-        state = self.core.receive_state(req.flow)
+        state = self.core.receive_state(req.flow, coverage=coverage)
         for writer, known in zip(req.writers.values(), state.writers, strict=True):
-            for layer, intervals in zip(writer.plan.layers, known.intervals, strict=True):
+            for layer, intervals in zip(writer.plan.layers, known.intervals, strict=coverage):
                 for lo, hi in intervals:
                     writer.attested.add((layer,), lo, hi)
             writer.aux = known.aux
             if known.sealed is not None:
                 writer.sealed, writer.quiescent = known.sealed, True
         return state.nbytes
+
+    # ------------------------------------------------------------------ rounds
+
+    def open_round(self, members: list[tuple[int, int, int, bool]]) -> int | None:
+        for rank, flow, _, _ in members:
+            if flow >= MAX_FLOWS or not (rank == self._group_map.rank or self.core.reaches(rank)):
+                return None
+        index = self.core.open_round(members)
+        if index is not None:
+            self._rounds.add(index)
+        return index
+
+    def take_back_round(self, index: int) -> bool | None:
+        with self._standing_still():
+            if index not in self._rounds:
+                return None
+            self._rounds.remove(index)
+            return self.core.take_back_round(index)
+
+    def is_done(self, rank: int, flow: int, generation: int) -> bool:
+        return rank < MAX_PEERS and flow < MAX_FLOWS and self.core.is_done(rank, flow, generation)
 
     # ------------------------------------------------------------------ what the loop tells
 
@@ -353,41 +399,46 @@ class Flows:
     def catch_up(self) -> None:
         """Tells the state machines all that the loop has done, in its order."""
         self._notices.extend(self.core.events())
+        now = self._now()
         while self._notices:
-            self._act(self._notices.popleft())
+            self._act(self._notices.popleft(), now)
 
-    def _act(self, notice: Notice) -> None:
+    def _act(self, notice: Notice, now: float) -> None:
         match notice.kind:
             case x if x == OP_DONE:
-                self._on_op_done(notice.index)
+                self._on_op_done(notice.index, now)
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
                 self.core.end_send(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)
             case x if x == BOUND:
-                self._on_bound(notice.index)
+                self._on_bound(notice.index, now)
             case x if x == GRANTED:
-                self._on_granted(notice.source, notice.words)
+                self._on_granted(notice.source, notice.words, now)
             case x if x == RECEIVED:
                 received = self._receives[notice.index]
-                self._receiver.received(received, self._leave(received), self._now())
+                self._receiver.received(received, self._leave(received, whole=True), now)
             case x if x == ALL_HERE:
                 if (receive := self._receives.get(notice.index)) is not None:
                     with self.core.standing_still():
-                        self._receiver.taken_back(receive, self._leave(receive), self._now())
+                        self._receiver.taken_back(receive, self._leave(receive), now)
+            case x if x == ROUND_OVER:
+                self._rounds.remove(notice.index)
+                self.core.end_round(notice.index)
+                self._leader.round_over(notice.index, now)
             case x if x == OUTSIDE:
                 if (owner := self._ops.get(notice.index)) is not None:
                     self._sender.outside(*owner)
             case x if x == BROKEN:
                 log.warning("rank %d: the GPU refuses work of the resident loop; Python goes on", self.core.rank)
-                self._sender.take_all_back(self._now())
+                self._sender.take_all_back(now)
             case x if x == STRAY:
-                self._on_stray(notice.source, notice.words)
+                self._on_stray(notice.source, notice.words, now)
             case _:
                 assert notice.kind == NEWS
 
-    def _on_bound(self, flow: int) -> None:
+    def _on_bound(self, flow: int, now: float) -> None:
         req = self._sends[flow]
         plan, waiting = self._waiting.pop(flow)
         peer_flow, generation, pages = self.core.bound(flow)
@@ -400,9 +451,9 @@ class Flows:
             plan=plan,
             flow=peer_flow,
         )
-        self._sender.bound(req, grant, {self._ops[index][1]: index for index in waiting}, self._now())
+        self._sender.bound(req, grant, {self._ops[index][1]: index for index in waiting}, now)
 
-    def _on_granted(self, source: int, words: tuple[int, ...]) -> None:
+    def _on_granted(self, source: int, words: list[int], now: float) -> None:
         """A grant that the loop has not bound: Python does, as if it had come in a message."""
         _, flow, generation, *_ = words
         body = self.core.granted(source, flow, generation)
@@ -411,23 +462,43 @@ class Flows:
         writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]
         try:
             grant = checked_grant(body.name, generation, body.prefix_tokens, body.pages, writers, flow)
-            self._sender.on_grant(source, grant, self._now())
+            self._sender.on_grant(source, grant, now)
         except KVError as error:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
-    def _on_op_done(self, index: int) -> None:
+    def _on_op_done(self, index: int, now: float) -> None:
         req, op = self._ops.pop(index)
         nbytes, runs = self.core.op_result(index)
         self._connections[req.dst].count("view", transfers=1, spans=runs, nbytes=nbytes)
-        self._sender.copied(req, op, nbytes, self._now())
+        self._sender.copied(req, op, nbytes, now)
 
-    def _on_stray(self, source: int, words: tuple[int, ...]) -> None:
+    def _on_stray(self, source: int, words: list[int], now: float) -> None:
         """A record that the loop did not take: Python judges it, as a message with the same meaning."""
-        head, _, generation, lo, hi, nbytes, _ = words
-        now, kind = self._now(), head & 0xFF
-        if kind == VERDICT:
-            self._sender.on_verdict(source, Verdict(generation))
+        head, _, generation, *_ = words
+        match head & 0xFF:
+            case x if x == VERDICT:
+                self._sender.on_verdict(source, Verdict(generation))
+            case x if x == POSTED:
+                self._on_posted(source, words, now)
+            case x if x == DONE:
+                self._leader.done(source, generation, now)
+            case x if x == DECIDED:
+                self._receiver.on_instance_verdict(source, InstanceVerdict(generation, "", ""))
+            case _:
+                self._on_written(source, words, now)
+
+    def _on_posted(self, source: int, words: list[int], now: float) -> None:
+        head, flow, generation, hash0, hash1, prefix, num_pages = words
+        if source not in self._group_map.siblings or prefix < 0 or not 0 <= num_pages <= MAX_GRANTED:
             return
+        page_size = self._group_map.layout(source).page_size
+        part = Part(generation, prefix, num_pages * page_size, page_size, flow & 0xFFFFFFFF)
+        self._leader.posted(source, (hash0, hash1), part, told=head >> 8, now=now)
+
+    def _on_written(self, source: int, words: list[int], now: float) -> None:
+        """A record of a writer."""
+        head, _, generation, lo, hi, nbytes, _ = words
+        kind = head & 0xFF
         writer = self._receiver.writer(source, generation)
         if writer is None:
             return

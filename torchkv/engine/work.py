@@ -59,9 +59,6 @@ class LoopProgress(Protocol):
     def make_eager(self) -> None:
         """From now on Python's own thread follows the loop, because somebody waits in another way than by `wait`."""
 
-    def wake_waiters(self) -> None:
-        """Ends the sleep of all threads in `wait`."""
-
 
 class KVWork(dist.Work):
     """A `torch.distributed.Work` of a KV verb. Completes exactly once, successfully or with a `KVError`.
@@ -288,7 +285,8 @@ class KVWork(dist.Work):
     def _settle(self, error: KVError | None, aux: builtins.bytes = b"") -> bool:
         """One part has ended. The work completes with the last part, and fails with the first error of any part.
 
-        True if the work is complete. The engine then calls `_announce` without holding a lock.
+        True if the work is complete. The engine then wakes those that wait for the resident loop, and calls `_announce`
+        without holding a lock.
         """
         assert self._parts > 0
         self._error = self._error or error
@@ -309,8 +307,6 @@ class KVWork(dist.Work):
             for stream_wait in self._stream_waits:
                 stream_wait.open()
             self._stream_waits = ()
-        if self._loop is not None and (loop := self._loop()) is not None:
-            loop.wake_waiters()
 
     def _announce(self) -> None:
         """Completes the future, if there is one. This runs its callbacks, which may call any verb."""

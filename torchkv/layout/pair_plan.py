@@ -120,22 +120,27 @@ class PairPlan:
                 narrowed.append(segment if kept == segment.layers else replace(segment, layers=kept))
         return tuple(narrowed)
 
+    @cached_property
+    def _alike(self) -> tuple[tuple[tuple[int, ...], tuple[Stripe, ...]], ...]:
+        """The layers, ascending, of each distinct set of stripes."""
+        layers: dict[tuple[Stripe, ...], list[int]] = {}
+        for layer in self.layers:
+            layers.setdefault(self.stripes_of[layer], []).append(layer)
+        return tuple((tuple(alike), stripes) for stripes, alike in layers.items())
+
     def owed(
         self, granted_tokens: int, limit_tokens: int | None = None, *, layers: Iterable[int] | None = None
-    ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Yields (layer, owed tokens as merged intervals [lo, hi)) for each layer in which pages are owed.
+    ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+        """Yields (layers, the tokens that each of them owes as merged intervals [lo, hi)), each layer once.
 
         granted_tokens: of the grant; they decide where a window begins. limit_tokens: leaves out the tokens from this
         one on. layers: only these.
         """
-        known: dict[int, list[tuple[int, int]]] = {}  # by the id of a layer's stripes, which most layers share
-        for layer in self.layers if layers is None else layers:
-            stripes = self.stripes_of.get(layer)
-            if stripes is None:
-                continue
-            if id(stripes) not in known:
-                known[id(stripes)] = _intervals(stripes, granted_tokens, limit_tokens)
-            yield layer, known[id(stripes)]
+        wanted = None if layers is None else frozenset(layers)
+        for alike, stripes in self._alike:
+            kept = alike if wanted is None else tuple(layer for layer in alike if layer in wanted)
+            if kept:
+                yield kept, _intervals(stripes, granted_tokens, limit_tokens)
 
 
 def _intervals(stripes: Sequence[Stripe], granted_tokens: int, limit_tokens: int | None) -> list[tuple[int, int]]:

@@ -139,11 +139,16 @@ class Scatter:
 
 @dataclass(slots=True)
 class Settle:
-    """Complete one part of ``work``, with ``error`` or successfully. aux: the sender's bytes, for a receive."""
+    """Complete one part of ``work``, with ``error`` or successfully. aux: the sender's bytes, for a receive.
+
+    nbytes, path: as in `Account`, what it moved that has not been added yet.
+    """
 
     work: Work
     error: KVError | None = None
     aux: bytes = b""
+    nbytes: int = 0
+    path: str = "none"
 
 
 @dataclass(slots=True)

@@ -77,23 +77,25 @@ class LayerCoverage:
                 made[before] = before.plus(lo, hi)
             self._of[layer] = made[before]
 
-    def first_gap(self, owed: Iterable[tuple[int, list[tuple[int, int]]]], *, unit: int = 1) -> tuple[int, int] | None:
-        """The first (layer, integer) that is ``owed`` and not covered, or None.
+    def first_gap(
+        self, owed: Iterable[tuple[Iterable[int], list[tuple[int, int]]]], *, unit: int = 1
+    ) -> tuple[int, int] | None:
+        """The lowest layer that is ``owed`` and not covered, and its first integer that is not; or None.
 
-        owed: layers, each with its list of intervals, none empty. unit: how many integers of ``owed`` make one integer
-        of this coverage (tokens in a page, if pages were added); one that is owed in part is owed. Layers whose list is
-        one and the same object, and whose coverage is too, are compared once.
+        owed: layers, ascending, and intervals that each of them owes, none empty. unit: how many integers of ``owed``
+        make one integer of this coverage (tokens in a page, if pages were added); one that is owed in part is owed.
         """
-        # By ids of both. The values keep the lists alive, because the id of a freed list may be used again.
-        whole: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for layer, intervals in owed:
-            coverage = self._of.get(layer, _NOTHING)
-            both = id(intervals), id(coverage)
-            if both in whole:
-                continue
-            for lo, hi in intervals:
-                missing = coverage.gap(lo // unit, -(-hi // unit))
+        first: tuple[int, int] | None = None
+        for layers, intervals in owed:
+            whole: Coverage | None = None  # what the layer before has; most layers share one object
+            for layer in layers:
+                coverage = self._of.get(layer, _NOTHING)
+                if coverage is whole:
+                    continue
+                gaps = (coverage.gap(lo // unit, -(-hi // unit)) for lo, hi in intervals)
+                missing = next((gap for gap in gaps if gap is not None), None)
                 if missing is not None:
-                    return layer, missing
-            whole[both] = intervals
-        return None
+                    first = (layer, missing) if first is None or layer < first[0] else first
+                    break
+                whole = coverage
+        return first

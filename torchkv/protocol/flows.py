@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchkv.protocol.receive_request import ReceiverRequest
     from torchkv.protocol.send_request import SenderRequest
 
-__all__ = ["RequestFlows"]
+__all__ = ["InstanceRounds", "RequestFlows"]
 
 
 class RequestFlows(Protocol):
@@ -59,14 +59,21 @@ class RequestFlows(Protocol):
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
         """A flow for a receive, or None if the loop cannot serve it. plans: by writer."""
 
-    def open_receive(self, req: ReceiverRequest) -> None:
-        """Hands over a request that has reserved a flow, before its grant is sent."""
+    def open_receive(self, req: ReceiverRequest, told: int) -> None:
+        """Hands over a request that has reserved a flow, before its grant is sent.
+
+        told: messages that have been sent to the instance's leader before.
+        """
 
     def grant(self, req: ReceiverRequest) -> bool:
-        """Has the loop tell the writers of the grant; False if it cannot do that.
+        """Has the loop tell the writers of the grant; False if it cannot do that. See also `posts`.
 
         A request that is taken back before all of them have been told is told of the others.
         """
+
+    @property
+    def posts(self) -> bool:
+        """Whether `grant` has the loop tell the instance's leader, too, what this rank has posted."""
 
     def free_receive(self, flow: int) -> None:
         """Frees a flow that a request had reserved. Nothing that was sent under it can arrive any more."""
@@ -79,3 +86,25 @@ class RequestFlows(Protocol):
 
     def take_back_receive(self, req: ReceiverRequest) -> None:
         """Takes a request back, with all that has arrived, unless it ends meanwhile."""
+
+
+class InstanceRounds(Protocol):
+    """The rounds of the instance that this rank leads, as far as the resident loop decides them: see `instance`.
+
+    What the loop hears of them, and does not expect, it tells the leader: `posted`, `done`, `round_over`.
+    """
+
+    def settle(self) -> None:
+        """Learns all that the loop has been told by now."""
+
+    def open_round(self, members: list[tuple[int, int, int, bool]]) -> int | None:
+        """Hands a round over. Its index on the loop, or None if the loop cannot serve it.
+
+        members: rank, flow and generation of every part, and whether it is known to be complete.
+        """
+
+    def take_back_round(self, index: int) -> bool | None:
+        """Takes a round back. Whether it has succeeded, so that ranks may know; None if it is over meanwhile."""
+
+    def is_done(self, rank: int, flow: int, generation: int) -> bool:
+        """Whether the loop has heard that this part is complete."""

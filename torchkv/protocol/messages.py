@@ -62,6 +62,7 @@ __all__ = [
     "checked_grant",
     "decode_frame",
     "encode_frame",
+    "name_hashes",
     "pack_pages",
     "unpack_pages",
     "warm_up",
@@ -178,6 +179,7 @@ class Post(Message, frozen=True, tag="post"):
     prefix_tokens: Count
     num_tokens: Count
     page_size: Count
+    flow: Count | None = None  # the rank's, if its resident loop serves the request
 
 
 class Outcome(Message, frozen=True, tag="outcome"):
@@ -372,6 +374,12 @@ def _are_inside(pages: Int64Array, limit: int) -> bool:
 def warm_up() -> None:
     """Compiles the page id check, or loads it from disk, so that the first grant does not wait for it."""
     unpack_pages(b"", 0)
+
+
+def name_hashes(request: str) -> tuple[int, int]:
+    """The two words by which resident loops know a request's name: its BLAKE2b hash of 128 bits."""
+    first, second = struct.unpack("<2q", hashlib.blake2b(request.encode(), digest_size=16).digest())
+    return first, second
 
 
 def pack_pages(pages: Int64Array) -> bytes:

@@ -94,6 +94,7 @@ class Receiver:
         self._credits = credits
         self._timeout = timeout
         self._grant_timeout = grant_timeout
+        self._told_leader = 0  # messages
         self._leader_lost = ""  # why the leader of this rank's instance does not answer; empty while it does
         self._next_generation = 1
         self._requests: dict[int, ReceiverRequest] = {}  # by generation: live, complete and revoking
@@ -161,22 +162,27 @@ class Receiver:
         self._named.setdefault(request, {})[req.generation] = req
         self.leases.take(req)
         if req.flow is not None:
-            self._flows.open_receive(req)
-        self._grant(req)
-        if len(self._group_map.siblings) > 1:
-            post = Post(request, req.generation, prefix_tokens, req.num_tokens, page_size)
-            self.actions.append(Tell(self._group_map.siblings[0], post))
+            self._flows.open_receive(req, self._told_leader)
+        by_loop = self._grant(req)
+        if not by_loop or not self._flows.posts:
+            self._tell_post(req)
         return req
 
-    def _grant(self, req: ReceiverRequest) -> None:
+    def _grant(self, req: ReceiverRequest) -> bool:
         """Tells the writers of their grant. Grants of one name must come in their order: it decides which one is meant.
 
         Those by messages are in order, and so are those by the loop. After an earlier request of this name has ended,
-        its writers know its grant; until then this one goes the way on which that is followed by its end.
+        its writers know its grant; until then this one goes the way on which that is followed by its end. Returns
+        whether the loop tells.
         """
         if req.flow is not None and len(self._named[req.request]) == 1 and self._flows.grant(req):
-            return
+            return True
         self._tell_grant(req, req.writers)
+        return False
+
+    def _tell_post(self, req: ReceiverRequest) -> None:
+        page_size = self._group_map.layout(self._group_map.rank).page_size
+        self._tell_leader(Post(req.request, req.generation, req.prefix_tokens, req.num_tokens, page_size, req.flow))
 
     def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int]) -> None:
         pages, writers = pack_pages(req.pages), list(req.writers)
@@ -185,9 +191,8 @@ class Receiver:
 
     def refuse(self, request: str, error: KVError) -> None:
         """Tells the instance that ``recv_pages`` was refused on this rank, so that the other ranks fail now."""
-        if request not in self._live and len(self._group_map.siblings) > 1:
-            outcome = Outcome(request, 0, error_kind(error), str(error)[:MAX_TEXT])
-            self.actions.append(Tell(self._group_map.siblings[0], outcome))
+        if request not in self._live:
+            self._tell_leader(Outcome(request, 0, error_kind(error), str(error)[:MAX_TEXT]))
 
     def cancel(self, request: str, work: Work) -> list[Work]:
         """Fails the live request of this name.
@@ -251,18 +256,21 @@ class Receiver:
             self._complete_if_covered(req, now)
 
     def received(self, req: ReceiverRequest, nbytes: int, now: float) -> None:
-        """The loop has seen everything arrive, and has told the writers. Their seals and aux are known already."""
+        """The loop has seen everything arrive, and has told the writers. Their aux is known already."""
         for rank in req.writers:
             self._credits.mark_quiescent(rank, req.generation, now)
-        self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
-        self._succeed(req, told=True)
+        self._succeed(req, by_loop=nbytes)
 
-    def taken_back(self, req: ReceiverRequest, nbytes: int, now: float, *, untold: Iterable[int] = ()) -> None:
+    def taken_back(
+        self, req: ReceiverRequest, nbytes: int, now: float, *, untold: Iterable[int] = (), unposted: bool = False
+    ) -> None:
         """The request is no longer on the loop; what has arrived, and the seals, have been added to its writers.
 
-        untold: writers that do not know of their grant yet.
+        untold: writers that do not know of their grant yet. unposted: whether the instance's leader does not.
         """
         self._tell_grant(req, untold)
+        if unposted:
+            self._tell_post(req)
         trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)
         self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
         if nbytes:
@@ -513,8 +521,7 @@ class Receiver:
         if self._leader_lost:  # nobody will decide
             self._fail(req, PeerLost(f"request {req.request!r}: {self._leader_lost}"), decided=True)
         elif len(self._group_map.siblings) > 1:
-            outcome = Outcome(req.request, req.generation, "", "")
-            self.actions.append(Tell(self._group_map.siblings[0], outcome))
+            self._tell_leader(Outcome(req.request, req.generation, "", ""))
         else:
             self._succeed(req)
 
@@ -526,14 +533,14 @@ class Receiver:
         self._fail(req, ProtocolError(text))
         return True
 
-    def _succeed(self, req: ReceiverRequest, *, told: bool = False) -> None:
-        """told: whether the writers know already."""
+    def _succeed(self, req: ReceiverRequest, *, by_loop: int | None = None) -> None:
+        """by_loop: the bytes, if the loop has served the request to its end, and told the writers."""
         trace.debug("request %r: verdict: success, generation %d", req.request, req.generation)
-        verdict = Verdict(req.generation)
-        for rank in () if told else req.writers:
-            self.actions.append(Tell(rank, verdict))
+        if by_loop is None:
+            verdict = Verdict(req.generation)
+            self.actions.extend(Tell(rank, verdict) for rank in req.writers)
         self._end(req)
-        self.actions.append(Settle(req.work, aux=req.aux))
+        self.actions.append(Settle(req.work, aux=req.aux, nbytes=by_loop or 0, path="direct" if by_loop else "none"))
 
     def _fail(self, req: ReceiverRequest, error: KVError, *, decided: bool = False) -> None:
         """Fails the request. A complete one of an instance is its leader's to decide, and this rank only asks.
@@ -559,12 +566,15 @@ class Receiver:
         self._credits.revoke(req.generation)
         self.actions.append(Settle(req.work, error))
         self.actions.extend(Tell(rank, Revoke(req.generation, kind, text)) for rank in req.writers)
-        if not alone and not decided:
+        if not decided:
             self._tell_leader(Outcome(req.request, req.generation, kind, text))
         self._end_if_quiescent(req)
 
-    def _tell_leader(self, outcome: Outcome) -> None:
-        self.actions.append(Tell(self._group_map.siblings[0], outcome))
+    def _tell_leader(self, message: Post | Outcome) -> None:
+        """Tells the leader of this rank's instance, if it has other ranks."""
+        if len(self._group_map.siblings) > 1:
+            self._told_leader += 1
+            self.actions.append(Tell(self._group_map.siblings[0], message))
 
     def _end_if_quiescent(self, req: ReceiverRequest) -> None:
         if req.error is not None and not req.pending_writers() and not req.scattering:

@@ -114,8 +114,11 @@ class SenderRequest:
 
     def sent(self) -> LayerCoverage:
         """Which of this rank's pages were sent, by layer, counted after the prefix."""
+        spans: dict[tuple[int, int], list[int]] = {}
         for layers, lo, hi in self.chunks:
-            self.pages.add(layers, lo, hi)
+            spans.setdefault((lo, hi), []).extend(layers)
+        for (lo, hi), spanned in spans.items():
+            self.pages.add(spanned, lo, hi)
         self.chunks.clear()
         return self.pages
 

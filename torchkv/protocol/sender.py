@@ -290,7 +290,7 @@ class Sender:
         """The loop has copied and announced all of ``op``."""
         trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, nbytes)
         del req.running[op]
-        self.actions += [Account(op.work, nbytes, "direct" if nbytes else "none"), Settle(op.work)]
+        self.actions.append(Settle(op.work, nbytes=nbytes, path="direct" if nbytes else "none"))
         if req.finish is not None and not req.running:
             req.sealed_at = req.progress_at = now
 
@@ -639,8 +639,7 @@ class Sender:
         """
         plan = self._likely_plan(req.dst)
         pages = [(0, req.num_pages * plan.src_page_size)]
-        everything = ((layer, pages) for layer in plan.layers)
-        return req.num_pages > 0 and req.sent().first_gap(everything, unit=plan.src_page_size) is None
+        return req.num_pages > 0 and req.sent().first_gap([(plan.layers, pages)], unit=plan.src_page_size) is None
 
     def _stalled(self, req: SenderRequest, now: float) -> KVError | None:
         """The error of a request whose ops have made no progress on the loop for too long; else tells the receiver."""
@@ -686,8 +685,7 @@ class Sender:
             plan = grant.plan
             granted = limit = grant.num_tokens
             if num_pages == 0:
-                starts = ((layer, lo // plan.src_page_size) for layer, owed in plan.owed(limit) for lo, _ in owed)
-                first = next(starts, None)
+                first = LayerCoverage().first_gap(plan.owed(limit), unit=plan.src_page_size)
                 if first is None:
                     return None
                 return f"nothing was sent, but layer {first[0]} page {first[1]} is owed; send it first"

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.core import copies, grants, launching, loop, mailbox, sending
+from torchkv.core import copies, grants, launching, loop, mailbox, receiving, rounds, sending
 from torchkv.core.core import Core
-from torchkv.core.records import OPEN, SEAL, SEALED, WAITING
+from torchkv.core.records import DECIDED, DONE, OPEN, SEAL, SEALED, WAITING
 from torchkv.engine.flows import Flows
 
 __all__ = ["BREAKS", "GPU_BREAKS"]
@@ -139,6 +139,43 @@ def _reuses_page_ids_at_once() -> None:
     swap(launching, _place_ids=place)
 
 
+def _decides_without_the_others() -> None:
+    def on_done(world: Any, source: int, flow: int, generation: int) -> bool:
+        world["votes"][source][flow] = generation
+        index = world["rounds_of"][source][flow] - 1
+        if index < 0 or world["awaited"][source][flow] != generation:
+            return False
+        world["rounds_of"][source][flow] = 0
+        if world["rounds"][index]["missing"] > 0:
+            world["rounds"][index]["missing"] = 0
+            mailbox.owe(world, DECIDED, 0, index, 0)
+        return True
+
+    swap(rounds, on_done=on_done)
+    swap(loop, on_done=on_done)
+
+
+def _tells_one_rank_of_a_round() -> None:
+    real = rounds.pay_decided
+
+    def pay(world: Any, index: int) -> bool:
+        world["rounds"][index]["next"] = max(1, world["rounds"][index]["next"])
+        return bool(real(world, index))
+
+    swap(loop, pay_decided=pay)
+
+
+def _ends_what_only_the_leader_may_end() -> None:
+    real = loop._pay_one
+
+    def pay(world: Any, kind: int, rank: int, flow: int, generation: int) -> bool:
+        if kind == DONE and rank != world["rank"]:
+            receiving.succeed(world, flow)
+        return bool(real(world, kind, rank, flow, generation))
+
+    swap(loop, _pay_one=pay)
+
+
 # name -> (breaks it, whether to look at runs in which nothing may fail)
 GPU_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "announces what is only enqueued": (_announces_what_is_only_enqueued, True),
@@ -157,6 +194,9 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "drops an op": (_drops_an_op, True),
     "drops ops that wait": (_drops_ops_that_wait, True),
     "binds the grant of any name": (_binds_the_grant_of_any_name, True),
+    "decides without the others": (_decides_without_the_others, False),
+    "ends what only the leader may end": (_ends_what_only_the_leader_may_end, False),
+    "tells one rank of a round": (_tells_one_rank_of_a_round, True),
 }
 
 

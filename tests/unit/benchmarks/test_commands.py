@@ -104,7 +104,7 @@ def test_gpu_cases_have_a_row_for_each_number_of_blocks(
     assert bench.main([*only, "--report-only"]) == 0
 
 
-@pytest.mark.parametrize("name", [*benchmarks.NAMES, "one layer", "shared prefix", "prefix lookup"])
+@pytest.mark.parametrize("name", [*bench.ELSEWHERE, "one layer", "shared prefix", "prefix lookup"])
 @pytest.mark.parametrize("option", [False, True])
 def test_what_moved_is_named_in_one_line(name: str, option: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--only", name] if option else [name]) == 2

@@ -17,6 +17,7 @@ from torchkv.core.records import (
     MAX_AUX,
     MAX_FLOWS,
     MAX_INTERVALS,
+    NOBODY,
     OP_DONE,
     OUTSIDE,
     RECEIVED,
@@ -141,7 +142,7 @@ def test_two_writers() -> None:
 
 def test_who_may_not_decide_asks() -> None:
     pair = Pair()
-    flow = pair.receive(2, decides=False)
+    flow = pair.receive(2, leader=NOBODY)
     send = pair.send(flow, [0, 1])
     pair.start(send, [2, 3])
     pair.writer.finish_send(send, 2, b"")

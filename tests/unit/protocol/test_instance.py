@@ -54,7 +54,7 @@ def test_success_needs_everybody() -> None:
     assert verdicts(machine) == {}
     done(machine, 1, 11)
     assert verdicts(machine) == {(0, 10): "", (1, 11): "", (2, 12): ""}
-    assert machine._rounds == {}
+    assert machine._requests == {}
 
 
 def test_a_rank_that_is_done_waits_for_one_that_has_not_posted() -> None:
@@ -84,8 +84,7 @@ def test_a_straggler_learns_of_the_failure_when_it_posts() -> None:
     assert verdicts(machine) == {}
     posted(machine, 1, 4)
     assert verdicts(machine) == {(1, 4): "TransferCancelled"}
-    assert machine._rounds == {}
-    assert machine._failures == {}
+    assert machine._requests == {}
 
 
 def test_the_failure_says_who_and_why() -> None:
@@ -178,10 +177,9 @@ def test_a_round_that_a_rank_never_joins_is_forgotten() -> None:
     posted(machine, 0, 1, now=5.0)
     failed(machine, 0, 1)
     machine.tick(GRANT_TIMEOUT - 0.1)
-    assert machine._failures
+    assert machine._requests
     machine.tick(GRANT_TIMEOUT + 5.0)
-    assert machine._failures == {}
-    assert machine._rounds == {}
+    assert machine._requests == {}
 
 
 def test_a_rank_that_keeps_the_others_waiting_fails_the_round_for_all() -> None:
@@ -197,7 +195,7 @@ def test_a_rank_that_keeps_the_others_waiting_fails_the_round_for_all() -> None:
     assert "ranks [1, 2]" in told[0].text
     posted(machine, 2, 3)  # a rank that posts late is told too, and the round ends
     assert {rank for rank, _ in Acts(machine).tells(InstanceVerdict)} >= {2}
-    assert machine._rounds == {}
+    assert machine._requests == {}
 
 
 def test_a_refused_call_is_that_ranks_part_in_the_round() -> None:
@@ -209,7 +207,7 @@ def test_a_refused_call_is_that_ranks_part_in_the_round() -> None:
     assert "rank 2" in told[0].text
     posted(machine, 1, 2)
     assert verdicts(machine) == {(1, 2): "PageOutOfRange"}
-    assert machine._rounds == {}
+    assert machine._requests == {}
     for rank in range(3):  # the next call of this rank belongs to the next round
         posted(machine, rank, 10 + rank)
         done(machine, rank, 10 + rank)
