@@ -92,6 +92,8 @@ def one_request(way: str, aux_nbytes: int, waits: str, taken_back: bool) -> None
                     wait(work, waits)
                 assert sum(work.bytes for work in works) >= 3 * 2 * 2 * cache.layout.page_nbytes("k")
                 assert bool(backs) == taken_back
+                # Callers give up the GIL soon if Python has to do something, and else are left alone.
+                assert (sys.getswitchinterval() < 0.004) == (taken_back or waits == "future")
                 torch.distributed.send(page_bytes(cache, [1, 2, 3]), READER, group=kv)
             else:
                 rx = kv.recv_pages("r", [7, 4, 9], WRITER)

@@ -142,6 +142,7 @@ class Engine:
         self._news = False  # whether threads that wait for ``changed`` should look again
         self.layer_stream_waits = LayerStreamWaits()
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
+        self.needs_gil: Callable[[], None] = lambda: None  # the driver serves requests itself from now on
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
         self._broken: dict[int, list[PeerConnection]] = {}
@@ -573,6 +574,7 @@ class Engine:
     def make_eager(self) -> None:
         """Has the driver woken for everything that the resident loop does. Any thread."""
         assert self.flows is not None
+        self.needs_gil()
         self.flows.core.make_eager()
 
     def wake_waiters(self) -> None:
@@ -636,10 +638,12 @@ class Engine:
             case Account():
                 action.work._account(action.nbytes, action.path)
             case Start():
+                self.needs_gil()
                 self._scheduler.start(action.op, action.grant)
             case Halt():
                 self._scheduler.halt(action.op)
             case Scatter():
+                self.needs_gil()
                 self._unpacker.start(action)
 
     def _tell(self, rank: int, message: Message, now: float) -> None:
@@ -650,6 +654,7 @@ class Engine:
                 self._watch(rank)
             if isinstance(message, Seal) or (isinstance(message, Grant) and message.flow is None):
                 self.spin_until = now + REPLY_SPIN
+                self.needs_gil()
             elif isinstance(message, Verdict):
                 self.spin_until = now
             self._messenger.tell(rank, message)

@@ -23,6 +23,7 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.work import drivers
 from torchkv.errors import KVError, ProtocolError, TransferCancelled
 from torchkv.host import spin_wait
+from torchkv.host.switch_interval import ShortTurns
 from torchkv.transport.interface import Transport
 
 __all__ = ["ProgressThread", "Waker"]
@@ -104,6 +105,7 @@ class ProgressThread:
 
     def __init__(self, name: str, make: Callable[[], tuple[Transport, ControlChannel]]) -> None:
         self.waker = Waker()
+        self.short_turns = ShortTurns()  # from the first request on that Python serves
         self.engine: Engine | None = None
         self._make = make
         self._calls: deque[_Call[Any]] = deque()
@@ -144,7 +146,7 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
-            spin_wait.begin()
+            spin_wait.wake_on_time()
             transport, control = self._make()
         except BaseException as error:  # noqa: BLE001 - handed to the constructor, which raises it
             self._ready.set_exception(error)
@@ -159,6 +161,7 @@ class ProgressThread:
             self._crash = error
         finally:
             self._close(transport, control)
+            self.short_turns.end()
             drivers.discard(threading.get_ident())
 
     def _turn(self, transport: Transport, control: ControlChannel) -> None:

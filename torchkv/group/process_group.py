@@ -117,8 +117,9 @@ class KVProcessGroup(dist.ProcessGroup):
         instance: name of the serving instance that this rank belongs to. Ranks of one instance succeed or fail together
         in each request. None stands for an instance of this rank alone, named ``rank<r>``.
 
-        Lowers ``sys.setswitchinterval`` to 0.5 ms, so that the progress thread gets the GIL while callers run Python
-        code, and runs one full garbage collection, so that Python does not start it amid the first requests.
+        Runs one full garbage collection, so that Python does not start it amid the first requests. From the first
+        request on that the resident loop cannot serve, until the group is destroyed, ``sys.setswitchinterval`` is
+        lowered to 0.5 ms, so that the progress thread gets the GIL while callers run Python code.
 
         Raises on all ranks if any rank fails: ``LayoutMismatch`` (names both ranks, the field and both values),
         ``TransportUnavailable``, ``ProtocolError``.
@@ -148,6 +149,7 @@ class KVProcessGroup(dist.ProcessGroup):
             self._thread, self._registration = thread, registration
             self._verbs = Verbs(engine, cache, wake=thread.waker.wake)
             engine.wake = thread.waker.wake
+            engine.needs_gil = thread.short_turns.begin
 
     def _registration_of(
         self, cache: KVCache | None, instance: str, incarnation: int, thread: ProgressThread

@@ -18,7 +18,6 @@ import ctypes
 import os
 import select
 import struct
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -27,15 +26,12 @@ import numpy as np
 from torchkv.arrays import Int64Array, UInt32Array
 from torchkv.host.jit import at_register, c_function, compiled, libc_functions, monotonic_ns
 
-__all__ = ["begin", "rest", "wake_on_time", "warm_up"]
+__all__ = ["rest", "wake_on_time", "warm_up"]
 
 # The shortest time to spin, in nanoseconds; 0 where the caller, its model and this thread share few cores.
 SPIN = 100_000 if len(os.sched_getaffinity(0)) >= 4 else 0
 NAP = 50_000  # nanoseconds of one sleep between two looks at the words
 CROWDED = 20_000  # nanoseconds; if yielding the core takes longer, another thread needs it
-# Seconds after which a thread that runs Python code must hand the GIL to one that waits for it. With Python's default,
-# 5 ms, a layer would start so late if its caller goes on in Python. This setting is the whole process's.
-SWITCH_INTERVAL = 0.0005
 _TIMER_SLACK = 1_000  # nanoseconds; with the default, the kernel may double the length of a nap
 _LOOK = 16  # looks at the words per look at the file descriptors, which is a system call
 
@@ -47,12 +43,6 @@ _PR_SET_TIMERSLACK = 29
 _FUNCTIONS = libc_functions("ppoll", "clock_gettime", "sched_yield")
 _call_poll = c_function(4, 32)
 _call_yield = c_function(1, 32)  # its argument is ignored
-
-
-def begin() -> None:
-    """Prepares the calling thread for `rest`: it wakes up on time, and then gets the GIL soon."""
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-    wake_on_time()
 
 
 def wake_on_time() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -161,25 +160,12 @@ def test_it_stops_spinning_where_another_thread_takes_its_core(wake: Any, monkey
     assert sleeps(wake, LONG) > 20
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.005, spin_wait.SWITCH_INTERVAL), (0.0001, 0.0001)])
-def test_a_caller_that_goes_on_in_python_gives_up_the_gil_soon(before: float, after: float) -> None:
-    found = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(before)
-        thread = threading.Thread(target=spin_wait.begin)
-        thread.start()
-        thread.join()
-        assert sys.getswitchinterval() == pytest.approx(after, rel=0.02)  # kept in whole microseconds
-    finally:
-        sys.setswitchinterval(found)
-
-
 def test_naps_end_in_time() -> None:
     """Checks the timer slack that the kernel has for the thread, in nanoseconds."""
     slack: list[int] = []
 
     def look() -> None:
-        spin_wait.begin()
+        spin_wait.wake_on_time()
         slack.append(spin_wait._libc.prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
 
     thread = threading.Thread(target=look)
