@@ -250,12 +250,12 @@ class Flows:
 
     def _route(self, rank: int, plan: PairPlan) -> _Route | None:
         """How the loop copies a plan to ``rank``; None if it cannot do that."""
+        route = self._routes.get((rank, id(plan)))
+        if route is not None and route.connection is self._connections.get(rank) and not route.connection.closed:
+            return None if self.core.broken else route
         connection = self._serving(rank)
         if connection is None or not plan.segments or _has_state(plan) or self.core.broken:
             return None
-        route = self._routes.get((rank, id(plan)))
-        if route is not None and route.connection is connection:
-            return route
         launches = None if self._kernels is None else self._kernels.launches(plan, connection)
         if self._kernels is not None and launches is None:
             return None

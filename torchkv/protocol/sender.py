@@ -120,9 +120,9 @@ class Sender:
         Raises the error of a tombstone, ``ProtocolError`` after ``finish`` or (retryable) when too much waits for
         grants, ``PageOutOfRange`` for pages outside a grant that has come.
         """
-        self._meet_revocation(request, dst)
         req = self._requests.get((request, dst))
         if req is None:
+            self._meet_revocation(request, dst)
             grant = self._unbound.get((request, dst))
         else:
             req.check_open()

@@ -147,7 +147,7 @@ class PeerConnection:
         return self.channel.link or "put"
 
     def count(self, lane: str, *, transfers: int = 0, spans: int = 0, nbytes: int = 0) -> None:
-        counter = self.counters.setdefault(lane, Counter())
+        counter = self.counters.get(lane) or self.counters.setdefault(lane, Counter())
         counter.transfers += transfers
         counter.spans += spans
         counter.nbytes += nbytes
