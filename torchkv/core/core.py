@@ -536,11 +536,17 @@ class Core:
         return int(self._view[self._news])
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleeps, without the GIL, until ``news`` is not ``seen``, for so long or `SLICE` at most. Any thread."""
+        """Waits, without the GIL, until ``news`` is not ``seen``, for so long or `SLICE` at most. Any thread.
+
+        Spins first, as the loop does: not where cores are few.
+        """
+        nanoseconds = int(min(seconds, SLICE) * 1e9)
+        if posting.spin_for_news(self._address, seen, nanoseconds):
+            return
         with self._counting:
             self._view[self._sleepers] += 1
         try:
-            posting.wait_news(self._address, seen, int(min(seconds, SLICE) * 1e9))
+            posting.wait_news(self._address, seen, nanoseconds)
         finally:
             with self._counting:
                 self._view[self._sleepers] -= 1
@@ -567,6 +573,7 @@ def warm_up() -> None:
         core.untold(0)
         core.take_back_round(index)
     core.step()
+    posting.spin_for_news(core._address, -1, 0)
     posting.wait_news(core._address, -1, 0)
     posting.wake_waiters(core._address)
     posting.wake_driver(core._address)

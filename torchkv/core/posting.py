@@ -8,10 +8,10 @@ from torchkv.arrays import Int64Array
 from torchkv.core.events import tell_driver, tell_waiters
 from torchkv.core.loop import FINISH, POST, ROUND, START, WAIT
 from torchkv.core.mailbox import NAPPING, call_yield, futex_wait, ring
-from torchkv.core.records import COMMANDS, GRANT_NBYTES, OPEN, WAITING, YIELD, Send, World, word_at
+from torchkv.core.records import CLOCK, COMMANDS, GRANT_NBYTES, OPEN, WAITING, YIELD, Send, World, word_at
 from torchkv.core.world import world_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
-from torchkv.host.jit import compiled, compiled_with_gil
+from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = [
     "add_writer",
@@ -22,6 +22,7 @@ __all__ = [
     "open_round",
     "open_send",
     "post_grant",
+    "spin_for_news",
     "start_op",
     "stop",
     "wait_for_grant",
@@ -240,6 +241,18 @@ def wake_waiters(address: int) -> None:
     """Wakes callers that wait for news: Python has completed something."""
     world = world_at(address)
     tell_waiters(world)
+
+
+@compiled
+def spin_for_news(address: int, seen: int, nanoseconds: int) -> bool:
+    """Whether ``news`` stops being ``seen`` while the loop would spin, too, or for so long: a sleep takes longer."""
+    world = world_at(address)
+    scratch = np.zeros(2, dtype=np.int64)
+    clock, news = world["functions"][CLOCK], address + _NEWS
+    until = monotonic_ns(clock, scratch) + min(world["spin"], nanoseconds)
+    while load(news) == seen and monotonic_ns(clock, scratch) < until:
+        call_yield(world["functions"][YIELD], 0)
+    return bool(load(news) != seen)
 
 
 @compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -10,16 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.loops import PAGE, TOKENS, Pair
+from torchkv.core import posting
+from torchkv.core.core import Core
 from torchkv.core.receiving import cover
 from torchkv.core.records import (
     ALL_HERE,
     AUX,
+    DECIDED,
+    DONE,
+    GRANT,
     MAX_AUX,
     MAX_FLOWS,
     MAX_INTERVALS,
     NOBODY,
     OP_DONE,
     OUTSIDE,
+    POSTED,
     RECEIVED,
     SEAL,
     SENT,
@@ -204,10 +211,11 @@ def test_aux_without_end() -> None:
 
 
 WORD = st.integers(-(1 << 63), (1 << 63) - 1)
+KINDS = [WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED]
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(WORD | st.sampled_from([WRITTEN, AUX, SEAL, VERDICT]), WORD, WORD, WORD, WORD), max_size=8))
+@given(st.lists(st.tuples(WORD | st.sampled_from(KINDS), WORD, WORD, WORD, WORD), max_size=8))
 def test_no_record_crashes_the_reader(records: list[tuple[int, int, int, int, int]]) -> None:
     pair = Pair(layers=1, pages=2)
     pair.receive(1)
@@ -272,6 +280,16 @@ def test_coverage_is_the_set_of_what_has_come(added: list[tuple[int, int]]) -> N
         got = [(int(words[1 + 2 * i]), int(words[2 + 2 * i])) for i in range(words[0])]
         assert sum(hi - lo for lo, hi in got) == len(expected)
         assert {number for lo, hi in got for number in range(lo, hi)} == expected
+
+
+def test_who_waits_may_spin_until_there_is_news() -> None:
+    core = Core(0)
+    core.world["spin"] = 60 * 10**9
+    assert not posting.spin_for_news(core._address, core.news, 1000)
+    threading.Timer(0.01, core.wake_waiters).start()
+    core.wait(core.news, 30)
+    assert core.world["sleepers"] == 0
+    assert core.news == 1
 
 
 def test_pages_outside_the_grant_are_never_sent() -> None:
