@@ -21,13 +21,13 @@ A *sender request* is what this rank sends to one receiver under one request nam
 
 Invariant: an op runs only under the grant of its own request, and `Seal` and `Quiesced` are sent only when none runs.
 
-Grants and requests of one name meet in the order in which both sides made them: the k-th `recv_pages` is for the k-th
-sender request. So what never met is remembered, for a while:
+Grants and requests of one name meet in the order in which both sides made them; what never met is remembered for a
+while (`unmet`):
 
-* a request that was cancelled before its grant came refuses that grant when it comes (``_refusals``), and the request
-  that waits in its place then fails with it;
-* a grant that was revoked before the first verb was meant for the next request of its name (``_revoked_before_bind``):
-  its first verb raises the receiver's error, and it is a tombstone. Only another grant, if it comes first, makes good.
+* a request that was cancelled before its grant came refuses that grant when it comes, and the request that waits in its
+  place then fails with it;
+* a grant that was revoked before the first verb was meant for the next request of its name: its first verb raises the
+  receiver's error, and it is a tombstone. Only another grant, if it comes first, makes good.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torchkv.errors import (
     KVError,
@@ -75,6 +74,7 @@ from torchkv.protocol.send_request import (
     extent,
 )
 from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.protocol.unmet import Unmet
 
 __all__ = ["Sender"]
 
@@ -82,7 +82,6 @@ trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 
 MAX_QUEUED_OPS = 8192  # ops of one request that wait for its grant
 MAX_QUEUED_PAGES = 1 << 22  # pages of all ops of this rank that wait for grants
-MAX_REMEMBERED = 4096  # (name, receiver) pairs in `_refusals`, and in `_revoked_before_bind`
 
 
 class Sender:
@@ -102,11 +101,7 @@ class Sender:
         self._grant_timeout = grant_timeout
         self._requests: dict[tuple[str, int], SenderRequest] = {}  # by name and receiver
         self._by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
-        # By name and receiver:
-        self._unbound: dict[tuple[str, int], BoundGrant] = {}  # grants that wait for the first verb
-        self._unbound_names: dict[tuple[int, int], str] = {}  # the same by receiver and generation
-        self._revoked_before_bind: dict[tuple[str, int], tuple[float, KVError]] = {}  # when, and why
-        self._refusals: dict[tuple[str, int], deque[float]] = {}  # until when each refuses one grant
+        self._unmet = Unmet(grant_timeout)
         # Of ended requests, by receiver and generation: this rank can never say `Quiesced` for them.
         self._undrainable: set[tuple[int, int]] = set()
         self._queued_pages = 0
@@ -123,7 +118,7 @@ class Sender:
         req = self._requests.get((request, dst))
         if req is None:
             self._meet_revocation(request, dst)
-            grant = self._unbound.get((request, dst))
+            grant = self._unmet.grant((request, dst))
         else:
             req.check_open()
             grant = req.grant
@@ -217,17 +212,17 @@ class Sender:
         for dst in self._group_map.info:
             key = request, dst
             if (req := self._requests.get(key)) is None:
-                if (grant := self._forget_unbound(key)) is not None:
+                if (grant := self._unmet.take(key)) is not None:
                     text = f"rank {self._group_map.rank} cancelled request {request!r}"
                     self._tell_abort(grant, TransferCancelled(text))
-                self._revoked_before_bind.pop(key, None)
+                self._unmet.take_revocation(key)
                 continue
             if not self._stop(req):
                 continue
             req.cancels.append(work)
             pending.append(work)
             if req.grant is None and not req.grant_spent:
-                self._refuse_next(req, now)
+                self._unmet.refuse(key, now)
             if req.error is None:
                 error = TransferCancelled(
                     f"request {request!r} to rank {req.dst} was cancelled on rank {self._group_map.rank}"
@@ -324,13 +319,13 @@ class Sender:
         )
         check_slot(grant, self._group_map.info[src].num_slots)
         key = (message.request, src)
-        self._revoked_before_bind.pop(key, None)  # the receiver has posted again: the next request meets this grant
+        self._unmet.take_revocation(key)  # the receiver has posted again: the next request meets this grant
         req = self._requests.get(key)
         if req is not None and req.grant is None:  # it may wait on the loop, which may bind it meanwhile
             self._take_back(req, now)
             req = self._requests.get(key)
         needs = req is not None and req.grant is None and not req.grant_spent
-        if (req is None or req.grant is None) and self._is_refused(key, now):
+        if (req is None or req.grant is None) and self._unmet.take_refusal(key, now):
             error: KVError = TransferCancelled(
                 f"rank {self._group_map.rank} cancelled an earlier request {message.request!r}"
             )
@@ -346,9 +341,7 @@ class Sender:
         elif req is not None and needs:
             self._bind(req, grant, now)
         else:
-            self._forget_unbound(key)
-            self._unbound[key] = grant
-            self._unbound_names[src, grant.generation] = grant.request
+            self._unmet.keep(grant)
 
     def on_revoke(self, src: int, message: Revoke, now: float) -> None:
         """The receiver failed the request: fails it here too, and answers `Quiesced` once it has drained."""
@@ -356,10 +349,7 @@ class Sender:
             self.flows.settle()  # the grant has been told before: it must not bind a request after this
         req = self._by_generation.get((src, message.generation))
         if req is None:
-            name = self._unbound_names.get((src, message.generation))
-            if name is not None:
-                self._forget_unbound((name, src))
-                self._remember_revoked((name, src), make_error(message.kind, message.text), now)
+            self._unmet.revoke(src, message.generation, make_error(message.kind, message.text), now)
             if (src, message.generation) not in self._undrainable:
                 self._tell(src, Quiesced(message.generation))
             return
@@ -396,8 +386,7 @@ class Sender:
         """The process of ``rank`` has ended: forgets its grants."""
         if self.flows is not None:
             self.flows.settle()
-        for key in [key for key in self._unbound if key[1] == rank]:
-            self._forget_unbound(key)
+        self._unmet.forget(rank)
 
     def fail_all(self, error: KVError) -> None:
         """Fails every request, because the group is destroyed. Running ops are halted; `end_all` completes the rest."""
@@ -418,9 +407,9 @@ class Sender:
             req.cancels.clear()
             if req.grant is not None and req.drained and not req.undrainable:
                 self._tell(req.dst, Quiesced(req.grant.generation))
-        for key, grant in list(self._unbound.items()):
-            self._forget_unbound(key)
-            self._tell_abort(grant, type(error)(f"request {key[0]!r}: {error} on rank {self._group_map.rank}"))
+        for grant in self._unmet.grants():
+            self._unmet.take((grant.request, grant.dst))
+            self._tell_abort(grant, type(error)(f"request {grant.request!r}: {error} on rank {self._group_map.rank}"))
             self._tell(grant.dst, Quiesced(grant.generation))
 
     def tick(self, now: float) -> bool:
@@ -432,10 +421,7 @@ class Sender:
         if self.flows is not None:
             waiting = (req.grant is None and req.flow is None and req.error is None for req in self._requests.values())
             self.flows.heed_grants(any(waiting))
-        for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
-            del self._refusals[key]
-        for key in [key for key, (at, _) in self._revoked_before_bind.items() if now >= at + self._grant_timeout]:
-            del self._revoked_before_bind[key]
+        self._unmet.expire(now)
         for req in list(self._requests.values()):
             if req.error is not None:
                 continue
@@ -466,9 +452,9 @@ class Sender:
         The request then is a tombstone: it has met its grant, so that the next grant is for the next request.
         """
         key = request, dst
-        if key not in self._revoked_before_bind or key in self._requests:
+        if key in self._requests or (revocation := self._unmet.take_revocation(key)) is None:
             return
-        revoked_at, error = self._revoked_before_bind.pop(key)
+        revoked_at, error = revocation
         req = self._requests[key] = SenderRequest(request, dst, revoked_at, grant_spent=True)
         self._fail(req, error)
         raise error
@@ -476,22 +462,16 @@ class Sender:
     def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
         """The grant of this request; if there is no request, the grant that one would bind if it began now."""
         req = self._requests.get((request, dst))
-        return self._unbound.get((request, dst)) if req is None else req.grant
+        return self._unmet.grant((request, dst)) if req is None else req.grant
 
     def _request(self, request: str, dst: int, now: float) -> SenderRequest:
         """The request of this name and receiver; begins one, and binds its grant if that has come."""
         req = self._requests.get((request, dst))
         if req is None:
             req = self._requests[(request, dst)] = SenderRequest(request, dst, now)
-            if (grant := self._forget_unbound((request, dst))) is not None:
+            if (grant := self._unmet.take((request, dst))) is not None:
                 self._bind(req, grant, now)
         return req
-
-    def _forget_unbound(self, key: tuple[str, int]) -> BoundGrant | None:
-        grant = self._unbound.pop(key, None)
-        if grant is not None:
-            del self._unbound_names[grant.dst, grant.generation]
-        return grant
 
     def _bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
         """Starts what waited for the grant, or fails the request if that does not fit the grant."""
@@ -538,8 +518,7 @@ class Sender:
 
     def _await_grant(self, req: SenderRequest, op: SendOp, *, begun: bool) -> None:
         """An op waits for the grant: on the loop, if its request began with an op, and the loop can do all of them."""
-        key = req.request, req.dst
-        if not begun and key not in self._refusals and not self._prefixed(req):
+        if not begun and not self._unmet.refuses((req.request, req.dst)) and not self._prefixed(req):
             writers = self._group_map.contributing(self._group_map.siblings, req.dst)
             self._flows.await_grant(req, self._likely_plan(req.dst), writers)
         if req.flow is None:
@@ -560,7 +539,7 @@ class Sender:
         req.grant = grant
         req.progress_at = now
         self._by_generation[(req.dst, grant.generation)] = req
-        self._revoked_before_bind.pop((req.request, req.dst), None)
+        self._unmet.take_revocation((req.request, req.dst))
         trace.debug("request %r to rank %d: bound on the loop, generation %d", req.request, req.dst, grant.generation)
         waited, req.queue = req.queue, deque()
         for op in waited:
@@ -750,35 +729,8 @@ class Sender:
             if req.undrainable:
                 self._undrainable.add((req.dst, req.grant.generation))
 
-    def _remember_revoked(self, key: tuple[str, int], error: KVError, now: float) -> None:
-        """The grant was revoked before the first verb: remembers that for the request that it was meant for."""
-        _make_room(self._revoked_before_bind)
-        self._revoked_before_bind[key] = (now, error)
-
-    def _refuse_next(self, req: SenderRequest, now: float) -> None:
-        """The request was cancelled before its grant came: that grant must not bind a later request of this name."""
-        _make_room(self._refusals)
-        self._refusals.setdefault((req.request, req.dst), deque()).append(now + self._grant_timeout)
-
-    def _is_refused(self, key: tuple[str, int], now: float) -> bool:
-        """Whether the grant that came was meant for a request that had been cancelled. Uses up one refusal."""
-        waiting = self._refusals.get(key)
-        while waiting:
-            until = waiting.popleft()
-            if not waiting:
-                del self._refusals[key]
-            if until > now:
-                return True
-        return False
-
     def _tell(self, rank: int, message: Attest | Seal | Abort | Quiesced | Alive) -> None:
         self.actions.append(Tell(rank, message))
 
     def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
         self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
-
-
-def _make_room(remembered: dict[tuple[str, int], Any]) -> None:
-    """Makes room for one more entry: forgets the oldest if there are `MAX_REMEMBERED`."""
-    if len(remembered) >= MAX_REMEMBERED:
-        del remembered[next(iter(remembered))]

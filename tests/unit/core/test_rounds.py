@@ -59,7 +59,7 @@ class Instance:
         core = self.cores[source]
         record = core.world["record"]
         for name in ("head", "flows", "generation", "lo", "hi", "nbytes", "spare"):
-            record[name] = words.get(name, 0)  # type: ignore[literal-required]
+            record[name] = words.get(name, 0)
         mailbox.tell(core.world, core.world["peers"][rank])
 
     def run(self) -> list[list[tuple[int, int]]]:

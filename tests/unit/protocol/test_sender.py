@@ -11,6 +11,7 @@ from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, 
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.protocol import sender as sender_module
+from torchkv.protocol import unmet
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
 from torchkv.protocol.send_request import SenderRequest
@@ -469,11 +470,11 @@ def test_a_cancel_of_a_tombstone_keeps_the_revocation_that_the_next_request_must
 
 def test_revocations_that_meet_no_verb_do_not_pile_up() -> None:
     machine = sender()
-    for i in range(sender_module.MAX_REMEMBERED + 1):
+    for i in range(unmet.MAX_REMEMBERED + 1):
         machine.on_grant(1, grant(5, 6, request=f"r{i}", generation=i + 1), 0.0)
         machine.on_revoke(1, Revoke(i + 1, "TransferCancelled", "gone"), 0.0)
-    assert len(machine._revoked_before_bind) == sender_module.MAX_REMEMBERED
-    assert ("r0", 1) not in machine._revoked_before_bind
+    assert len(machine._unmet._revocations) == unmet.MAX_REMEMBERED
+    assert ("r0", 1) not in machine._unmet._revocations
 
 
 def test_cancel_refuses_a_grant_that_no_verb_has_used() -> None:
@@ -672,7 +673,7 @@ def test_a_rank_that_leaves_answers_grants_that_no_verb_took() -> None:
     assert isinstance(abort, Abort)
     assert "'r': the group was destroyed on rank 0" in abort.text
     assert quiesced == Quiesced(1)
-    assert machine._unbound == machine._unbound_names == {}
+    assert machine._unmet._grants == machine._unmet._names == {}
 
 
 def test_a_receiver_that_has_ended_still_counts_for_equal_prefixes() -> None:
@@ -722,8 +723,8 @@ def test_cancels_and_revocations_look_up_what_they_need() -> None:
     machine = bound()
     verb(machine, 2, request="waits")
     machine.on_grant(1, grant(5, 6, request="granted", generation=7), 0.0)
-    machine._requests, machine._unbound = NoScan(machine._requests), NoScan(machine._unbound)
-    machine._revoked_before_bind = NoScan()
+    machine._requests, machine._unmet._grants = NoScan(machine._requests), NoScan(machine._unmet._grants)
+    machine._unmet._revocations = NoScan()
     machine.on_revoke(1, Revoke(7, "TransferCancelled", "gone"), 0.0)
     for name in ("r", "waits", "granted", "unknown"):
         machine.cancel(name, f"cancel {name}", 0.0)
