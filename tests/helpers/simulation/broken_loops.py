@@ -59,7 +59,7 @@ def _copies_on_when_taken_back() -> None:
 
 
 def _forgets_what_has_arrived() -> None:
-    swap(Flows, _add=lambda self, req: 0)
+    swap(Flows, _add=lambda self, req, coverage=True: 0)
 
 
 def _loses_what_finds_no_room() -> None:
