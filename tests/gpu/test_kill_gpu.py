@@ -130,13 +130,13 @@ def wait_and_lose() -> None:
     ask("kill now")
     engine = kv._verbs.engine
     until(lambda: VICTIM in engine.lost, "the death is noticed")
-    until(lambda: not engine._undrained, "nothing of the dead peer is still on its way")
-    assert engine._closing == [engine.connections[VICTIM]], "unmapped while a stream waits"
+    until(lambda: not engine.peers.undrained, "nothing of the dead peer is still on its way")
+    assert engine.peers.closing == [engine.connections[VICTIM]], "unmapped while a stream waits"
     assert ask("send now") is None
     rx.wait(PATIENCE)
     torch.cuda.synchronize()
     assert not torch.equal(page_bytes(cache, FEW), stale)
-    until(lambda: not engine._closing, "the dead peer's memory is unmapped")
+    until(lambda: not engine.peers.closing, "the dead peer's memory is unmapped")
 
 
 def send_late() -> None:

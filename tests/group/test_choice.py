@@ -102,7 +102,7 @@ def explained() -> None:
             assert thread is not None
             first = engine.connections[1]
             assert first.costs == FREE_STAGING, "not measured by register"
-            thread.call(lambda: engine._drop_connection(first))  # as after a failure of its channel
+            thread.call(lambda: engine.peers.drop_connection(first))  # as after a failure of its channel
         check_transfer(kv, 0, 1)
         if kv.rank() == 0:
             assert engine.connections[1] is not first

@@ -71,6 +71,9 @@ class ControlChannel(Protocol):
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
         """Makes ``rank`` reachable at its ``endpoint``, and watches its ``process``."""
 
+    def disconnect(self, rank: int) -> None:
+        """Forgets ``rank``, whose process has ended."""
+
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         """Sends ``frames``, each of which may be lost. Never blocks."""
 
@@ -101,6 +104,14 @@ class _Peer:
     down_since: float | None = None  # None while connected
     ended_at: float | None = None  # when its process was seen to have ended
     state: PeerState = PeerState.FOUND
+
+    def close(self, linger: int) -> None:
+        """linger: milliseconds that frames in the socket's queue may take to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
 
 
 class ZmqControlChannel:
@@ -156,6 +167,14 @@ class ZmqControlChannel:
         socket.connect(address)
         if name and process.host == host_identity().hex():
             self._datagrams.open(rank, name)
+
+    def disconnect(self, rank: int) -> None:
+        peer = self._peers.pop(rank)
+        self._datagrams.forget(rank)
+        self._poller.unregister(peer.monitor)
+        if peer.pidfd is not None and peer.ended_at is None:
+            self._poller.unregister(peer.pidfd)
+        peer.close(0)
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         if self._datagrams.send(rank, frames):
@@ -230,12 +249,8 @@ class ZmqControlChannel:
             return
         self._closed = True
         for peer in self._peers.values():
-            peer.socket.disable_monitor()
-            peer.monitor.close(0)
             # A last verdict may still be in the socket's queue: wait up to 1000 ms for a peer that is alive to take it.
-            peer.socket.close(1000 if peer.state is PeerState.FOUND and peer.ended_at is None else 0)
-            if peer.pidfd is not None:
-                os.close(peer.pidfd)
+            peer.close(1000 if peer.state is PeerState.FOUND and peer.ended_at is None else 0)
         self._inbox.close(0)
         self._datagrams.close()
         self._context.term()

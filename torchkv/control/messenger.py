@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torchkv.control.channel import ControlChannel
 from torchkv.control.session import Session
 from torchkv.errors import AuthError, KVError, ProtocolError
-from torchkv.layout.group_map import GroupMap
+from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.protocol.messages import ControlFrame, Message, decode_frame, encode_frame
 
 __all__ = ["ControlMessenger", "FramesByRank"]
@@ -38,18 +38,34 @@ class ControlMessenger:
         self._rank = group_map.rank
         self._key = key
         self._control = control
-        self._sessions = {
-            rank: Session(group_map.rank, group_map.me.incarnation, info.incarnation)
-            for rank, info in group_map.info.items()
-            if rank != group_map.rank
-        }
+        self._incarnation = group_map.me.incarnation
+        self._sessions: dict[int, Session] = {}
+        self._by_incarnation: dict[int, int] = {}  # ranks: a peer may call itself otherwise than this rank does
+        for info in group_map.info.values():
+            if info.rank != group_map.rank:
+                self.add(info)
         self._active: set[int] = set()  # ranks whose sessions may have something to send
         self._next_warning = 0.0
         self._unsent: deque[tuple[int, list[ControlFrame]]] = deque()  # left to the progress thread by `send_now`
 
+    def add(self, info: RankInfo) -> None:
+        """A session with a peer begins."""
+        self._sessions[info.rank] = Session(self._rank, self._incarnation, info.incarnation)
+        self._by_incarnation[info.incarnation] = info.rank
+
+    def remove(self, info: RankInfo) -> None:
+        """The session with a peer that has ended is over."""
+        self.dead.discard(info.rank)
+        self._active.discard(info.rank)
+        del self._sessions[info.rank], self._by_incarnation[info.incarnation]
+
+    def reaches(self, rank: int) -> bool:
+        """Whether messages to ``rank`` are not dropped."""
+        return rank in self._sessions and rank not in self.dead
+
     def tell(self, rank: int, message: Message) -> None:
         """Queues ``message`` to ``rank``: delivered reliably and in order. Drops it if ``rank`` is dead."""
-        if rank not in self.dead:
+        if self.reaches(rank):
             self._sessions[rank].send(message)
             self._active.add(rank)
 
@@ -58,18 +74,18 @@ class ControlMessenger:
         self.dead.add(rank)
         self._active.discard(rank)
 
-    def receive(self, readable: int) -> list[ControlFrame]:
-        """Frames that have arrived, checked and decoded. readable: see `ControlChannel.receive`."""
-        frames: list[ControlFrame] = []
+    def receive(self, readable: int) -> list[tuple[int, ControlFrame]]:
+        """Frames that have arrived, checked and decoded, with their ranks. readable: see `ControlChannel.receive`."""
+        frames: list[tuple[int, ControlFrame]] = []
         for data in self._control.receive(readable):
             try:
                 frame = decode_frame(data, self._key)
-                if frame.source not in self._sessions:
-                    raise ProtocolError(f"control frame of rank {frame.source}, which is not in this group")
+                if (rank := self._by_incarnation.get(frame.incarnation)) is None:
+                    raise ProtocolError(f"control frame of a rank {frame.source} that is not in this group")
             except (AuthError, ProtocolError) as error:
                 self._drop(error)
                 continue
-            frames.append(frame)
+            frames.append((rank, frame))
         return frames
 
     def _drop(self, error: KVError) -> None:
@@ -79,11 +95,13 @@ class ControlMessenger:
             self._next_warning = now + WARNING_INTERVAL
             log.warning("rank %d dropped a control frame (%d so far): %s", self._rank, self.dropped, error)
 
-    def accept(self, frame: ControlFrame) -> list[Message]:
-        """The messages that ``frame`` makes deliverable, in order."""
-        if frame.source not in self.dead:
-            self._active.add(frame.source)
-        return self._sessions[frame.source].receive(frame)
+    def accept(self, rank: int, frame: ControlFrame) -> list[Message]:
+        """The messages that ``frame`` of ``rank`` makes deliverable, in order."""
+        if rank not in self._sessions:
+            return []  # it was removed after the frame had been received
+        if rank not in self.dead:
+            self._active.add(rank)
+        return self._sessions[rank].receive(frame)
 
     def frames(self, now: float, ranks: Iterable[int] | None = None) -> FramesByRank:
         """The frames to send now, to ``ranks`` or to all peers; to all, also those that `send_now` could not send."""

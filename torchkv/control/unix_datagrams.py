@@ -54,6 +54,10 @@ class UnixDatagramChannel:
         """Makes ``rank``, a process of this host, reachable: its `UnixDatagramChannel` has this ``name``."""
         self._peers[rank] = b"\0" + name.encode()
 
+    def forget(self, rank: int) -> None:
+        """Undoes `open`."""
+        self._peers.pop(rank, None)
+
     def send(self, rank: int, frames: Sequence[bytes]) -> bool:
         """Sends ``frames`` in one datagram. False, with nothing sent, if that is not possible now. Never blocks.
 

@@ -139,6 +139,8 @@ class Core:
             device.describe(self.world)
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
+        self._slots: dict[int, int] = {rank: rank}  # of `World`'s ``peers``, by rank
+        self._ranks: dict[int, int] = {rank: rank}  # by slot
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
         self._free_receives = list(range(MAX_FLOWS))
         self._free_ops = list(range(MAX_OPS))
@@ -161,26 +163,70 @@ class Core:
         """With this a peer of the same host maps this rank's mailboxes: see `connect`."""
         return shared_memory.share(self._segment) or b""
 
-    def connect(self, rank: int, descriptor: bytes) -> None:
-        """Maps the mailboxes of ``rank``. Raises ``TransportUnavailable`` and ``ProtocolError`` if it cannot."""
-        if rank >= MAX_PEERS:
-            raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
+    def reserve_slot(self, rank: int, slot: int | None = None) -> int:
+        """The mailbox here that ``rank`` will write to. slot: which one it must be; None: any that is free.
+
+        Raises ``TransportUnavailable`` if there is none. `disconnect` frees it.
+        """
+        if rank in self._slots:
+            return self._slots[rank]
+        if slot is None:
+            # From above, because the ranks that begin together take those of their numbers.
+            slot = next((each for each in reversed(range(MAX_PEERS)) if each not in self._ranks), MAX_PEERS)
+        if slot >= MAX_PEERS or slot in self._ranks:
+            raise TransportUnavailable(f"rank {rank}: the resident loop has {MAX_PEERS} mailboxes, and none for it")
+        self._slots[rank], self._ranks[slot] = slot, rank
+        return slot
+
+    def connect(self, rank: int, descriptor: bytes, *, slot: int | None = None) -> None:
+        """Maps the mailboxes of ``rank``, which has reserved ``slot`` there for this rank: see `reserve_slot`.
+
+        slot: None among ranks that call each other by the same numbers: then these are their slots.
+        Raises ``TransportUnavailable`` and ``ProtocolError`` if it cannot.
+        """
+        if slot is None:
+            self.reserve_slot(rank, rank)
+            slot = self.rank
+        here = self._slots[rank]
         segment = shared_memory.open_segment(descriptor)
         if segment.nbytes < mailbox.SEGMENT_NBYTES:
             segment.close()
             raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
         self._peers[rank] = segment
-        peer = self._memory[0]["peers"][rank]
-        base = self._segment.data_ptr()
-        peer["inbox_head"], peer["inbox"] = (base + offset for offset in mailbox.mailbox_at(rank))
-        peer["outbox_head"], peer["outbox"] = (segment.ptr + offset for offset in mailbox.mailbox_at(self.rank))
-        peer["bell"], peer["grants"] = segment.ptr, segment.ptr + mailbox.GRANTS_AT
-        self._memory[0]["num_peers"] = max(rank + 1, int(self._memory[0]["num_peers"]))
-        ctypes.c_int64.from_address(int(peer["outbox_head"]) + mailbox.READS_AT).value = 1
+        base = self._segment_at
+        inbox_head, inbox = (base + offset for offset in mailbox.mailbox_at(here))
+        outbox_head, outbox = (segment.ptr + offset for offset in mailbox.mailbox_at(slot))
+        with self.standing_still():
+            peer = self._memory[0]["peers"][here]
+            peer["outbox_head"], peer["outbox"], peer["bell"] = outbox_head, outbox, segment.ptr
+            peer["inbox_head"], peer["inbox"], peer["grants"] = inbox_head, inbox, segment.ptr + mailbox.GRANTS_AT
+            self._memory[0]["num_peers"] = max(here + 1, int(self._memory[0]["num_peers"]))
+        ctypes.c_int64.from_address(outbox_head + mailbox.READS_AT).value = 1
+
+    def disconnect(self, rank: int) -> None:
+        """Unmaps the mailboxes of ``rank``, whose process has ended, and frees its slot. Idempotent.
+
+        No request may be on the loop with it any more. What is still due to it is forgotten.
+        """
+        slot = self._slots.get(rank)
+        if slot is None or rank == self.rank:
+            return
+        with self.standing_still():
+            world = self._memory[0]
+            assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
+            loop.drop_due_to(self.world, slot)
+            world["peers"][slot] = 0
+            world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
+            head, box = mailbox.mailbox_at(slot)
+            for at, nbytes in ((head, mailbox.LINE), (box, mailbox.MAILBOX_NBYTES)):
+                self._bytes[at : at + nbytes] = bytes(nbytes)
+        del self._ranks[slot], self._slots[rank]
+        if (segment := self._peers.pop(rank, None)) is not None:
+            segment.close()
 
     def reaches(self, rank: int) -> bool:
         """Whether records can be sent to ``rank``: both ranks have mapped each other's mailboxes."""
-        at = mailbox.mailbox_at(rank)[0] + mailbox.READS_AT if rank in self._peers else 0
+        at = mailbox.mailbox_at(self._slots[rank])[0] + mailbox.READS_AT if rank in self._peers else 0
         return at > 0 and self._bytes[at] != 0
 
     @property
@@ -263,7 +309,8 @@ class Core:
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [geometry, kernels, pages]
         table = 0 if kernels is None else kernels.ctypes.data
-        posting.open_send(self._address, flow, peer, peer_flow, generation, geometry, table, pages, src_page, dst_page)
+        slot = self._slots[peer]
+        posting.open_send(self._address, flow, slot, peer_flow, generation, geometry, table, pages, src_page, dst_page)
         return flow
 
     def wait_for_grant(
@@ -288,7 +335,7 @@ class Core:
         self._kept_sends[flow] = [geometry, kernels]
         table = 0 if kernels is None else kernels.ctypes.data
         posting.wait_for_grant(
-            self._address, flow, peer, max_page, *hashes, writers, geometry, table, src_page, dst_page
+            self._address, flow, self._slots[peer], max_page, *hashes, writers, geometry, table, src_page, dst_page
         )
         return flow
 
@@ -382,9 +429,11 @@ class Core:
         layers = max(count for _, count, _ in writers)
         cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         self._kept_receives[flow] = cover
+        leader = self._slots[leader] if leader >= 0 else leader
         posting.open_receive(self._address, flow, generation, num_tokens, page_size, leader, told, cover)
         for number, (rank, count, size) in enumerate(writers):
-            posting.add_writer(self._address, flow, rank, count, size, int(number == len(writers) - 1))
+            last = int(number == len(writers) - 1)
+            posting.add_writer(self._address, flow, self._slots[rank], count, size, last)
 
     def grant(
         self, flow: int, name: bytes, hashes: tuple[int, int], pages: Int64Array, *, prefix_tokens: int, writers: int
@@ -417,10 +466,10 @@ class Core:
 
         While it stands still. That the receive is complete Python tells the leader in any case.
         """
-        ranks = int(loop.drop_due(self.world, GRANT, flow))
+        slots = int(loop.drop_due(self.world, GRANT, flow))
         loop.drop_due(self.world, DONE, flow)
         unposted = loop.drop_due(self.world, POSTED, flow) != 0
-        return [rank for rank in range(MAX_PEERS) if ranks >> rank & 1], unposted
+        return [self._ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
 
     def receive_state(self, flow: int, *, coverage: bool = True) -> ReceiveState:
         """What has arrived. While the loop stands still, or has ended the flow, or left it to Python.
@@ -462,13 +511,15 @@ class Core:
         if not self._free_rounds:
             return None
         index = self._free_rounds.pop()
-        self._kept_rounds[index] = np.array(members, dtype=np.int64)
+        parts = [(self._slots[rank], flow, generation, done) for rank, flow, generation, done in members]
+        self._kept_rounds[index] = np.array(parts, dtype=np.int64)
         posting.open_round(self._address, index, self._kept_rounds[index])
         return index
 
     def is_done(self, rank: int, flow: int, generation: int) -> bool:
         """Whether the loop has heard that this part is complete."""
-        return bool(self._memory[0]["votes"][rank, flow] == generation)
+        slot = self._slots.get(rank)
+        return slot is not None and bool(self._memory[0]["votes"][slot, flow] == generation)
 
     def end_round(self, index: int) -> None:
         """Frees the index of a round that is over."""
@@ -501,7 +552,7 @@ class Core:
             first = head & (MAX_EVENTS - 1)
             last = min(first + tail - head, MAX_EVENTS)
             for kind, index, source, *words, _ in self._events[first:last].tolist():
-                taken.append(Notice(kind, index, source, words))
+                taken.append(Notice(kind, index, self._ranks.get(source, -1), words))
             head += last - first
         if taken:
             self._view[self._head] = tail

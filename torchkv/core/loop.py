@@ -31,7 +31,7 @@ from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, 
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["FINISH", "POST", "ROUND", "START", "WAIT", "drop", "drop_due", "run", "settle", "step"]
+__all__ = ["FINISH", "POST", "ROUND", "START", "WAIT", "drop", "drop_due", "drop_due_to", "run", "settle", "step"]
 
 # Commands, with an op, the flow of a send or of a receive (POST), or a round in the bits above.
 START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
@@ -245,7 +245,7 @@ def drop(world: World, flow: int) -> None:
 
 @compiled
 def drop_due(world: World, kind: int, flow: int) -> int:
-    """Forgets the messages of this kind that are due for a flow. A bit for each rank that they were for."""
+    """Forgets the messages of this kind that are due for a flow. A bit for each peer that they were for."""
     dropped = 0
     kept = world["due_head"]
     for at in range(world["due_head"], world["due_tail"]):
@@ -258,6 +258,20 @@ def drop_due(world: World, kind: int, flow: int) -> int:
             kept += 1
     world["due_tail"] = kept
     return dropped
+
+
+@compiled
+def drop_due_to(world: World, peer: int) -> None:
+    """Forgets the messages that are due to a peer, which has ended."""
+    kept = world["due_head"]
+    for at in range(world["due_head"], world["due_tail"]):
+        due = world["due"][at & (DUE - 1)]
+        kind = due[0] & 0xFF
+        if kind in (SEAL, DECIDED) or due[0] >> 8 != peer:  # these two name none
+            to = world["due"][kept & (DUE - 1)]
+            to[0], to[1], to[2] = due[0], due[1], due[2]
+            kept += 1
+    world["due_tail"] = kept
 
 
 @compiled

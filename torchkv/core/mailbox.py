@@ -2,15 +2,17 @@
 
 Each rank owns a segment of shared memory, which the kernel frees with its last user:
 
-    bell | heads: one line per rank | mailbox of rank 0 | mailbox of rank 1 | ... | grants: a slot per receive
+    bell | heads: one line per peer | mailbox of peer 0 | mailbox of peer 1 | ... | grants: a slot per receive
 
-A *mailbox* is a ring of `MAILBOX_RECORDS` records with one writer, the rank that it is named after, and one reader, the
+Which peer is the k-th the owner says: see `torchkv.core.core.Core.reserve_slot`. The loops know peers by these numbers.
+
+A *mailbox* is a ring of `MAILBOX_RECORDS` records with one writer, the peer that it is kept for, and one reader, the
 segment's owner. The writer copies a record and then stores its ``seq``, the count of records so far; the reader loads
 ``seq``, copies the record and checks its copy. The reader's *head* says how many it has read, so the writer knows how
 much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
 
-Behind the head on rank r's line lies a word that r sets once it reads what this rank writes to it. Before that nothing
-is written, so that no record waits for a reader that could not map its mailbox.
+Behind the head on a peer's line lies a word that the peer sets once it reads what this rank writes to it. Before that
+nothing is written, so that no record waits for a reader that could not map its mailbox.
 
 The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soon wakes by itself. Who has stored
 something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
@@ -44,6 +46,8 @@ __all__ = [
     "ASLEEP",
     "GRANTS_AT",
     "GRANT_SLOT",
+    "LINE",
+    "MAILBOX_NBYTES",
     "NAPPING",
     "READS_AT",
     "SEGMENT_NBYTES",
@@ -63,7 +67,7 @@ __all__ = [
 ASLEEP, NAPPING = 1, 2  # of a bell
 RECORD_NBYTES = 64
 _SEQ = 56  # offset of a record's ``seq``
-_LINE = 128
+LINE = 128
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 1 << 30
 _RECORD = word_at("record")
 
@@ -73,14 +77,15 @@ call_write = c_function(3, 64)
 
 
 READS_AT = 8  # offset of the word that says that a rank reads, from its head
-GRANTS_AT = (1 + MAX_PEERS) * _LINE + MAX_PEERS * MAILBOX_RECORDS * RECORD_NBYTES
+MAILBOX_NBYTES = MAILBOX_RECORDS * RECORD_NBYTES
+GRANTS_AT = (1 + MAX_PEERS) * LINE + MAX_PEERS * MAILBOX_NBYTES
 GRANT_SLOT = GRANT_NBYTES + 8 * MAX_GRANTED + MAX_NAME
 SEGMENT_NBYTES = GRANTS_AT + MAX_FLOWS * GRANT_SLOT  # the kernel commits what is used
 
 
-def mailbox_at(rank: int) -> tuple[int, int]:
-    """Offsets of the head and of the mailbox of writer ``rank`` in a segment."""
-    return (1 + rank) * _LINE, (1 + MAX_PEERS) * _LINE + rank * MAILBOX_RECORDS * RECORD_NBYTES
+def mailbox_at(slot: int) -> tuple[int, int]:
+    """Offsets of the head and of the mailbox of the writer that has this slot in a segment."""
+    return (1 + slot) * LINE, (1 + MAX_PEERS) * LINE + slot * MAILBOX_NBYTES
 
 
 @compiled

@@ -321,7 +321,7 @@ class Round(TypedDict):
 
 
 class Peer(TypedDict):
-    """A rank. inbox: address of the mailbox that it writes to, here; outbox, bell: of those that this rank writes to,
+    """A peer. inbox: address of the mailbox that it writes to, here; outbox, bell: of those that this rank writes to,
     there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
     records so far. grants: address of its grants."""
 
@@ -355,7 +355,7 @@ class World(TypedDict):
     ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
     expected. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a mailbox.
-    one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by rank and flow:
+    one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by peer and flow:
     votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
     round + 1, or 0.
 

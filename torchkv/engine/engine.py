@@ -13,18 +13,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import proxy
 
-from torchkv.control.channel import ControlChannel, PeerEvent, PeerState
+from torchkv.control.channel import ControlChannel
 from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
 from torchkv.engine.gpu_kernels import GpuKernels
 from torchkv.engine.layer_wait import LayerStreamWaits, LayerWait
+from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
 from torchkv.engine.work import KVWork
@@ -111,14 +111,10 @@ class Engine:
         self.sender = Sender(group_map, **timeouts, requester=self._requester)
         self.receiver = Receiver(group_map, **timeouts, credits=self.credits)
         self._leader = InstanceLeader(group_map, grant_timeout=options.grant_timeout)
-        self.connections: dict[int, PeerConnection] = {}
         self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
-        self.lost: dict[int, str] = {}  # ranks that do not answer -> the reason
         self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
         self.closed = ""  # the reason why verbs are refused; empty while the group is open
         self._transport = transport
-        self._control = control
-        self._connect = connect
         self._messenger = ControlMessenger(group_map, key, control)
         self._to_self: deque[Message] = deque()  # messages of this rank to itself
         self._scheduler = TransferScheduler(
@@ -131,6 +127,21 @@ class Engine:
             on_broken=weakly(self._drop_connection),
             send_stage_messages=weakly(self._send_stage_messages),
         )
+        self.peers = Peers(
+            group_map=group_map,
+            lock=self.lock,
+            control=control,
+            messenger=self._messenger,
+            sender=self.sender,
+            receiver=self.receiver,
+            leader=self._leader,
+            gpu=memory.gpu,
+            connect=connect,
+            moves_to=self._scheduler.moves_to,
+            unmap=weakly(self._unmap),
+            notify=weakly(self.notify),
+        )
+        self.connections, self.lost = self.peers.connections, self.peers.lost  # for verbs: the very same objects
         self._unpacker = StageUnpacker(
             receiver=self.receiver,
             lock=self.lock,
@@ -144,11 +155,6 @@ class Engine:
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
         self.needs_gil: Callable[[], None] = lambda: None  # the driver serves requests itself from now on
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
-        # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
-        self._broken: dict[int, list[PeerConnection]] = {}
-        self._unwatched: set[int] = set()  # writers without a connection: nothing shows when their writes have drained
-        self._undrained: set[int] = set()  # dead ranks whose last writes may still land here
-        self._closing: list[PeerConnection] = []  # connections to dead ranks, to be closed by `run_deferred_frees`
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
         self.flows: Flows | None = None  # the requests that the resident loop serves
@@ -179,8 +185,8 @@ class Engine:
         busy = self._follow_loop()
         if heard:
             busy |= self._receive_messages(now, heard)
-        if (events := self._control.events(now)) or self._undrained:
-            busy |= self._follow_peers(events, now)
+        if self.peers.follow(now):
+            busy = self._news = True
         busy |= self._settle(now)
         if moved or self._scheduler.posting or now >= self._next_tick:
             busy |= self._transport.progress()
@@ -192,7 +198,7 @@ class Engine:
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
-            self.run_deferred_frees()
+            self.peers.run_deferred_frees()
             with self.lock:
                 self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
@@ -244,7 +250,9 @@ class Engine:
         """
         tells: list[Tell] = []
         for action in self.receiver.actions:
-            if not isinstance(action, Tell) or (isinstance(action.message, Grant) and not self._watched(action.rank)):
+            if not isinstance(action, Tell):
+                return []
+            if isinstance(action.message, Grant) and not self.peers.is_watched(action.rank):
                 return []
             tells.append(action)
         self.receiver.actions = []
@@ -289,9 +297,14 @@ class Engine:
 
     def connection(self, rank: int) -> PeerConnection:
         """The connection to ``rank``, made on first use. Driver's thread only."""
-        if rank not in self.connections:
-            self.connections[rank] = self._connect(rank)
-        return self.connections[rank]
+        return self.peers.connection(rank)
+
+    def _drop_connection(self, connection: PeerConnection) -> None:
+        self.peers.drop_connection(connection)
+
+    def _unmap(self, rank: int) -> None:
+        if self.flows is not None:
+            self.flows.disconnect(rank)
 
     def layer_wait(self, req: ReceiverRequest, layer: int) -> LayerWait:
         """A wait for one layer of ``req``. Any thread. Raises ``ProtocolError`` for a layer this rank does not hold."""
@@ -341,11 +354,6 @@ class Engine:
                 "peer": self.group_map.info[rank].staging,
             }
 
-    def _drop_connection(self, connection: PeerConnection) -> None:
-        """The connection's channel broke under a transfer: the next transfer gets a new connection. See ``_broken``."""
-        if self.connections.get(connection.rank) is connection:
-            self._broken.setdefault(connection.rank, []).append(self.connections.pop(connection.rank))
-
     def fail_all(self, error: KVError, now: float) -> None:
         """Fails every pending call with ``error``: the group is being destroyed.
 
@@ -379,16 +387,14 @@ class Engine:
         if not frames:
             return False
         with self.lock:
-            for frame in frames:
-                for message in self._messenger.accept(frame):
+            for source, frame in frames:
+                for message in self._messenger.accept(source, frame):
                     self._news = True
                     try:
-                        self._handle(frame.source, message, now)
+                        self._handle(source, message, now)
                     except KVError as error:
                         self._messenger.dropped += 1
-                        log.warning(
-                            "rank %d ignored a message of rank %d: %s", self.group_map.rank, frame.source, error
-                        )
+                        log.warning("rank %d ignored a message of rank %d: %s", self.group_map.rank, source, error)
         return True
 
     def _handle(self, src: int, message: Message, now: float) -> None:
@@ -433,77 +439,6 @@ class Engine:
                 self._requester.on_denied(src, message, self.group_map.info[src].staging)
             case Withdrawn():
                 self._requester.on_withdrawn(src, message.generation)
-
-    def _follow_peers(self, events: Sequence[PeerEvent], now: float) -> bool:
-        """Reacts to peers that were lost or found, and to the last writes of dead peers having drained."""
-        for event in events:
-            self._on_peer(event, now)
-        for rank in list(self._undrained):
-            if self._drained(rank) and not self._scheduler.moves_to(rank):
-                self._undrained.discard(rank)
-                self._closing += self._broken.pop(rank, [])
-                if rank in self.connections:  # it maps the dead process's memory, which closing it releases
-                    self._closing.append(self.connections[rank])
-                self.run_deferred_frees()
-                if self._closing:
-                    log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self.group_map.rank)
-                with self.lock:
-                    self.receiver.peer_dead(rank, now)
-                self._news = True
-        return bool(events)
-
-    def run_deferred_frees(self) -> None:
-        """Closes connections to dead ranks and frees the GPU memory whose release was deferred.
-
-        Both wait for all streams of the GPU. While a stream waits for this rank, nothing is done.
-        """
-        with nullcontext(True) if self.gpu is None else self.gpu.sync_words.no_blocked_streams() as quiet:
-            while quiet and self._closing:
-                self._closing.pop().close()
-            if quiet and self.gpu is not None:
-                self.gpu.run_deferred_frees()
-
-    def _drained(self, rank: int) -> bool:
-        """Whether none of the writes of the dead ``rank`` can land here any more."""
-        connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
-        return rank not in self._unwatched and all(c.channel is None or c.channel.drained for c in connections)
-
-    def _watched(self, rank: int) -> bool:
-        return rank in self.connections and rank not in self._unwatched
-
-    def _watch(self, rank: int) -> None:
-        """Connects to ``rank`` before it may write here: if it dies, the connection shows when its writes drained."""
-        try:
-            self.connection(rank)
-        except (KVError, OSError) as error:
-            self._unwatched.add(rank)
-            log.warning(
-                "rank %d: no connection to writer %d (%s): if that rank dies, the pages it writes to stay quarantined",
-                self.group_map.rank,
-                rank,
-                error,
-            )
-        else:
-            self._unwatched.discard(rank)
-
-    def _on_peer(self, event: PeerEvent, now: float) -> None:
-        log.info("rank %d: %s", self.group_map.rank, event.reason)
-        with self.lock:
-            if event.state is PeerState.FOUND:
-                self.lost.pop(event.rank, None)
-                self._leader.peer_found(event.rank)
-                self.receiver.peer_found(event.rank)
-                self.notify()
-                return
-            self.lost[event.rank] = event.reason
-            self.sender.peer_lost(event.rank, event.reason)
-            self.receiver.peer_lost(event.rank, event.reason)
-            self._leader.peer_lost(event.rank, now)
-            if event.state is PeerState.DEAD:
-                self.sender.peer_dead(event.rank)
-                self._undrained.add(event.rank)
-                self._messenger.mark_dead(event.rank)
-            self.notify()
 
     # ------------------------------------------------------------------ actions
 
@@ -649,9 +584,9 @@ class Engine:
     def _tell(self, rank: int, message: Message, now: float) -> None:
         if rank == self.group_map.rank:
             self._to_self.append(message)
-        elif rank not in self._messenger.dead:
-            if isinstance(message, Grant) and not self._watched(rank):
-                self._watch(rank)
+        elif self._messenger.reaches(rank):
+            if isinstance(message, Grant) and not self.peers.is_watched(rank):
+                self.peers.watch(rank)
             if isinstance(message, Seal) or (isinstance(message, Grant) and message.flow is None):
                 self.spin_until = now + REPLY_SPIN
                 self.needs_gil()

@@ -241,6 +241,11 @@ class Flows:
         req.flow = None
         return sealed
 
+    def disconnect(self, rank: int) -> None:
+        """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
+        self._routes = {key: route for key, route in self._routes.items() if key[0] != rank}
+        self.core.disconnect(rank)
+
     def _serving(self, rank: int) -> PeerConnection | None:
         """The connection to ``rank``, if the loop can copy to it, and reach it."""
         connection = self._connections.get(rank)
@@ -309,7 +314,7 @@ class Flows:
         name = req.request.encode()
         if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
             return False
-        writers, hashes = _bits(tuple(req.writers)), name_hashes(req.request)
+        writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
         return True
 
@@ -376,7 +381,7 @@ class Flows:
             return self.core.take_back_round(index)
 
     def is_done(self, rank: int, flow: int, generation: int) -> bool:
-        return rank < MAX_PEERS and flow < MAX_FLOWS and self.core.is_done(rank, flow, generation)
+        return flow < MAX_FLOWS and self.core.is_done(rank, flow, generation)
 
     # ------------------------------------------------------------------ what the loop tells
 

@@ -241,7 +241,7 @@ class ProgressThread:
         closed = True
         for close in (
             *(
-                (engine.run_deferred_frees, *(connection.close for connection in engine.connections.values()))
+                (engine.peers.run_deferred_frees, *(connection.close for connection in engine.connections.values()))
                 if engine
                 else ()
             ),

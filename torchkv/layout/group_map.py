@@ -23,7 +23,7 @@ class RankInfo:
     serve one model replica together. layout: None for a rank that registered no cache. num_pages, num_slots: of its
     cache. staging: bytes of its staging ring. signals: number of signals behind that ring. channels: the most
     FIFO channels that a writer may use through one stage; 0 if pieces must fit into a stage. checksum: whether pieces
-    that it packs or unpacks have checksums.
+    that it packs or unpacks have checksums. number: what the rank calls itself in messages; None: also ``rank``.
     """
 
     rank: int
@@ -36,10 +36,17 @@ class RankInfo:
     signals: int = 0
     channels: int = 0
     checksum: bool = False
+    number: int | None = None
+
+    @property
+    def own_number(self) -> int:
+        return self.rank if self.number is None else self.number
 
 
 class GroupMap:
     """All members of a group, as seen by rank ``rank``, and the plans between them. Any thread may read it.
+
+    Members may come and go. The number of one that has gone is never given to another.
 
     info: by rank. me: this rank. instances: name -> ranks, ascending. siblings: the ranks of this rank's instance that
     have a cache, itself included.
@@ -47,11 +54,8 @@ class GroupMap:
 
     def __init__(self, rank: int, members: Sequence[RankInfo]) -> None:
         self.rank = rank
-        self.info: Mapping[int, RankInfo] = {info.rank: info for info in members}
+        self._set_members({info.rank: info for info in members})
         self.me = self.info[rank]
-        self.instances: dict[str, tuple[int, ...]] = {}
-        for info in sorted(members, key=lambda info: info.rank):
-            self.instances[info.instance] = (*self.instances.get(info.instance, ()), info.rank)
         self.siblings: tuple[int, ...] = tuple(
             r for r in self.instances[self.me.instance] if self.info[r].layout is not None
         )
@@ -61,7 +65,27 @@ class GroupMap:
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
         self.owed = lru_cache(maxsize=4096)(self._owed)
         self.gap = lru_cache(maxsize=4096)(self._gap)
+
+    def _set_members(self, members: dict[int, RankInfo]) -> None:
+        """Makes new mappings, because other threads may be reading the old ones."""
+        instances: dict[str, tuple[int, ...]] = {}
+        for info in sorted(members.values(), key=lambda info: info.rank):
+            instances[info.instance] = (*instances.get(info.instance, ()), info.rank)
+        self.info: Mapping[int, RankInfo] = members
+        self.instances: Mapping[str, tuple[int, ...]] = instances
         self._targets: dict[int | str, tuple[int, ...]] = {}
+
+    def add(self, info: RankInfo) -> None:
+        """A member has come. Raises ``LayoutMismatch`` if its layout and this rank's are incompatible."""
+        assert info.rank not in self.info
+        if self.me.layout is not None and info.layout is not None:
+            check_compatible(self.me.layout, info.layout, rank_a=self.rank, rank_b=info.rank)
+        self._set_members({**self.info, info.rank: info})
+
+    def remove(self, rank: int) -> None:
+        """A member has gone."""
+        assert rank != self.rank
+        self._set_members({other: info for other, info in self.info.items() if other != rank})
 
     def check(self) -> None:
         """Raises ``LayoutMismatch`` for the first pair of ranks whose layouts are incompatible."""
@@ -103,14 +127,19 @@ class GroupMap:
             raise ProtocolError(f"{operation}: {name}={list(ranks)} names a rank twice")
         return ranks
 
+    def own_numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """What these ranks, of one instance, call themselves in messages."""
+        return tuple(self.info[rank].own_number for rank in ranks)
+
     def targets(self, peers: int | str | Sequence[int], operation: str) -> tuple[int, ...]:
         """The ranks of ``dst`` to which this rank owes anything: `resolve`, then `owed`."""
         plain = type(peers) is int or type(peers) is str
-        if plain and (known := self._targets.get(peers)) is not None:  # type: ignore[arg-type]  # just checked
+        targets = self._targets  # of the present members
+        if plain and (known := targets.get(peers)) is not None:  # type: ignore[arg-type]  # just checked
             return known
         ranks = self.owed(self.resolve(peers, operation, "dst"))
         if plain:
-            self._targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
+            targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
         return ranks
 
     def layout(self, rank: int) -> KVLayout:

@@ -185,7 +185,7 @@ class Receiver:
         self._tell_leader(Post(req.request, req.generation, req.prefix_tokens, req.num_tokens, page_size, req.flow))
 
     def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int]) -> None:
-        pages, writers = pack_pages(req.pages), list(req.writers)
+        pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(req.writers))
         message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, req.state_slot, req.flow)
         self.actions.extend(Tell(rank, message) for rank in ranks)
 
@@ -341,6 +341,10 @@ class Receiver:
             if rank in req.writers and req.error is not None:
                 req.writers[rank].quiescent = True
                 self._end_if_quiescent(req)
+
+    def is_done_with(self, rank: int) -> bool:
+        """Whether no request names ``rank`` as a writer, and it owns no stage."""
+        return all(rank not in req.writers for req in self._requests.values()) and rank not in self._credits.writers()
 
     def fail_all(self, error: KVError) -> None:
         """Fails every request and completes every pending call, because the group is destroyed."""

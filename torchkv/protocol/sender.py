@@ -388,6 +388,20 @@ class Sender:
             self.flows.settle()
         self._unmet.forget(rank)
 
+    def is_done_with(self, rank: int) -> bool:
+        """Whether nothing of this rank is under way to ``rank``, and no call waits for that."""
+        return all(
+            req.dst != rank or (req.error is not None and req.drained and not req.cancels)
+            for req in self._requests.values()
+        )
+
+    def forget(self, rank: int) -> None:
+        """Forgets all that was between this rank and ``rank``, with which it `is_done_with`."""
+        for key in [key for key in self._requests if key[1] == rank]:
+            self._end(self._requests[key])
+        self._undrainable = {pair for pair in self._undrainable if pair[0] != rank}
+        self._unmet.forget(rank)
+
     def fail_all(self, error: KVError) -> None:
         """Fails every request, because the group is destroyed. Running ops are halted; `end_all` completes the rest."""
         for req in [req for req in self._requests.values() if req.error is None]:

@@ -57,9 +57,12 @@ class Unmet:
         return grant
 
     def forget(self, dst: int) -> None:
-        """Forgets the grants of a receiver whose process has ended."""
+        """Forgets what was remembered of a receiver whose process has ended."""
         for key in [key for key in self._grants if key[1] == dst]:
             self.take(key)
+        for remembered in (self._revocations, self._refusals):
+            for key in [key for key in remembered if key[1] == dst]:
+                del remembered[key]
 
     # ---------------------------------------------------------------- revocations that wait for the first verb
 

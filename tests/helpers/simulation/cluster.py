@@ -63,6 +63,10 @@ class SimulatedControl:
         self._state[rank] = PeerState.FOUND
         self._grace[rank] = self._world.random.uniform(0.0, 0.1)
 
+    def disconnect(self, rank: int) -> None:
+        del self._nodes[rank], self._state[rank], self._grace[rank]
+        self._down_since.pop(rank, None)
+
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         for data in frames:  # each may be lost by itself
             self._world.send(self._node, self._nodes[rank], data)

@@ -61,7 +61,7 @@ def test_a_caller_sends_by_itself_and_nothing_is_left_to_the_driver() -> None:
     mine.send_now(frames)
     assert [rank for rank, _ in here.at_once] == [PEER]
     there.inbox = here.at_once[0][1]
-    assert [theirs.accept(frame) for frame in theirs.receive(-1)] == [[send_now(7)]]
+    assert [theirs.accept(*each) for each in theirs.receive(-1)] == [[send_now(7)]]
     mine.send(mine.frames(0.0))
     assert [rank for rank, _ in here.sent] == [OTHER], "only what the caller had not taken"
 
@@ -75,7 +75,7 @@ def test_what_a_caller_could_not_send_the_driver_sends() -> None:
     assert here.at_once == []
     mine.send(mine.frames(0.0))
     there.inbox = [data for _, frames in here.sent for data in frames]
-    assert [m for frame in theirs.receive(-1) for m in theirs.accept(frame)] == [send_now(1), send_now(2)]
+    assert [m for each in theirs.receive(-1) for m in theirs.accept(*each)] == [send_now(1), send_now(2)]
     mine.send([])
     assert len(here.sent) == 2, "once"
 
@@ -88,7 +88,7 @@ def test_nothing_is_sent_to_a_dead_peer_not_even_acknowledgements() -> None:
     mine.mark_dead(PEER)
     mine.tell(PEER, send_now(3))
     here.inbox = there.sent[0][1]
-    assert [m for frame in mine.receive(-1) for m in mine.accept(frame)] == [send_now(1)], "its last words count"
+    assert [m for each in mine.receive(-1) for m in mine.accept(*each)] == [send_now(1)], "its last words count"
     assert mine.frames(100.0) == []
     assert mine.next_poll == float("inf")
 
@@ -99,11 +99,11 @@ def test_frames_that_are_no_good_are_counted() -> None:
     here.inbox = [
         b"short",
         encode_frame(ControlFrame(PEER, 101, 100, 1, 0, send_now(1)), b"x" * 32),
-        encode_frame(ControlFrame(9, 101, 100, 1, 0, send_now(1)), KEY),  # not a rank of this group
+        encode_frame(ControlFrame(PEER, 999, 100, 1, 0, send_now(1)), KEY),  # not a member of this group
         encode_frame(ControlFrame(ME, 100, 100, 1, 0, send_now(1)), KEY),  # this rank has no session with itself
         good,
     ]
-    assert [frame.source for frame in mine.receive(-1)] == [PEER]
+    assert [rank for rank, _ in mine.receive(-1)] == [PEER]
     assert mine.dropped == 4
 
 

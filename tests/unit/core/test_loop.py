@@ -138,6 +138,7 @@ def test_a_hole_is_no_success() -> None:
 def test_two_writers() -> None:
     """Both must seal. The reader is complete only when both are, and each is told."""
     pair = Pair(layers=1)
+    pair.reader.reserve_slot(2, 2)
     flow = pair.receive(1, writers=(0, 2))
     send = pair.send(flow, [0])
     pair.start(send, [1])

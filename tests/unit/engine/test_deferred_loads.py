@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.fakes.gpu import Gpu
 from torchkv import Options
-from torchkv.engine.engine import Engine
+from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.errors import TransportUnavailable
 from torchkv.transfer.copy_tables import BaseAddressTables
@@ -123,14 +123,14 @@ def test_memory_to_send_from(gpu: Gpu, mapped: bool) -> None:
 def test_what_is_mapped_of_a_dead_peer(gpu: Gpu) -> None:
     closed: list[int] = []
     connections = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(2)]
-    engine: Any = SimpleNamespace(gpu=gpu, _closing=[*connections])
+    peers: Any = SimpleNamespace(_gpu=gpu, closing=[*connections])
     gpu.holding = True
-    Engine.run_deferred_frees(engine)
+    Peers.run_deferred_frees(peers)
     assert closed == gpu.freed == []
     gpu.holding = False
-    Engine.run_deferred_frees(engine)
+    Peers.run_deferred_frees(peers)
     assert sorted(closed) == [0, 1]
     assert gpu.freed == ["deferred"], "and what this thread could not free before"
-    on_host: Any = SimpleNamespace(gpu=None, _closing=[*connections])
-    Engine.run_deferred_frees(on_host)
+    on_host: Any = SimpleNamespace(_gpu=None, closing=[*connections])
+    Peers.run_deferred_frees(on_host)
     assert len(closed) == 4

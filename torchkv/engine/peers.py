@@ -1,0 +1,208 @@
+"""A rank's peers: the connections to them, which of them are lost or dead, and when the dead can write no more.
+
+    add --> FOUND <--> LOST         no answer: its requests fail, but it may still be writing
+              |         |
+              +----+----+
+                   v
+                 DEAD               its process has ended; what it wrote before may still be on its way
+                   |  its channels have drained
+                   v
+                 drained            nothing of it lands any more: its connections are closed, its mailboxes unmapped
+                   |  no request names it any more
+                   v
+                 forgotten          `forget`, where members come and go
+
+See `torchkv.control.channel` for FOUND, LOST and DEAD. `connections`, ``lost`` and the membership are shared with
+callers, under the engine's lock; everything else belongs to the driver's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from torchkv.control.channel import ControlChannel, PeerEvent, PeerState
+from torchkv.control.messenger import ControlMessenger
+from torchkv.errors import KVError
+from torchkv.layout.group_map import GroupMap, RankInfo
+from torchkv.protocol.instance import InstanceLeader
+from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.sender import Sender
+from torchkv.transfer.peer_connection import PeerConnection
+
+if TYPE_CHECKING:
+    from torchkv.kernels.gpu_context import GpuContext
+
+__all__ = ["Peers"]
+
+log = logging.getLogger(__name__)
+
+
+class Peers:
+    """The peers of one rank, and what its state machines are told of them.
+
+    connect: makes the connection to a rank. moves_to: whether transfers to a rank are under way. unmap: drops what the
+    resident loop shares with a rank that has ended. notify: wakes callers, under the lock.
+    connections: by rank, as far as they have been made. lost: ranks that do not answer -> the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_map: GroupMap,
+        lock: threading.Lock,
+        control: ControlChannel,
+        messenger: ControlMessenger,
+        sender: Sender,
+        receiver: Receiver,
+        leader: InstanceLeader,
+        gpu: GpuContext | None,
+        connect: Callable[[int], PeerConnection],
+        moves_to: Callable[[int], bool],
+        unmap: Callable[[int], None],
+        notify: Callable[[], None],
+    ) -> None:
+        self.connections: dict[int, PeerConnection] = {}
+        self.lost: dict[int, str] = {}
+        self.undrained: set[int] = set()  # dead ranks whose last writes may still land here
+        self.closing: list[PeerConnection] = []  # connections to dead ranks, to be closed by `run_deferred_frees`
+        self._group_map = group_map
+        self._lock = lock
+        self._control = control
+        self._messenger = messenger
+        self._sender = sender
+        self._receiver = receiver
+        self._leader = leader
+        self._gpu = gpu
+        self._connect = connect
+        self._moves_to = moves_to
+        self._unmap = unmap
+        self._notify = notify
+        # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
+        self._broken: dict[int, list[PeerConnection]] = {}
+        self._unwatched: set[int] = set()  # writers without a connection: nothing shows when their writes have drained
+
+    # ------------------------------------------------------------------ members
+
+    def add(self, info: RankInfo) -> None:
+        """A member has come. Raises ``LayoutMismatch`` if its layout and this rank's are incompatible."""
+        with self._lock:
+            self._group_map.add(info)
+            self._messenger.add(info)
+
+    def gone(self, rank: int) -> bool:
+        """Whether nothing of ``rank`` is left, so that it can be forgotten."""
+        with self._lock:
+            return (
+                rank in self._messenger.dead
+                and rank not in self.undrained
+                and all(connection.rank != rank for connection in self.closing)
+                and self._sender.is_done_with(rank)
+                and self._receiver.is_done_with(rank)
+            )
+
+    def forget(self, rank: int) -> None:
+        """Drops a member that is `gone`: from now on it is as if it had never been there."""
+        assert self.gone(rank)
+        with self._lock:
+            self._sender.forget(rank)
+            self._messenger.remove(self._group_map.info[rank])
+            self._group_map.remove(rank)
+            self.lost.pop(rank, None)
+        self.connections.pop(rank, None)
+        self._unwatched.discard(rank)
+        self._control.disconnect(rank)
+
+    # ------------------------------------------------------------------ connections
+
+    def connection(self, rank: int) -> PeerConnection:
+        """The connection to ``rank``, made on first use."""
+        if rank not in self.connections:
+            self.connections[rank] = self._connect(rank)
+        return self.connections[rank]
+
+    def drop_connection(self, connection: PeerConnection) -> None:
+        """The connection's channel broke under a transfer: the next transfer gets a new connection. See ``_broken``."""
+        if self.connections.get(connection.rank) is connection:
+            self._broken.setdefault(connection.rank, []).append(self.connections.pop(connection.rank))
+
+    def is_watched(self, rank: int) -> bool:
+        """Whether it will show when the writes of ``rank`` have drained."""
+        return rank in self.connections and rank not in self._unwatched
+
+    def watch(self, rank: int) -> None:
+        """Connects to ``rank`` before it may write here: if it dies, the connection shows when its writes drained."""
+        try:
+            self.connection(rank)
+        except (KVError, OSError) as error:
+            self._unwatched.add(rank)
+            log.warning(
+                "rank %d: no connection to writer %d (%s): if that rank dies, the pages it writes to stay quarantined",
+                self._group_map.rank,
+                rank,
+                error,
+            )
+        else:
+            self._unwatched.discard(rank)
+
+    # ------------------------------------------------------------------ who is lost, found and dead
+
+    def follow(self, now: float) -> bool:
+        """Reacts to peers that were lost or found, and to the last writes of dead peers having drained."""
+        events = self._control.events(now)
+        for event in events:
+            self._on_event(event, now)
+        drained = [rank for rank in self.undrained if self._is_drained(rank) and not self._moves_to(rank)]
+        for rank in drained:
+            self._on_drained(rank, now)
+        return bool(events or drained)
+
+    def run_deferred_frees(self) -> None:
+        """Closes connections to dead ranks and frees the GPU memory whose release was deferred.
+
+        Both wait for all streams of the GPU. While a stream waits for this rank, nothing is done.
+        """
+        with nullcontext(True) if self._gpu is None else self._gpu.sync_words.no_blocked_streams() as quiet:
+            while quiet and self.closing:
+                self.closing.pop().close()
+            if quiet and self._gpu is not None:
+                self._gpu.run_deferred_frees()
+
+    def _is_drained(self, rank: int) -> bool:
+        """Whether none of the writes of the dead ``rank`` can land here any more."""
+        connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
+        return rank not in self._unwatched and all(c.channel is None or c.channel.drained for c in connections)
+
+    def _on_drained(self, rank: int, now: float) -> None:
+        self.undrained.discard(rank)
+        self.closing += self._broken.pop(rank, [])
+        if rank in self.connections:  # it maps the dead process's memory, which closing it releases
+            self.closing.append(self.connections[rank])
+        self.run_deferred_frees()
+        if self.closing:
+            log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self._group_map.rank)
+        with self._lock:
+            self._receiver.peer_dead(rank, now)
+            self._unmap(rank)
+
+    def _on_event(self, event: PeerEvent, now: float) -> None:
+        log.info("rank %d: %s", self._group_map.rank, event.reason)
+        with self._lock:
+            if event.state is PeerState.FOUND:
+                self.lost.pop(event.rank, None)
+                self._leader.peer_found(event.rank)
+                self._receiver.peer_found(event.rank)
+                self._notify()
+                return
+            self.lost[event.rank] = event.reason
+            self._sender.peer_lost(event.rank, event.reason)
+            self._receiver.peer_lost(event.rank, event.reason)
+            self._leader.peer_lost(event.rank, now)
+            if event.state is PeerState.DEAD:
+                self._sender.peer_dead(event.rank)
+                self.undrained.add(event.rank)
+                self._messenger.mark_dead(event.rank)
+            self._notify()
