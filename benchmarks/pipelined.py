@@ -335,8 +335,8 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
         memory = Received(cache, rank.slots, num_shards=rank.num_held)
         for turn, way in rank.setup.turns(num_tokens):
             rank.ready(cache)
-            granted = time.monotonic()
             received = kv.recv_pages(f"{way} {turn}", pages, "prefill")
+            granted = time.monotonic()  # behind the verb, so that what is measured errs to the slow side
             dist.barrier()
             if not rank.setup.crossed:  # if crossed, gathering now would compete with the prefill for the GPU
                 memory.gather(received)
