@@ -206,11 +206,15 @@ class _Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     nbytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_NBYTES)]  # of the storage
 
 
+# Made on import, not by the first call: msgspec's own preparation for a type is not safe among threads.
+_share_decoder = msgspec.msgpack.Decoder(_Share)
+
+
 def _decode(share: bytes) -> _Share:
     if len(share) > MAX_SHARE:
         raise ProtocolError(f"device memory descriptor of {len(share)} bytes, the limit is {MAX_SHARE}")
     try:
-        return msgspec.msgpack.decode(share, type=_Share)
+        return _share_decoder.decode(share)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(
             f"device memory descriptor does not decode: {error}; run the same torchkv version on all ranks"

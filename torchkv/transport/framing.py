@@ -8,8 +8,9 @@ authenticates its peers.
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +21,9 @@ __all__ = ["Frame"]
 DIGEST_NBYTES = 16
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+_decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {}
+_making = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +63,17 @@ class Frame:
         if self._digest(body) != data[len(self.magic) : start]:
             raise ProtocolError(f"{operation}: digest does not match, the bytes were damaged on their way")
         try:
-            return msgspec.msgpack.decode(body, type=kind)
+            return _decoder(kind).decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"{operation}: {error}") from error
 
     def _digest(self, body: bytes) -> bytes:
         return hashlib.blake2b(body, digest_size=DIGEST_NBYTES, person=f"torchkv-{self.transport}".encode()).digest()
+
+
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """One thread at a time makes it: msgspec's own preparation for a type is not safe among threads."""
+    if kind not in _decoders:
+        with _making:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoders[kind]
