@@ -33,6 +33,7 @@ from torchkv.group.functional import (
     send_state,
     staged_put,
 )
+from torchkv.group.join import KVMember, join
 from torchkv.group.process_group import KVProcessGroup, register_backend
 from torchkv.layout.component import Component, State
 from torchkv.layout.layout import KVLayout
@@ -50,6 +51,7 @@ __all__ = [
     "KVCache",
     "KVError",
     "KVLayout",
+    "KVMember",
     "KVProcessGroup",
     "KVWork",
     "LayoutMismatch",
@@ -66,6 +68,7 @@ __all__ = [
     "cancel",
     "explain",
     "finish",
+    "join",
     "pipeline",
     "prefix_tokens",
     "quarantined",

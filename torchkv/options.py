@@ -15,7 +15,14 @@ from typing import TypeVar
 
 from torchkv.errors import ProtocolError
 
-__all__ = ["PATHS", "Options", "interface_from_env", "seconds", "warn_about_unknown_variables"]
+__all__ = [
+    "PATHS",
+    "Options",
+    "interface_from_env",
+    "seconds",
+    "secret_file_from_env",
+    "warn_about_unknown_variables",
+]
 
 PREFIX = "TORCHKV_"
 PATHS = ("runs", "slices", "staged", "direct")
@@ -23,7 +30,7 @@ PATHS = ("runs", "slices", "staged", "direct")
 MAX_HEARTBEAT = 3600.0  # seconds
 
 # Variables that are not fields of Options.
-_OTHER = ("INTERFACE",)
+_OTHER = ("INTERFACE", "SECRET_FILE")
 
 T = TypeVar("T")
 
@@ -137,6 +144,11 @@ class Options:
 def interface_from_env() -> str | None:
     """``TORCHKV_INTERFACE``: name or IPv4 address of the interface to listen on and to announce; None if not set."""
     return os.environ.get(PREFIX + "INTERFACE") or None
+
+
+def secret_file_from_env() -> str | None:
+    """``TORCHKV_SECRET_FILE``: the file with the secret that jobs launched apart share; None if not set."""
+    return os.environ.get(PREFIX + "SECRET_FILE") or None
 
 
 def warn_about_unknown_variables() -> list[str]:

@@ -6,6 +6,7 @@ Broken loops run as plain Python in processes of their own, as in `test_simulate
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.simulation.broken_loops import GPU_BREAKS
+from tests.helpers.simulation.cluster import Cluster, Place
+from tests.helpers.simulation.requests import layout
+from tests.helpers.simulation.requests import seed as new_seed
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
@@ -43,6 +47,27 @@ def test_nothing_breaks_under_faults(first: int) -> None:
 def test_a_bad_network_alone_fails_nothing(first: int) -> None:
     for seed in range(first, first + BATCH):
         assert all(receiving.work.is_success() for receiving in clean(seed, benign=True).receivings)
+
+
+def test_what_kernels_use_stays_until_they_have_ended() -> None:
+    """Their receiver dies while they are under way: its memory stays mapped, and what they read by stays allocated."""
+    cluster = Cluster([Place("p", layout()), Place("d", layout())], seed=new_seed(), views=True, gpu=True)
+    cluster[1].recv_pages("r", [1, 2], 0)
+    cluster._gpu_due[0] = math.inf
+    cluster[0].send_pages("r", [5, 6], 1)
+    assert cluster.run(lambda: bool(cluster.gpus[0].pending), limit=5)
+    cluster.kill(1)
+    cluster.run(limit=2)
+    engine = cluster[0].engine
+    assert engine.flows is not None
+    assert 1 in engine.lost
+    assert engine.peers.undrained == {1}
+    assert engine.flows._routes
+    assert not engine.connections[1].closed
+    cluster._gpu_due[0] = 0.0
+    assert cluster.run(lambda: not engine.peers.undrained, limit=5)
+    assert engine.flows._routes == {}
+    assert engine.connections[1].closed
 
 
 def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

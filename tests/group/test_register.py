@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, Proto
 from torchkv.engine.engine import Engine
 from torchkv.engine.progress import ProgressThread
 from torchkv.engine.registration import Registration
-from torchkv.group import process_group
+from torchkv.group import bring_up
 
 # How rank 1's layout differs from rank 0's; the field's name and both values, as the message must show them.
 MISMATCHES: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
@@ -253,9 +253,9 @@ def late_to_connect() -> tuple[float, float]:
     moments: list[float] = []
 
     class Late(Registration):
-        def warm(self, engine: Engine) -> None:
+        def warm(self, engine: Engine, ranks: Sequence[int] | None = None) -> None:
             time.sleep(0.3 * (self.rank == 1))
-            super().warm(engine)
+            super().warm(engine, ranks)
             moments.append(time.monotonic())
 
         def measure_connections(self, thread: ProgressThread, engine: Engine) -> None:
@@ -263,7 +263,7 @@ def late_to_connect() -> tuple[float, float]:
             super().measure_connections(thread, engine)
 
     with kv_group() as kv, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "Registration", Late)
+        patch.setattr(bring_up, "Registration", Late)
         kv.register(random_cache())
         connections = kv._verbs.engine.connections
         for rank in range(kv.size()):

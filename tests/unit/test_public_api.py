@@ -65,8 +65,6 @@ VERBS: dict[str, Expected] = {
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
-LATER = ["join"]
-
 ERRORS = {
     "LayoutMismatch": ValueError,
     "PageOutOfRange": ValueError,
@@ -126,11 +124,11 @@ def test_verbs_are_methods_and_functions_with_the_contract_s_parameters(verb: st
     assert inspect.getdoc(method)
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_names_of_later_work_are_not_public_yet(name: str) -> None:
-    assert not hasattr(torchkv, name)
-    assert not hasattr(KVProcessGroup, name)
-    assert name not in torchkv.__all__
+def test_join_has_the_contract_s_parameters() -> None:
+    assert parameters(torchkv.join, POSITIONAL) == [("cache", EMPTY), ("instance", EMPTY)]
+    assert parameters(torchkv.join, KEYWORD) == [("group", None), ("options", None), ("store", None)]
+    for verb in VERBS:
+        assert verb == "register" or hasattr(torchkv.KVMember, verb)
 
 
 @pytest.mark.parametrize(("name", "mixed_in"), ERRORS.items())

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from torchkv.control.unix_datagrams import UnixDatagramChannel
-from torchkv.errors import TransportUnavailable
+from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.host.network import job_interface
 from torchkv.host.processes import ProcessId, process_ended, watch_process
 from torchkv.host.shared_memory import host_identity
@@ -38,6 +38,7 @@ QUEUE_LIMIT = 1 << 15
 # way.
 GRACE = 0.1
 PEER_CHECK_INTERVAL = 0.02  # seconds
+GREETING_LINGER = 1000  # milliseconds that a greeting may take to leave
 _DATAGRAMS, _INBOX = 1, 2  # the bit of each file descriptor in `ZmqControlChannel.fds`
 _POLLIN = int(zmq.POLLIN)  # a plain int: the operators of zmq's enum are Python
 
@@ -73,6 +74,9 @@ class ControlChannel(Protocol):
 
     def disconnect(self, rank: int) -> None:
         """Forgets ``rank``, whose process has ended."""
+
+    def greet(self, endpoint: str, data: bytes) -> None:
+        """Sends ``data`` to who may listen at an endpoint; it may be lost. Never blocks."""
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         """Sends ``frames``, each of which may be lost. Never blocks."""
@@ -167,6 +171,16 @@ class ZmqControlChannel:
         socket.connect(address)
         if name and process.host == host_identity().hex():
             self._datagrams.open(rank, name)
+
+    def greet(self, endpoint: str, data: bytes) -> None:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        try:
+            socket.connect(endpoint.partition(" ")[0])
+            socket.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"{endpoint!r} is no endpoint of a control channel: {error}") from error
+        finally:
+            socket.close(GREETING_LINGER)
 
     def disconnect(self, rank: int) -> None:
         peer = self._peers.pop(rank)

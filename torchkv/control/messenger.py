@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from torchkv.control.channel import ControlChannel
+from torchkv.control.greeting import GREETING
 from torchkv.control.session import Session
 from torchkv.errors import AuthError, KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap, RankInfo
@@ -17,6 +18,7 @@ __all__ = ["ControlMessenger", "FramesByRank"]
 
 log = logging.getLogger(__name__)
 
+MAX_GREETINGS = 1024  # kept until they are taken
 WARNING_INTERVAL = 10.0  # seconds, at least, between two warnings about frames that were refused
 
 FramesByRank = list[tuple[int, list[ControlFrame]]]  # (rank, frames to send there)
@@ -45,6 +47,7 @@ class ControlMessenger:
             if info.rank != group_map.rank:
                 self.add(info)
         self._active: set[int] = set()  # ranks whose sessions may have something to send
+        self._greetings: list[bytes] = []
         self._next_warning = 0.0
         self._unsent: deque[tuple[int, list[ControlFrame]]] = deque()  # left to the progress thread by `send_now`
 
@@ -78,18 +81,29 @@ class ControlMessenger:
         """Frames that have arrived, checked and decoded, with their ranks. readable: see `ControlChannel.receive`."""
         frames: list[tuple[int, ControlFrame]] = []
         for data in self._control.receive(readable):
+            if data.startswith(GREETING) and len(self._greetings) < MAX_GREETINGS:
+                self._greetings.append(data)
+                continue
             try:
                 frame = decode_frame(data, self._key)
-                if (rank := self._by_incarnation.get(frame.incarnation)) is None:
-                    raise ProtocolError(f"control frame of a rank {frame.source} that is not in this group")
             except (AuthError, ProtocolError) as error:
-                self._drop(error)
+                self.drop(error)
+                continue
+            if (rank := self._by_incarnation.get(frame.incarnation)) is None:
+                # It has the key, but is no member: not any more, or not yet.
+                self.dropped += 1
+                log.debug("rank %d dropped a control frame of a rank %d that is no member", self._rank, frame.source)
                 continue
             frames.append((rank, frame))
         return frames
 
-    def _drop(self, error: KVError) -> None:
-        """Counts a refused frame. Says so once in a while: a stranger who sends frames must not fill the log."""
+    def take_greetings(self) -> list[bytes]:
+        """Of ranks that may be no members: what `receive` has met since the last call."""
+        taken, self._greetings = self._greetings, []
+        return taken
+
+    def drop(self, error: KVError) -> None:
+        """Counts a frame that was refused. Says so once in a while: a stranger who sends some must not fill the log."""
         self.dropped += 1
         if (now := time.monotonic()) >= self._next_warning:
             self._next_warning = now + WARNING_INTERVAL

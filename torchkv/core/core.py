@@ -171,8 +171,7 @@ class Core:
         if rank in self._slots:
             return self._slots[rank]
         if slot is None:
-            # From above, because the ranks that begin together take those of their numbers.
-            slot = next((each for each in reversed(range(MAX_PEERS)) if each not in self._ranks), MAX_PEERS)
+            slot = next((each for each in range(MAX_PEERS) if each not in self._ranks), MAX_PEERS)
         if slot >= MAX_PEERS or slot in self._ranks:
             raise TransportUnavailable(f"rank {rank}: the resident loop has {MAX_PEERS} mailboxes, and none for it")
         self._slots[rank], self._ranks[slot] = slot, rank
@@ -189,7 +188,7 @@ class Core:
             slot = self.rank
         here = self._slots[rank]
         segment = shared_memory.open_segment(descriptor)
-        if segment.nbytes < mailbox.SEGMENT_NBYTES:
+        if segment.nbytes < mailbox.SEGMENT_NBYTES or slot >= MAX_PEERS:
             segment.close()
             raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
         self._peers[rank] = segment

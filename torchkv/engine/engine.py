@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import proxy
 
 from torchkv.control.channel import ControlChannel
@@ -29,7 +29,7 @@ from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
-from torchkv.layout.group_map import GroupMap
+from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
@@ -40,6 +40,7 @@ from torchkv.protocol.messages import (
     Attest,
     Grant,
     InstanceVerdict,
+    Mailbox,
     Message,
     Outcome,
     Post,
@@ -80,6 +81,16 @@ GATE_POLL = 0.0002  # seconds between two queries of an event that only the host
 LATENCY_CRITICAL = (Grant, Alive, StageAsk, Staged, StageGrant)
 
 
+class Newcomers(Protocol):
+    """Greets those who are no members yet, and lets them in: see `torchkv.engine.membership`. Driver's thread only."""
+
+    def receive(self, greetings: Sequence[bytes], now: float) -> None: ...
+
+    def tick(self, now: float) -> None: ...
+
+    def close(self, error: KVError) -> None: ...
+
+
 class Engine:
     """One registered rank.
 
@@ -113,6 +124,7 @@ class Engine:
         self._leader = InstanceLeader(group_map, grant_timeout=options.grant_timeout)
         self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
         self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
+        self.newcomers: Newcomers | None = None  # where instances come and go
         self.closed = ""  # the reason why verbs are refused; empty while the group is open
         self._transport = transport
         self._messenger = ControlMessenger(group_map, key, control)
@@ -199,6 +211,8 @@ class Engine:
         if now >= self._next_tick:
             self._next_tick = now + TICK
             self.peers.run_deferred_frees()
+            if self.newcomers is not None:
+                self.newcomers.tick(now)
             with self.lock:
                 self._news |= self.sender.tick(now)
                 self.receiver.tick(now)
@@ -275,6 +289,10 @@ class Engine:
             wake = min(wake, self.gpu.pause_ends)
         return max(0.0, wake - now)
 
+    def drop(self, error: KVError) -> None:
+        """Counts a message that was refused, and says so once in a while."""
+        self._messenger.drop(error)
+
     @property
     def dropped_frames(self) -> int:
         return self._messenger.dropped
@@ -330,7 +348,7 @@ class Engine:
         """Loads what unpacking the stages of requests from ``rank`` needs."""
         if self.staging is None or self.staging.receiving is None:
             return
-        siblings = self.group_map.instances[self.group_map.info[rank].instance]
+        siblings = self.group_map.siblings_of(rank)
         for plan in self._likely_plans(rank, siblings, self.group_map.rank):
             self.staging.packer.prepare(plan, sending=False, checksum=self.group_map.info[rank].checksum)
 
@@ -373,6 +391,8 @@ class Engine:
         with self.lock:
             self.sender.end_all(error)
         self._settle(now)
+        if self.newcomers is not None:
+            self.newcomers.close(error)
 
     def close_loop(self) -> None:
         """Ends the resident loop, after `end_all`. What it served is Python's by now."""
@@ -382,8 +402,22 @@ class Engine:
 
     # ------------------------------------------------------------------ control
 
+    def meet(self, newcomers: Sequence[tuple[RankInfo, bytes]]) -> None:
+        """The ranks of an instance have come. With each, the descriptor of its loop's mailboxes, which may be empty.
+
+        Raises ``LayoutMismatch``. Driver's thread only.
+        """
+        self.peers.add([info for info, _ in newcomers])
+        with self.lock:
+            for info, mailboxes in newcomers:
+                slot = None if self.flows is None else self.flows.meet(info.rank, mailboxes)
+                if slot is not None:
+                    self._messenger.tell(info.rank, Mailbox(slot))
+
     def _receive_messages(self, now: float, readable: int) -> bool:
         frames = self._messenger.receive(readable)
+        if self.newcomers is not None:
+            self.newcomers.receive(self._messenger.take_greetings(), now)
         if not frames:
             return False
         with self.lock:
@@ -439,6 +473,9 @@ class Engine:
                 self._requester.on_denied(src, message, self.group_map.info[src].staging)
             case Withdrawn():
                 self._requester.on_withdrawn(src, message.generation)
+            case Mailbox():
+                if self.flows is not None:
+                    self.flows.on_mailbox(src, message.slot)
 
     # ------------------------------------------------------------------ actions
 

@@ -51,7 +51,7 @@ from torchkv.core.records import (
     VERDICT,
     WRITTEN,
 )
-from torchkv.errors import KVError
+from torchkv.errors import KVError, TransportUnavailable
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
@@ -139,6 +139,7 @@ class Flows:
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
+        self._mailboxes: dict[int, bytes] = {}  # of newcomers that have not said which one this rank may write to
         self._rounds: set[int] = set()
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
@@ -241,9 +242,34 @@ class Flows:
         req.flow = None
         return sealed
 
+    def meet(self, rank: int, mailboxes: bytes) -> int | None:
+        """The mailbox of this rank's loop that the loop of ``rank``, a newcomer of this host, may write to.
+
+        mailboxes: the descriptor that it published. None if there is no mailbox for it: its requests go through Python.
+        """
+        if not mailboxes:
+            return None
+        try:
+            slot = self.core.reserve_slot(rank)
+        except TransportUnavailable as error:
+            log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
+            return None
+        self._mailboxes[rank] = mailboxes
+        return slot
+
+    def on_mailbox(self, rank: int, slot: int) -> None:
+        """The newcomer's loop takes records from this one in its mailbox ``slot``."""
+        if (mailboxes := self._mailboxes.pop(rank, None)) is None:
+            return
+        try:
+            self.core.connect(rank, mailboxes, slot=slot)
+        except TransportUnavailable as error:
+            log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
+
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self._routes = {key: route for key, route in self._routes.items() if key[0] != rank}
+        self._mailboxes.pop(rank, None)
         self.core.disconnect(rank)
 
     def _serving(self, rank: int) -> PeerConnection | None:

@@ -90,7 +90,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if len(data) > MAX_METADATA:
             raise ProtocolError(f"registration metadata of {len(data)} bytes, the limit is {MAX_METADATA}")
         try:
-            return msgspec.msgpack.decode(data, type=PeerMetadata)
+            return _decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(
                 f"registration metadata does not decode: {error}; run one version of torchkv on all ranks"
@@ -150,6 +150,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"rank {self.rank}: {count} {unit} of {p.component!r}, layer {p.layer}, end at byte {end}, "
                     f"outside its region {p.region}"
                 )
+
+
+# Made on import, not by the first call: msgspec's own preparation for a type is not safe among threads.
+_decoder = msgspec.msgpack.Decoder(PeerMetadata)
 
 
 def placement_metadata(cache: KVCache) -> list[PlacementMetadata]:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["Peers"]
 
 log = logging.getLogger(__name__)
+
+MAX_FORGOTTEN = 64  # ranks that count as lost although they are no members any more
 
 
 class Peers:
@@ -83,15 +86,17 @@ class Peers:
         self._notify = notify
         # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
         self._broken: dict[int, list[PeerConnection]] = {}
+        self._forgotten: deque[int] = deque()
         self._unwatched: set[int] = set()  # writers without a connection: nothing shows when their writes have drained
 
     # ------------------------------------------------------------------ members
 
-    def add(self, info: RankInfo) -> None:
-        """A member has come. Raises ``LayoutMismatch`` if its layout and this rank's are incompatible."""
+    def add(self, members: Sequence[RankInfo]) -> None:
+        """Members have come. Raises ``LayoutMismatch`` if the layout of one and this rank's are incompatible."""
         with self._lock:
-            self._group_map.add(info)
-            self._messenger.add(info)
+            self._group_map.add(members)
+            for info in members:
+                self._messenger.add(info)
 
     def gone(self, rank: int) -> bool:
         """Whether nothing of ``rank`` is left, so that it can be forgotten."""
@@ -105,14 +110,20 @@ class Peers:
             )
 
     def forget(self, rank: int) -> None:
-        """Drops a member that is `gone`: from now on it is as if it had never been there."""
-        assert self.gone(rank)
+        """Drops a member that is `gone`, or with which nothing has begun yet."""
         with self._lock:
             self._sender.forget(rank)
             self._messenger.remove(self._group_map.info[rank])
             self._group_map.remove(rank)
-            self.lost.pop(rank, None)
-        self.connections.pop(rank, None)
+            self._unmap(rank)
+            # A caller may have found the rank's number before, and not reached the lock yet.
+            self.lost[rank] = f"rank {rank} has gone"
+            self._forgotten.append(rank)
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                del self.lost[self._forgotten.popleft()]
+        if (connection := self.connections.pop(rank, None)) is not None and not connection.closed:
+            self.closing.append(connection)
+            self.run_deferred_frees()
         self._unwatched.discard(rank)
         self._control.disconnect(rank)
 
@@ -155,7 +166,7 @@ class Peers:
         events = self._control.events(now)
         for event in events:
             self._on_event(event, now)
-        drained = [rank for rank in self.undrained if self._is_drained(rank) and not self._moves_to(rank)]
+        drained = [rank for rank in self.undrained if self._is_drained(rank)]
         for rank in drained:
             self._on_drained(rank, now)
         return bool(events or drained)
@@ -172,7 +183,9 @@ class Peers:
                 self._gpu.run_deferred_frees()
 
     def _is_drained(self, rank: int) -> bool:
-        """Whether none of the writes of the dead ``rank`` can land here any more."""
+        """Whether none of the writes of the dead ``rank`` can land here, and none of this rank's is under way there."""
+        if self._moves_to(rank) or not self._sender.is_drained(rank):
+            return False
         connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
         return rank not in self._unwatched and all(c.channel is None or c.channel.drained for c in connections)
 

@@ -1,16 +1,18 @@
 """The steps of ``register``: register memory, publish metadata, check that of all ranks, build and warm up the engine.
 
-`KVProcessGroup.register` calls them in order, and exchanges metadata between them.
+`torchkv.group.bring_up` calls them in order, and exchanges metadata between them.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import hmac
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,12 +26,12 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata, placement_metadata, region_metadata
 from torchkv.engine.probe import PROBE_BYTES, calibration, measure
 from torchkv.engine.process_leases import GroupLeases
-from torchkv.engine.progress import ProgressThread
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.engine.weak_callback import weakly
-from torchkv.errors import LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
+from torchkv.errors import AuthError, KVError, LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
 from torchkv.host import jit
-from torchkv.host.processes import this_process
+from torchkv.host.processes import ProcessId, this_process
+from torchkv.host.shared_memory import host_identity
 from torchkv.layout import codec
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layout import KVLayout
@@ -43,6 +45,7 @@ from torchkv.transfer.peer_connection import LocalPages, PeerConnection, StageTa
 from torchkv.transport.interface import Channel, Region, RemoteView, Transport, load_transport
 
 if TYPE_CHECKING:
+    from torchkv.engine.progress import ProgressThread
     from torchkv.kernels.gpu_context import GpuContext
 
 __all__ = ["Registration", "choose_transport", "failure_metadata", "new_incarnation", "new_secret"]
@@ -69,8 +72,8 @@ class Registration:
     """One rank's registration: the steps from a cache to an engine, and what is measured afterwards.
 
     Methods run on the thread that owns ``transport`` and ``control``, except for those that take a `ProgressThread`:
-    these run on any other thread. instance: name of the serving instance. secret: candidate for the group's key, which
-    is the secret of the lowest rank. group: its name, for messages.
+    these run on any other thread. instance: name of the serving instance. secret: the key of control messages, if all
+    ranks have it already; it is not published then. None: the lowest rank makes one. group: its name, for messages.
     """
 
     rank: int
@@ -80,7 +83,7 @@ class Registration:
     transport: Transport
     control: ControlChannel
     incarnation: int
-    secret: bytes
+    secret: bytes | None = None
     group: str = ""
 
     def __post_init__(self) -> None:
@@ -88,6 +91,7 @@ class Registration:
         self._metadata_of: dict[int, PeerMetadata] = {}
         self.gpu: GpuContext | None = None  # None if the cache lies in host memory
         self._staging: Staging | None = None
+        self._processes: dict[int, ProcessId] = {}  # of the ranks
         self._probe_memory: torch.Tensor | None = None  # the scratch memory
         self._core: Core | None = None  # the resident loop, if it can work here
         self._calibrates = False  # whether the costs of connections made from now on are measured on first use
@@ -104,7 +108,7 @@ class Registration:
             process=this_process(),
             endpoint=self.control.endpoint,
             transport=self.transport.name,
-            secret=self.secret,
+            secret=new_secret() if self.secret is None else _fingerprint(self.secret),
         )
         if self.cache is None:
             return metadata
@@ -168,10 +172,11 @@ class Registration:
             if metadata.rank != self.rank:
                 self.control.connect(metadata.rank, metadata.endpoint, metadata.process)
                 self._connect_loop(metadata)
+        self._processes = {metadata.rank: metadata.process for metadata in all_metadata}
         engine = Engine(
             group_map=group_map,
             options=self.options,
-            key=min(all_metadata, key=lambda metadata: metadata.rank).secret,
+            key=all_metadata[0].secret if self.secret is None else self.secret,
             transport=self.transport,
             control=self.control,
             memory=self._memory(),
@@ -182,17 +187,50 @@ class Registration:
             engine.group_leases = self._join(engine, self.cache)
         return engine
 
-    def warm(self, engine: Engine) -> None:
-        """Makes the connections that requests will need, and loads kernels and memory for them.
+    def admit(self, engine: Engine, members: Mapping[int, PeerMetadata], *, life: int) -> None:
+        """Takes the ranks of an instance in, of which all or none come. members: what each published, by its number.
+
+        Raises ``LayoutMismatch``, ``TransportUnavailable``, ``ProtocolError``.
+        """
+        for metadata in members.values():
+            metadata.raise_error()
+        _check_alike([*self._metadata_of.values(), *members.values()])
+        newcomers = []
+        for number, metadata in members.items():
+            info = replace(metadata.info(), rank=number, number=metadata.rank, life=life)
+            newcomers.append((info, metadata.mailboxes if metadata.process.host == host_identity().hex() else b""))
+        engine.meet(newcomers)
+        for number, metadata in members.items():
+            self._metadata_of[number] = msgspec.structs.replace(metadata, rank=number)
+            self._processes[number] = metadata.process
+            self.control.connect(number, metadata.endpoint, metadata.process)
+        try:
+            self.warm(engine, tuple(members))
+        except KVError:
+            for number in members:
+                engine.peers.forget(number)
+                self.forget(number)
+            raise
+
+    def forget(self, rank: int) -> None:
+        """A rank has gone of which nothing is left."""
+        del self._metadata_of[rank], self._processes[rank]
+
+    def warm(self, engine: Engine, ranks: Sequence[int] | None = None) -> None:
+        """Makes the connections that requests to and from ``ranks`` will need, and loads kernels and memory for them.
+
+        ranks: None stands for all.
 
         Raises ``TransportUnavailable`` if a connection cannot be made, or cannot take the path ``Options.require``.
         """
         if self.cache is None:
             return
-        if self.gpu is not None:
+        if self.gpu is not None and ranks is None:
             engine.prepare(self.rank)  # copies within this rank
         for rank, info in engine.group_map.info.items():
             if rank == self.rank or info.layout is None or info.instance == self.instance:
+                continue
+            if ranks is not None and rank not in ranks:
                 continue
             if engine.group_map.owes(rank):
                 connection = engine.connection(rank)
@@ -279,7 +317,7 @@ class Registration:
             receiver=engine.receiver,
             credits=engine.credits,
             lock=engine.lock,
-            processes={rank: metadata.process for rank, metadata in self._metadata_of.items()},
+            processes=self._processes,
             ring=None if self._staging is None else self._staging.receiving,
         )
 
@@ -314,15 +352,13 @@ class Registration:
             raise ProtocolError(
                 f"registration metadata of ranks {[metadata.rank for metadata in all_metadata]}, expected one per rank"
             )
-        names = {metadata.transport for metadata in all_metadata}
-        if len(names) != 1:
-            raise TransportUnavailable(f"ranks chose different transports: {sorted(names)}; set Options.transport")
-        devices = {metadata.device: metadata.rank for metadata in all_metadata if metadata.device}
-        if len(devices) > 1:
-            where = ", ".join(f"{device} (rank {rank})" for device, rank in sorted(devices.items()))
-            raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
+        _check_alike(all_metadata)
         if len(all_metadata[0].secret) < 16:
             raise ProtocolError("rank 0 published no secret for the control channel")
+        if self.secret is not None:
+            others = [m.rank for m in all_metadata if not hmac.compare_digest(m.secret, _fingerprint(self.secret))]
+            if others:
+                raise AuthError(f"ranks {others} have another secret than rank {self.rank}; see TORCHKV_SECRET_FILE")
 
     def _num_signals(self) -> int:
         """Signals behind this rank's staging ring; none if no piece can pass through a FIFO."""
@@ -413,6 +449,17 @@ class Registration:
         )
 
 
+def _check_alike(all_metadata: Sequence[PeerMetadata]) -> None:
+    """Raises ``TransportUnavailable`` unless ranks have one transport, and their caches one device type."""
+    names = {metadata.transport for metadata in all_metadata}
+    if len(names) != 1:
+        raise TransportUnavailable(f"ranks chose different transports: {sorted(names)}; set Options.transport")
+    devices = {metadata.device: metadata.rank for metadata in all_metadata if metadata.device}
+    if len(devices) > 1:
+        where = ", ".join(f"{device} (rank {rank})" for device, rank in sorted(devices.items()))
+        raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
+
+
 def failure_metadata(rank: int, incarnation: int, error: Exception) -> PeerMetadata:
     """What a rank publishes if it cannot take part, because the other ranks wait for its metadata."""
     return PeerMetadata(
@@ -434,6 +481,11 @@ def _collect_garbage() -> None:
     """
     if gc.isenabled():
         gc.collect()
+
+
+def _fingerprint(secret: bytes) -> bytes:
+    """Tells whether two ranks have the same secret, and nothing else about it."""
+    return blake2b(key=secret, digest_size=32, person=b"torchkv-same").digest()
 
 
 def new_secret() -> bytes:

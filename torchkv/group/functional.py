@@ -1,4 +1,4 @@
-"""The methods of `KVProcessGroup` as functions, in torch.distributed's style: ``torchkv.finish(..., group=None)``."""
+"""``register`` and the verbs of `KVVerbs` as functions, in the style of c10d: ``torchkv.finish(..., group=None)``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
 from torchkv.group.arguments import Layers, Pages, Peers
 from torchkv.group.explain import Explanation
+from torchkv.group.kv_verbs import KVVerbs, current
 from torchkv.group.process_group import current_group
 
 __all__ = [
@@ -28,10 +29,10 @@ __all__ = [
     "staged_put",
 ]
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup | KVVerbs | None
 
 
-def register(cache: KVCache | None, instance: str | None = None, *, group: Group = None) -> None:
+def register(cache: KVCache | None, instance: str | None = None, *, group: dist.ProcessGroup | None = None) -> None:
     """`KVProcessGroup.register` on ``group``, or on the default group."""
     current_group(group).register(cache, instance)
 
@@ -46,8 +47,8 @@ def recv_pages(
     timeout: float | timedelta | None = None,
     group: Group = None,
 ) -> KVWork:
-    """`KVProcessGroup.recv_pages` on ``group``, or on the default group."""
-    return current_group(group).recv_pages(
+    """`KVVerbs.recv_pages` on ``group``, or on the default group."""
+    return current(group).recv_pages(
         request, pages, src, prefix_tokens=prefix_tokens, state_slot=state_slot, timeout=timeout
     )
 
@@ -55,22 +56,22 @@ def recv_pages(
 def send_layer(
     request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
 ) -> KVWork:
-    """`KVProcessGroup.send_layer` on ``group``, or on the default group."""
-    return current_group(group).send_layer(request, layer, pages, dst, start=start, event=event)
+    """`KVVerbs.send_layer` on ``group``, or on the default group."""
+    return current(group).send_layer(request, layer, pages, dst, start=start, event=event)
 
 
 def send_slice(
     request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
 ) -> KVWork:
-    """`KVProcessGroup.send_slice` on ``group``, or on the default group."""
-    return current_group(group).send_slice(request, layers, pages, dst, start=start, event=event)
+    """`KVVerbs.send_slice` on ``group``, or on the default group."""
+    return current(group).send_slice(request, layers, pages, dst, start=start, event=event)
 
 
 def staged_put(
     request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
 ) -> KVWork:
-    """`KVProcessGroup.staged_put` on ``group``, or on the default group."""
-    return current_group(group).staged_put(request, layers, pages, dst, start=start, event=event)
+    """`KVVerbs.staged_put` on ``group``, or on the default group."""
+    return current(group).staged_put(request, layers, pages, dst, start=start, event=event)
 
 
 def send_pages(
@@ -83,37 +84,37 @@ def send_pages(
     event: Any = None,
     group: Group = None,
 ) -> KVWork:
-    """`KVProcessGroup.send_pages` on ``group``, or on the default group."""
-    return current_group(group).send_pages(request, pages, dst, layers=layers, start=start, event=event)
+    """`KVVerbs.send_pages` on ``group``, or on the default group."""
+    return current(group).send_pages(request, pages, dst, layers=layers, start=start, event=event)
 
 
 def send_state(
     request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None, group: Group = None
 ) -> KVWork:
-    """`KVProcessGroup.send_state` on ``group``, or on the default group."""
-    return current_group(group).send_state(request, layer, state_slot, dst, event=event)
+    """`KVVerbs.send_state` on ``group``, or on the default group."""
+    return current(group).send_state(request, layer, state_slot, dst, event=event)
 
 
 def finish(request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None, group: Group = None) -> KVWork:
-    """`KVProcessGroup.finish` on ``group``, or on the default group."""
-    return current_group(group).finish(request, dst, aux=aux, state_slot=state_slot)
+    """`KVVerbs.finish` on ``group``, or on the default group."""
+    return current(group).finish(request, dst, aux=aux, state_slot=state_slot)
 
 
 def prefix_tokens(request: str, dst: Peers, *, group: Group = None) -> int:
-    """`KVProcessGroup.prefix_tokens` on ``group``, or on the default group."""
-    return current_group(group).prefix_tokens(request, dst)
+    """`KVVerbs.prefix_tokens` on ``group``, or on the default group."""
+    return current(group).prefix_tokens(request, dst)
 
 
 def cancel(request: str, *, group: Group = None) -> KVWork:
-    """`KVProcessGroup.cancel` on ``group``, or on the default group."""
-    return current_group(group).cancel(request)
+    """`KVVerbs.cancel` on ``group``, or on the default group."""
+    return current(group).cancel(request)
 
 
 def quarantined(*, slots: bool = False, group: Group = None) -> dict[int, tuple[int, ...]]:
-    """`KVProcessGroup.quarantined` on ``group``, or on the default group."""
-    return current_group(group).quarantined(slots=slots)
+    """`KVVerbs.quarantined` on ``group``, or on the default group."""
+    return current(group).quarantined(slots=slots)
 
 
 def explain(peer: int, *, group: Group = None) -> Explanation:
-    """`KVProcessGroup.explain` on ``group``, or on the default group."""
-    return current_group(group).explain(peer)
+    """`KVVerbs.explain` on ``group``, or on the default group."""
+    return current(group).explain(peer)

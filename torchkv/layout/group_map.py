@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import SupportsIndex, cast
 
-from torchkv.errors import LayoutMismatch, ProtocolError
+from torchkv.errors import LayoutMismatch, PeerLost, ProtocolError
 from torchkv.layout.layout import KVLayout, check_compatible
 from torchkv.layout.pair_plan import PairPlan, compile_plan, contributing, coverage_gap
 
@@ -23,7 +23,8 @@ class RankInfo:
     serve one model replica together. layout: None for a rank that registered no cache. num_pages, num_slots: of its
     cache. staging: bytes of its staging ring. signals: number of signals behind that ring. channels: the most
     FIFO channels that a writer may use through one stage; 0 if pieces must fit into a stage. checksum: whether pieces
-    that it packs or unpacks have checksums. number: what the rank calls itself in messages; None: also ``rank``.
+    that it packs or unpacks have checksums. number: what the rank calls itself in messages; None: also ``rank``. life:
+    tells this instance from an earlier one of the same name, where instances come and go.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankInfo:
     channels: int = 0
     checksum: bool = False
     number: int | None = None
+    life: int = 0
 
     @property
     def own_number(self) -> int:
@@ -49,11 +51,13 @@ class GroupMap:
     Members may come and go. The number of one that has gone is never given to another.
 
     info: by rank. me: this rank. instances: name -> ranks, ascending. siblings: the ranks of this rank's instance that
-    have a cache, itself included.
+    have a cache, itself included. seek: looks for an instance that is no member, by what a caller named it, on behalf
+    of an operation. Returns its name, once it is a member, or raises ``KVError``. Without it, that is an error.
     """
 
     def __init__(self, rank: int, members: Sequence[RankInfo]) -> None:
         self.rank = rank
+        self.seek: Callable[[str, str], str] | None = None
         self._set_members({info.rank: info for info in members})
         self.me = self.info[rank]
         self.siblings: tuple[int, ...] = tuple(
@@ -67,20 +71,32 @@ class GroupMap:
         self.gap = lru_cache(maxsize=4096)(self._gap)
 
     def _set_members(self, members: dict[int, RankInfo]) -> None:
-        """Makes new mappings, because other threads may be reading the old ones."""
+        """Makes new mappings, because other threads may be reading the old ones.
+
+        Of two instances of one name, the later one has it.
+        """
         instances: dict[str, tuple[int, ...]] = {}
+        lives: dict[str, int] = {}
         for info in sorted(members.values(), key=lambda info: info.rank):
-            instances[info.instance] = (*instances.get(info.instance, ()), info.rank)
+            others = instances.get(info.instance, ()) if lives.get(info.instance) == info.life else ()
+            instances[info.instance] = (*others, info.rank)
+            lives[info.instance] = info.life
         self.info: Mapping[int, RankInfo] = members
         self.instances: Mapping[str, tuple[int, ...]] = instances
         self._targets: dict[int | str, tuple[int, ...]] = {}
 
-    def add(self, info: RankInfo) -> None:
-        """A member has come. Raises ``LayoutMismatch`` if its layout and this rank's are incompatible."""
-        assert info.rank not in self.info
-        if self.me.layout is not None and info.layout is not None:
-            check_compatible(self.me.layout, info.layout, rank_a=self.rank, rank_b=info.rank)
-        self._set_members({**self.info, info.rank: info})
+    def siblings_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the instance of ``rank``, ascending."""
+        mine = self.info[rank]
+        return tuple(r for r, i in self.info.items() if (i.instance, i.life) == (mine.instance, mine.life))
+
+    def add(self, members: Sequence[RankInfo]) -> None:
+        """Members have come. Raises ``LayoutMismatch`` if the layout of one and this rank's are incompatible."""
+        for info in members:
+            assert info.rank not in self.info
+            if self.me.layout is not None and info.layout is not None:
+                check_compatible(self.me.layout, info.layout, rank_a=self.rank, rank_b=info.rank)
+        self._set_members({**self.info, **{info.rank: info for info in members}})
 
     def remove(self, rank: int) -> None:
         """A member has gone."""
@@ -107,6 +123,8 @@ class GroupMap:
         if type(peers) is int and peers in self.info:
             return (peers,)
         if isinstance(peers, str):
+            if peers not in self.instances and self.seek is not None:
+                peers = self.seek(peers, operation)
             if peers not in self.instances:
                 known = ", ".join(sorted(self.instances))
                 raise ProtocolError(f"{operation}: {name}={peers!r} is no instance of this group; it has {known}")
@@ -144,14 +162,14 @@ class GroupMap:
 
     def layout(self, rank: int) -> KVLayout:
         """The layout of ``rank``. Raises ``LayoutMismatch`` if it registered no cache."""
-        layout = self.info[rank].layout
+        layout = self._member(rank).layout
         if layout is None:
             raise LayoutMismatch(f"rank {rank} registered no cache, so no page can go to it or come from it")
         return layout
 
     def _contributing(self, src: tuple[int, ...], reader: int) -> tuple[int, ...]:
         """The ranks of ``src`` that hold anything the reader holds, ascending; none if the reader has no cache."""
-        if self.info[reader].layout is None:
+        if self._member(reader).layout is None:
             return ()
         return contributing(self._holders(src), self.layout(reader))
 
@@ -177,7 +195,12 @@ class GroupMap:
         return bool(self.contributing((self.rank,), reader))
 
     def _holders(self, ranks: Sequence[int]) -> dict[int, KVLayout]:
-        return {r: layout for r in sorted(ranks) if (layout := self.info[r].layout) is not None}
+        return {r: layout for r in sorted(ranks) if (layout := self._member(r).layout) is not None}
+
+    def _member(self, rank: int) -> RankInfo:
+        if (info := self.info.get(rank)) is None:  # it was a member when the caller named it
+            raise PeerLost(f"rank {rank} has gone")
+        return info
 
 
 def _is_index(value: object) -> bool:

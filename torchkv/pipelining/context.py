@@ -34,7 +34,7 @@ from torchkv.pipelining.layer_events import Events, all_of, layer_events
 from torchkv.pipelining.pass_timer import PassTimer
 
 if TYPE_CHECKING:
-    from torchkv.group.process_group import KVProcessGroup
+    from torchkv.group.kv_verbs import KVVerbs
     from torchkv.group.verbs import Verbs
 
 __all__ = ["Pipeline", "pipeline"]
@@ -45,13 +45,13 @@ Group = tuple[int, ...]  # global layer ids
 _Verb = tuple[str, Callable[[Group, Any], KVWork], Callable[[Group], int]]  # name in traces, the verb, its bytes
 
 # Default policies: group -> destination ranks -> policy. Threads share them, and policies are not thread-safe.
-_learned: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], Adaptive]] = WeakKeyDictionary()
+_learned: WeakKeyDictionary[KVVerbs, dict[tuple[int, ...], Adaptive]] = WeakKeyDictionary()
 _policy_lock = threading.Lock()
 
 
 def pipeline(
     model: nn.Module | None,
-    kv: KVProcessGroup,
+    kv: KVVerbs,
     request: str,
     pages: Pages,
     dst: Peers,
@@ -115,7 +115,7 @@ def pipeline(
 class _Sending:
     """The arguments of all verbs, except the layers. targets: those ranks of ``dst`` that this rank owes bytes."""
 
-    kv: KVProcessGroup
+    kv: KVVerbs
     verbs: Verbs
     request: str
     pages: Pages
@@ -326,7 +326,7 @@ def _untraced_hook() -> Callable[..., None]:
 
 
 def _checked(
-    kv: KVProcessGroup,
+    kv: KVVerbs,
     verbs: Verbs,
     layout: KVLayout,
     request: str,

@@ -16,14 +16,14 @@ from torchkv.pipelining.group_size import ASSUMED_OVERHEAD, Measured
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
     from torchkv.engine.work import KVWork
-    from torchkv.group.process_group import KVProcessGroup
+    from torchkv.group.kv_verbs import KVVerbs
 
 __all__ = ["PassTimer", "busy_spans"]
 
 log = logging.getLogger(__name__)
 
 # On GPUs: group -> destination ranks -> seconds per byte.
-_links: WeakKeyDictionary[KVProcessGroup, dict[tuple[int, ...], float]] = WeakKeyDictionary()
+_links: WeakKeyDictionary[KVVerbs, dict[tuple[int, ...], float]] = WeakKeyDictionary()
 LINK_SAMPLE = 1 << 30  # bytes: so many that the overhead hardly counts
 # On a GPU the link is measured with nothing else running. Beside a prefill, the blocks of a copy wait for those of
 # kernels that run for milliseconds: transfers of long prompts took five times as long (docs/measurements), and a group
@@ -39,7 +39,7 @@ class PassTimer:
     """
 
     def __init__(
-        self, tokens: int, num_layers: int, kv: KVProcessGroup, engine: Engine, request: str, targets: tuple[int, ...]
+        self, tokens: int, num_layers: int, kv: KVVerbs, engine: Engine, request: str, targets: tuple[int, ...]
     ) -> None:
         """num_layers: how many layers run. `layer_ran` must be called at least for the first and for the last."""
         self._tokens = tokens

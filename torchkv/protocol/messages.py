@@ -272,6 +272,12 @@ class Withdrawn(Message, frozen=True, tag="withdrawn"):
     generation: Count
 
 
+class Mailbox(Message, frozen=True, tag="mailbox"):
+    """Rank -> rank of another instance: your resident loop may write records to this mailbox of mine."""
+
+    slot: Count
+
+
 AnyMessage: TypeAlias = (
     Grant
     | Attest
@@ -290,6 +296,7 @@ AnyMessage: TypeAlias = (
     | Staged
     | Withdraw
     | Withdrawn
+    | Mailbox
 )
 
 _encoder = msgspec.msgpack.Encoder()

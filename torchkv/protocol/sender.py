@@ -388,6 +388,10 @@ class Sender:
             self.flows.settle()
         self._unmet.forget(rank)
 
+    def is_drained(self, rank: int) -> bool:
+        """Whether nothing that this rank writes to ``rank`` is under way."""
+        return all(req.dst != rank or req.drained for req in self._requests.values())
+
     def is_done_with(self, rank: int) -> bool:
         """Whether nothing of this rank is under way to ``rank``, and no call waits for that."""
         return all(

@@ -63,6 +63,9 @@ class SimulatedControl:
         self._state[rank] = PeerState.FOUND
         self._grace[rank] = self._world.random.uniform(0.0, 0.1)
 
+    def greet(self, endpoint: str, data: bytes) -> None:
+        self._world.send(self._node, int(endpoint.removeprefix("node:")), data)
+
     def disconnect(self, rank: int) -> None:
         del self._nodes[rank], self._state[rank], self._grace[rank]
         self._down_since.pop(rank, None)
@@ -165,6 +168,18 @@ class _OnGpu(_Lagging):
         return dataclasses.replace(memory, kernels=FakeKernels(self.loop_gpu, memory.pages))
 
 
+def random_faults(dice: random.Random, *, slowest: float) -> Faults:
+    """A network that is good or bad in some ways. slowest: seconds that a datagram or a piece may take at most."""
+    return Faults(
+        drop=dice.choice([0.0, 0.1, 0.3]),
+        duplicate=dice.choice([0.0, 0.2]),
+        min_delay=1e-4,
+        max_delay=dice.choice([1e-3, 2e-2, slowest]),
+        window=dice.choice([2, 8, 64]),
+        pieces=dice.choice([1, 3, 8]),
+    )
+
+
 def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Place]:
     """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes."""
     kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
@@ -240,9 +255,11 @@ class Cluster:
         self.ranks: list[Rank] = []
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._noted = 0
-        registrations = [self._registration(i, place, sees_death, views, secret) for i, place in enumerate(places)]
-        everyone = [registration.metadata().encode() for registration in registrations]
-        for registration in registrations:
+        self._secret = secret
+        self.registrations = [self._registration(i, place, sees_death, views) for i, place in enumerate(places)]
+        everyone = [registration.metadata().encode() for registration in self.registrations]
+        self.cards = [PeerMetadata.decode(metadata) for metadata in everyone]
+        for registration in self.registrations:
             engine = registration.engine([PeerMetadata.decode(metadata) for metadata in everyone])
             self.ranks.append(Rank(self.world, cast(Any, registration.transport).node, engine, registration.cache))
             registration.warm(engine)
@@ -252,10 +269,10 @@ class Cluster:
             if engine.flows is not None:
                 _narrow(engine.flows.core, random.Random(f"loop {seed} {engine.group_map.rank}"))
 
-    def _registration(
-        self, index: int, place: Place, sees_death: bool, views: bool, secret: bytes | None
-    ) -> Registration:
+    def _registration(self, index: int, place: Place, sees_death: bool, views: bool) -> Registration:
         world = self.world
+        incarnation, drawn = world.random.getrandbits(62), world.random.randbytes(32)
+        self._secret = self._secret or drawn  # the same for all
         transport = LoopbackTransport(world, views=views)
         return self._kind(
             rank=index,
@@ -266,8 +283,8 @@ class Cluster:
             options=self.options,
             transport=transport,
             control=SimulatedControl(world, transport.node, heartbeat=self.options.heartbeat, sees_death=sees_death),
-            incarnation=world.random.getrandbits(62),
-            secret=world.random.randbytes(32) if secret is None else secret,
+            incarnation=incarnation,
+            secret=self._secret,
         )
 
     def __getitem__(self, rank: int) -> Rank:
@@ -282,8 +299,7 @@ class Cluster:
         """Steps all ranks for at most ``limit`` virtual seconds. Whether ``until`` came true."""
         end = self.world.now + limit
         for _ in range(MAX_IDLE_ROUNDS):
-            self._keep_agenda()
-            busy = self._round()
+            busy = self.round()
             if until():
                 return True
             if self.world.now >= end:
@@ -291,14 +307,16 @@ class Cluster:
             if busy:
                 self.world.advance(self.world.now + self.world.random.uniform(0.0, ROUND_SECONDS))
             else:
-                self.world.advance(self._next_wake(end))
+                self.world.advance(self.next_wake(end))
         raise AssertionError(f"{MAX_IDLE_ROUNDS} rounds did not reach {end:g} s: some rank is always busy")
 
     def _keep_agenda(self) -> None:
         while self._agenda and self._agenda[0][0] <= self.world.now:
             heapq.heappop(self._agenda)[2]()
 
-    def _round(self) -> bool:
+    def round(self) -> bool:
+        """Does what is due, and steps every rank once. Whether there was anything to do."""
+        self._keep_agenda()
         busy = False
         order = [rank for rank in self.ranks if rank.running]
         self.world.random.shuffle(order)
@@ -324,7 +342,8 @@ class Cluster:
         """From now on its driver refuses what the rank's resident loop asks for."""
         self.gpus[rank].broken = BAD_ADDRESS
 
-    def _next_wake(self, end: float) -> float:
+    def next_wake(self, end: float) -> float:
+        """When there will be something to do, ``end`` at the latest."""
         now = self.world.now
         wakes = [now + rank.engine.next_wake(now) for rank in self.ranks if rank.running]
         wakes += [self._gpu_due[rank] for rank, gpu in self.gpus.items() if gpu.pending]

@@ -44,10 +44,8 @@ class Pooled(Cluster):
         super().__init__(places, seed=seed, faults=MILD, views=views)
         self.observers.append(self._note_puts)
 
-    def _registration(
-        self, index: int, place: Place, sees_death: bool, views: bool, secret: bytes | None
-    ) -> Registration:
-        registration = super()._registration(index, place, sees_death, views, secret)
+    def _registration(self, index: int, place: Place, sees_death: bool, views: bool) -> Registration:
+        registration = super()._registration(index, place, sees_death, views)
         registration.cache = self._pools[index].cache if index in self._pools else None
         return registration
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from torchkv_loopback import Faults
 
 from tests.helpers.references.memory import Shadow, snapshot
-from tests.helpers.simulation.cluster import Cluster, Rank, random_places
+from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending
 from tests.helpers.simulation.staging_rings import RingShadow, small_fifos
 from tests.helpers.simulation.state_flows import StateFlows, random_states
@@ -57,14 +56,7 @@ class Scenario:
         self.numbers = np.random.default_rng(seed)
         dice = self.dice
         self.sees_death = dice.random() < 0.7 if sees_death is None else sees_death
-        faults = Faults(
-            drop=dice.choice([0.0, 0.1, 0.3]),
-            duplicate=dice.choice([0.0, 0.2]),
-            min_delay=1e-4,
-            max_delay=dice.choice([1e-3, 2e-2, 2e-1]),
-            window=dice.choice([2, 8, 64]),
-            pieces=dice.choice([1, 3, 8]),
-        )
+        faults = random_faults(dice, slowest=2e-1)
         # In a benign run nothing may fail, so there the timeouts must be longer than what lost messages cost.
         rings = RINGS if benign else SMALL_RINGS
         checksum = not verbs and dice.random() < 0.2

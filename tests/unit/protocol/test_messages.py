@@ -21,6 +21,7 @@ from torchkv.protocol.messages import (
     ControlFrame,
     Grant,
     InstanceVerdict,
+    Mailbox,
     Message,
     Outcome,
     Post,
@@ -74,6 +75,7 @@ MESSAGES = st.one_of(
     st.builds(Staged, _count, _count, _layers, _count, _count, st.booleans(), st.booleans()),
     st.builds(Withdraw, _count),
     st.builds(Withdrawn, _count),
+    st.builds(Mailbox, _count),
 )
 _word = st.integers(0, (1 << 64) - 1)
 
@@ -102,7 +104,7 @@ def test_round_trip_of_a_bare_acknowledgement() -> None:
 
 def test_every_message_type_is_covered() -> None:
     seen = {Grant, Attest, Seal, Abort, Quiesced, Revoke, Verdict, Alive, Post, Outcome, InstanceVerdict}
-    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn}
+    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox}
     assert set(Message.__subclasses__()) == seen
 
 
@@ -294,3 +296,9 @@ def test_no_module_evaluates_what_it_receives() -> None:
     assert len(modules) > 20
     found = {str(path.relative_to(ROOT)): dangers(path.read_text(encoding="utf-8")) for path in modules}
     assert {path: operation for path, operation in found.items() if operation} == {}
+
+
+def test_decoders_are_not_made_by_the_calls_that_use_them() -> None:
+    """``msgspec.msgpack.decode(type=)`` prepares the type when it first meets it: in several threads it has crashed."""
+    modules = [path for folder in ("torchkv", "backends") for path in (ROOT / folder).rglob("*.py")]
+    assert [str(path) for path in modules if "msgpack.decode(" in path.read_text(encoding="utf-8")] == []

@@ -1,0 +1,415 @@
+"""Instances that start, die and come again in a simulated world, with requests between them all the while.
+
+One seed is one run: set JOIN_SEEDS="17" to replay it, "0:2000" to run more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.references.memory import Shadow, snapshot
+from tests.helpers.references.page_transfer import Pool
+from tests.helpers.simulation.cluster import Rank, random_faults
+from tests.helpers.simulation.jobs import Job, Jobs
+from tests.helpers.simulation.requests import done
+from torchkv.engine.peers import Peers
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.layout import KVLayout
+from torchkv.protocol.receive_request import ReceiverRequest
+
+SEEDS_PER_TEST = 10
+BUSY_SECONDS = 12.0  # virtual seconds in which jobs come and go
+END_SECONDS = 40.0  # virtual seconds after that, in which everything must end
+NAMES = 5  # of requests; each is used again and again
+TOKENS = (4, 8, 12)  # of a request, by its name's number
+
+
+def layouts(tp_size: int, page_size: int, heads: int = 2) -> list[KVLayout | None]:
+    return [
+        KVLayout.gqa(
+            num_layers=2,
+            num_kv_heads=heads,
+            head_dim=4,
+            page_size=page_size,
+            dtype=torch.int16,
+            tp_rank=r,
+            tp_size=tp_size,
+        )
+        for r in range(tp_size)
+    ]
+
+
+# ------------------------------------------------------------------ two jobs
+
+
+@dataclass(eq=False)
+class Receiving:
+    name: str
+    rank: Rank
+    req: ReceiverRequest
+    work: KVWork
+    before: Pool
+    pages: list[int]
+    writers: dict[int, Rank]  # by number
+
+
+def tokens(name: str) -> int:
+    return TOKENS[int(name[1:]) % len(TOKENS)]
+
+
+def sent_pages(rank: Rank, name: str) -> list[int]:
+    """A sender always sends the same pages for a name; another life of it has other bytes in them."""
+    count = tokens(name) // rank.cache.layout.page_size
+    return [int(name[1:]) * 6 + i for i in range(count)]
+
+
+class Requests:
+    """Requests between jobs, and what must hold for their bytes."""
+
+    def __init__(self, jobs: Jobs, numbers: np.random.Generator) -> None:
+        self.jobs = jobs
+        self.numbers = numbers
+        self.shadows: dict[int, Shadow] = {}  # by incarnation, as are the two below
+        self.sources: dict[int, Pool] = {}
+        self.ranks: dict[int, Rank] = {}
+        self.receivings: list[Receiving] = []
+        self.sends: list[tuple[Rank, KVWork]] = []
+        self.problems: list[str] = []
+        jobs.observers.append(self.observe)
+
+    def start(self, name: str, tp_size: int, page_size: int) -> Job:
+        job = self.jobs.start(name, layouts(tp_size, page_size))
+        for rank in job.ranks:
+            key = rank.engine.group_map.me.incarnation
+            self.shadows[key] = Shadow(rank, self.numbers)
+            self.sources[key] = snapshot(rank)
+            self.ranks[key] = rank
+        return job
+
+    def post(self, rank: Rank, name: str, src: str) -> None:
+        shadow = self.shadows[rank.engine.group_map.me.incarnation]
+        free = [page for page in shadow.free() if page >= 40]
+        count = tokens(name) // rank.cache.layout.page_size
+        info = rank.engine.group_map
+        if not rank.running or len(free) < count or src not in info.instances:
+            return
+        pages = self.jobs.world.random.sample(free, count)
+        writers = {number: self.ranks[info.info[number].incarnation] for number in info.instances[src]}
+        before = snapshot(rank)
+        try:
+            work = rank.recv_pages(name, pages, src)
+        except KVError:
+            return
+        req = rank.engine.receiver._live[name]
+        self.receivings.append(Receiving(name, rank, req, work, before, pages, writers))
+
+    def send(self, rank: Rank, name: str, dst: str) -> None:
+        if not rank.running or dst not in rank.engine.group_map.instances:
+            return
+        try:
+            self.sends.append((rank, rank.send_pages(name, sent_pages(rank, name), dst)))
+            self.sends.append((rank, rank.finish(name, dst)))
+        except KVError:
+            rank.cancel(name)
+
+    def observe(self, rank: Rank) -> None:
+        """Checks pages whose lease has just ended, then overwrites them, as their next owner would."""
+        shadow = self.shadows[rank.engine.group_map.me.incarnation]
+        for generation, released in shadow.released().items():
+            found = next(r for r in self.receivings if r.rank is rank and r.req.generation == generation)
+            if found.req.error is None:
+                self._check_success(shadow, found)
+            shadow.reuse(*released)
+
+    def _check_success(self, shadow: Shadow, found: Receiving) -> None:
+        sources = {
+            number: self.sources[writer.engine.group_map.me.incarnation] for number, writer in found.writers.items()
+        }
+        src_pages = {number: sent_pages(writer, found.name) for number, writer in found.writers.items()}
+        shadow.check_received(f"request {found.name}", found.before, found.pages, sources, src_pages)
+
+    def pending(self) -> list[str]:
+        calls = [(r.rank, f"receive of {r.name}", r.work) for r in self.receivings]
+        calls += [(rank, "send", work) for rank, work in self.sends]
+        return [f"{what} never ended" for rank, what, work in calls if rank.running and not work.is_completed()]
+
+    def check_end(self) -> None:
+        self.problems += self.pending()
+        for shadow in self.shadows.values():
+            if shadow.rank.running:
+                self.observe(shadow.rank)
+                shadow.check_free("at the end")
+                leased = np.flatnonzero(shadow.rank.engine.receiver.leases._pages).tolist()
+                if leased:
+                    self.problems.append(f"rank {shadow.rank.rank} still leases {leased}")
+            self.problems += shadow.problems
+
+
+def pair(seed: int = 0, *, views: bool = False, **kwargs: object) -> tuple[Requests, Job, Job]:
+    jobs = Jobs(seed, views=views)
+    requests = Requests(jobs, np.random.default_rng())
+    return requests, requests.start("p", 2, 2), requests.start("d", 1, 4)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_two_jobs_meet_and_exchange_pages(views: bool) -> None:
+    requests, p, d = pair(views=views)
+    jobs = requests.jobs
+    call = d.connect(p.memberships[1].address)
+    assert jobs.run(lambda: call.ended and p.knows(d) and d.knows(p), limit=5)
+    assert call.name == "p"
+    for round_ in range(3):
+        for rank in d.ranks:
+            requests.post(rank, f"r{round_}", "p")
+        for rank in p.ranks:
+            requests.send(rank, f"r{round_}", "d")
+        assert len(requests.receivings) == round_ + 1
+        works = [r.work for r in requests.receivings] + [work for _, work in requests.sends]
+        assert jobs.run(done(*works), limit=10)
+        assert [work.exception() for work in works] == [None] * len(works)
+        if views and round_ == 0:
+            jobs.run(limit=0.5)
+            assert d.ranks[0].engine.flows is not None
+            assert all(d.ranks[0].engine.flows.core.reaches(number) for number in d.memberships[0].peers["p"].ranks)
+    requests.check_end()
+    assert requests.problems == []
+
+
+def test_a_job_that_cannot_work_with_the_other_is_refused() -> None:
+    jobs = Jobs(0)
+    p, d = jobs.start("p", layouts(1, 4)), jobs.start("d", layouts(1, 4, heads=4))
+    call = d.connect(p.address)
+    assert jobs.run(lambda: call.ended, limit=5)
+    assert isinstance(call.error, LayoutMismatch)
+    for job in (p, d):
+        assert job.memberships[0].peers == {}
+        assert job.ranks[0].engine.group_map.info.keys() == {0}
+
+
+def test_a_second_instance_of_a_name_is_refused_while_the_first_answers() -> None:
+    jobs = Jobs(0)
+    p, d, other = (jobs.start(name, layouts(1, 4)) for name in ("p", "d", "p"))
+    first = d.connect(p.address)
+    assert jobs.run(lambda: first.ended, limit=5)
+    second = d.connect(other.address, seconds=100.0)
+    assert jobs.run(lambda: second.ended, limit=60)
+    assert isinstance(second.error, ProtocolError)
+    assert "already" in str(second.error)
+    assert d.knows(p)
+    own = p.connect(other.address)
+    assert jobs.run(lambda: own.ended, limit=5), "its own name is refused at once"
+    assert isinstance(own.error, ProtocolError)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_killed_job_is_forgotten_and_comes_again(views: bool) -> None:
+    requests, p, d = pair(views=views)
+    jobs, told = requests.jobs, list[tuple[str, bool]]()
+    d.memberships[0].listen(lambda name, here: told.append((name, here)))
+    for life in range(5):
+        call = d.connect(p.address)
+        assert jobs.run(lambda: call.ended and d.knows(p) and p.knows(d), limit=10)  # noqa: B023
+        requests.post(d.ranks[0], "r1", "p")
+        for rank in p.ranks:
+            requests.send(rank, "r1", "d")
+        assert jobs.run(done(requests.receivings[-1].work), limit=10)
+        assert requests.receivings[-1].work.exception() is None
+        requests.post(d.ranks[0], "r2", "p")
+        jobs.kill(p)
+        assert jobs.run(lambda: not d.memberships[0].peers, limit=10)
+        assert isinstance(requests.receivings[-1].work.exception(), PeerLost)
+        engine = d.ranks[0].engine
+        assert engine.group_map.info.keys() == {0}
+        assert engine.connections.keys() == set()
+        assert d.cluster.registrations[0]._metadata_of.keys() == {0}
+        if engine.flows is not None:
+            assert engine.flows.core._slots == {0: 0}
+            assert engine.flows._routes == {}
+        assert told == [("p", True), ("p", False)] * (life + 1)
+        p = requests.start("p", 1 + life % 2, 4)
+    requests.check_end()
+    assert requests.problems == []
+
+
+def test_a_job_that_comes_again_before_the_first_is_missed() -> None:
+    """Its greetings arrive while the dead one still counts as here: it is admitted as soon as that has changed."""
+    requests, p, d = pair()
+    jobs = requests.jobs
+    first = d.connect(p.address)
+    assert jobs.run(lambda: first.ended and p.knows(d) and d.knows(p), limit=5)
+    jobs.kill(p)
+    new = requests.start("p", 1, 4)
+    call = d.connect(new.address)
+    assert jobs.run(lambda: call.ended and d.knows(new) and new.knows(d), limit=10)
+    assert call.name == "p"
+    requests.post(d.ranks[0], "r0", "p")
+    requests.send(new.ranks[0], "r0", "d")
+    assert jobs.run(done(requests.receivings[-1].work), limit=10)
+    assert requests.receivings[-1].work.exception() is None
+
+
+def test_where_death_is_not_seen_the_lost_one_makes_room_for_the_next() -> None:
+    """As between hosts: the dead job is only silent. Its name passes on; what it may still write to is not given up."""
+    jobs = Jobs(0, sees_death=False)
+    requests = Requests(jobs, np.random.default_rng())
+    p, d = requests.start("p", 1, 4), requests.start("d", 1, 4)
+    call = d.connect(p.address)
+    assert jobs.run(lambda: call.ended and p.knows(d), limit=5)
+    jobs.kill(p)
+    new = requests.start("p", 2, 2)
+    again = new.connect(d.address)
+    assert jobs.run(lambda: again.ended and d.knows(new) and new.knows(d), limit=10)
+    requests.post(d.ranks[0], "r0", "p")
+    for rank in new.ranks:
+        requests.send(rank, "r0", "d")
+    assert jobs.run(done(requests.receivings[-1].work), limit=10)
+    assert requests.receivings[-1].work.exception() is None
+
+
+def test_a_verb_that_named_a_rank_which_is_forgotten_meanwhile() -> None:
+    requests, p, d = pair()
+    jobs = requests.jobs
+    call = p.connect(d.address)
+    assert jobs.run(lambda: call.ended and p.knows(d) and d.knows(p), limit=5)
+    sender = p.ranks[0]
+    number = p.memberships[0].peers["d"].ranks[0]
+    resolve = sender.engine.group_map.targets
+
+    def slow(peers: object, operation: str) -> tuple[int, ...]:
+        found = resolve("d", operation)
+        jobs.kill(d)
+        assert jobs.run(lambda: not p.memberships[0].peers, limit=10)
+        return found
+
+    sender.engine.group_map.targets = slow
+    with pytest.raises(PeerLost):
+        sender.send_pages("r", [0], "d")
+    sender.engine.group_map.targets = resolve
+    with pytest.raises(ProtocolError, match="no instance"):
+        sender.send_pages("r", [0], "d")
+    with pytest.raises(ProtocolError, match="no rank"):
+        sender.send_pages("r", [0], number)
+
+
+# ------------------------------------------------------------------ many jobs
+
+
+class Life:
+    """A random run: jobs of four names come and go, requests all the while."""
+
+    def __init__(self, seed: int, *, views: bool) -> None:
+        dice = self.dice = random.Random(f"joins {seed}")
+        faults = random_faults(dice, slowest=1e-1)
+        self.jobs = Jobs(seed, faults=faults, views=views)
+        self.requests = Requests(self.jobs, np.random.default_rng(seed))
+        self.now_running: dict[str, Job] = {}
+        self.requests.start("clock", 1, 4)  # never dies; keeps the agenda
+
+    def run(self) -> list[str]:
+        for name in ("p0", "p1", "d0", "d1"):
+            self.jobs.at(self.dice.uniform(0.0, 1.0), lambda name=name: self._start(name))
+        at = 1.0
+        while at < BUSY_SECONDS:
+            at += self.dice.uniform(0.01, 0.3)
+            self.jobs.at(at, self._request)
+        for _ in range(self.dice.randint(1, 6)):
+            self.jobs.at(self.dice.uniform(1.5, BUSY_SECONDS), self._kill)
+        self.jobs.run(limit=BUSY_SECONDS + 2.0)
+        self.jobs.run(lambda: not self.requests.pending(), limit=END_SECONDS)
+        self.jobs.run(limit=5.0)
+        self.requests.check_end()
+        return self.requests.problems + self._memberships()
+
+    def _start(self, name: str) -> None:
+        self.now_running[name] = self.requests.start(name, self.dice.choice([1, 2]), self.dice.choice([2, 4]))
+
+    def _kill(self) -> None:
+        name = self.dice.choice(sorted(self.now_running))
+        self.jobs.kill(self.now_running.pop(name))
+        self.jobs.at(self.jobs.world.now + self.dice.choice([0.0, 0.05, 0.5, 2.0]), lambda: self._start(name))
+
+    def _request(self) -> None:
+        """Whoever does not know the other yet calls it."""
+        dice, now = self.dice, self.jobs.world.now
+        p, d = self.now_running.get(dice.choice(["p0", "p1"])), self.now_running.get(dice.choice(["d0", "d1"]))
+        if p is None or d is None:
+            return
+        if not d.knows(p):
+            d.connect(p.address, rank=dice.randrange(len(d.ranks)))
+        elif not p.knows(d):
+            p.connect(d.address, rank=dice.randrange(len(p.ranks)))
+        name = f"r{dice.randrange(NAMES)}"
+        for rank in d.ranks:
+            self.jobs.at(now + dice.uniform(0.0, 0.2), lambda rank=rank: self.requests.post(rank, name, p.name))
+        for rank in p.ranks:
+            self.jobs.at(now + dice.uniform(0.0, 0.2), lambda rank=rank: self.requests.send(rank, name, d.name))
+        if dice.random() < 0.2:
+            rank = dice.choice([*p.ranks, *d.ranks])
+            self.jobs.at(now + dice.uniform(0.0, 0.5), lambda: rank.cancel(name) if rank.running else None)
+
+    def _memberships(self) -> list[str]:
+        """Nobody keeps anything of the dead, and knows nobody by halves."""
+        lives = {rank.engine.group_map.me.incarnation for job in self.jobs.alive for rank in job.ranks}
+        problems = []
+        for job in self.jobs.alive:
+            for rank in job.ranks:
+                group_map, engine = rank.engine.group_map, rank.engine
+                strangers = [number for number, info in group_map.info.items() if info.incarnation not in lives]
+                if strangers:
+                    problems.append(f"{job.name} rank {rank.rank} still knows ranks {strangers}, which are dead")
+                if not engine.connections.keys() <= group_map.info.keys():
+                    problems.append(f"{job.name} rank {rank.rank}: connections {list(engine.connections)}")
+                if engine.flows is not None and not engine.flows.core._slots.keys() <= group_map.info.keys():
+                    problems.append(f"{job.name} rank {rank.rank}: mailboxes of {list(engine.flows.core._slots)}")
+        return problems
+
+
+def seeds() -> list[range]:
+    first, _, last = os.environ.get("JOIN_SEEDS", "0:60").partition(":")
+    every = range(int(first), int(last or int(first) + 1))
+    return [every[i : i + SEEDS_PER_TEST] for i in range(0, len(every), SEEDS_PER_TEST)]
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["puts", "loop"])
+@pytest.mark.parametrize("batch", seeds(), ids=lambda batch: f"{batch.start}:{batch.stop}")
+def test_nothing_breaks_while_jobs_come_and_go(batch: range, views: bool) -> None:
+    outcomes: list[KVError | None] = []
+    for seed in batch:
+        life = Life(seed, views=views)
+        problems = life.run()
+        assert not problems, f"seed {seed}: {problems}"
+        outcomes += [r.work.exception() for r in life.requests.receivings if r.work.is_completed()]
+    if len(batch) > 1:
+        assert outcomes.count(None) > len(outcomes) / 10, "most of this was checked on nothing"
+        assert any(isinstance(error, PeerLost) for error in outcomes)
+
+
+# -- negative controls ------------------------------------------------------------------------------------------------
+
+
+def _caught(*, views: bool) -> bool:
+    for seed in range(200, 230):
+        try:
+            if Life(seed, views=views).run():
+                return True
+        except (AssertionError, KeyError):
+            return True
+    return False
+
+
+def test_a_map_that_mixes_lives_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupMap, "remove", lambda self, rank: None)
+    assert _caught(views=True)
+
+
+def test_forgetting_before_the_dead_has_drained_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peers, "gone", lambda self, rank: rank in self.lost)
+    assert _caught(views=False)
