@@ -13,6 +13,10 @@ A variable that the user has set is left alone. The reasons, one per setting:
   that a dead peer has left in the socket.
 * ``TCP_TX_SEG_SIZE``, ``TCP_RX_SEG_SIZE``: with the default segments of 8 KiB one large put over loopback ran at 0.6 to
   0.9 GB/s, with these at 2.2 to 2.8; small puts as before. The first must not exceed the second.
+* ``TCP_CONN_NB=y``: else `connect` blocks the progress thread while a peer's host does not answer. And UCX 1.21 then
+  crashes later if a peer that had connected here ends before this rank connects to it: it takes over the peer's
+  connection, finds it broken, tries a new one, and if that is refused at once, it frees an endpoint that it goes on
+  using (``uct_tcp_ep_connect``, ``uct_tcp_ep_set_failed``).
 * ``CM_REUSEADDR=y``: a restarted process can listen on the port that the process before it used.
 * ``NET_DEVICES``: UCX listens on *every* interface by default, and a process that completes its handshake may write
   into registered memory. torchkv opens only the interface that the job runs on, see `net_devices`.
@@ -43,6 +47,7 @@ _SETTINGS = {
     "UCX_ERROR_SIGNALS": "",
     "UCX_TCP_TX_SEG_SIZE": "64k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_TCP_CONN_NB": "y",
     "UCX_CM_REUSEADDR": "y",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "fatal",
