@@ -249,6 +249,6 @@ def test_a_quarantine_may_outlive_the_loop() -> None:
     world.run(limit=0.1)
     assert not rx.is_success()
     assert set(world[1].quarantined()) == {3, 7}
-    world[1].engine.close_loop()
+    world[1].engine.leave(world.world.now)
     world[1].engine.receiver.peer_dead(0, world.world.now)
     assert world[1].quarantined() == {}

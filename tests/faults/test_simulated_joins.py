@@ -15,15 +15,18 @@ import torch
 
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.references.page_transfer import Pool
+from tests.helpers.simulation import jobs
 from tests.helpers.simulation.cluster import Rank, random_faults
 from tests.helpers.simulation.jobs import Job, Jobs
 from tests.helpers.simulation.requests import done
 from torchkv.engine.peers import Peers
+from torchkv.engine.scheduler import TransferScheduler
 from torchkv.engine.work import KVWork
-from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError
+from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.sender import Sender
 
 SEEDS_PER_TEST = 10
 BUSY_SECONDS = 12.0  # virtual seconds in which jobs come and go
@@ -69,6 +72,10 @@ def sent_pages(rank: Rank, name: str) -> list[int]:
     """A sender always sends the same pages for a name; another life of it has other bytes in them."""
     count = tokens(name) // rank.cache.layout.page_size
     return [int(name[1:]) * 6 + i for i in range(count)]
+
+
+def leased_pages(rank: Rank) -> list[int]:
+    return [int(page) for page in np.flatnonzero(rank.engine.receiver.leases._pages)]
 
 
 class Requests:
@@ -136,6 +143,9 @@ class Requests:
         src_pages = {number: sent_pages(writer, found.name) for number, writer in found.writers.items()}
         shadow.check_received(f"request {found.name}", found.before, found.pages, sources, src_pages)
 
+    def leases(self) -> bool:
+        return any(leased_pages(shadow.rank) for shadow in self.shadows.values() if shadow.rank.running)
+
     def pending(self) -> list[str]:
         calls = [(r.rank, f"receive of {r.name}", r.work) for r in self.receivings]
         calls += [(rank, "send", work) for rank, work in self.sends]
@@ -147,14 +157,13 @@ class Requests:
             if shadow.rank.running:
                 self.observe(shadow.rank)
                 shadow.check_free("at the end")
-                leased = np.flatnonzero(shadow.rank.engine.receiver.leases._pages).tolist()
-                if leased:
+                if leased := leased_pages(shadow.rank):
                     self.problems.append(f"rank {shadow.rank.rank} still leases {leased}")
             self.problems += shadow.problems
 
 
-def pair(seed: int = 0, *, views: bool = False, **kwargs: object) -> tuple[Requests, Job, Job]:
-    jobs = Jobs(seed, views=views)
+def pair(seed: int = 0, *, views: bool = False, sees_death: bool = True) -> tuple[Requests, Job, Job]:
+    jobs = Jobs(seed, views=views, sees_death=sees_death)
     requests = Requests(jobs, np.random.default_rng())
     return requests, requests.start("p", 2, 2), requests.start("d", 1, 4)
 
@@ -235,6 +244,27 @@ def test_a_killed_job_is_forgotten_and_comes_again(views: bool) -> None:
             assert engine.flows._routes == {}
         assert told == [("p", True), ("p", False)] * (life + 1)
         p = requests.start("p", 1 + life % 2, 4)
+    requests.check_end()
+    assert requests.problems == []
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_job_that_closes_is_forgotten_although_nobody_sees_its_processes_end(views: bool) -> None:
+    """As one of another host: it says that it leaves."""
+    requests, p, d = pair(views=views, sees_death=False)
+    jobs = requests.jobs
+    call = d.connect(p.address)
+    assert jobs.run(lambda: call.ended and d.knows(p) and p.knows(d), limit=10)
+    requests.post(d.ranks[0], "r1", "p")
+    requests.post(d.ranks[0], "r2", "p")
+    for rank in p.ranks:
+        requests.send(rank, "r1", "d")
+    requests.send(p.ranks[0], "r2", "d")
+    jobs.run(limit=0.001)
+    jobs.leave(p)
+    assert jobs.run(lambda: not d.memberships[0].peers, limit=3)
+    assert isinstance(requests.receivings[1].work.exception(), (PeerLost, TransferCancelled))
+    assert d.ranks[0].quarantined() == {}
     requests.check_end()
     assert requests.problems == []
 
@@ -321,9 +351,10 @@ class Life:
             at += self.dice.uniform(0.01, 0.3)
             self.jobs.at(at, self._request)
         for _ in range(self.dice.randint(1, 6)):
-            self.jobs.at(self.dice.uniform(1.5, BUSY_SECONDS), self._kill)
+            self.jobs.at(self.dice.uniform(1.5, BUSY_SECONDS), self._end)
         self.jobs.run(limit=BUSY_SECONDS + 2.0)
         self.jobs.run(lambda: not self.requests.pending(), limit=END_SECONDS)
+        self.jobs.run(lambda: not self.requests.leases(), limit=END_SECONDS)
         self.jobs.run(limit=5.0)
         self.requests.check_end()
         return self.requests.problems + self._memberships()
@@ -331,9 +362,10 @@ class Life:
     def _start(self, name: str) -> None:
         self.now_running[name] = self.requests.start(name, self.dice.choice([1, 2]), self.dice.choice([2, 4]))
 
-    def _kill(self) -> None:
+    def _end(self) -> None:
         name = self.dice.choice(sorted(self.now_running))
-        self.jobs.kill(self.now_running.pop(name))
+        end = self.dice.choice([self.jobs.kill, self.jobs.leave])
+        end(self.now_running.pop(name))
         self.jobs.at(self.jobs.world.now + self.dice.choice([0.0, 0.05, 0.5, 2.0]), lambda: self._start(name))
 
     def _request(self) -> None:
@@ -373,7 +405,7 @@ class Life:
 
 
 def seeds() -> list[range]:
-    first, _, last = os.environ.get("JOIN_SEEDS", "0:60").partition(":")
+    first, _, last = os.environ.get("JOIN_SEEDS", "0:40").partition(":")
     every = range(int(first), int(last or int(first) + 1))
     return [every[i : i + SEEDS_PER_TEST] for i in range(0, len(every), SEEDS_PER_TEST)]
 
@@ -408,6 +440,13 @@ def _caught(*, views: bool) -> bool:
 def test_a_map_that_mixes_lives_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupMap, "remove", lambda self, rank: None)
     assert _caught(views=True)
+
+
+def test_leaving_while_puts_are_under_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "DRAIN", 0.0)
+    monkeypatch.setattr(Sender, "has_landed", lambda self, rank: True)
+    monkeypatch.setattr(TransferScheduler, "moves_to", lambda self, rank: False)
+    assert _caught(views=False)
 
 
 def test_forgetting_before_the_dead_has_drained_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,15 @@ from tests.helpers.ranks.member import (
     leave,
 )
 from tests.helpers.torchrun import DEADLINE, EXAMPLES
-from torchkv import KVCache, LayoutMismatch, PeerLost, ProtocolError, TransferTimeout, TransportUnavailable
+from torchkv import (
+    KVCache,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+    TransferCancelled,
+    TransferTimeout,
+    TransportUnavailable,
+)
 
 P0, P1, D, E, SPARE0, SPARE1 = range(6)
 
@@ -135,8 +143,10 @@ def test_nothing_is_left_of_those_that_were_killed(jobs: Jobs) -> None:
 # ------------------------------------------------------------------ in this process
 
 
-def member(name: str, **changes: Any) -> torchkv.KVMember:
-    options = torchkv.Options(timeout=5.0, grant_timeout=10.0, staging_send=1 << 20, staging_recv=1 << 20)
+def member(name: str, heartbeat: float = 1.0, **changes: Any) -> torchkv.KVMember:
+    options = torchkv.Options(
+        timeout=5.0, grant_timeout=10.0, heartbeat=heartbeat, staging_send=1 << 20, staging_recv=1 << 20
+    )
     return torchkv.join(KVCache.empty(layout(0, 1, **changes), NUM_PAGES, device="cpu"), name, options=options)
 
 
@@ -154,12 +164,36 @@ def test_a_verb_may_name_an_address() -> None:
         assert d.connect("p").result(0) == "p", "who is here need not be looked for"
 
 
-def send_one(p: torchkv.KVMember) -> None:
+def await_instance(kv: torchkv.KVMember, name: str) -> None:
     until = time.monotonic() + 20
-    while "d" not in p.peers() and time.monotonic() < until:
+    while name not in kv.peers() and time.monotonic() < until:
         time.sleep(0.005)
+
+
+def send_one(p: torchkv.KVMember) -> None:
+    await_instance(p, "d")
     torchkv.send_pages("r", [3, 4], "d", group=p)
     torchkv.finish("r", "d", group=p).wait(20)
+
+
+@pytest.mark.usefixtures("secret")
+def test_who_closes_is_forgotten_at_once_although_its_process_lives_on() -> None:
+    with member("d", heartbeat=60.0) as d:
+        told: list[tuple[str, bool]] = []
+        d.listen(lambda name, here: told.append((name, here)))
+        for life in range(1, 4):
+            with member("p", heartbeat=60.0) as p:
+                assert d.connect(p.address).result(20) == "p"
+                await_instance(p, "d")
+                rx = d.recv_pages(f"r{life}", [1, 2], "p")
+            with pytest.raises((PeerLost, TransferCancelled), match=r"has left|was destroyed"):
+                rx.wait(20)
+            until = time.monotonic() + 20
+            while d.peers():
+                assert time.monotonic() < until, d.peers()
+                time.sleep(0.005)
+            assert told == [("p", True), ("p", False)] * life
+        assert d.quarantined() == {}
 
 
 @pytest.mark.usefixtures("secret")

@@ -28,15 +28,16 @@ class ControlMessenger:
     """One session per peer: numbers, encodes, sends, receives, checks and decodes messages.
 
     Belongs to the progress thread, except that any thread may `send_now` frames that it got from `frames`. The engine's
-    lock guards the sessions: `tell`, `accept`, `frames` and `mark_dead` are called under it; `receive`, `send` and
-    `send_now`, which do I/O, are not.
+    lock guards the sessions: `tell`, `accept`, `frames`, `mark_dead` and `mark_left` are called under it; `receive`,
+    `send` and `send_now`, which do I/O, are not.
 
-    dropped: how many frames and messages were refused. dead: ranks whose process has ended.
+    dropped: how many frames and messages were refused. dead: ranks whose process has ended, or that have left.
     """
 
     def __init__(self, group_map: GroupMap, key: bytes, control: ControlChannel) -> None:
         self.dropped = 0
         self.dead: set[int] = set()
+        self._left: set[int] = set()
         self._rank = group_map.rank
         self._key = key
         self._control = control
@@ -59,6 +60,7 @@ class ControlMessenger:
     def remove(self, info: RankInfo) -> None:
         """The session with a peer that has ended is over."""
         self.dead.discard(info.rank)
+        self._left.discard(info.rank)
         self._active.discard(info.rank)
         del self._sessions[info.rank], self._by_incarnation[info.incarnation]
 
@@ -76,6 +78,17 @@ class ControlMessenger:
         """The process of ``rank`` has ended: nothing more is sent there."""
         self.dead.add(rank)
         self._active.discard(rank)
+
+    def mark_left(self, rank: int) -> None:
+        """``rank`` has sent its last message: it is sent acknowledgements only, so that it knows that it was heard."""
+        self._sessions[rank].abandon()
+        self.dead.add(rank)
+        self._left.add(rank)
+        self._active.add(rank)
+
+    def unheard(self) -> set[int]:
+        """Ranks that have not acknowledged all that they were told."""
+        return {rank for rank, session in self._sessions.items() if rank not in self.dead and not session.heard}
 
     def receive(self, readable: int) -> list[tuple[int, ControlFrame]]:
         """Frames that have arrived, checked and decoded, with their ranks. readable: see `ControlChannel.receive`."""
@@ -113,7 +126,7 @@ class ControlMessenger:
         """The messages that ``frame`` of ``rank`` makes deliverable, in order."""
         if rank not in self._sessions:
             return []  # it was removed after the frame had been received
-        if rank not in self.dead:
+        if rank not in self.dead or rank in self._left:
             self._active.add(rank)
         return self._sessions[rank].receive(frame)
 

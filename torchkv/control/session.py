@@ -59,6 +59,11 @@ class Session:
         self._ack_at: float | None = None  # when a due acknowledgement goes out alone; None: the next poll decides
 
     @property
+    def heard(self) -> bool:
+        """Whether the peer has acknowledged everything."""
+        return not self._unacked
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is left to send: the peer has acknowledged everything, and no acknowledgement is due."""
         return not self._unacked and not self._ack_due
@@ -93,6 +98,13 @@ class Session:
             self._received += 1
             ready.append(message)
         return ready
+
+    def abandon(self) -> None:
+        """The peer takes in nothing more: what it has not acknowledged is dropped. An acknowledgement may be due."""
+        self._unacked.clear()
+        self._unsent = 0
+        self._retry_at = float("inf")
+        self._ack_at = 0.0
 
     def poll(self, now: float) -> list[ControlFrame]:
         """The frames to send now: new messages, retransmissions, or an acknowledgement that has waited long enough."""

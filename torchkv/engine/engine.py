@@ -40,6 +40,7 @@ from torchkv.protocol.messages import (
     Attest,
     Grant,
     InstanceVerdict,
+    Left,
     Mailbox,
     Message,
     Outcome,
@@ -394,11 +395,27 @@ class Engine:
         if self.newcomers is not None:
             self.newcomers.close(error)
 
-    def close_loop(self) -> None:
-        """Ends the resident loop, after `end_all`. What it served is Python's by now."""
+    def leave(self, now: float) -> None:
+        """Ends the resident loop, after `end_all`, and says so. What the loop served is Python's by now."""
         if self.flows is not None:
             self.flows.core.close()
             self.sender.flows = self.receiver.flows = self._leader.flows = None
+        with self.lock:
+            self.peers.leave()
+            frames = self._messenger.frames(now)
+        self._messenger.send(frames)
+
+    def is_heard(self, now: float) -> bool:
+        """After `leave`: sends again what peers have not acknowledged. Whether those that answer have heard all."""
+        received = self._messenger.receive(-1)
+        with self.lock:
+            for source, frame in received:
+                if any(isinstance(message, Left) for message in self._messenger.accept(source, frame)):
+                    self._messenger.mark_left(source)
+            frames = self._messenger.frames(now)
+            unheard = self._messenger.unheard() - self.lost.keys()
+        self._messenger.send(frames)
+        return not unheard
 
     # ------------------------------------------------------------------ control
 
@@ -476,6 +493,8 @@ class Engine:
             case Mailbox():
                 if self.flows is not None:
                     self.flows.on_mailbox(src, message.slot)
+            case Left():
+                self.peers.on_left(src, now)
 
     # ------------------------------------------------------------------ actions
 

@@ -4,8 +4,9 @@
               |         |
               +----+----+
                    v
-                 DEAD               its process has ended; what it wrote before may still be on its way
-                   |  its channels have drained
+              DEAD or LEFT          dead: its process has ended; what it wrote before may still be on its way.
+                   |                left: it takes part no more, and says that all that it wrote has landed (`Left`)
+                   |  the channels of the dead have drained; nothing of this rank is under way to it
                    v
                  drained            nothing of it lands any more: its connections are closed, its mailboxes unmapped
                    |  no request names it any more
@@ -30,6 +31,7 @@ from torchkv.control.messenger import ControlMessenger
 from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.protocol.instance import InstanceLeader
+from torchkv.protocol.messages import Left
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
@@ -49,7 +51,7 @@ class Peers:
 
     connect: makes the connection to a rank. moves_to: whether transfers to a rank are under way. unmap: drops what the
     resident loop shares with a rank that has ended. notify: wakes callers, under the lock.
-    connections: by rank, as far as they have been made. lost: ranks that do not answer -> the reason.
+    connections: by rank, as far as they have been made. lost: ranks that do not answer or have left -> the reason.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Peers:
     ) -> None:
         self.connections: dict[int, PeerConnection] = {}
         self.lost: dict[int, str] = {}
-        self.undrained: set[int] = set()  # dead ranks whose last writes may still land here
+        self.undrained: set[int] = set()  # that are dead or have left, and are not drained yet
         self.closing: list[PeerConnection] = []  # connections to dead ranks, to be closed by `run_deferred_frees`
         self._group_map = group_map
         self._lock = lock
@@ -87,6 +89,7 @@ class Peers:
         # Connections whose channel broke. They stay open: if the peer dies, they show when its writes have drained.
         self._broken: dict[int, list[PeerConnection]] = {}
         self._forgotten: deque[int] = deque()
+        self._left: set[int] = set()
         self._unwatched: set[int] = set()  # writers without a connection: nothing shows when their writes have drained
 
     # ------------------------------------------------------------------ members
@@ -97,6 +100,23 @@ class Peers:
             self._group_map.add(members)
             for info in members:
                 self._messenger.add(info)
+
+    def leave(self) -> None:
+        """Tells all peers that this rank takes part no more, except those where something that it wrote may still land.
+
+        To be called when the resident loop has ended. Under the lock.
+        """
+        for rank in self._group_map.info.keys() - {self._group_map.rank}:
+            if not self._moves_to(rank) and self._sender.has_landed(rank):
+                self._messenger.tell(rank, Left())
+
+    def on_left(self, rank: int, now: float) -> None:
+        """``rank`` has sent `Left`. Under the lock."""
+        log.info("rank %d: rank %d has left", self._group_map.rank, rank)
+        self._left.add(rank)
+        self._lose(rank, f"rank {rank} has left: its group was destroyed, or its instance closed", now)
+        self._end(rank)
+        self._messenger.mark_left(rank)
 
     def gone(self, rank: int) -> bool:
         """Whether nothing of ``rank`` is left, so that it can be forgotten."""
@@ -125,6 +145,7 @@ class Peers:
             self.closing.append(connection)
             self.run_deferred_frees()
         self._unwatched.discard(rank)
+        self._left.discard(rank)
         self._control.disconnect(rank)
 
     # ------------------------------------------------------------------ connections
@@ -183,9 +204,11 @@ class Peers:
                 self._gpu.run_deferred_frees()
 
     def _is_drained(self, rank: int) -> bool:
-        """Whether none of the writes of the dead ``rank`` can land here, and none of this rank's is under way there."""
+        """Whether none of the writes of ``rank`` can land here, and none of this rank's is under way there."""
         if self._moves_to(rank) or not self._sender.is_drained(rank):
             return False
+        if rank in self._left:
+            return True
         connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
         return rank not in self._unwatched and all(c.channel is None or c.channel.drained for c in connections)
 
@@ -202,20 +225,30 @@ class Peers:
             self._unmap(rank)
 
     def _on_event(self, event: PeerEvent, now: float) -> None:
-        log.info("rank %d: %s", self._group_map.rank, event.reason)
         with self._lock:
+            if event.rank in self._left:
+                return
+            log.info("rank %d: %s", self._group_map.rank, event.reason)
             if event.state is PeerState.FOUND:
                 self.lost.pop(event.rank, None)
                 self._leader.peer_found(event.rank)
                 self._receiver.peer_found(event.rank)
                 self._notify()
                 return
-            self.lost[event.rank] = event.reason
-            self._sender.peer_lost(event.rank, event.reason)
-            self._receiver.peer_lost(event.rank, event.reason)
-            self._leader.peer_lost(event.rank, now)
+            self._lose(event.rank, event.reason, now)
             if event.state is PeerState.DEAD:
-                self._sender.peer_dead(event.rank)
-                self.undrained.add(event.rank)
+                self._end(event.rank)
                 self._messenger.mark_dead(event.rank)
-            self._notify()
+
+    def _lose(self, rank: int, reason: str, now: float) -> None:
+        """Fails what needs ``rank``. reason: for messages."""
+        self.lost[rank] = reason
+        self._sender.peer_lost(rank, reason)
+        self._receiver.peer_lost(rank, reason)
+        self._leader.peer_lost(rank, now)
+        self._notify()
+
+    def _end(self, rank: int) -> None:
+        """No message of ``rank`` comes any more."""
+        self._sender.peer_dead(rank)
+        self.undrained.add(rank)

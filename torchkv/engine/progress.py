@@ -35,6 +35,7 @@ T = TypeVar("T")
 ATTENTIVE = 0.1  # seconds after a wake-up for which the thread rests instead of sleeping
 REST = 0.005  # longest rest in seconds: then the engine is stepped even if nothing has arrived
 DRAIN = 1.0  # seconds for which a closing group waits until its transfers have stopped, and writers said so of theirs
+FAREWELL = 0.5  # seconds for which it waits until its peers have heard that it leaves
 ANSWER = 0.005  # longest sleep in seconds while it waits for writers
 # Bit i says whether file descriptor i may be readable: 0 is the transport's, the others are the control channel's.
 _TRANSPORT, _EVERYTHING = 1, -1
@@ -234,7 +235,10 @@ class ProgressThread:
         engine.end_all(gone, time.monotonic())
         if engine.gpu is not None:
             engine.gpu.close()
-        engine.close_loop()
+        engine.leave(time.monotonic())
+        deadline = time.monotonic() + FAREWELL
+        while not engine.is_heard(now := time.monotonic()) and now < deadline:
+            control.sleep(ANSWER, ())
 
     def _close_all(self, engine: Engine | None, transport: Transport, control: ControlChannel) -> bool:
         """Whether the transport was closed."""

@@ -272,6 +272,10 @@ class Withdrawn(Message, frozen=True, tag="withdrawn"):
     generation: Count
 
 
+class Left(Message, frozen=True, tag="left"):
+    """Rank -> peer: I take part no more: all that I wrote to your memory has landed, and this is my last message."""
+
+
 class Mailbox(Message, frozen=True, tag="mailbox"):
     """Rank -> rank of another instance: your resident loop may write records to this mailbox of mine."""
 
@@ -297,6 +301,7 @@ AnyMessage: TypeAlias = (
     | Withdraw
     | Withdrawn
     | Mailbox
+    | Left
 )
 
 _encoder = msgspec.msgpack.Encoder()

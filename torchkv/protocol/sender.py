@@ -392,6 +392,13 @@ class Sender:
         """Whether nothing that this rank writes to ``rank`` is under way."""
         return all(req.dst != rank or req.drained for req in self._requests.values())
 
+    def has_landed(self, rank: int) -> bool:
+        """Whether all that this rank has written to ``rank`` is known to have landed there."""
+        broken = any(dst == rank for dst, _ in self._undrainable)
+        return not broken and all(
+            req.dst != rank or (req.drained and not req.undrainable) for req in self._requests.values()
+        )
+
     def is_done_with(self, rank: int) -> bool:
         """Whether nothing of this rank is under way to ``rank``, and no call waits for that."""
         return all(

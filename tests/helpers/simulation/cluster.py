@@ -128,6 +128,9 @@ class Rank(Verbs):
         self.node = node
         self.rank = engine.group_map.rank
 
+    def step(self, now: float) -> bool:
+        return self.engine.step(now)
+
     @property
     def running(self) -> bool:
         return self.world.alive(self.node) and not self.world.paused(self.node)
@@ -323,7 +326,7 @@ class Cluster:
         for rank in order:
             if not rank.running:
                 continue
-            busy |= rank.engine.step(self.world.now)
+            busy |= rank.step(self.world.now)
             for observe in self.observers:
                 observe(rank)
         return self._run_gpus() or busy

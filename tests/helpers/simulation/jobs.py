@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torchkv_loopback import Faults, World
 
 from tests.helpers.simulation.cluster import MAX_IDLE_ROUNDS, ROUND_SECONDS, Cluster, Place, Rank
 from torchkv.engine.membership import Membership
-from torchkv.errors import KVError
+from torchkv.engine.progress import DRAIN, FAREWELL
+from torchkv.errors import KVError, TransferCancelled
 from torchkv.layout.layout import KVLayout
 from torchkv.options import Options
 
 __all__ = ["Connecting", "Job", "Jobs"]
+
+CLOSES = TransferCancelled("the instance closes")
 
 
 class Connecting:
@@ -110,6 +114,27 @@ class Jobs:
         job.alive = False
         for rank in range(len(job.ranks)):
             job.cluster.kill(rank)
+
+    def leave(self, job: Job) -> None:
+        """The job closes, each rank as `ProgressThread` does it, and then its processes end."""
+        job.alive = False
+        for rank in job.ranks:
+            rank.engine.fail_all(CLOSES, self.world.now)
+            rank.step = partial(self._drain, job, rank, self.world.now + DRAIN)
+
+    def _drain(self, job: Job, rank: Rank, deadline: float, now: float) -> bool:
+        engine = rank.engine
+        busy = engine.step(now)
+        if now >= deadline or not (engine.moving or engine.awaits_writers):
+            engine.end_all(CLOSES, now)
+            engine.leave(now)
+            rank.step = partial(self._say_so, job, rank, now + FAREWELL)
+        return busy
+
+    def _say_so(self, job: Job, rank: Rank, deadline: float, now: float) -> bool:
+        if rank.engine.is_heard(now) or now >= deadline:
+            job.cluster.kill(rank.rank)
+        return True
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         self.all[0].cluster.at(time, action)
