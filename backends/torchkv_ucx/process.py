@@ -9,6 +9,7 @@ import select
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
+from torchkv.host.processes import open_pidfd, unwatch
 
 __all__ = ["LocalProcess"]
 
@@ -27,7 +28,7 @@ class LocalProcess:
     def __init__(self, pid: int) -> None:
         """Raises ``OSError`` if there is no such process, or the kernel has no pidfds."""
         self.pid = pid
-        self._fd: int | None = os.pidfd_open(pid)
+        self._fd: int | None = open_pidfd(pid)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
@@ -57,5 +58,5 @@ class LocalProcess:
 
     def close(self) -> None:
         if self._fd is not None:
-            os.close(self._fd)
+            unwatch(self._fd)
             self._fd = None

@@ -14,7 +14,7 @@ a lost peer fails, but only the end of a process proves that it will write no mo
 from __future__ import annotations
 
 import enum
-import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from torchkv.control.unix_datagrams import UnixDatagramChannel
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.host.network import job_interface
-from torchkv.host.processes import ProcessId, process_ended, watch_process
+from torchkv.host.processes import ProcessId, process_ended, unwatch, watch_process
 from torchkv.host.shared_memory import host_identity
 from torchkv.protocol.messages import MAX_FRAME
 
@@ -99,27 +99,20 @@ class ControlChannel(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """What sends to a peer, and what watches it. pidfd: None for a process of another host."""
+    """What is known of a peer. name: of the connection to it. pidfd: None for a process of another host."""
 
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    name: bytes
+    address: bytes
     process: ProcessId
     pidfd: int | None
     down_since: float | None = None  # None while connected
+    replaced: bool = False  # another peer has the address now: it will not be connected again
     ended_at: float | None = None  # when its process was seen to have ended
     state: PeerState = PeerState.FOUND
 
-    def close(self, linger: int) -> None:
-        """linger: milliseconds that frames in the socket's queue may take to leave."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(linger)
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-
 
 class ZmqControlChannel:
-    """`ControlChannel` over ZeroMQ and TCP: one bound socket to receive, one connected socket per peer to send.
+    """`ControlChannel` over ZeroMQ and TCP: a bound socket to receive, and one with a connection to each peer to send.
 
     heartbeat: of Options, in seconds. Raises ``TransportUnavailable`` if this host's address cannot be bound.
     """
@@ -133,16 +126,21 @@ class ZmqControlChannel:
         self._closed = False
         self._next_look = 0.0
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._outbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._monitor = self._outbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self.unread = False
         try:
             self._configure(self._inbox)
+            self._configure(self._outbox)
+            self._outbox.set(zmq.ROUTER_MANDATORY, 1)  # else frames to a peer whose queue is full would vanish unseen
             self.endpoint = f"{self._listen()} {self._datagrams.name}"
         except BaseException:
             # A context that is garbage-collected with an open socket blocks for ever.
             self.close()
             raise
         self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._datagrams.fd, zmq.POLLIN)
         self.fds: tuple[int, ...] = (self._datagrams.fd, self._inbox.fileno())
 
@@ -158,19 +156,23 @@ class ZmqControlChannel:
         return f"tcp://{address}:{port}"
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._configure(socket)
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        monitor = socket.get_monitor_socket(events)
-        peer = _Peer(socket, monitor, process, watch_process(process))
+        address, _, datagrams = endpoint.partition(" ")
+        name = b"rank %d" % rank
+        self._outbox.set(zmq.CONNECT_ROUTING_ID, name)
+        self._outbox.connect(address)
+        found = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it
+        peer = _Peer(name, found, process, watch_process(process))
+        for earlier in self._at(peer.address):
+            earlier.replaced = True
+            earlier.down_since = earlier.down_since or time.monotonic()
         self._peers[rank] = peer
-        self._poller.register(monitor, zmq.POLLIN)
         if peer.pidfd is not None:
             self._poller.register(peer.pidfd, zmq.POLLIN)
-        address, _, name = endpoint.partition(" ")
-        socket.connect(address)
-        if name and process.host == host_identity().hex():
-            self._datagrams.open(rank, name)
+        if datagrams and process.host == host_identity().hex():
+            self._datagrams.open(rank, datagrams)
+
+    def _at(self, address: bytes) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if peer.address == address]
 
     def greet(self, endpoint: str, data: bytes) -> None:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -185,19 +187,23 @@ class ZmqControlChannel:
     def disconnect(self, rank: int) -> None:
         peer = self._peers.pop(rank)
         self._datagrams.forget(rank)
-        self._poller.unregister(peer.monitor)
-        if peer.pidfd is not None and peer.ended_at is None:
-            self._poller.unregister(peer.pidfd)
-        peer.close(0)
+        if not self._at(peer.address):  # ZeroMQ ends all connections with an address
+            self._outbox.disconnect(peer.address.decode())
+        if peer.pidfd is not None:
+            if peer.ended_at is None:
+                self._poll_no_more(peer.pidfd)
+            unwatch(peer.pidfd)
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         if self._datagrams.send(rank, frames):
             return
         try:
             # As one multipart message, because each send wakes up ZeroMQ's I/O thread, which is what it costs.
-            self._peers[rank].socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return  # the queue is full: the frames are lost, and sessions send them again
+            self._outbox.send_multipart([self._peers[rank].name, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            # The queue is full, or is just being made: the frames are lost, and sessions send them again.
 
     def send_at_once(self, rank: int, frames: Sequence[bytes]) -> bool:
         return self._datagrams.send(rank, frames)
@@ -221,16 +227,16 @@ class ZmqControlChannel:
         return frames
 
     def events(self, now: float) -> list[PeerEvent]:
-        # A check costs two system calls per peer, so a busy progress loop does not check in every step.
+        # A check costs a system call per peer, so a busy progress loop does not check in every step.
         if now < self._next_look:
             return []
         self._next_look = now + PEER_CHECK_INTERVAL
         found: list[PeerEvent] = []
+        self._read_monitor(now)
         for rank, peer in self._peers.items():
-            self._read_monitor(peer, now)
             if peer.pidfd is not None and peer.ended_at is None and process_ended(peer.pidfd):
                 peer.ended_at = now
-                self._poller.unregister(peer.pidfd)
+                self._poll_no_more(peer.pidfd)
             state, reason = self._judge(peer, now)
             if state is not peer.state:
                 peer.state = state
@@ -262,12 +268,25 @@ class ZmqControlChannel:
         if self._closed:
             return
         self._closed = True
+        self._outbox.set(zmq.LINGER, 0)
+        for rank, peer in list(self._peers.items()):
+            if peer.state is not PeerState.FOUND or peer.ended_at is not None:
+                self.disconnect(rank)
         for peer in self._peers.values():
-            # A last verdict may still be in the socket's queue: wait up to 1000 ms for a peer that is alive to take it.
-            peer.close(1000 if peer.state is PeerState.FOUND and peer.ended_at is None else 0)
+            if peer.pidfd is not None:
+                unwatch(peer.pidfd)
+        self._outbox.disable_monitor()
+        self._monitor.close(0)
+        # A last verdict may still be in the socket's queue: wait up to 1000 ms for a peer that is alive to take it.
+        self._outbox.close(1000)
         self._inbox.close(0)
         self._datagrams.close()
         self._context.term()
+
+    def _poll_no_more(self, pidfd: int) -> None:
+        """One of the peers in a process has ended or is forgotten: others may live in the same process."""
+        if all(peer.pidfd != pidfd or peer.ended_at is not None for peer in self._peers.values()):
+            self._poller.unregister(pidfd)
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:
         interval = max(1, int(self._heartbeat * 1000))
@@ -281,13 +300,16 @@ class ZmqControlChannel:
         sock.set(zmq.RECONNECT_IVL, 50)
         sock.set(zmq.RECONNECT_IVL_MAX, 1000)
 
-    def _read_monitor(self, peer: _Peer, now: float) -> None:
-        while peer.monitor.poll(0):
-            event = recv_monitor_message(peer.monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                peer.down_since = None
-            elif event == zmq.EVENT_DISCONNECTED and peer.down_since is None:
-                peer.down_since = now
+    def _read_monitor(self, now: float) -> None:
+        while self._monitor.poll(0):
+            message = recv_monitor_message(self._monitor)
+            for peer in self._at(message["endpoint"]):
+                if peer.replaced:
+                    continue
+                if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    peer.down_since = None
+                elif peer.down_since is None:
+                    peer.down_since = now
 
     def _judge(self, peer: _Peer, now: float) -> tuple[PeerState, str]:
         if peer.ended_at is not None and now >= peer.ended_at + GRACE:

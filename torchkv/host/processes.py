@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from typing import Annotated
 
 import msgspec
 
 from torchkv.host.shared_memory import host_identity
 
-__all__ = ["ProcessId", "has_ended", "process_ended", "process_started", "this_process", "watch_process"]
+__all__ = [
+    "ProcessId",
+    "has_ended",
+    "open_pidfd",
+    "process_ended",
+    "process_started",
+    "this_process",
+    "unwatch",
+    "watch_process",
+]
+
+_lock = threading.Lock()
+_holders: dict[int, int] = {}  # of each shared pidfd
+_shared: dict[int, int] = {}  # pid -> its pidfd
 
 
 class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,8 +50,30 @@ def this_process() -> ProcessId:
     return ProcessId(host_identity().hex(), os.getpid(), process_started(os.getpid()))
 
 
+def open_pidfd(pid: int) -> int:
+    """A pidfd of process ``pid``, one for all in this process who ask. End it with `unwatch`. Raises ``OSError``."""
+    with _lock:
+        fd = _shared.get(pid)
+        if fd is None or process_ended(fd):  # that pid may be another process's by now
+            fd = _shared[pid] = os.pidfd_open(pid)
+        _holders[fd] = _holders.get(fd, 0) + 1
+        return fd
+
+
+def unwatch(fd: int) -> None:
+    """Ends what `open_pidfd` or `watch_process` has returned."""
+    with _lock:
+        left = _holders.pop(fd, 1) - 1
+        if left:
+            _holders[fd] = left
+            return
+        for pid in [pid for pid, shared in _shared.items() if shared == fd]:
+            del _shared[pid]
+        os.close(fd)
+
+
 def watch_process(process: ProcessId) -> int | None:
-    """A pidfd that becomes readable when all threads of ``process`` have ended. The caller closes it.
+    """A pidfd that becomes readable when all threads of ``process`` have ended. End it with `unwatch`.
 
     None if the process cannot be watched from here: it runs on another host or in another PID namespace, or the kernel
     refuses. Then nothing but the process's own messages can prove that it writes no more.
@@ -45,7 +81,7 @@ def watch_process(process: ProcessId) -> int | None:
     if process.host != host_identity().hex():
         return None
     try:
-        fd = os.pidfd_open(process.pid)
+        fd = open_pidfd(process.pid)
     except ProcessLookupError:
         return _always_readable()
     except OSError:
@@ -55,7 +91,7 @@ def watch_process(process: ProcessId) -> int | None:
     except OSError:
         same = False
     if not same:
-        os.close(fd)
+        unwatch(fd)
         return _always_readable()
     return fd
 
@@ -75,7 +111,7 @@ def has_ended(process: ProcessId) -> bool | None:
     try:
         return process_ended(fd)
     finally:
-        os.close(fd)
+        unwatch(fd)
 
 
 def _always_readable() -> int:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import select
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 
-from torchkv.control.channel import RECEIVE_BURST, ZmqControlChannel
+from torchkv.control import channel
+from torchkv.control.channel import RECEIVE_BURST, PeerState, ZmqControlChannel
 from torchkv.control.unix_datagrams import MAX_DATAGRAM
-from torchkv.host.processes import ProcessId, this_process
+from torchkv.host.processes import ProcessId, process_started, this_process
 from torchkv.protocol.messages import MIN_FRAME
 
 PATIENCE = 20.0
@@ -115,3 +119,71 @@ def test_sleep_ends_when_something_arrives_and_it_is_found_afterwards(long_way: 
                 break
         assert found == [frame]
         thread.join()
+
+
+def events_of(control: ZmqControlChannel, count: int) -> list[tuple[int, PeerState]]:
+    found: list[tuple[int, PeerState]] = []
+    until = time.monotonic() + PATIENCE
+    while len(found) < count:
+        assert time.monotonic() < until, found
+        control.sleep(0.05, ())
+        found += [(event.rank, event.state) for event in control.events(time.monotonic())]
+    return found
+
+
+def test_who_has_the_address_of_another_peer_takes_its_place() -> None:
+    here, there = (ZmqControlChannel(heartbeat=0.05) for _ in range(2))
+    try:
+        here.connect(1, there.endpoint, asynchronous())
+        here.send(1, [HELLO])
+        gather(there, 1)
+        here.connect(2, there.endpoint, asynchronous())
+        assert events_of(here, 1) == [(1, PeerState.LOST)]
+        here.send(2, [HELLO])
+        gather(there, 1)
+        here.disconnect(1)
+        here.send(2, [HELLO])
+        assert gather(there, 1) == [HELLO], "the connection with the address is the other one's, too"
+        assert here.events(time.monotonic() + 1.0) == []
+    finally:
+        here.close()
+        there.close()
+
+
+def test_of_two_peers_in_one_process_one_is_forgotten_and_the_other_dies() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = msgspec.structs.replace(this_process(), pid=child.pid, started=process_started(child.pid))
+    here, *there = (ZmqControlChannel(heartbeat=5.0) for _ in range(4))
+    try:
+        for rank, control in enumerate(there):
+            here.connect(rank, control.endpoint, process)
+        here.disconnect(1)
+        child.kill()
+        assert sorted(events_of(here, 2)) == [(0, PeerState.DEAD), (2, PeerState.DEAD)]
+        here.disconnect(0)
+        here.disconnect(2)
+    finally:
+        for control in (here, *there):
+            control.close()
+        child.kill()
+        child.communicate()
+
+
+def test_a_peer_that_takes_in_nothing_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "QUEUE_LIMIT", 10)
+    here, full, free = (ZmqControlChannel(heartbeat=5.0) for _ in range(3))
+    try:
+        for rank, control in enumerate((full, free)):
+            here.connect(rank, control.endpoint, asynchronous())
+        long = HELLO.ljust(1 << 20)
+        for _ in range(200):  # far more than the sockets' buffers hold
+            here.send(0, [long])
+        here.send(1, [HELLO])
+        assert gather(free, 1) == [HELLO]
+        here.disconnect(0)  # its queue is not waited for
+    finally:
+        began = time.monotonic()
+        here.close()
+        full.close()
+        free.close()
+    assert time.monotonic() - began < PATIENCE

@@ -15,11 +15,36 @@ import pytest
 from torchkv.host.processes import (
     ProcessId,
     has_ended,
+    open_pidfd,
     process_ended,
     process_started,
     this_process,
+    unwatch,
     watch_process,
 )
+
+
+def test_all_who_watch_a_process_share_a_file_descriptor() -> None:
+    first, second = watch_process(this_process()), open_pidfd(os.getpid())
+    assert first == second
+    unwatch(second)
+    assert not process_ended(second), "the first still holds it"
+    unwatch(second)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(second)
+
+
+def test_a_pid_that_is_given_again_gets_its_own() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    before = open_pidfd(ended.pid)
+    select.select([before], [], [], 10)
+    after = open_pidfd(ended.pid)  # still a zombie; a process that got its pid would be found in the same way
+    try:
+        assert before != after
+    finally:
+        unwatch(before)
+        unwatch(after)
+        ended.wait()
 
 
 @contextmanager
@@ -29,7 +54,7 @@ def watched(process: ProcessId) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        unwatch(fd)
 
 
 def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_pollers() -> None:

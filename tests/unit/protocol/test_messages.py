@@ -21,6 +21,7 @@ from torchkv.protocol.messages import (
     ControlFrame,
     Grant,
     InstanceVerdict,
+    Left,
     Mailbox,
     Message,
     Outcome,
@@ -76,6 +77,7 @@ MESSAGES = st.one_of(
     st.builds(Withdraw, _count),
     st.builds(Withdrawn, _count),
     st.builds(Mailbox, _count),
+    st.builds(Left),
 )
 _word = st.integers(0, (1 << 64) - 1)
 
@@ -104,7 +106,7 @@ def test_round_trip_of_a_bare_acknowledgement() -> None:
 
 def test_every_message_type_is_covered() -> None:
     seen = {Grant, Attest, Seal, Abort, Quiesced, Revoke, Verdict, Alive, Post, Outcome, InstanceVerdict}
-    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox}
+    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox, Left}
     assert set(Message.__subclasses__()) == seen
 
 
