@@ -46,6 +46,7 @@ from torchkv.protocol.messages import (
     Outcome,
     Post,
     Quiesced,
+    Refused,
     Revoke,
     Seal,
     StageAsk,
@@ -493,6 +494,8 @@ class Engine:
             case Mailbox():
                 if self.flows is not None:
                     self.flows.on_mailbox(src, message.slot)
+            case Refused():
+                self.sender.on_refused(src, message, now)
             case Left():
                 self.peers.on_left(src, now)
 

@@ -47,7 +47,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def as_request(request: str) -> str:
-    """A request name: 1 to 128 bytes in UTF-8. Raises ``ProtocolError``."""
+    """A request name: 1 to 1,024 bytes in UTF-8. Raises ``ProtocolError``."""
     try:
         size = len(request.encode())
     except (AttributeError, UnicodeEncodeError) as error:

@@ -18,9 +18,11 @@ __all__ = [
     "cancel",
     "explain",
     "finish",
+    "granted",
     "prefix_tokens",
     "quarantined",
     "recv_pages",
+    "refuse",
     "register",
     "send_layer",
     "send_pages",
@@ -105,9 +107,19 @@ def prefix_tokens(request: str, dst: Peers, *, group: Group = None) -> int:
     return current(group).prefix_tokens(request, dst)
 
 
-def cancel(request: str, *, group: Group = None) -> KVWork:
+def granted(request: str, dst: Peers, *, group: Group = None) -> int | None:
+    """`KVVerbs.granted` on ``group``, or on the default group."""
+    return current(group).granted(request, dst)
+
+
+def refuse(request: str, src: Peers, *, group: Group = None) -> None:
+    """`KVVerbs.refuse` on ``group``, or on the default group."""
+    current(group).refuse(request, src)
+
+
+def cancel(request: str, *, dst: Peers | None = None, group: Group = None) -> KVWork:
     """`KVVerbs.cancel` on ``group``, or on the default group."""
-    return current(group).cancel(request)
+    return current(group).cancel(request, dst=dst)
 
 
 def quarantined(*, slots: bool = False, group: Group = None) -> dict[int, tuple[int, ...]]:

@@ -74,7 +74,7 @@ class KVVerbs:
     ) -> KVWork:
         """Grants ``pages`` to a request. The work completes when all bytes, state and aux of the request have arrived.
 
-        request: the request's name, a str of 1 to 128 bytes in UTF-8.
+        request: the request's name, a str of 1 to 1,024 bytes in UTF-8.
         pages: page ids of this rank's cache, int [n], in order of position; the first one follows the prefix.
         src: the writers: a group rank, a list of ranks, or an instance name.
         prefix_tokens: tokens of the prompt that this rank already holds, a multiple of every writer's page size.
@@ -90,6 +90,16 @@ class KVVerbs:
         return verbs.recv_pages(
             request, pages, src, prefix_tokens=prefix_tokens, state_slot=state_slot, timeout=timeout
         )
+
+    def refuse(self, request: str, src: Peers) -> None:
+        """Says that this rank will not post ``recv_pages`` for the next request of this name: it fails at its senders.
+
+        Their verbs fail with ``TransferCancelled``, now or when they come, instead of waiting for a grant. The other
+        ranks of this instance fail too. Use the name again only when the senders have failed. Raises
+        ``ProtocolError`` if the request is posted (`cancel` it then), and ``PeerLost``.
+        """
+        verbs = self._verbs or self._unregistered("refuse")
+        verbs.refuse(request, src)
 
     # ------------------------------------------------------------------ verbs of a sender
 
@@ -175,17 +185,28 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("prefix_tokens")
         return verbs.prefix_tokens(request, dst)
 
+    def granted(self, request: str, dst: Peers) -> int | None:
+        """As `prefix_tokens`, but never blocks: None until the receiver has granted the request.
+
+        Begins the request, as the first verb does: it fails if no grant comes within ``Options.grant_timeout``.
+        """
+        verbs = self._verbs or self._unregistered("granted")
+        return verbs.granted(request, dst)
+
     # ------------------------------------------------------------------ verbs of either side
 
-    def cancel(self, request: str) -> KVWork:
+    def cancel(self, request: str, *, dst: Peers | None = None) -> KVWork:
         """Fails the request here and at its peers. Idempotent; does nothing for an unknown or ended request.
+
+        dst: of a request that this rank has not begun to send, and never will: its receivers. They are told as soon as
+        they post it, within ``Options.grant_timeout`` from now, instead of waiting for a first byte.
 
         The work completes when none of the request's writes can land any more: on a receiver once every writer has
         drained, on a sender once its own writes have. A writer that hangs never drains: ``wait()`` then raises
         ``TransferTimeout`` after ``Options.timeout``, and the pages stay in quarantine.
         """
         verbs = self._verbs or self._unregistered("cancel")
-        return verbs.cancel(request)
+        return verbs.cancel(request, dst=dst)
 
     def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
         """Pages of failed requests (or state ``slots``) -> the group ranks whose writes may still land on them."""

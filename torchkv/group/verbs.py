@@ -307,46 +307,86 @@ class Verbs:
             self._wake()
         return work
 
+    def granted(self, request: str, dst: Peers) -> int | None:
+        engine = self.engine
+        request = arguments.as_request(request)
+        operation = f"granted({request!r})"
+        ranks = self._granting(dst, operation)
+        with engine.lock:
+            self._begin(request, ranks, operation)
+            return self._prefix(request, ranks)
+
     def prefix_tokens(self, request: str, dst: Peers) -> int:
-        self.layout("prefix_tokens")
         engine = self.engine
         request = arguments.as_request(request)
         operation = f"prefix_tokens({request!r})"
-        ranks = engine.group_map.targets(dst, operation)
-        if not ranks:
-            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
+        ranks = self._granting(dst, operation)
         if threading.get_ident() in drivers:
             raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
         grant_timeout = engine.options.grant_timeout
         deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
         with engine.lock:
-            self.check_open(operation)
-            engine.catch_up()
-            for rank in ranks:
-                engine.sender.begin(request, rank, self._clock())
-            self.check_alive(ranks, operation)
-            if engine.flows is None or engine.has_actions:
-                self._wake()
+            self._begin(request, ranks, operation)
             while True:
                 seen = engine.news
                 engine.catch_up()
                 self.check_open(operation)
-                known = [engine.sender.prefix_tokens(request, rank) for rank in ranks]
-                if None not in known:
-                    if len(ranks) > 1:
-                        engine.sender.check_prefixes(request, ranks)
-                    return int(known[0] or 0)
+                if (prefix := self._prefix(request, ranks)) is not None:
+                    return prefix
                 if not engine.wait_change(seen, deadline - time.monotonic()):
+                    missing = (rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
                     raise TransferTimeout(
-                        f"{operation}: rank {ranks[known.index(None)]} has not posted recv_pages within "
+                        f"{operation}: rank {next(missing)} has not posted recv_pages within "
                         f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
                     )
 
+    def _granting(self, dst: Peers, operation: str) -> tuple[int, ...]:
+        """The ranks of ``dst`` that will grant pages to this one."""
+        self.layout(operation)
+        ranks = self.engine.group_map.targets(dst, operation)
+        if not ranks:
+            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
+        return ranks
+
+    def _begin(self, request: str, ranks: Sequence[int], operation: str) -> None:
+        """Begins the request towards these ranks, unless it has begun. Under the engine's lock."""
+        engine = self.engine
+        self.check_open(operation)
+        engine.catch_up()
+        for rank in ranks:
+            engine.sender.begin(request, rank, self._clock())
+        self.check_alive(ranks, operation)
+        if engine.flows is None or engine.has_actions:
+            self._wake()
+
+    def _prefix(self, request: str, ranks: Sequence[int]) -> int | None:
+        """The prefix that these ranks hold, in tokens; None while a grant is missing. Under the engine's lock."""
+        sender = self.engine.sender
+        known = [sender.prefix_tokens(request, rank) for rank in ranks]
+        if None not in known and len(ranks) > 1:
+            sender.check_prefixes(request, ranks)
+        return None if None in known else known[0]
+
     # ------------------------------------------------------------------ either side
 
-    def cancel(self, request: str) -> KVWork:
+    def refuse(self, request: str, src: Peers) -> None:
+        self.layout("refuse")
         engine = self.engine
         request = arguments.as_request(request)
+        operation = f"refuse({request!r})"
+        group_map = engine.group_map
+        writers = group_map.contributing(group_map.resolve(src, operation, "src"), group_map.rank)
+        with engine.lock:
+            self.check_open(operation)
+            engine.catch_up()
+            self.check_alive(writers, operation)
+            engine.receiver.decline(request, writers)
+        self._wake()
+
+    def cancel(self, request: str, *, dst: Peers | None = None) -> KVWork:
+        engine = self.engine
+        request = arguments.as_request(request)
+        receivers = () if dst is None else self._granting(dst, f"cancel({request!r})")
         work = self._work(f"cancel({request!r})")
         work._limit = engine.options.timeout
         with engine.changed:
@@ -354,6 +394,8 @@ class Verbs:
                 work._expect(0)
                 return work
             engine.catch_up()
+            for rank in receivers:
+                engine.sender.decline(request, rank, self._clock())
             pending = engine.sender.cancel(request, work, self._clock()) + engine.receiver.cancel(request, work)
             work._expect(len(pending))
             engine.notify()

@@ -68,7 +68,7 @@ __all__ = [
     "warm_up",
 ]
 
-MAX_REQUEST_BYTES = 128
+MAX_REQUEST_BYTES = 1024
 MAX_AUX = 64 << 10
 MAX_PAGES = 1 << 20
 MAX_RANKS = 1 << 14
@@ -154,6 +154,14 @@ class Revoke(Message, frozen=True, tag="revoke"):
     """Receiver -> writer: this request has failed, for this reason. Stop, drain, and answer with ``Quiesced``."""
 
     generation: Count
+    kind: Kind
+    text: Text
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Receiver -> writer: the next request of this name gets no grant, for this reason."""
+
+    request: Request
     kind: Kind
     text: Text
 
@@ -302,6 +310,7 @@ AnyMessage: TypeAlias = (
     | Withdrawn
     | Mailbox
     | Left
+    | Refused
 )
 
 _encoder = msgspec.msgpack.Encoder()

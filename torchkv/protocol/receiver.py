@@ -62,6 +62,7 @@ from torchkv.protocol.messages import (
     Outcome,
     Post,
     Quiesced,
+    Refused,
     Revoke,
     Seal,
     StageAsk,
@@ -188,6 +189,18 @@ class Receiver:
         pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(req.writers))
         message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, req.state_slot, req.flow)
         self.actions.extend(Tell(rank, message) for rank in ranks)
+
+    def decline(self, request: str, writers: Iterable[int]) -> None:
+        """Grants nothing to the next request of this name: tells its writers, and the other ranks of this instance.
+
+        Raises ``ProtocolError`` if it was granted.
+        """
+        if request in self._live:
+            raise ProtocolError(f"refuse({request!r}): recv_pages was called for it; cancel it instead")
+        error = TransferCancelled(f"request {request!r} was refused by its receiver, rank {self._group_map.rank}")
+        refused = Refused(request, error_kind(error), str(error)[:MAX_TEXT])
+        self.actions.extend(Tell(rank, refused) for rank in writers)
+        self.refuse(request, error)
 
     def refuse(self, request: str, error: KVError) -> None:
         """Tells the instance that ``recv_pages`` was refused on this rank, so that the other ranks fail now."""

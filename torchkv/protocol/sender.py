@@ -58,6 +58,7 @@ from torchkv.protocol.messages import (
     Attest,
     Grant,
     Quiesced,
+    Refused,
     Revoke,
     Seal,
     Verdict,
@@ -232,6 +233,18 @@ class Sender:
                 self._after_drain(req)
         return pending
 
+    def decline(self, request: str, dst: int, now: float) -> None:
+        """This rank will not begin the request that ``dst`` may grant: refuses that grant. Nothing if it has begun."""
+        key = request, dst
+        if key in self._requests or self._unmet.take_revocation(key) is not None:
+            return
+        if (grant := self._unmet.take(key)) is None:
+            self._unmet.refuse(key, now)
+            if self.flows is not None:
+                self.flows.heed_grants(True)
+            return
+        self._tell_abort(grant, TransferCancelled(f"rank {self._group_map.rank} cancelled request {request!r}"))
+
     def prefix_tokens(self, request: str, dst: int) -> int | None:
         """The prefix that the receiver holds, in tokens; None until its grant has come. Raises a tombstone's error."""
         req = self._requests.get((request, dst))
@@ -343,6 +356,23 @@ class Sender:
         else:
             self._unmet.keep(grant)
 
+    def on_refused(self, src: int, message: Refused, now: float) -> None:
+        """The receiver grants nothing to the next request of this name: fails the one that waits, or that comes."""
+        if self.flows is not None:
+            self.flows.settle()  # grants of earlier requests of this name have been told before
+        key, error = (message.request, src), make_error(message.kind, message.text)
+        req = self._requests.get(key)
+        if req is not None and req.grant is None:
+            self._take_back(req, now)
+            req = self._requests.get(key)
+        declined = (req is None or req.grant is None) and self._unmet.take_refusal(key, now)
+        if req is not None and req.grant is None and not req.grant_spent:
+            req.grant_spent = True
+            if req.error is None:
+                self._fail(req, error)
+        elif not declined:  # else both sides have given up the same request
+            self._unmet.refused(key, error, now)
+
     def on_revoke(self, src: int, message: Revoke, now: float) -> None:
         """The receiver failed the request: fails it here too, and answers `Quiesced` once it has drained."""
         if self.flows is not None:
@@ -445,7 +475,7 @@ class Sender:
         failed = False
         if self.flows is not None:
             waiting = (req.grant is None and req.flow is None and req.error is None for req in self._requests.values())
-            self.flows.heed_grants(any(waiting))
+            self.flows.heed_grants(self._unmet.refusing or any(waiting))
         self._unmet.expire(now)
         for req in list(self._requests.values()):
             if req.error is not None:

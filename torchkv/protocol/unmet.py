@@ -4,8 +4,9 @@ Grants and requests of one name meet in the order in which both sides made them:
 sender request. So what never met is remembered, for a while:
 
 * a grant that came before the first verb waits for it;
-* a request that was cancelled before its grant came refuses that grant when it comes;
-* a grant that was revoked before the first verb was meant for the next request of its name.
+* a request that was cancelled before its grant came, or declined, refuses that grant when it comes;
+* a grant that was revoked before the first verb, or a request that the receiver refused before, was meant for the next
+  request of its name.
 """
 
 from __future__ import annotations
@@ -72,8 +73,12 @@ class Unmet:
         if name is None:
             return
         self.take((name, dst))
+        self.refused((name, dst), error, now)
+
+    def refused(self, key: Key, error: KVError, now: float) -> None:
+        """A receiver grants nothing to the next request of this name, which is told ``error``."""
         _make_room(self._revocations)
-        self._revocations[name, dst] = now, error
+        self._revocations[key] = now, error
 
     def take_revocation(self, key: Key) -> tuple[float, KVError] | None:
         """When and why the grant of the request that now begins was revoked, which is forgotten; None if it was not."""
@@ -82,9 +87,14 @@ class Unmet:
     # ---------------------------------------------------------------- refusals of grants that are still to come
 
     def refuse(self, key: Key, now: float) -> None:
-        """A request was cancelled before its grant came, which must not bind a later request of this name."""
+        """A request was cancelled or declined before its grant came, which must not bind a later one of this name."""
         _make_room(self._refusals)
         self._refusals.setdefault(key, deque()).append(now + self._lifetime)
+
+    @property
+    def refusing(self) -> bool:
+        """Whether any grant is to be refused."""
+        return bool(self._refusals)
 
     def refuses(self, key: Key) -> bool:
         """Whether a grant may come that was meant for a cancelled request."""

@@ -27,6 +27,7 @@ from torchkv.protocol.messages import (
     Outcome,
     Post,
     Quiesced,
+    Refused,
     Revoke,
     Seal,
     StageAsk,
@@ -78,6 +79,7 @@ MESSAGES = st.one_of(
     st.builds(Withdrawn, _count),
     st.builds(Mailbox, _count),
     st.builds(Left),
+    st.builds(Refused, _request, _kind, _text),
 )
 _word = st.integers(0, (1 << 64) - 1)
 
@@ -106,7 +108,7 @@ def test_round_trip_of_a_bare_acknowledgement() -> None:
 
 def test_every_message_type_is_covered() -> None:
     seen = {Grant, Attest, Seal, Abort, Quiesced, Revoke, Verdict, Alive, Post, Outcome, InstanceVerdict}
-    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox, Left}
+    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox, Left, Refused}
     assert set(Message.__subclasses__()) == seen
 
 
