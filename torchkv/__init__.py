@@ -1,11 +1,12 @@
 """torchkv: a torch.distributed backend that moves KV cache pages between prefill and decode ranks.
 
-Importing it registers the c10d backend ``"torchkv"``. It has no other side effect.
+Importing it registers the c10d backend ``"torchkv"``. It has no other side effect, and takes milliseconds: what it
+offers is imported when it is used.
 """
 
-from torchkv.cache import KVCache
-from torchkv.cuda.graph_gate import GraphGate
-from torchkv.engine.work import KVWork
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torchkv.errors import (
     AuthError,
     ChecksumMismatch,
@@ -19,29 +20,35 @@ from torchkv.errors import (
     TransferTimeout,
     TransportUnavailable,
 )
-from torchkv.group.functional import (
-    cancel,
-    explain,
-    finish,
-    granted,
-    prefix_tokens,
-    quarantined,
-    recv_pages,
-    refuse,
-    register,
-    send_layer,
-    send_pages,
-    send_slice,
-    send_state,
-    staged_put,
-)
-from torchkv.group.join import KVMember, join
-from torchkv.group.process_group import KVProcessGroup, register_backend
-from torchkv.layout.component import Component, State
-from torchkv.layout.layout import KVLayout
+from torchkv.group.backend import register_backend
 from torchkv.options import Options
-from torchkv.pipelining.context import pipeline
-from torchkv.prefix.cache import PrefixCache
+
+if TYPE_CHECKING:
+    from torchkv.cache import KVCache
+    from torchkv.cuda.graph_gate import GraphGate
+    from torchkv.engine.work import KVWork
+    from torchkv.group.functional import (
+        cancel,
+        explain,
+        finish,
+        granted,
+        prefix_tokens,
+        quarantined,
+        recv_pages,
+        refuse,
+        register,
+        send_layer,
+        send_pages,
+        send_slice,
+        send_state,
+        staged_put,
+    )
+    from torchkv.group.join import KVMember, join
+    from torchkv.group.process_group import KVProcessGroup
+    from torchkv.layout.component import Component, State
+    from torchkv.layout.layout import KVLayout
+    from torchkv.pipelining.context import pipeline
+    from torchkv.prefix.cache import PrefixCache
 
 __version__ = "0.1.0"
 
@@ -84,5 +91,47 @@ __all__ = [
     "send_state",
     "staged_put",
 ]
+
+# Where to find what is imported on first use: numba comes with it, which takes its time, and which some programs must
+# not find among the loaded modules too early.
+_HOMES = {
+    "KVCache": "torchkv.cache",
+    "GraphGate": "torchkv.cuda.graph_gate",
+    "KVWork": "torchkv.engine.work",
+    "cancel": "torchkv.group.functional",
+    "explain": "torchkv.group.functional",
+    "finish": "torchkv.group.functional",
+    "granted": "torchkv.group.functional",
+    "prefix_tokens": "torchkv.group.functional",
+    "quarantined": "torchkv.group.functional",
+    "recv_pages": "torchkv.group.functional",
+    "refuse": "torchkv.group.functional",
+    "register": "torchkv.group.functional",
+    "send_layer": "torchkv.group.functional",
+    "send_pages": "torchkv.group.functional",
+    "send_slice": "torchkv.group.functional",
+    "send_state": "torchkv.group.functional",
+    "staged_put": "torchkv.group.functional",
+    "KVMember": "torchkv.group.join",
+    "join": "torchkv.group.join",
+    "KVProcessGroup": "torchkv.group.process_group",
+    "Component": "torchkv.layout.component",
+    "State": "torchkv.layout.component",
+    "KVLayout": "torchkv.layout.layout",
+    "pipeline": "torchkv.pipelining.context",
+    "PrefixCache": "torchkv.prefix.cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 register_backend()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +114,32 @@ def test_all_is_sorted_complete_and_documented() -> None:
 def test_nothing_else_is_public() -> None:
     public = {name for name in vars(torchkv) if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(torchkv, name))}
-    assert public - modules - set(torchkv.__all__) <= {"register_backend"}
+    assert public - modules - set(torchkv.__all__) <= {"register_backend", "Any", "TYPE_CHECKING"}
+
+
+def test_importing_costs_little_and_loads_no_compiler() -> None:
+    code = (
+        "import sys, torch.distributed; before = set(sys.modules); import torchkv\n"
+        "torchkv.KVLayout, torchkv.Options, torchkv.Component\n"
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}))\n"
+        "torchkv.join; print('numba' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded, later = done.stdout.splitlines()
+    assert not {"numba", "llvmlite", "zmq", "triton", "ucxx"} & set(ast.literal_eval(loaded)), loaded
+    assert later == "True"
+
+
+def test_what_is_imported_on_first_use_is_what_type_checkers_see() -> None:
+    tree = ast.parse(Path(torchkv.__file__).read_text(encoding="utf-8"))
+    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == torchkv._HOMES
+    assert set(torchkv._HOMES) <= set(dir(torchkv))
+    for name in torchkv.__all__:
+        assert getattr(torchkv, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = torchkv.nothing
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -243,7 +270,7 @@ def test_importing_registers_the_backend_once_and_loads_no_transport() -> None:
     program = (
         "import sys, importlib, torchkv, torch.distributed as dist;"
         "assert dist.Backend.TORCHKV == 'torchkv';"
-        "from torchkv.group.process_group import register_backend; register_backend();"
+        "from torchkv.group.backend import register_backend; register_backend();"
         "loaded = [m for m in sys.modules if m.split('.')[0] in ('ucxx', 'libucx', 'torchkv_ucx', 'torchkv_loopback')];"
         "assert loaded == [], loaded"
     )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchkv.cache import KVCache, allocate
 from torchkv.engine.probe import PROBE_BYTES
@@ -18,14 +18,13 @@ from torchkv.engine.registration import choose_transport
 from torchkv.errors import ProtocolError
 from torchkv.group.bring_up import Exchange, bring_up, check_instance
 from torchkv.group.kv_verbs import KVVerbs, current
-from torchkv.options import Options, warn_about_unknown_variables
+from torchkv.options import Options
 from torchkv.transport.interface import Transport
 
-__all__ = ["KVProcessGroup", "register_backend"]
+__all__ = ["KVProcessGroup"]
 
 log = logging.getLogger(__name__)
 
-BACKEND = "torchkv"
 
 T = TypeVar("T")
 
@@ -179,7 +178,7 @@ class KVProcessGroup(KVVerbs, dist.ProcessGroup):
         return self._store
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return "torchkv"
 
     def split_group(self, *_args: Any, **_kwargs: Any) -> None:
         """Not supported, because in some torch releases it crashes on a group made in Python."""
@@ -209,26 +208,6 @@ def _forward(name: str) -> Callable[..., Any]:
 for _name in _FORWARDED:
     if hasattr(dist.ProcessGroup, _name):
         setattr(KVProcessGroup, _name, _forward(_name))
-
-
-def _create(backend_options: _DistributedBackendOptions, options: object) -> KVProcessGroup:
-    if options is None:
-        options = Options()
-    if not isinstance(options, Options):
-        raise ProtocolError(f"pg_options is a {type(options).__name__}; give a torchkv.Options")
-    warn_about_unknown_variables()
-    timeout = backend_options.timeout
-    if timeout <= timedelta(0):
-        timeout = dist.constants.default_pg_timeout
-    return KVProcessGroup(
-        backend_options.store, backend_options.group_rank, backend_options.group_size, timeout, options
-    )
-
-
-def register_backend() -> None:
-    """Registers the c10d backend ``"torchkv"``. Idempotent."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def current_group(group: dist.ProcessGroup | None) -> KVProcessGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from torchkv.host import processes
 from torchkv.host.processes import (
     ProcessId,
     has_ended,
@@ -25,13 +25,18 @@ from torchkv.host.processes import (
 
 
 def test_all_who_watch_a_process_share_a_file_descriptor() -> None:
-    first, second = watch_process(this_process()), open_pidfd(os.getpid())
-    assert first == second
-    unwatch(second)
-    assert not process_ended(second), "the first still holds it"
-    unwatch(second)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(second)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        first, second = open_pidfd(child.pid), open_pidfd(child.pid)
+        assert first == second
+        unwatch(second)
+        assert first in processes._holders
+        assert not process_ended(first), "the first still holds it"
+        unwatch(first)
+        assert first not in processes._holders
+        assert child.pid not in processes._shared
+    finally:
+        child.communicate(b"")
 
 
 def test_a_pid_that_is_given_again_gets_its_own() -> None:
