@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,43 @@ class KVCache:
         made.num_pages, made.num_slots = num_pages, num_slots
         return made
 
+    @classmethod
+    def from_pointers(
+        cls,
+        layout: KVLayout,
+        pointers: Mapping[str, Sequence[int | None]],
+        num_pages: int,
+        device: str | torch.device = "cuda",
+        *,
+        num_slots: int = 0,
+        strides: Mapping[str, int] | None = None,
+    ) -> KVCache:
+        """Adopts memory of an engine that tells addresses, not tensors. It must stay allocated while the cache is used.
+
+        pointers: by name of a component or state, the address of page or slot 0 in each of ``layout.layers``, or None.
+        strides: bytes from one page, or slot, to the next, by name; by default they lie side by side. Raises
+        ``LayoutMismatch`` for what contradicts the layout, ``TransportUnavailable`` for memory of another device.
+        """
+        counts = dict.fromkeys((c.name for c in layout.components), integer("num_pages", num_pages, 1, MOST))
+        counts |= dict.fromkeys((s.name for s in layout.states), integer("num_slots", num_slots, 0, MOST))
+        if unknown := sorted((pointers.keys() | (strides or {}).keys()) - counts.keys()):
+            raise LayoutMismatch(f"the layout has {sorted(counts)}; unknown {unknown}")
+        place = as_device(device)
+        found: dict[str, list[torch.Tensor | None]] = {}
+        for name, addresses in pointers.items():
+            is_state = name in {state.name for state in layout.states}
+            item = layout.state(name) if is_state else layout.component(name)
+            shape = layout.state_shape(name) if is_state else layout.page_shape(name)
+            nbytes = math.prod(shape) * item.dtype.itemsize
+            stride = integer(f"strides[{name!r}]", (strides or {}).get(name, nbytes), nbytes, MOST)
+            found[name] = [
+                None if address is None else _adopt(name, address, (counts[name], *shape), item.dtype, stride, place)
+                for address in addresses
+            ]
+        tensors = {c.name: found[c.name] for c in layout.components if c.name in found}
+        states = {s.name: found[s.name] for s in layout.states if s.name in found}
+        return cls(layout, tensors, states=states, num_pages=num_pages)
+
     def __getitem__(self, component: str) -> list[torch.Tensor | None]:
         """The tensors of one component. Raises ``LayoutMismatch``."""
         if component not in self._tensors:
@@ -232,6 +270,27 @@ def as_device(device: str | torch.device) -> torch.device:
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory that peers on the same host can map: uint8 ``[nbytes]``. Raises ``TransportUnavailable``."""
     return shared_memory.allocate(nbytes) if device.type == "cpu" else ipc.allocate(nbytes, device)
+
+
+def _adopt(
+    name: str, address: int, shape: tuple[int, ...], dtype: torch.dtype, stride: int, device: torch.device
+) -> torch.Tensor:
+    """Pages of this shape, [number of pages, *page], from ``address`` on, ``stride`` bytes apart."""
+    integer(f"pointers[{name!r}]", address, 1, (1 << 63) - 1)
+    if address % dtype.itemsize or stride % dtype.itemsize:
+        raise LayoutMismatch(
+            f"{name!r}: address {address:#x} and stride {stride} must be multiples of {dtype.itemsize}, of {dtype}"
+        )
+    page = math.prod(shape[1:])
+    nbytes = (shape[0] - 1) * stride + page * dtype.itemsize if shape[0] else 0
+    if nbytes == 0:
+        raise LayoutMismatch(f"{name!r}: there is nothing at address {address:#x}; give num_slots")
+    if device.type == "cpu":
+        memory = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+    else:
+        memory = ipc.adopt(address, nbytes, device)
+    inner = torch.empty(shape[1:], device="meta").stride()
+    return memory.view(dtype).as_strided(shape, (stride // dtype.itemsize, *inner))
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -145,6 +145,60 @@ def test_adoption_copies_nothing(make: Callable[[KVLayout], Any], storages: int)
     check_placements(cache)
 
 
+def addresses(rows: list[Any]) -> list[int | None]:
+    return [None if row is None else row.data_ptr() for row in rows]
+
+
+@pytest.mark.parametrize("make", [tensors, one_storage, layers_within_pages])
+def test_pointers_stand_for_tensors(make: Callable[[KVLayout], Any]) -> None:
+    layout = gqa()
+    given = make(layout)
+    pointers = {name: addresses(rows) for name, rows in given.items()}
+    strides = {name: rows[0].stride(0) * rows[0].element_size() for name, rows in given.items()}
+    cache = KVCache.from_pointers(layout, pointers, PAGES, "cpu", strides=strides)
+    for name in ("k", "v"):
+        for ours, theirs in zip(cache[name], given[name], strict=True):
+            assert ours is not None
+            assert (ours.data_ptr(), ours.shape, ours.stride()) == (theirs.data_ptr(), theirs.shape, theirs.stride())
+            ours.view(torch.int16).random_(-(2**15), 2**15 - 1)
+            assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    check_placements(cache)
+
+
+def test_pointers_of_some_layers_and_of_states() -> None:
+    layout = mixed()
+    ssm, conv = torch.rand(7, 2, 6), torch.rand(7, 3).half()
+    given = tensors(layout)
+    pointers = {name: addresses(rows) for name, rows in given.items()}
+    pointers |= {"ssm": [ssm.data_ptr(), ssm.data_ptr()], "conv": [None, conv.data_ptr()]}
+    cache = KVCache.from_pointers(layout, pointers, PAGES, "cpu", num_slots=7)
+    assert cache.num_slots == 7
+    assert cache["index"][0] is None
+    found = cache.state("conv")[1]
+    assert found is not None
+    assert torch.equal(found, conv)
+    check_placements(cache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pointers": {"k": [4096] * 3}}, "missing"),
+        ({"pointers": {"k": [4096] * 3, "v": [1 << 20] * 2}}, "2 tensors for 3 layers"),
+        ({"pointers": {"k": [4096] * 3, "v": [1 << 20] * 3, "w": []}}, "unknown"),
+        ({"pointers": {"k": [0] * 3, "v": [1 << 20] * 3}}, "pointers"),
+        ({"pointers": {"k": [4097] * 3, "v": [1 << 20] * 3}}, "multiples of 2"),
+        ({"strides": {"k": 100}}, "strides"),
+        ({"strides": {"x": 4096}}, "unknown"),
+        ({"num_pages": 0}, "num_pages"),
+    ],
+)
+def test_pointers_that_contradict_the_layout_are_refused(changes: dict[str, Any], words: str) -> None:
+    good = {"pointers": {"k": [4096, 8192, 16384], "v": [1 << 20] * 3}, "num_pages": 1, "device": "cpu"}
+    with pytest.raises(LayoutMismatch, match=words):
+        KVCache.from_pointers(gqa(), **{**good, **changes})
+
+
 def test_adopted_states() -> None:
     layout = mixed()
     states = {

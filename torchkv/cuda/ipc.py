@@ -42,6 +42,7 @@ __all__ = [
     "MAX_SHARE",
     "GpuFacts",
     "Mapping",
+    "adopt",
     "allocate",
     "check_shareable",
     "stop_deferring",
@@ -107,6 +108,20 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     weakref.finalize(block, _free_or_defer, index, partial(_free, ptr, index)).atexit = False
     tensor = torch.as_tensor(block, device=torch.device("cuda", index))
     assert tensor.data_ptr() == ptr, "PyTorch copied the block instead of adopting it"
+    return tensor
+
+
+def adopt(ptr: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor ``[nbytes]`` over device memory that somebody else has allocated, and keeps.
+
+    Raises ``TransportUnavailable`` if it is no memory of this GPU.
+    """
+    try:
+        tensor = torch.as_tensor(_Block(ptr, nbytes), device=device)
+    except (RuntimeError, ValueError) as error:
+        raise TransportUnavailable(f"address {ptr:#x} is no memory of {device}: {error}") from error
+    if tensor.data_ptr() != ptr:  # PyTorch has copied it from another GPU
+        raise TransportUnavailable(f"address {ptr:#x} is memory of another GPU than {device}")
     return tensor
 
 
