@@ -25,7 +25,7 @@ from torchkv.cuda.driver import num_queues
 from torchkv.cuda.side_streams import serves_fifos
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.host.network import job_interface
-from torchkv.host.processes import this_process, unwatch, watch_process
+from torchkv.host.processes import this_process, watch_process
 from torchkv.host.shared_memory import allocate, open_segment, share
 from torchkv.options import PREFIX, Options, warn_about_unknown_variables
 from torchkv.transport.interface import load_transport, transport_names
@@ -186,7 +186,7 @@ def _pidfd() -> str:
     fd = watch_process(this_process())
     if fd is None:
         raise KVError("pidfd_open does not work: a dead peer is noticed by its heartbeats only, and never proved dead")
-    unwatch(fd)
+    os.close(fd)
     return "pidfds work: the death of a peer on this host is noticed at once, and proved"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
 
 from torchkv.cuda import ipc
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
-from torchkv.host.processes import process_ended, unwatch, watch_process
+from torchkv.host.processes import process_ended, watch_process
 from torchkv.transport import Batch, Channel, RemoteView
 from torchkv.transport.batch_check import Table
 from torchkv_nvshmem import wire
@@ -147,7 +148,7 @@ class NVSHMEMChannel(Channel):
         self._mappings.clear()
         self._views.clear()
         if self._pidfd is not None:
-            unwatch(self._pidfd)
+            os.close(self._pidfd)
             self._pidfd = None
         if self.idle:
             self._stream.close()

@@ -439,7 +439,7 @@ SENDS: list[Bad] = [
     ("layer-float", lambda kv: kv.send_state("r", 1.0, 0, 1), ProtocolError, ("'r'", r"layer=1\.0", "one global")),
     ("rank-outside", lambda kv: kv.send_state("r", 1, 0, 9), ProtocolError, ("'r'", "9", "size 4")),
     ("no-such-instance", lambda kv: kv.send_state("r", 1, 0, "x"), ProtocolError, ("'x'", "'r'", "rank1")),
-    ("request-empty", lambda kv: kv.send_state("", 1, 0, 1), ProtocolError, ("0 bytes", "1 to 128")),
+    ("request-empty", lambda kv: kv.send_state("", 1, 0, 1), ProtocolError, ("0 bytes", "1 to 1024")),
     ("event", lambda kv: kv.send_state("r", 1, 0, 1, event=object()), ProtocolError, ("'r'", "event", r"query\(\)")),
     ("finish-without", lambda kv: kv.finish("r", 1), ProtocolError, ("'r'", "layer 1's state", "give state_slot")),
     ("finish-beyond", lambda kv: kv.finish("r", 1, state_slot=4), PageOutOfRange, ("'r'", "=4", r"\[0, 4\)")),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 
-import torchkv  # noqa: F401 - imports every module that registers compiled functions
+import torchkv
 from torchkv.host import jit
 from torchkv.prefix import tree
 
+for name in torchkv.__all__:
+    getattr(torchkv, name)  # imports every module that registers compiled functions
 jit.warm_up()
 tree.warm_up()
 # They need not look through it when they collect garbage, nor copy the memory that this would touch.

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from torchkv.control.unix_datagrams import UnixDatagramChannel
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.host.network import job_interface
-from torchkv.host.processes import ProcessId, process_ended, unwatch, watch_process
+from torchkv.host.processes import ProcessId, process_ended, unwatch, watch_shared
 from torchkv.host.shared_memory import host_identity
 from torchkv.protocol.messages import MAX_FRAME
 
@@ -161,7 +161,7 @@ class ZmqControlChannel:
         self._outbox.set(zmq.CONNECT_ROUTING_ID, name)
         self._outbox.connect(address)
         found = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it
-        peer = _Peer(name, found, process, watch_process(process))
+        peer = _Peer(name, found, process, watch_shared(process))
         for earlier in self._at(peer.address):
             earlier.replaced = True
             earlier.down_since = earlier.down_since or time.monotonic()

@@ -114,7 +114,8 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 def adopt(ptr: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """A uint8 tensor ``[nbytes]`` over device memory that somebody else has allocated, and keeps.
 
-    Raises ``TransportUnavailable`` if it is no memory of this GPU.
+    Raises ``TransportUnavailable`` if PyTorch finds that it is no memory of this GPU. Where GPUs can address host
+    memory it does not; `check_shareable` does, when the memory is registered.
     """
     try:
         tensor = torch.as_tensor(_Block(ptr, nbytes), device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ __all__ = [
     "this_process",
     "unwatch",
     "watch_process",
+    "watch_shared",
 ]
 
 _lock = threading.Lock()
@@ -61,7 +63,7 @@ def open_pidfd(pid: int) -> int:
 
 
 def unwatch(fd: int) -> None:
-    """Ends what `open_pidfd` or `watch_process` has returned."""
+    """Ends what `open_pidfd` or `watch_shared` has returned."""
     with _lock:
         left = _holders.pop(fd, 1) - 1
         if left:
@@ -72,16 +74,25 @@ def unwatch(fd: int) -> None:
         os.close(fd)
 
 
+def watch_shared(process: ProcessId) -> int | None:
+    """As `watch_process`, but with the file descriptor of `open_pidfd`: end it with `unwatch`."""
+    return _watch(process, open_pidfd, unwatch)
+
+
 def watch_process(process: ProcessId) -> int | None:
-    """A pidfd that becomes readable when all threads of ``process`` have ended. End it with `unwatch`.
+    """A pidfd that becomes readable when all threads of ``process`` have ended. The caller closes it.
 
     None if the process cannot be watched from here: it runs on another host or in another PID namespace, or the kernel
     refuses. Then nothing but the process's own messages can prove that it writes no more.
     """
+    return _watch(process, os.pidfd_open, os.close)
+
+
+def _watch(process: ProcessId, open_fd: Callable[[int], int], close: Callable[[int], None]) -> int | None:
     if process.host != host_identity().hex():
         return None
     try:
-        fd = open_pidfd(process.pid)
+        fd = open_fd(process.pid)
     except ProcessLookupError:
         return _always_readable()
     except OSError:
@@ -91,7 +102,7 @@ def watch_process(process: ProcessId) -> int | None:
     except OSError:
         same = False
     if not same:
-        unwatch(fd)
+        close(fd)
         return _always_readable()
     return fd
 
@@ -111,7 +122,7 @@ def has_ended(process: ProcessId) -> bool | None:
     try:
         return process_ended(fd)
     finally:
-        unwatch(fd)
+        os.close(fd)
 
 
 def _always_readable() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def watched(process: ProcessId) -> Iterator[int]:
     try:
         yield fd
     finally:
-        unwatch(fd)
+        os.close(fd)
 
 
 def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_pollers() -> None:
