@@ -123,6 +123,7 @@ class ZmqControlChannel:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._peers: dict[int, _Peer] = {}
+        self._by_address: dict[bytes, list[_Peer]] = {}
         self._closed = False
         self._next_look = 0.0
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -162,17 +163,16 @@ class ZmqControlChannel:
         self._outbox.connect(address)
         found = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it
         peer = _Peer(name, found, process, watch_shared(process))
-        for earlier in self._at(peer.address):
+        there = self._by_address.setdefault(found, [])
+        for earlier in there:
             earlier.replaced = True
             earlier.down_since = earlier.down_since or time.monotonic()
+        there.append(peer)
         self._peers[rank] = peer
         if peer.pidfd is not None:
             self._poller.register(peer.pidfd, zmq.POLLIN)
         if datagrams and process.host == host_identity().hex():
             self._datagrams.open(rank, datagrams)
-
-    def _at(self, address: bytes) -> list[_Peer]:
-        return [peer for peer in self._peers.values() if peer.address == address]
 
     def greet(self, endpoint: str, data: bytes) -> None:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -187,7 +187,10 @@ class ZmqControlChannel:
     def disconnect(self, rank: int) -> None:
         peer = self._peers.pop(rank)
         self._datagrams.forget(rank)
-        if not self._at(peer.address):  # ZeroMQ ends all connections with an address
+        there = self._by_address[peer.address]
+        there.remove(peer)
+        if not there:  # ZeroMQ ends all connections with an address
+            del self._by_address[peer.address]
             self._outbox.disconnect(peer.address.decode())
         if peer.pidfd is not None:
             if peer.ended_at is None:
@@ -303,7 +306,7 @@ class ZmqControlChannel:
     def _read_monitor(self, now: float) -> None:
         while self._monitor.poll(0):
             message = recv_monitor_message(self._monitor)
-            for peer in self._at(message["endpoint"]):
+            for peer in self._by_address.get(message["endpoint"], ()):
                 if peer.replaced:
                     continue
                 if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -19,6 +19,7 @@ __all__ = ["ControlMessenger", "FramesByRank"]
 log = logging.getLogger(__name__)
 
 MAX_GREETINGS = 1024  # kept until they are taken
+MAX_EARLY = 64
 WARNING_INTERVAL = 10.0  # seconds, at least, between two warnings about frames that were refused
 
 FramesByRank = list[tuple[int, list[ControlFrame]]]  # (rank, frames to send there)
@@ -31,7 +32,8 @@ class ControlMessenger:
     lock guards the sessions: `tell`, `accept`, `frames`, `mark_dead` and `mark_left` are called under it; `receive`,
     `send` and `send_now`, which do I/O, are not.
 
-    dropped: how many frames and messages were refused. dead: ranks whose process has ended, or that have left.
+    dropped: how many frames and messages were refused, or put off until their sender is a member. dead: ranks whose
+    process has ended, or that have left.
     """
 
     def __init__(self, group_map: GroupMap, key: bytes, control: ControlChannel) -> None:
@@ -44,6 +46,8 @@ class ControlMessenger:
         self._incarnation = group_map.me.incarnation
         self._sessions: dict[int, Session] = {}
         self._by_incarnation: dict[int, int] = {}  # ranks: a peer may call itself otherwise than this rank does
+        self._early: deque[ControlFrame] = deque(maxlen=MAX_EARLY)  # of ranks that are no members, perhaps not yet
+        self._ready: list[tuple[int, ControlFrame]] = []  # early frames of those that are members now
         for info in group_map.info.values():
             if info.rank != group_map.rank:
                 self.add(info)
@@ -56,6 +60,8 @@ class ControlMessenger:
         """A session with a peer begins."""
         self._sessions[info.rank] = Session(self._rank, self._incarnation, info.incarnation)
         self._by_incarnation[info.incarnation] = info.rank
+        # Of two ranks one takes the other in first, and may send at once. Else its first messages would come late.
+        self._ready += [(info.rank, frame) for frame in self._early if frame.incarnation == info.incarnation]
 
     def remove(self, info: RankInfo) -> None:
         """The session with a peer that has ended is over."""
@@ -92,7 +98,7 @@ class ControlMessenger:
 
     def receive(self, readable: int) -> list[tuple[int, ControlFrame]]:
         """Frames that have arrived, checked and decoded, with their ranks. readable: see `ControlChannel.receive`."""
-        frames: list[tuple[int, ControlFrame]] = []
+        frames, self._ready = self._ready, []
         for data in self._control.receive(readable):
             if data.startswith(GREETING) and len(self._greetings) < MAX_GREETINGS:
                 self._greetings.append(data)
@@ -105,6 +111,7 @@ class ControlMessenger:
             if (rank := self._by_incarnation.get(frame.incarnation)) is None:
                 # It has the key, but is no member: not any more, or not yet.
                 self.dropped += 1
+                self._early.append(frame)
                 log.debug("rank %d dropped a control frame of a rank %d that is no member", self._rank, frame.source)
                 continue
             frames.append((rank, frame))
@@ -157,7 +164,7 @@ class ControlMessenger:
     @property
     def next_poll(self) -> float:
         """When there is something to send, unless something is told or received before."""
-        earliest = float("inf")
+        earliest = 0.0 if self._ready else float("inf")
         # A copy, because other threads add to the set; list() makes it in one step under the GIL.
         for rank in list(self._active):
             earliest = min(earliest, self._sessions[rank].next_poll)

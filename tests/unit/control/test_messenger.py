@@ -93,6 +93,21 @@ def test_nothing_is_sent_to_a_dead_peer_not_even_acknowledgements() -> None:
     assert mine.next_poll == float("inf")
 
 
+def test_what_came_before_its_sender_was_a_member_is_taken_in_then() -> None:
+    (mine, here), (theirs, there) = messenger(ME), messenger(PEER)
+    mine.remove(group_map(ME).info[PEER])
+    theirs.tell(ME, send_now(1))
+    theirs.tell(ME, send_now(2))
+    theirs.send(theirs.frames(0.0))
+    here.inbox = there.sent[0][1]
+    assert mine.receive(-1) == []
+    assert mine.next_poll == float("inf")
+    mine.add(group_map(ME).info[PEER])
+    assert mine.next_poll == 0.0
+    assert [m for each in mine.receive(-1) for m in mine.accept(*each)] == [send_now(1), send_now(2)]
+    assert mine.receive(-1) == []
+
+
 def test_frames_that_are_no_good_are_counted() -> None:
     mine, here = messenger(ME)
     good = encode_frame(ControlFrame(PEER, 101, 100, 1, 0, send_now(1)), KEY)
