@@ -145,10 +145,12 @@ def test_the_check_notices_one_wrong_byte_and_one_write_too_many() -> None:
     """Negative control: the reference must fail for a copy that is off by one at either end."""
     for wrong in (-1, 1):
         arena = Arena(512, 512)
+        arena.src |= 1  # an odd source over an even destination: no byte agrees by chance
+        arena.dst &= 0xFE
+        arena.src_before, arena.expected = arena.src.copy(), arena.dst.copy()
         at = np.zeros(1, np.int64)
         copy_loops.copy_pairs(arena.src_ptr, arena.dst_ptr, at, at, 0, 1, (1, 0, 0, 1, 0, 0, 256 + wrong))
         arena.expect(0, 0, 256)
-        arena.dst[arena.dst_at + 256 + min(wrong, 0)] ^= 0xFF  # so that it does not agree by chance
         with pytest.raises(AssertionError):
             arena.check()
 
