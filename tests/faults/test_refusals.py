@@ -60,7 +60,7 @@ def test_what_its_sender_will_never_begin_fails_at_the_receiver(first: str, view
     if first == "posted":
         rx = receiver.recv_pages("r", [3, 4], 0)
         world.run(limit=0.1)
-    assert sender.cancel("r", dst="d").is_success()
+    assert sender.cancel("r", decline=True).is_success()
     if first == "cancelled":
         world.run(limit=0.1)
         rx = receiver.recv_pages("r", [3, 4], 0)
@@ -77,7 +77,7 @@ def test_both_sides_may_say_no(views: bool) -> None:
     for order in ([0, 1], [1, 0]):
         for side in order:
             if side == 0:
-                sender.cancel("r", dst=1)
+                sender.cancel("r", decline=True)
             else:
                 receiver.refuse("r", 0)
             world.run(limit=0.1)
@@ -111,7 +111,7 @@ def test_who_has_granted_cannot_refuse() -> None:
 def test_a_request_that_has_begun_is_cancelled_as_ever(views: bool) -> None:
     world = cluster(("p", 1), ("d", 1), views=views)
     works = send(world[0], [0, 1], 1)
-    assert world.run(world[0].cancel("r", dst=1).is_completed, limit=SOON)
+    assert world.run(world[0].cancel("r", decline=True).is_completed, limit=SOON)
     assert {type(work.exception()) for work in works} == {TransferCancelled}
     rx = world[1].recv_pages("r", [3, 4], 0)
     assert world.run(done(rx), limit=SOON)

@@ -69,6 +69,16 @@ def test_jobs_of_unlike_tp_meet_by_address(jobs: Jobs) -> None:
         jobs.run(name, leave)
 
 
+def test_a_sender_need_not_know_who_receives(jobs: Jobs) -> None:
+    """As behind routers that tell the decode instance alone: its first request brings the two together."""
+    address = jobs.start("prefill", [P0, P1])
+    jobs.start("decode", [D], page_size=16)
+    jobs.start("other", [E, SPARE0])
+    for number in range(3):
+        jobs.transfer(f"r{number}", "prefill", "decode", pages=2, page_size=16, address=address)
+        jobs.transfer(f"r{number}", "prefill", "other", address=address)
+
+
 def test_one_of_three_jobs_is_killed_and_comes_again_while_the_others_serve(jobs: Jobs, tmp_path: Path) -> None:
     jobs.store = str(tmp_path / "store")
     jobs.start("p", [P0, P1])

@@ -60,11 +60,14 @@ class Jobs:
     def run(self, name: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self.ranks.run(function, *args, ranks=self.of[name][0])
 
-    def transfer(self, request: str, src: str, dst: str, *, pages: int = 4, page_size: int = 8) -> None:
-        """``pages``: of the receiver."""
+    def transfer(
+        self, request: str, src: str, dst: str, *, pages: int = 4, page_size: int = 8, address: str | None = None
+    ) -> None:
+        """``pages``: of the receiver. address: all that the receiver knows of the sender, which knows nothing of it."""
         (writers, tag), (readers, _) = self.of[src], self.of[dst]
-        begun = self.ranks.start(member.receive, request, src, tag, pages, ranks=readers)
-        begun += self.ranks.start(member.send, request, dst, tag, pages * page_size // 8, ranks=writers)
+        begun = self.ranks.start(member.receive, request, address or src, tag, pages, ranks=readers)
+        target = dst if address is None else None
+        begun += self.ranks.start(member.send, request, target, tag, pages * page_size // 8, ranks=writers)
         self.ranks.join(begun)
 
     def kill(self, name: str) -> None:

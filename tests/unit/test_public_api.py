@@ -41,19 +41,19 @@ VERBS: dict[str, Expected] = {
     ),
     "send_layer": (
         [("request", EMPTY), ("layer", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
-        [("start", 0), ("event", None)],
+        [("start", 0), ("event", None), ("origin", "prefix")],
     ),
     "send_slice": (
         [("request", EMPTY), ("layers", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
-        [("start", 0), ("event", None)],
+        [("start", 0), ("event", None), ("origin", "prefix")],
     ),
     "staged_put": (
         [("request", EMPTY), ("layers", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
-        [("start", 0), ("event", None)],
+        [("start", 0), ("event", None), ("origin", "prefix")],
     ),
     "send_pages": (
         [("request", EMPTY), ("pages", EMPTY), ("dst", EMPTY)],
-        [("layers", None), ("start", 0), ("event", None)],
+        [("layers", None), ("start", 0), ("event", None), ("origin", "prefix")],
     ),
     "send_state": (
         [("request", EMPTY), ("layer", EMPTY), ("state_slot", EMPTY), ("dst", EMPTY)],
@@ -63,7 +63,7 @@ VERBS: dict[str, Expected] = {
     "prefix_tokens": ([("request", EMPTY), ("dst", EMPTY)], []),
     "granted": ([("request", EMPTY), ("dst", EMPTY)], []),
     "refuse": ([("request", EMPTY), ("src", EMPTY)], []),
-    "cancel": ([("request", EMPTY)], [("dst", None)]),
+    "cancel": ([("request", EMPTY)], [("decline", False)]),
     "explain": ([("peer", EMPTY)], []),
     "quarantined": ([], [("slots", False)]),
     "register": ([("cache", EMPTY), ("instance", None)], []),
@@ -233,7 +233,14 @@ def test_pipeline_takes_these_parameters() -> None:
     names = ["model", "kv", "request", "pages", "dst"]
     assert parameters(torchkv.pipeline, POSITIONAL) == [(name, EMPTY) for name in names]
     assert parameters(torchkv.pipeline, KEYWORD) == [
-        *[("layers", None), ("start", 0), ("state_slot", None), ("group_size", None), ("policy", None)],
+        *[
+            ("layers", None),
+            ("start", 0),
+            ("origin", "prefix"),
+            ("state_slot", None),
+            ("group_size", None),
+            ("policy", None),
+        ],
         *[("tokens", None), ("events", None)],
     ]
 

@@ -44,6 +44,10 @@ class DevicePages:
     def __len__(self) -> int:
         return self.ids.numel()
 
+    def behind(self, count: int) -> DevicePages:
+        """All but the first ``count`` ids."""
+        return DevicePages(self.ids[count:], self.ready)
+
     def on_host(self, stream: torch.cuda.Stream, *, num_pages: int, operation: str) -> Int64Array | None:
         """The ids in host memory, int64 ``[n]``; None until the copy, which the first call enqueues, is done.
 

@@ -32,12 +32,13 @@ from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
-from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Start, Tell
+from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Split, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import (
     Abort,
     Alive,
     Attest,
+    Exempt,
     Grant,
     InstanceVerdict,
     Left,
@@ -156,6 +157,7 @@ class Engine:
             notify=weakly(self.notify),
         )
         self.connections, self.lost = self.peers.connections, self.peers.lost  # for verbs: the very same objects
+        self.sender.lost = self.lost
         self._unpacker = StageUnpacker(
             receiver=self.receiver,
             lock=self.lock,
@@ -496,6 +498,8 @@ class Engine:
                     self.flows.on_mailbox(src, message.slot)
             case Refused():
                 self.sender.on_refused(src, message, now)
+            case Exempt():
+                self.sender.on_exempt(src, message, now)
             case Left():
                 self.peers.on_left(src, now)
 
@@ -631,6 +635,8 @@ class Engine:
                 self._settled.append(action)
             case Account():
                 action.work._account(action.nbytes, action.path)
+            case Split():
+                action.work._split(action.more)
             case Start():
                 self.needs_gil()
                 self._scheduler.start(action.op, action.grant)
@@ -661,6 +667,8 @@ def _completed(machine: Sender | Receiver) -> list[KVWork]:
     for action in machine.actions:
         if isinstance(action, Account):
             action.work._account(action.nbytes, action.path)
+        elif isinstance(action, Split):
+            action.work._split(action.more)
         elif isinstance(action, Settle):
             if _settle(action):
                 completed.append(action.work)

@@ -68,6 +68,11 @@ class SourcePages:
     event: Event | None
     path: str | None
 
+    def behind(self, held: int) -> SourcePages:
+        """The same without the first ``held`` pages."""
+        pages = self.pages.behind(held) if isinstance(self.pages, DevicePages) else self.pages[held:]
+        return SourcePages(pages, self.event, self.path)
+
     @property
     def gates(self) -> list[Event]:
         """The events that must be ready before the pages, and page ids on a GPU, may be read."""

@@ -271,6 +271,12 @@ class KVWork(dist.Work):
         if parts == 0:
             self._complete()
 
+    def _split(self, more: int) -> None:
+        """So many parts more must settle, because one goes to several receivers."""
+        with _completing:
+            self._parts += more
+            self._reading += more
+
     def _release_source(self) -> None:
         """One part has read all of its source pages."""
         with _completing:

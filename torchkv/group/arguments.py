@@ -6,7 +6,7 @@ operation: the verb and request as error messages name them, such as ``send_page
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Layers",
+    "Origin",
     "Pages",
     "Peers",
     "as_aux",
     "as_count",
     "as_event",
     "as_layers",
+    "as_origin",
     "as_pages",
     "as_request",
     "as_send_pages",
@@ -40,6 +42,7 @@ __all__ = [
 Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # page ids, [n]
 Layers = int | Sequence[int] | None  # global layer ids; None: all of this rank
 Peers = int | str | Sequence[int]  # a group rank, an instance name, or group ranks
+Origin = Literal["prefix", "prompt"]  # where a sender's pages are counted from
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _INT64 = np.dtype(np.int64)
@@ -167,6 +170,13 @@ def as_count(value: int, *, operation: str, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 40:
         raise ProtocolError(f"{operation}: {name}={value!r} must be an integer of at least 0")
     return int(value)
+
+
+def as_origin(origin: str, *, operation: str) -> bool:
+    """Whether pages are counted from the beginning of the prompt. Raises ``ProtocolError``."""
+    if origin not in ("prefix", "prompt"):
+        raise ProtocolError(f"{operation}: origin={origin!r}; give 'prefix' or 'prompt'")
+    return origin == "prompt"
 
 
 def as_event(event: object | None, *, operation: str) -> Event | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
-from torchkv.group.arguments import Layers, Pages, Peers
+from torchkv.group.arguments import Layers, Origin, Pages, Peers
 from torchkv.group.explain import Explanation
 from torchkv.group.kv_verbs import KVVerbs, current
 from torchkv.group.process_group import current_group
@@ -56,58 +56,85 @@ def recv_pages(
 
 
 def send_layer(
-    request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
+    request: str,
+    layer: int,
+    pages: Pages,
+    dst: Peers | None,
+    *,
+    start: int = 0,
+    event: Any = None,
+    origin: Origin = "prefix",
+    group: Group = None,
 ) -> KVWork:
     """`KVVerbs.send_layer` on ``group``, or on the default group."""
-    return current(group).send_layer(request, layer, pages, dst, start=start, event=event)
+    return current(group).send_layer(request, layer, pages, dst, start=start, event=event, origin=origin)
 
 
 def send_slice(
-    request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
+    request: str,
+    layers: Layers,
+    pages: Pages,
+    dst: Peers | None,
+    *,
+    start: int = 0,
+    event: Any = None,
+    origin: Origin = "prefix",
+    group: Group = None,
 ) -> KVWork:
     """`KVVerbs.send_slice` on ``group``, or on the default group."""
-    return current(group).send_slice(request, layers, pages, dst, start=start, event=event)
+    return current(group).send_slice(request, layers, pages, dst, start=start, event=event, origin=origin)
 
 
 def staged_put(
-    request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None, group: Group = None
+    request: str,
+    layers: Layers,
+    pages: Pages,
+    dst: Peers | None,
+    *,
+    start: int = 0,
+    event: Any = None,
+    origin: Origin = "prefix",
+    group: Group = None,
 ) -> KVWork:
     """`KVVerbs.staged_put` on ``group``, or on the default group."""
-    return current(group).staged_put(request, layers, pages, dst, start=start, event=event)
+    return current(group).staged_put(request, layers, pages, dst, start=start, event=event, origin=origin)
 
 
 def send_pages(
     request: str,
     pages: Pages,
-    dst: Peers,
+    dst: Peers | None,
     *,
     layers: Layers = None,
     start: int = 0,
     event: Any = None,
+    origin: Origin = "prefix",
     group: Group = None,
 ) -> KVWork:
     """`KVVerbs.send_pages` on ``group``, or on the default group."""
-    return current(group).send_pages(request, pages, dst, layers=layers, start=start, event=event)
+    return current(group).send_pages(request, pages, dst, layers=layers, start=start, event=event, origin=origin)
 
 
 def send_state(
-    request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None, group: Group = None
+    request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None, group: Group = None
 ) -> KVWork:
     """`KVVerbs.send_state` on ``group``, or on the default group."""
     return current(group).send_state(request, layer, state_slot, dst, event=event)
 
 
-def finish(request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None, group: Group = None) -> KVWork:
+def finish(
+    request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: int | None = None, group: Group = None
+) -> KVWork:
     """`KVVerbs.finish` on ``group``, or on the default group."""
     return current(group).finish(request, dst, aux=aux, state_slot=state_slot)
 
 
-def prefix_tokens(request: str, dst: Peers, *, group: Group = None) -> int:
+def prefix_tokens(request: str, dst: Peers | None, *, group: Group = None) -> int:
     """`KVVerbs.prefix_tokens` on ``group``, or on the default group."""
     return current(group).prefix_tokens(request, dst)
 
 
-def granted(request: str, dst: Peers, *, group: Group = None) -> int | None:
+def granted(request: str, dst: Peers | None, *, group: Group = None) -> int | None:
     """`KVVerbs.granted` on ``group``, or on the default group."""
     return current(group).granted(request, dst)
 
@@ -117,9 +144,9 @@ def refuse(request: str, src: Peers, *, group: Group = None) -> None:
     current(group).refuse(request, src)
 
 
-def cancel(request: str, *, dst: Peers | None = None, group: Group = None) -> KVWork:
+def cancel(request: str, *, decline: bool = False, group: Group = None) -> KVWork:
     """`KVVerbs.cancel` on ``group``, or on the default group."""
-    return current(group).cancel(request, dst=dst)
+    return current(group).cancel(request, decline=decline)
 
 
 def quarantined(*, slots: bool = False, group: Group = None) -> dict[int, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchkv.engine.work import KVWork
 from torchkv.errors import ProtocolError
-from torchkv.group.arguments import Layers, Pages, Peers
+from torchkv.group.arguments import Layers, Origin, Pages, Peers
 from torchkv.group.explain import Explanation, explain
 from torchkv.group.verbs import Verbs
 
@@ -104,16 +104,27 @@ class KVVerbs:
     # ------------------------------------------------------------------ verbs of a sender
 
     def send_pages(
-        self, request: str, pages: Pages, dst: Peers, *, layers: Layers = None, start: int = 0, event: Any = None
+        self,
+        request: str,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        layers: Layers = None,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
         """Sends pages on the path that costs least, whatever the layouts of the two sides. Never blocks.
 
         request: as in the receiver's `recv_pages`.
         pages: page ids of this rank's cache, int [n], in order of position. Ids on the host are copied in the call. Ids
         in a CUDA tensor are read in the order of the current stream; leave them unchanged until the work completes.
-        dst: a group rank, a list of ranks, or an instance name.
+        dst: a group rank, a list of ranks, or an instance name. None: the instance whose ranks grant the request, the
+        first that does; they name this rank's whole instance in ``src``. Then pass None in all verbs of the request.
         layers: a global layer id, several, or None for all layers of this rank.
         start: the position of ``pages[0]``, in pages of this rank, counted from the end of the receiver's prefix.
+        origin: ``"prompt"`` counts ``start`` from the beginning of the prompt instead, for a sender that does not know
+        the prefix: what the receiver holds already is left out.
         event: says when the pages may be read: a recorded ``torch.cuda.Event``, or an object with ``query() -> bool``.
         None stands for the current CUDA stream as of this call, and for "now" if the cache lies in host memory.
 
@@ -121,27 +132,51 @@ class KVVerbs:
         Raises ``PageOutOfRange``, ``ProtocolError``, ``PeerLost``, and the error with which this request failed before.
         """
         verbs = self._verbs or self._unregistered("send_pages")
-        return verbs.send_pages(request, pages, dst, layers=layers, start=start, event=event)
+        return verbs.send_pages(request, pages, dst, layers=layers, start=start, event=event, origin=origin)
 
     def send_layer(
-        self, request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+        self,
+        request: str,
+        layer: int,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
         """Sends one layer between two layouts that match page for page. Otherwise as `send_pages`.
 
         layer: a global layer id. Raises ``LayoutMismatch`` if heads, page size or order of the two layouts differ.
         """
         verbs = self._verbs or self._unregistered("send_layer")
-        return verbs.send_layer(request, layer, pages, dst, start=start, event=event)
+        return verbs.send_layer(request, layer, pages, dst, start=start, event=event, origin=origin)
 
     def send_slice(
-        self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
         """Sends the bytes that both sides hold, for any two layouts. Otherwise as `send_pages`."""
         verbs = self._verbs or self._unregistered("send_slice")
-        return verbs.send_slice(request, layers, pages, dst, start=start, event=event)
+        return verbs.send_slice(request, layers, pages, dst, start=start, event=event, origin=origin)
 
     def staged_put(
-        self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
         """Sends through staging memory: gather here, one bulk put into the receiver's staging ring, scatter there.
 
@@ -152,9 +187,9 @@ class KVVerbs:
         Otherwise as `send_pages`.
         """
         verbs = self._verbs or self._unregistered("staged_put")
-        return verbs.staged_put(request, layers, pages, dst, start=start, event=event)
+        return verbs.staged_put(request, layers, pages, dst, start=start, event=event, origin=origin)
 
-    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None) -> KVWork:
+    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None) -> KVWork:
         """Sends all states of one layer, as soon as they are final. A layer without state moves no bytes.
 
         layer: a global layer id. state_slot: the slot of this rank's cache to read. Otherwise as `send_pages`.
@@ -163,7 +198,7 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("send_state")
         return verbs.send_state(request, layer, state_slot, dst, event=event)
 
-    def finish(self, request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
         """Seals the request: this rank sends nothing more. The work succeeds when every receiver has succeeded.
 
         aux: at most 64 KiB for the receiver's ``work.aux``. state_slot: the slot whose states are sent now, of all
@@ -175,7 +210,7 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("finish")
         return verbs.finish(request, dst, aux=aux, state_slot=state_slot)
 
-    def prefix_tokens(self, request: str, dst: Peers) -> int:
+    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
         """The number of tokens that the receiver already holds. Blocks until the receiver has granted the request.
 
         Raises ``TransferTimeout`` after ``Options.grant_timeout``, ``ProtocolError`` if the prefixes of several
@@ -185,7 +220,7 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("prefix_tokens")
         return verbs.prefix_tokens(request, dst)
 
-    def granted(self, request: str, dst: Peers) -> int | None:
+    def granted(self, request: str, dst: Peers | None) -> int | None:
         """As `prefix_tokens`, but never blocks: None until the receiver has granted the request.
 
         Begins the request, as the first verb does: it fails if no grant comes within ``Options.grant_timeout``.
@@ -195,18 +230,18 @@ class KVVerbs:
 
     # ------------------------------------------------------------------ verbs of either side
 
-    def cancel(self, request: str, *, dst: Peers | None = None) -> KVWork:
+    def cancel(self, request: str, *, decline: bool = False) -> KVWork:
         """Fails the request here and at its peers. Idempotent; does nothing for an unknown or ended request.
 
-        dst: of a request that this rank has not begun to send, and never will: its receivers. They are told as soon as
-        they post it, within ``Options.grant_timeout`` from now, instead of waiting for a first byte.
+        decline: this rank should have sent the request, has not begun to, and never will. Who grants it to this rank is
+        told at once, if that is within ``Options.grant_timeout`` from now, instead of waiting for a first byte.
 
         The work completes when none of the request's writes can land any more: on a receiver once every writer has
         drained, on a sender once its own writes have. A writer that hangs never drains: ``wait()`` then raises
         ``TransferTimeout`` after ``Options.timeout``, and the pages stay in quarantine.
         """
         verbs = self._verbs or self._unregistered("cancel")
-        return verbs.cancel(request, dst=dst)
+        return verbs.cancel(request, decline=decline)
 
     def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
         """Pages of failed requests (or state ``slots``) -> the group ranks whose writes may still land on them."""

@@ -28,11 +28,12 @@ from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress, drivers
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
 from torchkv.group import arguments
-from torchkv.group.arguments import Layers, Pages, Peers
+from torchkv.group.arguments import Layers, Origin, Pages, Peers
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.unmet import ANYBODY
 
 __all__ = ["Verbs"]
 
@@ -61,7 +62,7 @@ class Verbs:
         self.forced_path = engine.options.forced_path
         self._layout = None if cache is None else cache.layout
         self._wake = wake
-        self._clock = clock
+        self.clock = clock
         # For works that the resident loop completes.
         self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
@@ -136,7 +137,7 @@ class Verbs:
 
         The third result says whether the driver must be woken.
         """
-        engine, operation, now = self.engine, f"recv_pages({request!r})", self._clock()
+        engine, operation, now = self.engine, f"recv_pages({request!r})", self.clock()
         with engine.lock, engine.receiver.leases.guard:
             if engine.closed:
                 self.check_open(operation)
@@ -159,25 +160,57 @@ class Verbs:
     # ------------------------------------------------------------------ sender
 
     def send_layer(
-        self, request: str, layer: int, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+        self,
+        request: str,
+        layer: int,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
         arguments.check_one_layer("send_layer", request, layer)
-        return self._send("send_layer", request, layer, pages, dst, start, event, page_for_page=True)
+        return self._send("send_layer", request, layer, pages, dst, start, event, origin)
 
     def send_slice(
-        self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
-        return self._send("send_slice", request, layers, pages, dst, start, event)
+        return self._send("send_slice", request, layers, pages, dst, start, event, origin)
 
     def staged_put(
-        self, request: str, layers: Layers, pages: Pages, dst: Peers, *, start: int = 0, event: Any = None
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
-        return self._send("staged_put", request, layers, pages, dst, start, event, staged=True)
+        return self._send("staged_put", request, layers, pages, dst, start, event, origin)
 
     def send_pages(
-        self, request: str, pages: Pages, dst: Peers, *, layers: Layers = None, start: int = 0, event: Any = None
+        self,
+        request: str,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        layers: Layers = None,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
     ) -> KVWork:
-        return self._send("send_pages", request, layers, pages, dst, start, event)
+        return self._send("send_pages", request, layers, pages, dst, start, event, origin)
 
     def _send(
         self,
@@ -185,12 +218,10 @@ class Verbs:
         request: str,
         layers: Layers,
         pages: Pages,
-        dst: Peers,
+        dst: Peers | None,
         start: int,
         event: Any,
-        *,
-        page_for_page: bool = False,
-        staged: bool = False,
+        origin: Origin,
     ) -> KVWork:
         # The caller's critical path: a value that already has its plain form is checked here, without a call.
         layout = self._layout or self.layout(verb)
@@ -207,13 +238,15 @@ class Verbs:
         held = arguments.as_layers(layers, layout, operation=operation)
         if type(start) is not int or start:
             start = arguments.as_count(start, operation=operation, name="start")
+        from_prompt = origin != "prefix" and arguments.as_origin(origin, operation=operation)
         ready = event if event is None else arguments.as_event(event, operation=operation)
-        ranks = engine.group_map.targets(dst, operation)
-        if page_for_page and ranks not in engine.whole_pages:
+        ranks = () if dst is None else engine.group_map.targets(dst, operation)
+        whole = verb == "send_layer"
+        if whole and ranks not in engine.whole_pages:
             self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
             if len(ranks) == 1:
                 engine.whole_pages.add(ranks)
-        forced = "staged" if staged else self.forced_path
+        forced = "staged" if verb == "staged_put" else self.forced_path
         if forced is not None:
             self._check_forced_path(ranks, operation, forced)
         # Page ids on the GPU come with an event of their own, recorded on the same stream.
@@ -223,33 +256,42 @@ class Verbs:
         # All destinations share the source pages, which do not change, and the record of prefixes.
         source_pages = SourcePages(ids, ready, forced)
         prefixes: dict[int, int] = {}
-        num_pages, sender, now = len(ids), engine.sender, self._clock()
+        num_pages, sender, now = len(ids), engine.sender, self.clock()
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
             if len(ranks) != 1 or not sender.is_on_loop(request, ranks[0]):
                 engine.catch_up()
+            if dst is None:
+                ranks = sender.receivers(request, now)
+                if whole and ranks != (ANYBODY,):
+                    self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
             for rank in ranks:  # before everything else: a request that has failed raises its own error again
-                sender.admit(request, rank, start, num_pages)
+                sender.admit(request, rank, start, num_pages, from_prompt=from_prompt)
             if engine.lost:
                 self.check_alive(ranks, operation)
-            if len(ranks) > 1:
+            if len(ranks) > 1 and not from_prompt:
                 sender.check_prefixes(request, ranks)
             work._expect(len(ranks))
             if trace.isEnabledFor(logging.DEBUG):
                 trace.debug(_QUEUED, request, ranks, verb, held, num_pages)
             for rank in ranks:
-                sender.submit(SendOp(request, rank, prefixes, held, start, num_pages, work, source_pages), now)
+                op = SendOp(request, rank, prefixes, held, start, num_pages, work, source_pages)
+                if from_prompt:  # receivers may hold unequal prefixes
+                    op.from_prompt, op.prefixes = True, {}
+                if rank == ANYBODY:
+                    op.whole = whole
+                sender.submit(op, now)
             wake = engine.flows is None or engine.has_actions
         if wake:
             self._wake()
         return work
 
-    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers, *, event: Any = None) -> KVWork:
+    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None) -> KVWork:
         arguments.check_one_layer("send_state", request, layer)
         return self.send_states(request, layer, state_slot, dst, event)
 
-    def send_states(self, request: str, layers: Layers, state_slot: int, dst: Peers, event: Any) -> KVWork:
+    def send_states(self, request: str, layers: Layers, state_slot: int, dst: Peers | None, event: Any) -> KVWork:
         """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
         layout = self._layout or self.layout("send_state")
         engine = self.engine
@@ -259,12 +301,14 @@ class Verbs:
         slot = self.checked_slot(operation, state_slot, layout)
         if slot is None:
             raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
-        ranks = engine.group_map.targets(dst, operation)
+        ranks = () if dst is None else engine.group_map.targets(dst, operation)
         source_pages = self._slot_source(slot, ranks, event, operation)
         work = self._work(operation)
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
+            if dst is None:
+                ranks = engine.sender.receivers(request, self.clock())
             for rank in ranks:
                 engine.sender.admit(request, rank, 0, 1, state=True)
             self.check_alive(ranks, operation)
@@ -275,20 +319,22 @@ class Verbs:
         self._wake()
         return work
 
-    def finish(self, request: str, dst: Peers, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
         layout = self._layout or self.layout("finish")
         engine = self.engine
         request = arguments.as_request(request)
         operation = f"finish({request!r})"
         data = arguments.as_aux(aux, operation=operation)
         slot = self.checked_slot(operation, state_slot, layout)
-        ranks = engine.group_map.targets(dst, operation)
+        ranks = () if dst is None else engine.group_map.targets(dst, operation)
         source_pages = None if slot is None else self._slot_source(slot, ranks, None, operation)
         work = self._work(operation)
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
             engine.catch_up()
+            if dst is None:
+                ranks = engine.sender.receivers(request, self.clock(), last=True)
             for rank in ranks:
                 engine.sender.check_finish(request, rank, state_slot=slot)
             if engine.lost:
@@ -301,60 +347,72 @@ class Verbs:
             for rank in ranks:
                 if source_pages is not None and rank in states:
                     self._submit_state(request, rank, states[rank], work, source_pages)
-                engine.sender.finish(request, rank, aux=data, work=work, now=self._clock())
+                engine.sender.finish(request, rank, aux=data, work=work, now=self.clock())
             wake = engine.flows is None or engine.has_actions
         if wake:
             self._wake()
         return work
 
-    def granted(self, request: str, dst: Peers) -> int | None:
+    def granted(self, request: str, dst: Peers | None) -> int | None:
         engine = self.engine
         request = arguments.as_request(request)
         operation = f"granted({request!r})"
-        ranks = self._granting(dst, operation)
+        known = self._granting(dst, operation)
         with engine.lock:
-            self._begin(request, ranks, operation)
-            return self._prefix(request, ranks)
+            self._begin(request, known, operation)
+            return self._prefix(request, known or self._found(request, operation))
 
-    def prefix_tokens(self, request: str, dst: Peers) -> int:
+    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
         engine = self.engine
         request = arguments.as_request(request)
         operation = f"prefix_tokens({request!r})"
-        ranks = self._granting(dst, operation)
+        known = self._granting(dst, operation)
         if threading.get_ident() in drivers:
             raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
         grant_timeout = engine.options.grant_timeout
         deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
         with engine.lock:
-            self._begin(request, ranks, operation)
+            self._begin(request, known, operation)
             while True:
                 seen = engine.news
                 engine.catch_up()
                 self.check_open(operation)
+                ranks = known or self._found(request, operation)
                 if (prefix := self._prefix(request, ranks)) is not None:
                     return prefix
                 if not engine.wait_change(seen, deadline - time.monotonic()):
-                    missing = (rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
+                    missing = next(rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
+                    who = "no rank has" if missing == ANYBODY else f"rank {missing} has not"
                     raise TransferTimeout(
-                        f"{operation}: rank {next(missing)} has not posted recv_pages within "
+                        f"{operation}: {who} posted recv_pages within "
                         f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
                     )
 
-    def _granting(self, dst: Peers, operation: str) -> tuple[int, ...]:
-        """The ranks of ``dst`` that will grant pages to this one."""
+    def _granting(self, dst: Peers | None, operation: str) -> tuple[int, ...]:
+        """The ranks of ``dst`` that will grant pages to this one; none if it is not known who will."""
         self.layout(operation)
-        ranks = self.engine.group_map.targets(dst, operation)
-        if not ranks:
+        ranks = () if dst is None else self.engine.group_map.targets(dst, operation)
+        if not ranks and dst is not None:
             raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
         return ranks
 
-    def _begin(self, request: str, ranks: Sequence[int], operation: str) -> None:
-        """Begins the request towards these ranks, unless it has begun. Under the engine's lock."""
+    def _found(self, request: str, operation: str) -> tuple[int, ...]:
+        """Where a request to anybody goes. Under the engine's lock."""
+        ranks = self.engine.sender.receivers(request, self.clock())
+        if not ranks:
+            raise LayoutMismatch(
+                f"{operation}: this rank holds nothing that the ranks hold which have granted it; finish() completes"
+            )
+        return ranks
+
+    def _begin(self, request: str, known: Sequence[int], operation: str) -> None:
+        """Begins the request towards these ranks, or towards anybody, unless it has begun. Under the engine's lock."""
         engine = self.engine
         self.check_open(operation)
         engine.catch_up()
+        ranks = known or self._found(request, operation)
         for rank in ranks:
-            engine.sender.begin(request, rank, self._clock())
+            engine.sender.begin(request, rank, self.clock())
         self.check_alive(ranks, operation)
         if engine.flows is None or engine.has_actions:
             self._wake()
@@ -383,10 +441,11 @@ class Verbs:
             engine.receiver.decline(request, writers)
         self._wake()
 
-    def cancel(self, request: str, *, dst: Peers | None = None) -> KVWork:
+    def cancel(self, request: str, *, decline: bool = False) -> KVWork:
         engine = self.engine
         request = arguments.as_request(request)
-        receivers = () if dst is None else self._granting(dst, f"cancel({request!r})")
+        if decline:
+            self.layout("cancel(decline=True)")
         work = self._work(f"cancel({request!r})")
         work._limit = engine.options.timeout
         with engine.changed:
@@ -394,9 +453,9 @@ class Verbs:
                 work._expect(0)
                 return work
             engine.catch_up()
-            for rank in receivers:
-                engine.sender.decline(request, rank, self._clock())
-            pending = engine.sender.cancel(request, work, self._clock()) + engine.receiver.cancel(request, work)
+            if decline:
+                engine.sender.decline(request, self.clock())
+            pending = engine.sender.cancel(request, work, self.clock()) + engine.receiver.cancel(request, work)
             work._expect(len(pending))
             engine.notify()
         self._wake()
@@ -476,7 +535,7 @@ class Verbs:
         self, request: str, rank: int, layers: tuple[int, ...], work: KVWork, source_pages: SourcePages
     ) -> None:
         op = SendOp(request, rank, {}, layers, 0, 1, work, source_pages, state=True)
-        self.engine.sender.submit(op, self._clock())
+        self.engine.sender.submit(op, self.clock())
 
 
 def _layer_wait(engine: ref[Engine], req: ReceiverRequest, layer: int) -> LayerWait:

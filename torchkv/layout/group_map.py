@@ -69,6 +69,7 @@ class GroupMap:
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
         self.owed = lru_cache(maxsize=4096)(self._owed)
         self.gap = lru_cache(maxsize=4096)(self._gap)
+        self.exempt = lru_cache(maxsize=4096)(self._exempt)
 
     def _set_members(self, members: dict[int, RankInfo]) -> None:
         """Makes new mappings, because other threads may be reading the old ones.
@@ -189,6 +190,13 @@ class GroupMap:
     def _owed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks of ``ranks`` to which this rank owes anything. The others neither grant nor receive."""
         return tuple(rank for rank in ranks if self.owes(rank))
+
+    def _exempt(self, src: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of ``src`` that owe this rank's instance nothing, if it is this rank that tells them."""
+        if self.rank != self.siblings[0]:
+            return ()
+        holding = [rank for rank in src if self._member(rank).layout is not None]
+        return tuple(r for r in holding if not any(self.contributing((r,), reader) for reader in self.siblings))
 
     def owes(self, reader: int) -> bool:
         """Whether this rank holds anything that the reader holds."""

@@ -26,12 +26,13 @@ from torchkv.cuda import graph_gate
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.group import arguments
-from torchkv.group.arguments import Pages, Peers
+from torchkv.group.arguments import Origin, Pages, Peers
 from torchkv.layout.layout import KVLayout
 from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
 from torchkv.pipelining.group_size import Adaptive, Policy
 from torchkv.pipelining.layer_events import Events, all_of, layer_events
 from torchkv.pipelining.pass_timer import PassTimer
+from torchkv.protocol.unmet import ANYBODY
 
 if TYPE_CHECKING:
     from torchkv.group.kv_verbs import KVVerbs
@@ -54,10 +55,11 @@ def pipeline(
     kv: KVVerbs,
     request: str,
     pages: Pages,
-    dst: Peers,
+    dst: Peers | None,
     *,
     layers: GivenLayers = None,
     start: int = 0,
+    origin: Origin = "prefix",
     state_slot: int | None = None,
     group_size: int | None = None,
     policy: Policy | None = None,
@@ -72,7 +74,8 @@ def pipeline(
 
     model: any module. Its decoder layers are the one ``nn.ModuleList`` that is as long as this rank's layers, or as all
     layers of the model. None if ``events`` is given.
-    request, pages, dst, start: as for ``send_pages``. Each chunk of a prompt has a context of its own, with its start.
+    request, pages, dst, start, origin: as for ``send_pages``. Each chunk of a prompt has a context of its own, with its
+    start.
     layers: names the decoder layers instead: modules in ascending order of layer, or {module: global layer id}.
     state_slot: sends each layer's state too, from this slot; for the last chunk, which makes it final, or else leave it
     to ``finish``.
@@ -91,7 +94,7 @@ def pipeline(
     """
     verbs = kv._verbs or kv._unregistered("pipeline")
     layout = verbs.layout("pipeline")
-    sending = _checked(kv, verbs, layout, request, pages, dst, start, state_slot)
+    sending = _checked(kv, verbs, layout, request, pages, dst, start, origin, state_slot)
     operation = sending.operation
     modules: dict[nn.Module, int] = {}
     gates: dict[int, Any] = {}
@@ -113,14 +116,17 @@ def pipeline(
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """The arguments of all verbs, except the layers. targets: those ranks of ``dst`` that this rank owes bytes."""
+    """The arguments of all verbs, except the layers. targets: those ranks of ``dst`` that this rank owes bytes, or
+    `ANYBODY`.
+    """
 
     kv: KVVerbs
     verbs: Verbs
     request: str
     pages: Pages
-    dst: Peers
+    dst: Peers | None
     start: int
+    origin: Origin
     state_slot: int | None
     targets: tuple[int, ...]
     layout: KVLayout
@@ -130,7 +136,9 @@ class _Sending:
         return f"pipeline({self.request!r})"
 
     def send_pages(self, group: Group, event: Any) -> KVWork:
-        return self.kv.send_pages(self.request, self.pages, self.dst, layers=group, start=self.start, event=event)
+        return self.kv.send_pages(
+            self.request, self.pages, self.dst, layers=group, start=self.start, event=event, origin=self.origin
+        )
 
     def send_state(self, group: Group, event: Any) -> KVWork:
         assert self.state_slot is not None
@@ -331,8 +339,9 @@ def _checked(
     layout: KVLayout,
     request: str,
     pages: Pages,
-    dst: Peers,
+    dst: Peers | None,
     start: int,
+    origin: Origin,
     state_slot: int | None,
 ) -> _Sending:
     """The arguments of all verbs. Raises whatever the first verb would raise now."""
@@ -345,17 +354,21 @@ def _checked(
         # A copy: all groups get the same ids, even if the caller changes its own.
         pages = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
     start = arguments.as_count(start, operation=operation, name="start")
+    from_prompt = arguments.as_origin(origin, operation=operation)
     slot = None if state_slot is None else verbs.checked_slot(operation, state_slot, layout)
     dst = tuple(dst) if isinstance(dst, list) else dst
-    targets = engine.group_map.targets(dst, operation)
+    targets = () if dst is None else engine.group_map.targets(dst, operation)
     with engine.lock:
         verbs.check_open(operation)
+        if dst is None:
+            engine.catch_up()
+            targets = engine.sender.receivers(request, verbs.clock())
         for rank in targets:
-            engine.sender.admit(request, rank, start, len(pages))
+            engine.sender.admit(request, rank, start, len(pages), from_prompt=from_prompt)
             if slot is not None:
                 engine.sender.admit(request, rank, 0, 1, state=True)
         verbs.check_alive(targets, operation)
-    return _Sending(kv, verbs, request, pages, dst, start, slot, targets, layout)
+    return _Sending(kv, verbs, request, pages, dst, start, origin, slot, targets, layout)
 
 
 def _group_size(
@@ -386,7 +399,7 @@ def _group_size(
             if (policy := known.get(sending.targets)) is None:
                 policy = known[sending.targets] = Adaptive()
         size = policy.group_size(tokens=tokens, num_layers=len(order), layer_nbytes=layer_nbytes)
-        if policy.learns and measures:
+        if policy.learns and measures and ANYBODY not in sending.targets:
             timer = PassTimer(tokens, len(order), sending.kv, sending.verbs.engine, sending.request, sending.targets)
             policy.learn(timer.measured)
     return _checked_size(size, sending, policy), timer

@@ -22,7 +22,7 @@ from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import Message
 from torchkv.protocol.stage_allocator import Stage
 
-__all__ = ["Account", "Action", "BoundGrant", "Halt", "Scatter", "SendOp", "Settle", "Start", "Tell", "Work"]
+__all__ = ["Account", "Action", "BoundGrant", "Halt", "Scatter", "SendOp", "Settle", "Split", "Start", "Tell", "Work"]
 
 Work: TypeAlias = Any  # the `KVWork` of a pending call; the protocol only hands it back (tests use strings)
 
@@ -31,10 +31,11 @@ Work: TypeAlias = Any  # the `KVWork` of a pending call; the protocol only hands
 class SendOp:
     """One verb towards one destination.
 
-    layers: global ids. start, num_pages: which of this rank's pages, counted after the receiver's prefix. prefixes:
-    receiver rank -> its prefix in tokens, as far as grants have come; all ops of one verb share this dict.
-    source_pages: the engine's `SourcePages`, opaque here. state: the op moves the state of the layers, one slot, which
-    counts as one page.
+    dst: a rank, or `unmet.ANYBODY`. layers: global ids. start, num_pages: which of this rank's pages, counted after the
+    receiver's prefix. from_prompt: counted from the beginning of the prompt, until the grant tells of the prefix.
+    prefixes: receiver rank -> its prefix in tokens, as far as grants have come; all ops of one verb share this dict,
+    unless they count from the prompt. source_pages: the engine's `SourcePages`, opaque here. state: the op moves the
+    state of the layers, one slot, which counts as one page. whole: the layouts must match page for page.
     """
 
     request: str
@@ -46,6 +47,8 @@ class SendOp:
     work: Work
     source_pages: Any = None
     state: bool = False
+    from_prompt: bool = False
+    whole: bool = False
     moved: bool = False  # set by the engine when bytes have moved; cleared when `Alive` is sent to the receiver
     # Whether what the resident loop had under way for the op when it was taken back has ended; None if nothing was.
     # Until then its bytes may land, so the op neither begins again nor ends.
@@ -152,6 +155,14 @@ class Settle:
 
 
 @dataclass(slots=True)
+class Split:
+    """``work`` has so many parts more: it goes to several receivers, as its grant has shown."""
+
+    work: Work
+    more: int
+
+
+@dataclass(slots=True)
 class Account:
     """Add ``nbytes`` moved on ``path`` to what ``work`` reports."""
 
@@ -160,4 +171,4 @@ class Account:
     path: str
 
 
-Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | Account
+Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | Split | Account

@@ -166,6 +166,12 @@ class Refused(Message, frozen=True, tag="refused"):
     text: Text
 
 
+class Exempt(Message, frozen=True, tag="exempt"):
+    """Receiver -> rank of its ``src`` that holds nothing for this instance: the request is granted, and not by you."""
+
+    request: Request
+
+
 class Verdict(Message, frozen=True, tag="verdict"):
     """Receiver -> writer: the request succeeded on every rank of the receiving instance."""
 
@@ -311,6 +317,7 @@ AnyMessage: TypeAlias = (
     | Mailbox
     | Left
     | Refused
+    | Exempt
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -57,6 +57,7 @@ from torchkv.protocol.messages import (
     Abort,
     Alive,
     Attest,
+    Exempt,
     Grant,
     InstanceVerdict,
     Outcome,
@@ -167,6 +168,7 @@ class Receiver:
         by_loop = self._grant(req)
         if not by_loop or not self._flows.posts:
             self._tell_post(req)
+        self.actions.extend(Tell(rank, Exempt(request)) for rank in self._group_map.exempt(src))
         return req
 
     def _grant(self, req: ReceiverRequest) -> bool:

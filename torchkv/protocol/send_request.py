@@ -6,20 +6,24 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchkv.errors import KVError, PageOutOfRange, ProtocolError, TransferTimeout
+from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError, TransferTimeout
 from torchkv.layout.pair_plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp, Work
 from torchkv.protocol.coverage import LayerCoverage
+from torchkv.protocol.unmet import ANYBODY
 
 __all__ = [
     "Finish",
     "SenderRequest",
+    "behind",
     "check_grant",
     "check_prefix",
     "check_prefixes",
     "check_range",
     "check_slot",
+    "drop_held",
     "extent",
+    "receiver_name",
 ]
 
 
@@ -67,6 +71,15 @@ class SenderRequest:
     gated: int = 0  # `RequestFlows.gated` when last seen
 
     @property
+    def receiver(self) -> str:
+        return receiver_name(self.dst)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a grant that comes now is meant for this request."""
+        return self.grant is None and not self.grant_spent
+
+    @property
     def drained(self) -> bool:
         """Whether this rank writes nothing more and reads its source pages no more."""
         return not self.running
@@ -79,14 +92,15 @@ class SenderRequest:
     def overdue(self, now: float, *, timeout: float, grant_timeout: float) -> KVError | None:
         """The error of a request that has waited too long for its receiver; None for any other. Limits in seconds."""
         if self.grant is None and now >= self.begun_at + grant_timeout:
-            return self._late("has not posted recv_pages", grant_timeout, "grant_timeout")
+            who = "no rank has" if self.dst == ANYBODY else f"rank {self.dst} has not"
+            return self._late(f"{who} posted recv_pages", grant_timeout, "grant_timeout")
         if self.sealed_at is not None and now >= self.progress_at + timeout:
-            return self._late("has not reported its verdict", timeout, "timeout")
+            return self._late(f"rank {self.dst} has not reported its verdict", timeout, "timeout")
         return None
 
     def _late(self, omission: str, limit: float, option: str) -> TransferTimeout:
         return TransferTimeout(
-            f"request {self.request!r}: rank {self.dst} {omission} within {limit:g} s (Options.{option}); "
+            f"request {self.request!r}: {omission} within {limit:g} s (Options.{option}); "
             f"cancel({self.request!r}) and retry, or raise the limit"
         )
 
@@ -96,7 +110,7 @@ class SenderRequest:
             raise self.error
         if self.finish is not None:
             raise ProtocolError(
-                f"request {self.request!r} to rank {self.dst} is finished already; wait for its finish() work to "
+                f"request {self.request!r} to {self.receiver} is finished already; wait for its finish() work to "
                 f"complete before using the name again, or cancel({self.request!r})"
             )
 
@@ -112,6 +126,12 @@ class SenderRequest:
         self.chunks.append((op.layers, op.start, end))
         self.num_pages = max(self.num_pages, end)
 
+    def forget_sent(self) -> None:
+        """Forgets what `add_sent` has recorded."""
+        self.chunks.clear()
+        self.pages = LayerCoverage()
+        self.num_pages = 0
+
     def sent(self) -> LayerCoverage:
         """Which of this rank's pages were sent, by layer, counted after the prefix."""
         spans: dict[tuple[int, int], list[int]] = {}
@@ -123,12 +143,22 @@ class SenderRequest:
         return self.pages
 
 
+def receiver_name(dst: int) -> str:
+    """A receiver, or `ANYBODY`, in messages."""
+    return "whoever grants it" if dst == ANYBODY else f"rank {dst}"
+
+
 def check_grant(op: SendOp, grant: BoundGrant) -> None:
     """Checks an op against the grant of its receiver.
 
     Raises ``PageOutOfRange`` for pages outside the grant, ``ProtocolError`` if another receiver of the same verb has
-    another prefix.
+    another prefix, ``LayoutMismatch`` if the pages of the two sides should match and do not.
     """
+    if op.whole and not grant.plan.page_for_page:
+        raise LayoutMismatch(
+            f"request {op.request!r} to rank {op.dst}: the pages of the two ranks differ in heads, page size or order, "
+            f"so whole pages cannot be sent; use send_slice or send_pages"
+        )
     if not op.state:
         check_range(grant, op.start, op.num_pages)
         check_prefix(op, grant)
@@ -151,6 +181,23 @@ def check_prefixes(request: str, prefixes: Mapping[int, int]) -> None:
             f"request {request!r}: its receivers hold unequal prefixes (rank -> tokens: {prefixes}); "
             f"use one call a receiver, each with the pages after its own prefix"
         )
+
+
+def drop_held(op: SendOp, grant: BoundGrant) -> None:
+    """Leaves of an op that counts from the prompt what lies behind the prefix, and counts it from there."""
+    if not op.from_prompt:
+        return
+    op.from_prompt = False
+    op.start, op.num_pages, held = behind(grant, op.start, op.num_pages)
+    if held:
+        op.source_pages = op.source_pages.behind(held)
+
+
+def behind(grant: BoundGrant, start: int, num_pages: int) -> tuple[int, int, int]:
+    """Pages of the prompt behind the grant's prefix: the first, counted from there, how many, and how many are held."""
+    prefix = grant.prefix_tokens // grant.plan.src_page_size
+    held = min(max(prefix - start, 0), num_pages)
+    return max(start - prefix, 0), num_pages - held, held
 
 
 def check_range(grant: BoundGrant, start: int, num_pages: int) -> None:

@@ -28,6 +28,10 @@ while (`unmet`):
   place then fails with it;
 * a grant that was revoked before the first verb was meant for the next request of its name: its first verb raises the
   receiver's error, and it is a tombstone. Only another grant, if it comes first, makes good.
+
+A request may be sent to *anybody* (`unmet.ANYBODY`): it waits until some rank grants it, and then becomes one request
+to each rank of that rank's instance which this rank owes anything. If it owes none of them anything, no grant comes,
+and one of them says so (`Exempt`).
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torchkv.errors import (
     KVError,
@@ -48,7 +53,7 @@ from torchkv.errors import (
 )
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan, largest_grant, seal_matches
-from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Start, Tell, Work
+from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Split, Start, Tell, Work
 from torchkv.protocol.coverage import LayerCoverage
 from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.messages import (
@@ -56,6 +61,7 @@ from torchkv.protocol.messages import (
     Abort,
     Alive,
     Attest,
+    Exempt,
     Grant,
     Quiesced,
     Refused,
@@ -67,15 +73,18 @@ from torchkv.protocol.messages import (
 from torchkv.protocol.send_request import (
     Finish,
     SenderRequest,
+    behind,
     check_grant,
     check_prefix,
     check_prefixes,
     check_range,
     check_slot,
+    drop_held,
     extent,
+    receiver_name,
 )
 from torchkv.protocol.staging_requester import StagingRequester
-from torchkv.protocol.unmet import Unmet
+from torchkv.protocol.unmet import ANYBODY, Key, Unmet
 
 __all__ = ["Sender"]
 
@@ -96,6 +105,7 @@ class Sender:
     ) -> None:
         """timeout, grant_timeout: of Options, in seconds. requester: asks for stages of receivers' staging rings."""
         self.flows: RequestFlows | None = None  # the requests that the resident loop serves; set by the engine
+        self.lost: Mapping[int, str] = {}  # why ranks do not answer; the engine's, kept by it
         self._group_map = group_map
         self._requester = requester
         self._timeout = timeout
@@ -103,6 +113,8 @@ class Sender:
         self._requests: dict[tuple[str, int], SenderRequest] = {}  # by name and receiver
         self._by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
         self._unmet = Unmet(grant_timeout)
+        # Of requests to anybody whose grant has come, or which are exempt from sending: the ranks that they go to.
+        self._addressed: dict[str, tuple[int, ...]] = {}
         # Of ended requests, by receiver and generation: this rank can never say `Quiesced` for them.
         self._undrainable: set[tuple[int, int]] = set()
         self._queued_pages = 0
@@ -110,7 +122,28 @@ class Sender:
 
     # ---------------------------------------------------------------- verbs of this rank's user
 
-    def admit(self, request: str, dst: int, start: int, num_pages: int, *, state: bool = False) -> None:
+    def receivers(self, request: str, now: float, *, last: bool = False) -> tuple[int, ...]:
+        """Where a request to anybody goes: the ranks that it was found to go to, or `ANYBODY` until it is known.
+
+        last: the caller asks for the last time.
+        """
+        found = self._addressed.get(request)
+        if found is None and (request, ANYBODY) not in self._requests:
+            found = self._find(request, now)
+        if last and found == ():
+            del self._addressed[request]
+        return (ANYBODY,) if found is None else found
+
+    def admit(
+        self,
+        request: str,
+        dst: int,
+        start: int,
+        num_pages: int,
+        *,
+        state: bool = False,
+        from_prompt: bool = False,
+    ) -> None:
         """Raises unless `submit` of such an op would be accepted now. Changes nothing, but see `_meet_revocation`.
 
         Raises the error of a tombstone, ``ProtocolError`` after ``finish`` or (retryable) when too much waits for
@@ -124,17 +157,19 @@ class Sender:
             req.check_open()
             grant = req.grant
         if grant is not None:
+            if from_prompt:
+                start, num_pages, _ = behind(grant, start, num_pages)
             if not state:
                 check_range(grant, start, num_pages)
         elif req is not None and len(req.queue) >= MAX_QUEUED_OPS:
             raise ProtocolError(
-                f"request {request!r} to rank {dst}: {len(req.queue)} transfers wait for its grant, the limit; "
-                f"try again once rank {dst} has posted recv_pages",
+                f"request {request!r} to {req.receiver}: {len(req.queue)} transfers wait for its grant, the limit; "
+                f"try again once that has posted recv_pages",
                 retryable=True,
             )
         if grant is None and self._queued_pages + num_pages > MAX_QUEUED_PAGES:
             raise ProtocolError(
-                f"request {request!r} to rank {dst}: {self._queued_pages} pages wait for grants on this rank, "
+                f"request {request!r}: {self._queued_pages} pages wait for grants on this rank, "
                 f"the limit is {MAX_QUEUED_PAGES}; try again once some receiver has posted",
                 retryable=True,
             )
@@ -150,6 +185,8 @@ class Sender:
         req = self._request(request, dst, now)
         if req.error is not None:
             raise req.error
+        if dst == ANYBODY and self.flows is not None:
+            self.flows.heed_grants(True)
 
     def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
         """Raises ``ProtocolError`` if the prefixes of these receivers, as far as grants have come, are not equal."""
@@ -161,6 +198,8 @@ class Sender:
         key = op.request, op.dst
         begun = key in self._requests
         req = self._request(op.request, op.dst, now)
+        if req.grant is not None:
+            drop_held(op, req.grant)
         req.add_sent(op)
         if req.grant is None:
             req.queue.append(op)
@@ -193,7 +232,7 @@ class Sender:
         if problem is None and state_slot is None:
             problem = self._state_missing(request, dst, grant)
         if problem is not None:
-            raise ProtocolError(f"finish({request!r}) to rank {dst}: {problem}")
+            raise ProtocolError(f"finish({request!r}) to {receiver_name(dst)}: {problem}")
 
     def finish(self, request: str, dst: int, *, aux: bytes, work: Work, now: float) -> None:
         """Seals the request as soon as all its transfers are flushed. `check_finish` has accepted it.
@@ -210,9 +249,13 @@ class Sender:
         Returns ``work`` once for each of them; the end of each completes one part of it.
         """
         pending: list[Work] = []
-        for dst in self._group_map.info:
+        if self._addressed.get(request) == ():
+            del self._addressed[request]
+        for dst in (*self._group_map.info, ANYBODY):
             key = request, dst
             if (req := self._requests.get(key)) is None:
+                if dst == ANYBODY:
+                    break
                 if (grant := self._unmet.take(key)) is not None:
                     text = f"rank {self._group_map.rank} cancelled request {request!r}"
                     self._tell_abort(grant, TransferCancelled(text))
@@ -222,28 +265,34 @@ class Sender:
                 continue
             req.cancels.append(work)
             pending.append(work)
-            if req.grant is None and not req.grant_spent:
+            if req.waits:
                 self._unmet.refuse(key, now)
             if req.error is None:
                 error = TransferCancelled(
-                    f"request {request!r} to rank {req.dst} was cancelled on rank {self._group_map.rank}"
+                    f"request {request!r} to {req.receiver} was cancelled on rank {self._group_map.rank}"
                 )
                 self._fail(req, error)
             else:
                 self._after_drain(req)
         return pending
 
-    def decline(self, request: str, dst: int, now: float) -> None:
-        """This rank will not begin the request that ``dst`` may grant: refuses that grant. Nothing if it has begun."""
-        key = request, dst
-        if key in self._requests or self._unmet.take_revocation(key) is not None:
+    def decline(self, request: str, now: float) -> None:
+        """This rank will not begin the next request of this name: refuses its grant. Nothing if it has begun."""
+        begun = any((request, dst) in self._requests for dst in (*self._group_map.info, ANYBODY))
+        if begun or request in self._addressed or self._unmet.take_exemption(request) is not None:
             return
-        if (grant := self._unmet.take(key)) is None:
-            self._unmet.refuse(key, now)
-            if self.flows is not None:
-                self.flows.heed_grants(True)
+        if self._unmet.take_revocation((request, ANYBODY)) is not None:
             return
-        self._tell_abort(grant, TransferCancelled(f"rank {self._group_map.rank} cancelled request {request!r}"))
+        if grants := self._unmet.named(request):
+            grant = self._unmet.take((request, grants[0].dst))
+            assert grant is not None
+            error = TransferCancelled(f"rank {self._group_map.rank} cancelled request {request!r}")
+            self._tell_abort(grant, error)
+            self._refuse_others(request, grant.dst, error, now)
+            return
+        self._unmet.refuse((request, ANYBODY), now)
+        if self.flows is not None:
+            self.flows.heed_grants(True)
 
     def prefix_tokens(self, request: str, dst: int) -> int | None:
         """The prefix that the receiver holds, in tokens; None until its grant has come. Raises a tombstone's error."""
@@ -333,45 +382,56 @@ class Sender:
         check_slot(grant, self._group_map.info[src].num_slots)
         key = (message.request, src)
         self._unmet.take_revocation(key)  # the receiver has posted again: the next request meets this grant
-        req = self._requests.get(key)
-        if req is not None and req.grant is None:  # it may wait on the loop, which may bind it meanwhile
-            self._take_back(req, now)
-            req = self._requests.get(key)
-        needs = req is not None and req.grant is None and not req.grant_spent
-        if (req is None or req.grant is None) and self._unmet.take_refusal(key, now):
+        req = self._meant(key, now)
+        waits = req is not None and req.waits
+        if (req is None or req.grant is None) and self._take_refusal(key, now):
             error: KVError = TransferCancelled(
                 f"rank {self._group_map.rank} cancelled an earlier request {message.request!r}"
             )
             self._tell_abort(grant, error)
-            if req is not None and needs and req.error is None:
+            if req is not None and waits and req.error is None:
                 # Whether the grant was meant for this request or for the earlier one only the receiver knows. If it
                 # went on waiting, callers who then try again on both sides would miss each other every time.
                 req.grant_spent = True
                 self._fail(req, error)
-        elif req is not None and needs and req.error is not None:
+        elif req is not None and waits and req.error is not None:
             req.grant_spent = True
             self._tell_abort(grant, req.error)
-        elif req is not None and needs:
+            if req.dst == ANYBODY:
+                self._refuse_others(message.request, src, req.error, now)
+        elif req is not None and waits and req.dst != ANYBODY:
             self._bind(req, grant, now)
         else:
             self._unmet.keep(grant)
+            if req is not None and waits:
+                self._find(message.request, now)
 
     def on_refused(self, src: int, message: Refused, now: float) -> None:
         """The receiver grants nothing to the next request of this name: fails the one that waits, or that comes."""
         if self.flows is not None:
             self.flows.settle()  # grants of earlier requests of this name have been told before
         key, error = (message.request, src), make_error(message.kind, message.text)
-        req = self._requests.get(key)
-        if req is not None and req.grant is None:
-            self._take_back(req, now)
-            req = self._requests.get(key)
-        declined = (req is None or req.grant is None) and self._unmet.take_refusal(key, now)
-        if req is not None and req.grant is None and not req.grant_spent:
+        req = self._meant(key, now)
+        declined = (req is None or req.grant is None) and self._take_refusal(key, now)
+        if req is not None and req.waits:
             req.grant_spent = True
             if req.error is None:
                 self._fail(req, error)
-        elif not declined:  # else both sides have given up the same request
+        elif not declined and (req is None or req.dst != ANYBODY):
+            # Else both sides have given up the same request, or another rank of the instance has said so before.
             self._unmet.refused(key, error, now)
+
+    def on_exempt(self, src: int, message: Exempt, now: float) -> None:
+        """An instance has granted a request, and needs nothing of this rank. Raises ``ProtocolError`` if it does."""
+        if self._group_map.owed(self._group_map.siblings_of(src)):
+            raise ProtocolError(f"rank {src} exempts this rank from request {message.request!r}, but is owed bytes")
+        req = self._requests.get((message.request, ANYBODY))
+        if req is not None and req.waits and req.error is None:
+            self._address(message.request, src, now)
+        elif req is not None and req.waits:
+            req.grant_spent = True
+        elif not self._unmet.take_refusal((message.request, ANYBODY), now):
+            self._unmet.exempt(message.request, src, now)
 
     def on_revoke(self, src: int, message: Revoke, now: float) -> None:
         """The receiver failed the request: fails it here too, and answers `Quiesced` once it has drained."""
@@ -480,6 +540,8 @@ class Sender:
         for req in list(self._requests.values()):
             if req.error is not None:
                 continue
+            if req.dst == ANYBODY and self._find(req.request, now) is not None:
+                continue
             overdue = req.overdue(now, timeout=self._timeout, grant_timeout=self._grant_timeout)
             if overdue is None and req.flow is not None and req.running:
                 overdue = self._stalled(req, now)
@@ -507,12 +569,105 @@ class Sender:
         The request then is a tombstone: it has met its grant, so that the next grant is for the next request.
         """
         key = request, dst
-        if key in self._requests or (revocation := self._unmet.take_revocation(key)) is None:
+        if key in self._requests:
+            return
+        if dst != ANYBODY and (request, ANYBODY) in self._requests:
+            raise ProtocolError(
+                f"request {request!r} to rank {dst}: this rank sends it to whoever grants it, and no rank has yet; "
+                f"pass dst=None in all verbs of one request, or name its receiver in all"
+            )
+        if (revocation := self._unmet.take_revocation(key)) is None:
             return
         revoked_at, error = revocation
         req = self._requests[key] = SenderRequest(request, dst, revoked_at, grant_spent=True)
         self._fail(req, error)
         raise error
+
+    def _meant(self, key: Key, now: float) -> SenderRequest | None:
+        """The request that a grant with this name and of this receiver is meant for, taken back if it has none yet."""
+        req = self._requests.get(key)
+        if req is not None and req.grant is None:  # it may wait on the loop, which may bind it meanwhile
+            self._take_back(req, now)
+            req = self._requests.get(key)
+        return self._requests.get((key[0], ANYBODY)) if req is None else req
+
+    def _take_refusal(self, key: Key, now: float) -> bool:
+        """Whether the grant that has come was meant for a request that had been cancelled. Uses up one refusal."""
+        if self._unmet.take_refusal(key, now):
+            return True
+        request, src = key
+        if not self._unmet.take_refusal((request, ANYBODY), now):
+            return False
+        error = TransferCancelled(f"rank {self._group_map.rank} cancelled an earlier request {request!r}")
+        self._refuse_others(request, src, error, now)
+        return True
+
+    def _refuse_others(self, request: str, src: int, error: KVError, now: float) -> None:
+        """Refuses what the other ranks of ``src``'s instance grant, or have granted, as the grant of ``src`` is."""
+        for rank in self._group_map.owed(self._group_map.siblings_of(src)):
+            if rank == src:
+                continue
+            if (grant := self._unmet.take((request, rank))) is not None:
+                self._tell_abort(grant, error)
+            else:
+                self._unmet.refuse((request, rank), now)
+
+    def _find(self, request: str, now: float) -> tuple[int, ...] | None:
+        """The ranks that a request to anybody goes to, if it has been granted. None if nobody has, that is not busy.
+
+        An instance is busy while an earlier request of this name to one of its ranks has not ended.
+        """
+        for grant in self._unmet.named(request):
+            ranks = self._group_map.owed(self._group_map.siblings_of(grant.dst))
+            if not any((request, rank) in self._requests for rank in ranks):
+                return self._address(request, grant.dst, now)
+        source = self._unmet.take_exemption(request)
+        return None if source is None else self._address(request, source, now)
+
+    def _address(self, request: str, src: int, now: float) -> tuple[int, ...]:
+        """The request to anybody goes to the instance of ``src``, which has granted it: to these ranks."""
+        ranks = self._group_map.owed(self._group_map.siblings_of(src))
+        trace.debug("request %r: granted by rank %d, so it goes to ranks %s", request, src, ranks)
+        reqs = [SenderRequest(request, rank, now) for rank in ranks]
+        waiting = self._requests.pop((request, ANYBODY), None)
+        self._requests.update({(request, req.dst): req for req in reqs})
+        if ranks or waiting is None or waiting.finish is None:
+            self._addressed[request] = ranks
+        if waiting is not None:
+            waiting.ended = True
+            self._hand_on(waiting, reqs)
+        for req in reqs:
+            if (revocation := self._unmet.take_revocation((request, req.dst))) is not None:
+                req.grant_spent = True
+                self._fail(req, revocation[1])
+            elif (grant := self._unmet.take((request, req.dst))) is not None:
+                self._bind(req, grant, now)
+            elif req.dst in self.lost:
+                self._fail(req, PeerLost(f"request {request!r}: {self.lost[req.dst]}"))
+            elif self.flows is not None:
+                self.flows.heed_grants(True)
+        return ranks
+
+    def _hand_on(self, waiting: SenderRequest, reqs: list[SenderRequest]) -> None:
+        """What waited for anybody now waits for each of these."""
+        for op in waiting.queue:
+            self._queued_pages += (len(reqs) - 1) * op.num_pages
+            self._split(op.work, len(reqs))
+            for req in reqs:
+                part = replace(op, dst=req.dst)
+                req.add_sent(part)
+                req.queue.append(part)
+        if waiting.finish is not None:
+            self._split(waiting.finish.work, len(reqs))
+            for req in reqs:
+                req.finish = Finish(waiting.finish.work, waiting.finish.aux)
+
+    def _split(self, work: Work, parts: int) -> None:
+        """One part of ``work`` becomes so many."""
+        if parts > 1:
+            self.actions.append(Split(work, parts - 1))
+        elif not parts:
+            self.actions.append(Settle(work))
 
     def _grant_of(self, request: str, dst: int) -> BoundGrant | None:
         """The grant of this request; if there is no request, the grant that one would bind if it began now."""
@@ -541,11 +696,14 @@ class Sender:
         trace.debug("request %r to rank %d: bound to its grant, generation %d", req.request, req.dst, grant.generation)
         waiting, req.queue = req.queue, deque()
         problem: KVError | None = None
+        req.forget_sent()  # what was counted from the prompt is counted from the prefix now
         for op in waiting:
             self._queued_pages -= op.num_pages
+            drop_held(op, grant)
+            req.add_sent(op)
             try:
                 check_grant(op, grant)
-            except (PageOutOfRange, ProtocolError) as error:
+            except KVError as error:
                 problem = error
         if problem is None and req.finish is not None:
             text = self._pages_missing(req.request, req.dst, req, grant)
@@ -573,6 +731,7 @@ class Sender:
 
     def _await_grant(self, req: SenderRequest, op: SendOp, *, begun: bool) -> None:
         """An op waits for the grant: on the loop, if its request began with an op, and the loop can do all of them."""
+        begun |= req.dst == ANYBODY or self._unmet.refuses((req.request, ANYBODY))
         if not begun and not self._unmet.refuses((req.request, req.dst)) and not self._prefixed(req):
             writers = self._group_map.contributing(self._group_map.siblings, req.dst)
             self._flows.await_grant(req, self._likely_plan(req.dst), writers)
@@ -692,6 +851,8 @@ class Sender:
 
     def _state_missing(self, request: str, dst: int, grant: BoundGrant | None) -> str | None:
         """Names the first layer whose state is owed and was not sent; None if there is none, as far as is known."""
+        if dst == ANYBODY:
+            return None
         state = (self._likely_plan(dst) if grant is None else grant.plan).state
         assert state is not None
         if not state.layers:
@@ -708,8 +869,8 @@ class Sender:
         num_pages = 0 if req is None else req.num_pages
         fits = True
         if grant is None:
-            if num_pages == 0:
-                return None  # legal if the grant has no pages
+            if dst == ANYBODY or num_pages == 0 or (req is not None and any(op.from_prompt for op in req.queue)):
+                return None  # legal if the grant has no pages, or not those that were not sent
             plan = self._likely_plan(dst)
             limit = num_pages * plan.src_page_size
             # The largest grant that these pages may match. In layers with a sliding window it owes the fewest pages, so
@@ -778,6 +939,9 @@ class Sender:
     def _end(self, req: SenderRequest) -> None:
         req.ended = True
         del self._requests[(req.request, req.dst)]
+        addressed = self._addressed.get(req.request, ())
+        if addressed and not any((req.request, rank) in self._requests for rank in addressed):
+            del self._addressed[req.request]
         if req.grant is not None:
             self._requester.forget(req.dst, req.grant.generation)
             del self._by_generation[(req.dst, req.grant.generation)]

@@ -7,6 +7,8 @@ sender request. So what never met is remembered, for a while:
 * a request that was cancelled before its grant came, or declined, refuses that grant when it comes;
 * a grant that was revoked before the first verb, or a request that the receiver refused before, was meant for the next
   request of its name.
+
+A request may be meant for `ANYBODY`: for whoever grants it first.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import Any, TypeAlias
 from torchkv.errors import KVError
 from torchkv.protocol.actions import BoundGrant
 
-__all__ = ["MAX_REMEMBERED", "Key", "Unmet"]
+__all__ = ["ANYBODY", "MAX_REMEMBERED", "Key", "Unmet"]
 
-Key: TypeAlias = tuple[str, int]  # a request's name, and its receiver
+Key: TypeAlias = tuple[str, int]  # a request's name, and its receiver or `ANYBODY`
 
-MAX_REMEMBERED = 4096  # keys with refusals, and with a revocation
+ANYBODY = -1  # in place of a receiver: whoever grants the request
+MAX_REMEMBERED = 4096  # keys with refusals, with a revocation, and names with an exemption
 
 
 class Unmet:
@@ -29,41 +32,52 @@ class Unmet:
 
     def __init__(self, lifetime: float) -> None:
         self._lifetime = lifetime
-        self._grants: dict[Key, BoundGrant] = {}
+        self._grants: dict[str, dict[int, BoundGrant]] = {}  # by name and receiver
         self._names: dict[tuple[int, int], str] = {}  # of the grants, by receiver and generation
         self._revocations: dict[Key, tuple[float, KVError]] = {}  # when, and why
         self._refusals: dict[Key, deque[float]] = {}  # until when each refuses one grant
+        self._exemptions: dict[str, tuple[float, int]] = {}  # by name: when, and who told
 
     # ---------------------------------------------------------------- grants that wait for the first verb
 
     def grant(self, key: Key) -> BoundGrant | None:
         """The grant that waits."""
-        return self._grants.get(key)
+        return self._grants.get(key[0], {}).get(key[1])
 
     def grants(self) -> list[BoundGrant]:
-        return list(self._grants.values())
+        """All that wait."""
+        return [grant for named in self._grants.values() for grant in named.values()]
+
+    def named(self, request: str) -> list[BoundGrant]:
+        """Those of one name, the earliest first."""
+        return list(self._grants.get(request, {}).values())
 
     def keep(self, grant: BoundGrant) -> None:
         """Remembers a grant, in place of an earlier one of this name."""
         key = grant.request, grant.dst
         self.take(key)
-        self._grants[key] = grant
+        self._grants.setdefault(grant.request, {})[grant.dst] = grant
         self._names[grant.dst, grant.generation] = grant.request
 
     def take(self, key: Key) -> BoundGrant | None:
         """The grant that waits, which is forgotten."""
-        grant = self._grants.pop(key, None)
+        named = self._grants.get(key[0], {})
+        grant = named.pop(key[1], None)
         if grant is not None:
             del self._names[grant.dst, grant.generation]
+            if not named:
+                del self._grants[key[0]]
         return grant
 
     def forget(self, dst: int) -> None:
         """Forgets what was remembered of a receiver whose process has ended."""
-        for key in [key for key in self._grants if key[1] == dst]:
-            self.take(key)
+        for name in [name for name, named in self._grants.items() if dst in named]:
+            self.take((name, dst))
         for remembered in (self._revocations, self._refusals):
             for key in [key for key in remembered if key[1] == dst]:
                 del remembered[key]
+        for name in [name for name, (_, source) in self._exemptions.items() if source == dst]:
+            del self._exemptions[name]
 
     # ---------------------------------------------------------------- revocations that wait for the first verb
 
@@ -82,7 +96,11 @@ class Unmet:
 
     def take_revocation(self, key: Key) -> tuple[float, KVError] | None:
         """When and why the grant of the request that now begins was revoked, which is forgotten; None if it was not."""
-        return self._revocations.pop(key, None)
+        if key[1] != ANYBODY:
+            return self._revocations.pop(key, None)
+        # All of them: the ranks of one instance have given up together.
+        taken = [self._revocations.pop(other) for other in list(self._revocations) if other[0] == key[0]]
+        return taken[0] if taken else None
 
     # ---------------------------------------------------------------- refusals of grants that are still to come
 
@@ -111,15 +129,28 @@ class Unmet:
                 return True
         return False
 
+    # ---------------------------------------------------------------- requests of which this rank owes nothing
+
+    def exempt(self, request: str, source: int, now: float) -> None:
+        """An instance has granted the next request of this name, and needs nothing of this rank. source: who tells."""
+        _make_room(self._exemptions)
+        self._exemptions[request] = now, source
+
+    def take_exemption(self, request: str) -> int | None:
+        """Who has told of it; it is forgotten. None if nobody has."""
+        return self._exemptions.pop(request, (0.0, None))[1]
+
     def expire(self, now: float) -> None:
         """Forgets what is too old."""
         for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
         for key in [key for key, (at, _) in self._revocations.items() if now >= at + self._lifetime]:
             del self._revocations[key]
+        for name in [name for name, (at, _) in self._exemptions.items() if now >= at + self._lifetime]:
+            del self._exemptions[name]
 
 
-def _make_room(remembered: dict[Key, Any]) -> None:
+def _make_room(remembered: dict[Any, Any]) -> None:
     """Makes room for one more entry: forgets the oldest if there are `MAX_REMEMBERED`."""
     if len(remembered) >= MAX_REMEMBERED:
         del remembered[next(iter(remembered))]

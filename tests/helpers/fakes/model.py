@@ -80,11 +80,11 @@ class Group:
         )
         self._verbs = Verbs(self)
 
-    def _admit(self, request: str, rank: int, start: int, num_pages: int, *, state: bool = False) -> None:
+    def _admit(self, request: str, rank: int, start: int, num_pages: int, **_: bool) -> None:
         if request in self.tombstones:
             raise self.tombstones[request]
 
-    def send_pages(self, request: str, pages: Any, dst: Any, *, layers: Any, start: int, event: Any) -> Work:
+    def send_pages(self, request: str, pages: Any, dst: Any, *, layers: Any, start: int, event: Any, **_: str) -> Work:
         if request in self.fails:
             raise self.fails[request]
         self.log.append(("send", request, tuple(layers), np.asarray(pages).tolist(), dst, start, event))

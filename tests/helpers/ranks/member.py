@@ -106,7 +106,7 @@ def receive(request: str, src: str, tag: int, count: int = 4) -> str:
     return rx.path or ""
 
 
-def send(request: str, dst: str, tag: int, count: int) -> None:
+def send(request: str, dst: str | None, tag: int, count: int) -> None:
     """Sends ``count`` pages of 8 tokens from the fourth on."""
     cache, kv = Member.cache, Member.kv
     assert cache.layout.page_size == 8

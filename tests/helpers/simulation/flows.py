@@ -9,6 +9,8 @@ from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
 from torchkv.engine.work import KVWork
 from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.unmet import ANYBODY
 
 __all__ = ["Flow", "Gate", "Receiving", "Sending"]
 
@@ -48,14 +50,25 @@ class Sending:
     rank: Rank
     pages: list[int]
     slot: int | None
+    anybody: bool = False  # it does not know the target: it sends to whoever grants the request
+    from_prompt: bool = False  # it does not know the prefix
     works: list[KVWork] = field(default_factory=list)
-    reqs: dict[int, object] = field(default_factory=dict)  # by destination: the engine's sender requests
+    # By destination, which may be `ANYBODY`: the engine's sender requests.
+    reqs: dict[int, SenderRequest] = field(default_factory=dict)
     failed: bool = False
+
+    @property
+    def dst(self) -> str | None:
+        return None if self.anybody else self.flow.target
+
+    @property
+    def handed_on(self) -> bool:
+        """Whether the request to anybody has become others."""
+        return ANYBODY in self.reqs and self.reqs[ANYBODY].ended and self.reqs[ANYBODY].error is None
 
     def bound_to(self, dst: int, generation: int) -> bool:
         req = self.reqs.get(dst)
-        grant = getattr(req, "grant", None)
-        return grant is not None and grant.generation == generation
+        return req is not None and req.grant is not None and req.grant.generation == generation
 
 
 @dataclass(eq=False, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
@@ -81,6 +82,7 @@ class Scenario:
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
         self.state = StateFlows(self, state_dice)
+        self.unknown = random.Random(f"unknown {seed}")  # what senders do not know: no other choice depends on it
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
         self.cancels: list[tuple[Rank, KVWork]] = []
@@ -177,7 +179,8 @@ class Scenario:
         page_size = rank.cache.layout.page_size
         count = -(-flow.tokens // page_size)
         pages = [self.unused[rank.rank].pop() for _ in range(count)]
-        sending = Sending(flow, rank, pages, self.state.source_slot(rank))
+        anybody, from_prompt = self.unknown.random() < 0.3, self.unknown.random() < 0.3
+        sending = Sending(flow, rank, pages, self.state.source_slot(rank), anybody, from_prompt)
         self.sendings.append(sending)
         layers = list(rank.cache.layout.layers)
         chunks: list[tuple[int, int, list[int] | None]] = []
@@ -276,7 +279,7 @@ class Scenario:
         if not self._may_go_on(sending):
             return
         pages = sending.pages[first:last]
-        event = Gate(rank._clock, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
+        event = Gate(rank.clock, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
         self._call(sending, lambda: self._any_verb(sending, pages, layers, first, event))
 
     def call(self, sending: Sending, verb: Callable[[], KVWork]) -> None:
@@ -303,21 +306,30 @@ class Scenario:
     def _any_verb(
         self, sending: Sending, pages: list[int], layers: list[int] | None, start: int, event: Gate | None
     ) -> KVWork:
-        name, rank, dst = sending.flow.name, sending.rank, sending.flow.target
+        name, rank, dst = sending.flow.name, sending.rank, sending.dst
         verb = self.dice.choice(sending.flow.verbs)
+        more: dict[str, Any] = {"start": start, "event": event}
+        if sending.from_prompt:
+            held = sending.flow.prefix // rank.cache.layout.page_size
+            more |= {"start": start + held, "origin": "prompt"}
+            if start == 0 and held:  # a page that the receiver holds: whatever it is, it does not arrive
+                pages, more["start"] = [self.unknown.randrange(64), *pages], held - 1
         if verb == "staged":
-            return rank.staged_put(name, layers, pages, dst, start=start, event=event)
+            return rank.staged_put(name, layers, pages, dst, **more)
         if verb == "layer" and layers is not None:
-            try:
-                return rank.send_layer(name, layers[0], pages, dst, start=start, event=event)
-            except LayoutMismatch:  # these two layouts do not match page for page
-                verb = "slice"
+            page_for_page = rank.engine.group_map.page_for_page
+            if all(page_for_page(peer.rank) for peer in self._instance(sending.flow.target)):
+                return rank.send_layer(name, layers[0], pages, dst, **more)
+            if dst is not None:
+                with pytest.raises(LayoutMismatch):
+                    rank.send_layer(name, layers[0], pages, dst, **more)
+            verb = "slice"
         if verb == "slice":
-            return rank.send_slice(name, layers, pages, dst, start=start, event=event)
-        return rank.send_pages(name, pages, dst, layers=layers, start=start, event=event)
+            return rank.send_slice(name, layers, pages, dst, **more)
+        return rank.send_pages(name, pages, dst, layers=layers, **more)
 
     def _finish(self, sending: Sending, aux: bytes) -> None:
-        name, dst = sending.flow.name, sending.flow.target
+        name, dst = sending.flow.name, sending.dst
         self.call(sending, lambda: sending.rank.finish(name, dst, aux=aux, state_slot=self.state.left(sending)))
 
     def _adopt(self, sending: Sending) -> None:
@@ -351,6 +363,9 @@ class Scenario:
 
     def observe(self, rank: Rank) -> None:
         """Checks pages whose lease has just ended, then overwrites them, as their next owner would."""
+        for sending in self.sendings:
+            if sending.rank is rank and sending.handed_on:
+                self._adopt(sending)
         self.rings[rank.rank].observe()
         self.state.check_layers(rank)
         shadow = self.shadows[rank.rank]

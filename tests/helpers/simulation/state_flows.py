@@ -76,11 +76,11 @@ class StateFlows:
 
     def _send(self, sending: Sending, layer: int) -> None:
         rank, dice, now = sending.rank, self.dice, self._scenario.world.now
-        event = Gate(rank._clock, now + dice.uniform(0.0, 0.5)) if dice.random() < 0.3 else None
+        event = Gate(rank.clock, now + dice.uniform(0.0, 0.5)) if dice.random() < 0.3 else None
 
         def verb() -> KVWork:
             assert sending.slot is not None
-            return rank.send_state(sending.flow.name, layer, sending.slot, sending.flow.target, event=event)
+            return rank.send_state(sending.flow.name, layer, sending.slot, sending.dst, event=event)
 
         self._scenario.call(sending, verb)
 

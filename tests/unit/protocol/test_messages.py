@@ -19,6 +19,7 @@ from torchkv.protocol.messages import (
     Alive,
     Attest,
     ControlFrame,
+    Exempt,
     Grant,
     InstanceVerdict,
     Left,
@@ -80,6 +81,7 @@ MESSAGES = st.one_of(
     st.builds(Mailbox, _count),
     st.builds(Left),
     st.builds(Refused, _request, _kind, _text),
+    st.builds(Exempt, _request),
 )
 _word = st.integers(0, (1 << 64) - 1)
 
@@ -108,7 +110,7 @@ def test_round_trip_of_a_bare_acknowledgement() -> None:
 
 def test_every_message_type_is_covered() -> None:
     seen = {Grant, Attest, Seal, Abort, Quiesced, Revoke, Verdict, Alive, Post, Outcome, InstanceVerdict}
-    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox, Left, Refused}
+    seen |= {StageAsk, StageGrant, StageDenied, Staged, Withdraw, Withdrawn, Mailbox, Left, Refused, Exempt}
     assert set(Message.__subclasses__()) == seen
 
 

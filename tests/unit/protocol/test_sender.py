@@ -767,3 +767,19 @@ def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(gr
     assert machine.tick(TIMEOUT - 0.1) is False
     assert machine.tick(TIMEOUT + 0.1) is True
     assert "has not reported its verdict" in str(Acts(machine).error("finish"))
+
+
+def test_a_request_to_anybody_waits_until_the_earlier_one_of_its_name_has_drained() -> None:
+    machine = bound()
+    (op,) = Acts(machine).started
+    machine.cancel("r", "cancel", 1.0)
+    machine.on_grant(1, grant(7, 8, generation=2), 1.0)
+    assert machine.receivers("r", 1.0) == (unmet.ANYBODY,)
+    machine.submit(SendOp("r", unmet.ANYBODY, {}, (0, 1), 0, 2, "late"), 1.0)
+    machine.tick(1.1)
+    assert Acts(machine).started == []
+    machine.op_finished(op, None, flushed=True, now=1.2)
+    machine.tick(1.3)
+    (late,) = Acts(machine).started
+    assert (late.dst, late.num_pages, late.work) == (1, 2, "late")
+    assert machine.receivers("r", 1.3) == (1,)
