@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import torchkv
+from tests.helpers import hosts
 from torchkv.host import shared_memory
 from torchkv.testing.processes import Worker, preload
 
@@ -54,11 +55,18 @@ class Ranks:
     """``size`` processes with a default group of backend ``torchkv``; see the module's text.
 
     env: set in the ranks before torchkv's transport loads. world: whether to make the default group. apart: as if each
-    were on a host of its own, in that no memory of one is mapped in another; that one has died is still seen.
+    were on a host of its own, in that no memory of one is mapped in another; that one has died is still seen. holders:
+    of each rank, a process of the host of `tests.helpers.hosts` that it runs on.
     """
 
     def __init__(
-        self, size: int, *, env: Mapping[str, str] | None = None, world: bool = True, apart: bool = False
+        self,
+        size: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        world: bool = True,
+        apart: bool = False,
+        holders: Sequence[int] = (),
     ) -> None:
         self.size = size
         self.broken = ""
@@ -66,8 +74,8 @@ class Ranks:
         self._scratch = tempfile.TemporaryDirectory(prefix="torchkv-test-")
         store = str(Path(self._scratch.name, "store"))
         self._workers = [
-            Worker(_rank_main, rank, size, store, dict(env or {}), world, apart, name=f"rank{rank}")
-            for rank in range(size)
+            Worker(_rank_main, rank, size, store, dict(env or {}), world, apart, holder, name=f"rank{rank}")
+            for rank, holder in enumerate(holders or [None] * size)
         ]
         self._pipes: list[Connection] = [worker.pipe for worker in self._workers]
 
@@ -268,9 +276,18 @@ def kv_world() -> torchkv.KVProcessGroup:
 
 
 def _rank_main(
-    pipe: Connection, rank: int, size: int, store: str, env: dict[str, str], world: bool, apart: bool
+    pipe: Connection,
+    rank: int,
+    size: int,
+    store: str,
+    env: dict[str, str],
+    world: bool,
+    apart: bool,
+    holder: int | None,
 ) -> None:
     global _pipe
+    if holder is not None:
+        hosts.enter(holder)
     _pipe = pipe
     os.environ.update(env)
     if apart:

@@ -50,6 +50,7 @@ class Member:
 
     kv: torchkv.KVMember
     cache: KVCache
+    works: list[torchkv.KVWork]
 
 
 def join(

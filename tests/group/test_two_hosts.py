@@ -1,0 +1,185 @@
+"""Prefill and decode on two hosts that share nothing but a network: every path, broken links, a peer that vanishes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.harness import Ranks
+from tests.helpers.hosts import Hosts, unavailable
+from tests.helpers.jobs import SECRET, Jobs, new_secret_file
+from tests.helpers.ranks.member import Member, await_peer, connect, fill
+from torchkv import KVError
+
+_why = unavailable()
+pytestmark = pytest.mark.skipif(bool(_why), reason=_why)
+
+P0, P1, NEW0, NEW1, D, E = range(6)
+HOST = (0, 0, 0, 0, 1, 1)  # of each process
+PAGES = [9, 10]  # of requests that fail; `member.receive` uses the first ones
+HEARTBEAT = 0.5
+MOMENT = 0.6  # seconds; TCP then sends again within 1.4 s, and a peer is lost after five heartbeats
+BOTH_WAYS = ((0, 1), (1, 0))
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts() as made:
+        yield made
+
+
+@pytest.fixture
+def jobs(hosts: Hosts, tmp_path: Path) -> Iterator[Jobs]:
+    env = {
+        SECRET: str(new_secret_file(tmp_path / "secret")),
+        "TORCHKV_INTERFACE": "eth0",
+        "TORCHKV_HEARTBEAT": str(HEARTBEAT),
+        "GLOO_SOCKET_IFNAME": "lo",  # the ranks of an instance are on one host
+    }
+    ranks = Ranks(6, env=env, world=False, holders=[hosts.holders[host] for host in HOST])
+    made = Jobs(ranks, tmp_path)
+    meet(made, made.start("p", [P0, P1]), made.start("d", [D], page_size=16))
+    yield made
+    ranks.close()
+
+
+def meet(jobs: Jobs, prefill: str, decode: str) -> None:
+    """They meet by the address of either."""
+    assert jobs.run("d", connect, prefill) == ["p"]
+    assert jobs.run("p", connect, decode) == ["d", "d"]
+
+
+def links() -> set[str]:
+    kv = Member.kv
+    return {kv.explain(rank).link for peer in kv.peers().values() for rank in peer.ranks}
+
+
+def force(path: str | None) -> None:
+    assert Member.kv._verbs is not None
+    Member.kv._verbs.forced_path = path
+
+
+def test_every_path_carries_the_bytes_over_the_network(jobs: Jobs) -> None:
+    for found in jobs.run("p", links):
+        assert all("tcp" in link for link in found), found
+    for path in (None, "slices", "staged"):
+        jobs.run("p", force, path)
+        for number in range(3):
+            jobs.transfer(f"{path} {number}", "p", "d", pages=2, page_size=16)
+    jobs.run("p", force, None)
+    jobs.start("e", [E])
+    jobs.transfer("of unlike TP", "p", "e", address=jobs.run("p", address)[0])
+    jobs.transfer("and back", "e", "p")
+    jobs.start("q", [NEW0])
+    jobs.run("q", force, "runs")
+    jobs.transfer("whole pages", "q", "e", address=jobs.run("q", address)[0])
+
+
+def address() -> str:
+    return Member.kv.address
+
+
+# ---------------------------------------------------------------------- links that break
+
+
+def serve(dst: str, count: int) -> None:
+    for number in range(count):
+        Member.kv.send_pages(f"r{number}", [3, 4], dst)
+        Member.kv.finish(f"r{number}", dst).wait(30)
+
+
+def consume(src: str, count: int) -> None:
+    for number in range(count):
+        Member.kv.recv_pages(f"r{number}", [1 + number % 8], src).wait(30)
+
+
+@pytest.mark.parametrize("ways", [BOTH_WAYS, BOTH_WAYS[:1], BOTH_WAYS[1:]], ids=["both", "to decode", "to prefill"])
+def test_a_link_that_is_cut_for_a_moment_fails_nothing(
+    hosts: Hosts, jobs: Jobs, ways: tuple[tuple[int, int], ...]
+) -> None:
+    begun = jobs.ranks.start(consume, "p", 400, ranks=jobs.of["d"][0])
+    begun += jobs.ranks.start(serve, "d", 400, ranks=jobs.of["p"][0])
+    for _ in range(2):
+        time.sleep(0.2)
+        with hosts.cut_while(*ways):
+            time.sleep(MOMENT)
+    jobs.ranks.join(begun)
+    jobs.transfer("after", "p", "d", pages=2, page_size=16)
+
+
+def begin_to_send() -> None:
+    fill(Member.cache, 0)
+    Member.works = [Member.kv.send_pages("r", [3, 4, 5, 6], "d")]
+
+
+def begin_to_receive() -> None:
+    Member.works = [Member.kv.recv_pages("r", PAGES, "p")]
+
+
+def await_arrival() -> None:
+    until = time.monotonic() + 20
+    while not Member.works[0].bytes:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def failure() -> tuple[str, float, bool, dict[int, tuple[int, ...]]]:
+    """Why the first work has failed, after how many seconds, whether its pages are safe, and what is quarantined."""
+    began, work = time.monotonic(), Member.works[0]
+    with pytest.raises(KVError) as caught:
+        work.wait(30)
+    return type(caught.value).__name__, time.monotonic() - began, caught.value.pages_safe, Member.kv.quarantined()
+
+
+def still_quarantined() -> dict[int, tuple[int, ...]]:
+    return Member.kv.quarantined()
+
+
+def cancel() -> None:
+    Member.kv.cancel("r").wait(30)
+    assert Member.kv.quarantined() == {}
+
+
+def begin(jobs: Jobs) -> None:
+    """A request of which some bytes have arrived, and which nobody finishes."""
+    jobs.run("d", begin_to_receive)
+    jobs.run("p", begin_to_send)
+    jobs.run("d", await_arrival)
+
+
+@pytest.mark.parametrize("ways", [BOTH_WAYS, BOTH_WAYS[:1], BOTH_WAYS[1:]], ids=["both", "to decode", "to prefill"])
+def test_a_link_that_stays_cut_fails_requests_and_frees_no_page_until_it_is_healed(
+    hosts: Hosts, jobs: Jobs, ways: tuple[tuple[int, int], ...]
+) -> None:
+    begin(jobs)
+    with hosts.cut_while(*ways):
+        ((kind, seconds, safe, quarantined),) = jobs.run("d", failure)
+        assert (kind, safe) == ("PeerLost", False)
+        assert seconds < 5 * HEARTBEAT + 2
+        assert sorted(quarantined) == PAGES
+        time.sleep(1.0)
+        assert jobs.run("d", still_quarantined) == [quarantined]
+    jobs.run("d", await_peer, "p")
+    jobs.run("p", await_peer, "d")
+    for name in ("d", "p"):
+        jobs.run(name, cancel)
+    jobs.transfer("after", "p", "d", pages=2, page_size=16)
+
+
+def test_a_peer_that_vanishes_without_a_word_leaves_its_pages_in_quarantine(hosts: Hosts, jobs: Jobs) -> None:
+    """No FIN arrives. Nobody can know whether its writes still travel, whoever takes its place."""
+    begin(jobs)
+    with hosts.cut_while(*BOTH_WAYS):
+        jobs.kill("p")
+        ((kind, seconds, safe, quarantined),) = jobs.run("d", failure)
+        assert (kind, safe) == ("PeerLost", False)
+        assert seconds < 5 * HEARTBEAT + 2
+        assert sorted(quarantined) == PAGES
+    jobs.start("p", [NEW0, NEW1])
+    assert jobs.run("p", connect, jobs.run("d", address)[0]) == ["d", "d"]
+    jobs.run("d", await_peer, "p")
+    jobs.transfer("after", "p", "d", pages=2, page_size=16)
+    assert jobs.run("d", still_quarantined) == [quarantined]
