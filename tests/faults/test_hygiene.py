@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pickle
+import re
 import sys
 import threading
 import traceback
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import torchkv
 from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.jobs import new_secret_file
 from tests.helpers.ranks.small_cache import check_transfer, random_cache
 from torchkv import TransferCancelled
 
@@ -32,8 +35,8 @@ def pair() -> Iterator[Ranks]:
     ranks.close()
 
 
-def _listeners() -> list[str]:
-    """Local addresses, in /proc's hexadecimal, of this process's listening TCP sockets."""
+def _reachable() -> list[tuple[str, str]]:
+    """This process's sockets that others can send to: the table of /proc/net, and the local address as it says it."""
     mine = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -41,12 +44,34 @@ def _listeners() -> list[str]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+    for table in (
+        "tcp",
+        "tcp6",
+        "udp",
+        "udp6",
+        "udplite",
+        "udplite6",
+        "raw",
+        "raw6",
+        "icmp",
+        "icmp6",
+        "unix",
+        "packet",
+    ):
+        path = Path(f"/proc/self/net/{table}")
+        for line in path.read_text(encoding="ascii").splitlines()[1:] if path.exists() else []:
             fields = line.split()
-            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in mine:
-                found.append(fields[1].split(":")[0])
+            inode, local = {"unix": (6, 7), "packet": (8, 0)}.get(table, (9, 1))
+            if f"socket:[{fields[inode]}]" not in mine or len(fields) <= local:
+                continue  # of another process, or without a name
+            if not table.startswith("tcp") or fields[3] == LISTEN:
+                found.append((table, fields[local]))
     return found
+
+
+def _listeners() -> list[str]:
+    """Local addresses, in /proc's hexadecimal, of this process's listening TCP sockets."""
+    return [name.split(":")[0] for table, name in _reachable() if table.startswith("tcp")]
 
 
 def listeners(path: str | None) -> tuple[list[str], list[str]]:
@@ -63,6 +88,33 @@ def test_only_loopback_is_listened_on(path: str | None, pair: Ranks) -> None:
     for before, after in pair.run(listeners, path):
         assert len(after) > len(before)  # the control channel listens, so the scan sees something
         assert set(after) <= loopback
+
+
+def member_sockets(secret: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]], str]:
+    """What can be reached before and after this process joins, and its address."""
+    before = _reachable()
+    os.environ["TORCHKV_SECRET_FILE"] = secret
+    with torchkv.join(random_cache(), "alone") as kv:
+        return before, _reachable(), kv.address
+
+
+def test_no_socket_listens_that_the_security_page_does_not_name(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text(encoding="utf-8")
+    ranks = Ranks(1, world=False)
+    ((before, after, address),) = ranks.run(member_sockets, str(new_secret_file(tmp_path / "secret")))
+    ranks.close()
+    fresh = [each for each in after if each not in before]
+    port = int(address.rpartition(":")[2])
+    tcp = [name for table, name in fresh if table == "tcp"]
+    assert f"0100007F:{port:04X}" in tcp
+    assert len(tcp) <= 2, "the control channel, and UCX"
+    unix = [name for table, name in fresh if table == "unix"]
+    assert sum(bool(re.fullmatch(r"@torchkv-[0-9a-f]{32}", name)) for name in unix) == 1
+    others = [name for name in unix if not name.startswith("@torchkv-")]
+    assert all(re.fullmatch(r"@[0-9a-f]{5}", name) for name in others), "names that the kernel has chosen: UCX's"
+    assert {table for table, _ in fresh} == {"tcp", "unix"}
+    for named in ("Control channel", "UCX, TCP", "`@torchkv-`", "UCX, Unix"):
+        assert f"| {named}" in page
 
 
 _found: list[str] = []

@@ -41,7 +41,7 @@ SENDS: list[Bad] = [
     ("rank-outside", lambda kv: kv.send_pages("r", [1], 9), ProtocolError, ("'r'", "9", "size 3")),
     ("rank-negative", lambda kv: kv.finish("r", -1), ProtocolError, ("'r'", "-1", "size 3")),
     ("rank-twice", lambda kv: kv.send_pages("r", [1], [1, 1]), ProtocolError, ("'r'", "twice")),
-    ("rank-none", lambda kv: kv.send_pages("r", [1], None), ProtocolError, ("'r'", "dst", "None")),
+    ("origin", lambda kv: kv.send_pages("r", [1], None, origin="end"), ProtocolError, ("'r'", "origin", "'prompt'")),
     ("rank-float", lambda kv: kv.send_pages("r", [1], 1.0), ProtocolError, ("'r'", "dst", r"1\.0")),
     ("rank-empty", lambda kv: kv.send_pages("r", [1], []), ProtocolError, ("'r'", "empty", "at least one rank")),
     ("no-such-instance", lambda kv: kv.send_pages("r", [1], "x"), ProtocolError, ("'x'", "'r'", "rank1")),

@@ -1,7 +1,8 @@
 """The control channel: small datagrams between ranks, and whether each peer is alive.
 
-Sockets, reconnection and heartbeats are ZeroMQ's: its I/O thread is compiled and needs no GIL, so a rank whose Python
-is busy is not taken for dead. Small frames between processes of one host bypass ZeroMQ (`unix_datagrams`).
+Sockets, reconnection, heartbeats, encryption and authentication (CURVE) are ZeroMQ's: its I/O thread is compiled and
+needs no GIL, so a rank whose Python is busy is not taken for dead. Small frames between processes of one host bypass
+ZeroMQ (`unix_datagrams`).
 
     FOUND --connection down for one heartbeat--> LOST --connection is back--> FOUND
       |                                           |
@@ -14,6 +15,7 @@ a lost peer fails, but only the end of a process proves that it will write no mo
 from __future__ import annotations
 
 import enum
+import ipaddress
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from torchkv.control.curve import CurveKeys
 from torchkv.control.unix_datagrams import UnixDatagramChannel
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.host.network import job_interface
@@ -114,11 +117,14 @@ class _Peer:
 class ZmqControlChannel:
     """`ControlChannel` over ZeroMQ and TCP: a bound socket to receive, and one with a connection to each peer to send.
 
-    heartbeat: of Options, in seconds. Raises ``TransportUnavailable`` if this host's address cannot be bound.
+    heartbeat: of Options, in seconds. secret: shared by all who may connect here; None: only they are told the key of
+    this channel, in its ``endpoint``. Raises ``TransportUnavailable`` if this host's address cannot be bound, or,
+    without a secret, if other hosts reach it.
     """
 
-    def __init__(self, *, heartbeat: float) -> None:
+    def __init__(self, *, heartbeat: float, secret: bytes | None = None) -> None:
         self._heartbeat = heartbeat
+        self._keys = CurveKeys(secret)
         self._datagrams = UnixDatagramChannel()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
@@ -134,8 +140,9 @@ class ZmqControlChannel:
         try:
             self._configure(self._inbox)
             self._configure(self._outbox)
+            self._keys.serve(self._inbox)
             self._outbox.set(zmq.ROUTER_MANDATORY, 1)  # else frames to a peer whose queue is full would vanish unseen
-            self.endpoint = f"{self._listen()} {self._datagrams.name}"
+            self.endpoint = " ".join([self._listen(), self._datagrams.name, *self._keys.told])
         except BaseException:
             # A context that is garbage-collected with an open socket blocks for ever.
             self.close()
@@ -147,6 +154,11 @@ class ZmqControlChannel:
 
     def _listen(self) -> str:
         _, address = job_interface()
+        if self._keys.told and not ipaddress.ip_address(address).is_loopback:
+            raise TransportUnavailable(
+                f"the control channel would listen on {address}, which other hosts reach, and has no secret that keeps "
+                f"strangers out; set TORCHKV_SECRET_FILE to a file of mode 0600 with the same content on every host"
+            )
         try:
             port = self._inbox.bind_to_random_port(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -157,8 +169,9 @@ class ZmqControlChannel:
         return f"tcp://{address}:{port}"
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
-        address, _, datagrams = endpoint.partition(" ")
+        address, datagrams, *key = [*endpoint.split(" "), ""][:3]
         name = b"rank %d" % rank
+        self._keys.visit(self._outbox, key[0])
         self._outbox.set(zmq.CONNECT_ROUTING_ID, name)
         self._outbox.connect(address)
         found = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it
@@ -177,6 +190,7 @@ class ZmqControlChannel:
     def greet(self, endpoint: str, data: bytes) -> None:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         try:
+            self._keys.visit(socket, "")
             socket.connect(endpoint.partition(" ")[0])
             socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:

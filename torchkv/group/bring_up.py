@@ -72,12 +72,16 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A rank that has registered. cards: what each rank of its c10d group published, in rank order."""
+    """A rank that has registered. cards: what each rank of its c10d group published, in rank order.
+
+    secret: what they shared before; None if nothing.
+    """
 
     thread: ProgressThread
     registration: Registration
     engine: Engine
     cards: list[PeerMetadata]
+    secret: bytes | None
 
 
 def bring_up(
@@ -86,30 +90,30 @@ def bring_up(
     *,
     instance: str,
     options: Options,
-    secret: bytes | None,
+    secret: Callable[[], bytes | None],
     name: str,
     check: Callable[[type[Transport]], None],
     join_heap: Callable[[type[Transport]], None] | None,
 ) -> Running:
     """Registers ``cache``, and runs an engine that knows the ranks of ``exchange``. Collective.
 
-    secret: see `Registration`. name: of the c10d group, for messages.
+    secret: reads that of `Registration`. name: of the c10d group, for messages.
     check: raises what speaks against the call, given the transport. join_heap: has the transport make the heap that all
     ranks share; called for a transport with `collective_memory` only.
     Raises on all ranks if any rank fails: ``LayoutMismatch``, ``TransportUnavailable``, ``ProtocolError``.
     """
 
-    def choose() -> type[Transport]:
+    def choose() -> tuple[type[Transport], bytes | None]:
         transport = choose_transport(options.transport)
         check(transport)
-        return transport
+        return transport, secret()
 
     def start() -> ProgressThread:
         if join_heap is not None and transport.capabilities.collective_memory:
             join_heap(transport)
-        return ProgressThread(f"{exchange.rank}", lambda: _make(transport, options))
+        return ProgressThread(f"{exchange.rank}", lambda: _make(transport, options, key))
 
-    transport = exchange.or_report(choose)
+    transport, key = exchange.or_report(choose)
     if transport.capabilities.collective_memory:
         # Making the heap waits for all ranks, so first make sure that all of them will call it.
         exchange.all(
@@ -125,7 +129,7 @@ def bring_up(
             transport=thread.transport,
             control=thread.control,
             incarnation=exchange.incarnation,
-            secret=secret,
+            secret=key,
             group=name,
         )
         mine = exchange.or_report(lambda: thread.call(registration.metadata))
@@ -136,13 +140,13 @@ def bring_up(
         raise
     engine.wake = thread.waker.wake
     engine.needs_gil = thread.short_turns.begin
-    return Running(thread=thread, registration=registration, engine=engine, cards=cards)
+    return Running(thread=thread, registration=registration, engine=engine, cards=cards, secret=key)
 
 
-def _make(transport: type[Transport], options: Options) -> tuple[Transport, ZmqControlChannel]:
+def _make(transport: type[Transport], options: Options, secret: bytes | None) -> tuple[Transport, ZmqControlChannel]:
     made = transport()
     try:
-        return made, ZmqControlChannel(heartbeat=options.heartbeat)
+        return made, ZmqControlChannel(heartbeat=options.heartbeat, secret=secret)
     except BaseException:
         made.close()
         raise

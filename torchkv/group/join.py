@@ -85,7 +85,6 @@ class KVMember(KVVerbs):
         self._closing = threading.Event()
         self._lookups = ThreadPoolExecutor(4, thread_name_prefix="torchkv-store")
         _check_group(group)
-        secret = shared_secret()
 
         def check(transport: type[Transport]) -> None:
             check_instance("join", cache, instance)
@@ -96,14 +95,15 @@ class KVMember(KVVerbs):
             cache,
             instance=instance,
             options=options,
-            secret=secret,
+            secret=shared_secret,
             name=instance,
             check=check,
             join_heap=None,
         )
         engine = running.engine
+        assert running.secret is not None
         self._membership = Membership(
-            engine, running.registration, running.thread.control, running.cards, secret=secret
+            engine, running.registration, running.thread.control, running.cards, secret=running.secret
         )
         engine.group_map.seek = self._seek
         self._attach(running, cache)

@@ -18,7 +18,8 @@ from torchkv.engine.registration import choose_transport
 from torchkv.errors import ProtocolError
 from torchkv.group.bring_up import Exchange, bring_up, check_instance
 from torchkv.group.kv_verbs import KVVerbs, current
-from torchkv.options import Options
+from torchkv.host.secret_file import shared_secret
+from torchkv.options import Options, secret_file_from_env
 from torchkv.transport.interface import Transport
 
 __all__ = ["KVProcessGroup"]
@@ -120,7 +121,7 @@ class KVProcessGroup(KVVerbs, dist.ProcessGroup):
                 cache,
                 instance=name,
                 options=self._options,
-                secret=None,
+                secret=lambda: None if secret_file_from_env() is None else shared_secret(),
                 name=self.group_name,
                 check=lambda _: self._check_register(cache, name),
                 join_heap=lambda transport: self._join_heap(transport, cache_device(cache)),
