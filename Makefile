@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 RUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 DEMO := examples/disaggregated_generate.py
 
-.PHONY: setup unit test coverage demo lint format bench doctor clean
+.PHONY: setup unit test model coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,10 @@ unit: $(VENV)/.ready-unit
 # All tests, with all examples.
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Every order of events in small worlds of the protocol, larger ones than the tests visit. Ten minutes.
+model: $(VENV)/.ready-unit
+	$(BIN)/python -m tests.helpers.model
 
 # Lines and branches of torchkv that `make unit` runs. Not counted: subprocesses, and functions that numba or Triton compile.
 coverage: $(VENV)/.ready-unit
