@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         send_slice,
         send_state,
         staged_put,
+        withdraw,
     )
     from torchkv.group.join import KVMember, join
     from torchkv.group.process_group import KVProcessGroup
@@ -90,6 +91,7 @@ __all__ = [
     "send_slice",
     "send_state",
     "staged_put",
+    "withdraw",
 ]
 
 # Where to find what is imported on first use: numba comes with it, which takes its time, and which some programs must
@@ -112,6 +114,7 @@ _HOMES = {
     "send_slice": "torchkv.group.functional",
     "send_state": "torchkv.group.functional",
     "staged_put": "torchkv.group.functional",
+    "withdraw": "torchkv.group.functional",
     "KVMember": "torchkv.group.join",
     "join": "torchkv.group.join",
     "KVProcessGroup": "torchkv.group.process_group",

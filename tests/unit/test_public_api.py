@@ -63,6 +63,7 @@ VERBS: dict[str, Expected] = {
     "prefix_tokens": ([("request", EMPTY), ("dst", EMPTY)], []),
     "granted": ([("request", EMPTY), ("dst", EMPTY)], []),
     "refuse": ([("request", EMPTY), ("src", EMPTY)], []),
+    "withdraw": ([("request", EMPTY)], []),
     "cancel": ([("request", EMPTY)], [("decline", False)]),
     "explain": ([("peer", EMPTY)], []),
     "quarantined": ([], [("slots", False)]),

@@ -29,6 +29,7 @@ __all__ = [
     "send_slice",
     "send_state",
     "staged_put",
+    "withdraw",
 ]
 
 Group = dist.ProcessGroup | KVVerbs | None
@@ -142,6 +143,11 @@ def granted(request: str, dst: Peers | None, *, group: Group = None) -> int | No
 def refuse(request: str, src: Peers, *, group: Group = None) -> None:
     """`KVVerbs.refuse` on ``group``, or on the default group."""
     current(group).refuse(request, src)
+
+
+def withdraw(request: str, *, group: Group = None) -> KVWork:
+    """`KVVerbs.withdraw` on ``group``, or on the default group."""
+    return current(group).withdraw(request)
 
 
 def cancel(request: str, *, decline: bool = False, group: Group = None) -> KVWork:

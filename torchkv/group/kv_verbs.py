@@ -228,6 +228,17 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("granted")
         return verbs.granted(request, dst)
 
+    def withdraw(self, request: str) -> KVWork:
+        """Takes back what has been sent of an open request, as if no verb had been called: for a source that is needed
+        for something else, such as the pages of a request that is preempted.
+
+        The request goes on, with its grant if that has come: send everything again, from pages of any kind, or
+        `cancel`. Works of what had not ended fail with ``TransferCancelled``. The work completes when the source may be
+        overwritten. Raises ``ProtocolError`` after `finish`. Does nothing for an unknown or failed request.
+        """
+        verbs = self._verbs or self._unregistered("withdraw")
+        return verbs.withdraw(request)
+
     # ------------------------------------------------------------------ verbs of either side
 
     def cancel(self, request: str, *, decline: bool = False) -> KVWork:

@@ -425,6 +425,20 @@ class Verbs:
             sender.check_prefixes(request, ranks)
         return None if None in known else known[0]
 
+    def withdraw(self, request: str) -> KVWork:
+        engine = self.engine
+        request = arguments.as_request(request)
+        operation = f"withdraw({request!r})"
+        self.layout(operation)
+        work = self._work(operation)
+        work._limit = engine.options.timeout
+        with engine.lock:
+            self.check_open(operation)
+            engine.catch_up()
+            work._expect(len(engine.sender.withdraw(request, work, self.clock())))
+        self._wake()
+        return work
+
     # ------------------------------------------------------------------ either side
 
     def refuse(self, request: str, src: Peers) -> None:

@@ -49,6 +49,7 @@ class SendOp:
     state: bool = False
     from_prompt: bool = False
     whole: bool = False
+    withdrawn: Work = None  # the work of the `withdraw` call that stops this op, while its request goes on
     moved: bool = False  # set by the engine when bytes have moved; cleared when `Alive` is sent to the receiver
     # Whether what the resident loop had under way for the op when it was taken back has ended; None if nothing was.
     # Until then its bytes may land, so the op neither begins again nor ends.

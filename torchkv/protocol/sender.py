@@ -276,6 +276,35 @@ class Sender:
                 self._after_drain(req)
         return pending
 
+    def withdraw(self, request: str, work: Work, now: float) -> list[Work]:
+        """As if no verb of the requests of this name had been called: stops their ops. The requests go on.
+
+        Returns ``work`` once for each op that may still read its source pages; the end of each completes one part of
+        it. Raises ``ProtocolError`` if one of the requests is finished.
+        """
+        found = [self._requests.get((request, dst)) for dst in (*self._group_map.info, ANYBODY)]
+        reqs = [req for req in found if req is not None and req.error is None]
+        for req in reqs:
+            if req.finish is not None:
+                raise ProtocolError(f"withdraw({request!r}): it is finished towards {req.receiver}; cancel it instead")
+        pending: list[Work] = []
+        for req in reqs:
+            if not self._stop(req):
+                continue
+            self._queued_pages -= sum(op.num_pages for op in req.queue)
+            self.actions.extend(Settle(op.work, _withdrawn(req)) for op in req.queue)
+            req.queue.clear()
+            req.forget_sent()
+            req.states.clear()
+            for op in req.running:
+                if op.withdrawn is None:
+                    op.withdrawn = work
+                    pending.append(work)
+                    self.actions.append(Halt(op))
+            if req.grant is None and self.flows is not None:
+                self.flows.heed_grants(True)
+        return pending
+
     def decline(self, request: str, now: float) -> None:
         """This rank will not begin the next request of this name: refuses its grant. Nothing if it has begun."""
         begun = any((request, dst) in self._requests for dst in (*self._group_map.info, ANYBODY))
@@ -305,8 +334,8 @@ class Sender:
     # ---------------------------------------------------------------- reports of the engine
 
     def wants(self, op: SendOp) -> bool:
-        """Whether the started ``op`` should still move bytes: its request has not failed meanwhile."""
-        return self._requests[(op.request, op.dst)].error is None
+        """Whether the started ``op`` should still move bytes: neither has its request failed, nor is it withdrawn."""
+        return op.withdrawn is None and self._requests[(op.request, op.dst)].error is None
 
     def attest(self, op: SendOp, layers: tuple[int, ...], *, nbytes: int, path: str) -> None:
         """These layers of ``op`` are flushed: they are visible in the receiver's memory."""
@@ -333,8 +362,11 @@ class Sender:
         req = self._requests[(op.request, op.dst)]
         del req.running[op]
         req.undrainable |= not flushed
-        if error is None and req.error is None:
-            self.actions.append(Settle(op.work))
+        stopped = op.withdrawn is not None and flushed and error is not None
+        if op.withdrawn is not None:
+            self.actions.append(Settle(op.withdrawn))
+        if req.error is None and (error is None or stopped):
+            self.actions.append(Settle(op.work, _withdrawn(req) if stopped else None))
             self._seal_if_done(req, now)
             return
         self.actions.append(Settle(op.work, req.error or error))
@@ -518,6 +550,7 @@ class Sender:
             self.flows.settle()
         for req in list(self._requests.values()):
             self.actions.extend(Settle(op.work, req.error) for op in req.running)
+            self.actions.extend(Settle(op.withdrawn, error) for op in req.running if op.withdrawn is not None)
             self.actions.extend(Settle(work, error) for work in req.cancels)
             req.cancels.clear()
             if req.grant is not None and req.drained and not req.undrainable:
@@ -953,3 +986,9 @@ class Sender:
 
     def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
         self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
+
+
+def _withdrawn(req: SenderRequest) -> TransferCancelled:
+    return TransferCancelled(
+        f"request {req.request!r} to {req.receiver}: what was sent has been withdrawn; send it again"
+    )
