@@ -1,4 +1,4 @@
-"""What was sent is taken back while its request stays open: its source is free for something else. A simulated world."""
+"""What was sent is taken back while its request stays open, so that its source is free. In a simulated world."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_under_way_ends_first(views: bool) -> None:
         assert withdrawn.is_success()
         assert {type(work.exception()) for work in works} <= {TransferCancelled, type(None)}
         poison(p, [1, 2])
-        with pytest.raises(ProtocolError, match="layer 0 page 0|nothing was sent"):
+        with pytest.raises(ProtocolError, match=r"layer 0 page 0|nothing was sent"):
             p.finish("r", "d")  # everything is to be sent again
         finish(world, "d", received, [5, 6])
 
