@@ -150,8 +150,9 @@ class Grants:
 
     def problem_at_rest(self) -> str:
         if self.posted > len(self.outcomes):
+            # Without deadlines a receive waits for ever for a writer whose application has given up too often.
             waiting = [w.life for r, w in self.writers.items() if r not in self.deaths]
-            if self.rules.deadlines > self.late or any(life < self.posted for life in waiting):
+            if self.rules.deadlines > self.late or all(life < self.rules.lives for life in waiting):
                 return f"the receive of life {self.posted - 1} never ends"
         if self.posted == len(self.outcomes) and any(self._lease(page) for page in range(self.rules.pages)):
             return "a page is leased for ever"
