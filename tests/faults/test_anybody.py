@@ -285,7 +285,7 @@ def test_a_grant_that_comes_too_late_is_refused(views: bool) -> None:
     received = [d.recv_pages("r", [3, 4], "p") for d in (d0, d1)]
     assert world.run(done(*received), limit=1.5)
     assert world.run(p.cancel("r").is_completed, limit=SOON)
-    world.run(limit=0.5)  # the grant of the second rank may come after all has failed, and would take the next one along
+    world.run(limit=0.5)  # the second rank's grant may come after all has failed, and fail what has begun by then
     received = [d.recv_pages("r", [5, 6], "p") for d in (d0, d1)]
     succeed(world, *received, p.send_pages("r", [1, 2], None), p.finish("r", None))
 
