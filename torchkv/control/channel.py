@@ -169,9 +169,10 @@ class ZmqControlChannel:
         return f"tcp://{address}:{port}"
 
     def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
-        address, datagrams, *key = [*endpoint.split(" "), ""][:3]
+        address, _, rest = endpoint.partition(" ")
+        datagrams, _, key = rest.partition(" ")
         name = b"rank %d" % rank
-        self._keys.visit(self._outbox, key[0])
+        self._keys.visit(self._outbox, key)
         self._outbox.set(zmq.CONNECT_ROUTING_ID, name)
         self._outbox.connect(address)
         found = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it

@@ -51,4 +51,7 @@ class CurveKeys:
         public, private = self._own
         socket.set(zmq.CURVE_PUBLICKEY, public)
         socket.set(zmq.CURVE_SECRETKEY, private)
-        socket.set(zmq.CURVE_SERVERKEY, key.encode() or self._public)
+        try:
+            socket.set(zmq.CURVE_SERVERKEY, key.encode() or self._public)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"an endpoint whose key is no key of ZeroMQ's CURVE: {error}") from error

@@ -181,6 +181,20 @@ def test_what_is_no_key_is_refused(make: Make, key: str) -> None:
         make().connect(1, f"tcp://127.0.0.1:1 name {key}", ELSEWHERE)
 
 
+@pytest.mark.parametrize("key", ["\x7f" * 40, '"' * 40, " " * 40])
+def test_a_key_of_forty_other_characters_is_refused_too(make: Make, key: str) -> None:
+    with pytest.raises(ProtocolError, match="is no key"):
+        make().connect(1, f"tcp://127.0.0.1:1 name {key}", ELSEWHERE)
+
+
+def test_an_endpoint_may_have_no_more_than_an_address(make: Make) -> None:
+    """As peers may write it, who share the secret."""
+    here, there = make(SECRET), make(SECRET)
+    here.connect(1, there.endpoint.partition(" ")[0], ELSEWHERE)
+    here.send(1, [b"one"])
+    assert arrived(there, 1) == [b"one"]
+
+
 def test_equal_secrets_make_equal_keys() -> None:
     assert CurveKeys(SECRET)._public == CurveKeys(SECRET)._public != CurveKeys(OTHER)._public
     assert CurveKeys(None).told != CurveKeys(None).told
