@@ -33,6 +33,7 @@ from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.send_request import not_posted
 from torchkv.protocol.unmet import ANYBODY
 
 __all__ = ["Verbs"]
@@ -240,7 +241,7 @@ class Verbs:
             start = arguments.as_count(start, operation=operation, name="start")
         from_prompt = origin != "prefix" and arguments.as_origin(origin, operation=operation)
         ready = event if event is None else arguments.as_event(event, operation=operation)
-        ranks = () if dst is None else engine.group_map.targets(dst, operation)
+        ranks = engine.group_map.targets(dst, operation)
         whole = verb == "send_layer"
         if whole and ranks not in engine.whole_pages:
             self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
@@ -301,7 +302,7 @@ class Verbs:
         slot = self.checked_slot(operation, state_slot, layout)
         if slot is None:
             raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
-        ranks = () if dst is None else engine.group_map.targets(dst, operation)
+        ranks = engine.group_map.targets(dst, operation)
         source_pages = self._slot_source(slot, ranks, event, operation)
         work = self._work(operation)
         with engine.lock:
@@ -326,7 +327,7 @@ class Verbs:
         operation = f"finish({request!r})"
         data = arguments.as_aux(aux, operation=operation)
         slot = self.checked_slot(operation, state_slot, layout)
-        ranks = () if dst is None else engine.group_map.targets(dst, operation)
+        ranks = engine.group_map.targets(dst, operation)
         source_pages = None if slot is None else self._slot_source(slot, ranks, None, operation)
         work = self._work(operation)
         with engine.lock:
@@ -359,8 +360,7 @@ class Verbs:
         operation = f"granted({request!r})"
         known = self._granting(dst, operation)
         with engine.lock:
-            self._begin(request, known, operation)
-            return self._prefix(request, known or self._found(request, operation))
+            return self._prefix(request, self._begin(request, known, operation))
 
     def prefix_tokens(self, request: str, dst: Peers | None) -> int:
         engine = self.engine
@@ -382,16 +382,15 @@ class Verbs:
                     return prefix
                 if not engine.wait_change(seen, deadline - time.monotonic()):
                     missing = next(rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
-                    who = "no rank has" if missing == ANYBODY else f"rank {missing} has not"
                     raise TransferTimeout(
-                        f"{operation}: {who} posted recv_pages within "
+                        f"{operation}: {not_posted(missing)} within "
                         f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
                     )
 
     def _granting(self, dst: Peers | None, operation: str) -> tuple[int, ...]:
         """The ranks of ``dst`` that will grant pages to this one; none if it is not known who will."""
         self.layout(operation)
-        ranks = () if dst is None else self.engine.group_map.targets(dst, operation)
+        ranks = self.engine.group_map.targets(dst, operation)
         if not ranks and dst is not None:
             raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
         return ranks
@@ -405,8 +404,11 @@ class Verbs:
             )
         return ranks
 
-    def _begin(self, request: str, known: Sequence[int], operation: str) -> None:
-        """Begins the request towards these ranks, or towards anybody, unless it has begun. Under the engine's lock."""
+    def _begin(self, request: str, known: Sequence[int], operation: str) -> Sequence[int]:
+        """Begins the request towards these ranks, or towards anybody, unless it has begun. Under the engine's lock.
+
+        Returns the ranks, or `ANYBODY`.
+        """
         engine = self.engine
         self.check_open(operation)
         engine.catch_up()
@@ -416,6 +418,7 @@ class Verbs:
         self.check_alive(ranks, operation)
         if engine.flows is None or engine.has_actions:
             self._wake()
+        return ranks
 
     def _prefix(self, request: str, ranks: Sequence[int]) -> int | None:
         """The prefix that these ranks hold, in tokens; None while a grant is missing. Under the engine's lock."""

@@ -150,12 +150,14 @@ class GroupMap:
         """What these ranks, of one instance, call themselves in messages."""
         return tuple(self.info[rank].own_number for rank in ranks)
 
-    def targets(self, peers: int | str | Sequence[int], operation: str) -> tuple[int, ...]:
-        """The ranks of ``dst`` to which this rank owes anything: `resolve`, then `owed`."""
+    def targets(self, peers: int | str | Sequence[int] | None, operation: str) -> tuple[int, ...]:
+        """The ranks of ``dst`` to which this rank owes anything: `resolve`, then `owed`. None stands for nobody yet."""
         plain = type(peers) is int or type(peers) is str
         targets = self._targets  # of the present members
         if plain and (known := targets.get(peers)) is not None:  # type: ignore[arg-type]  # just checked
             return known
+        if peers is None:
+            return ()
         ranks = self.owed(self.resolve(peers, operation, "dst"))
         if plain:
             targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded

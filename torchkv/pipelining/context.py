@@ -357,7 +357,7 @@ def _checked(
     from_prompt = arguments.as_origin(origin, operation=operation)
     slot = None if state_slot is None else verbs.checked_slot(operation, state_slot, layout)
     dst = tuple(dst) if isinstance(dst, list) else dst
-    targets = () if dst is None else engine.group_map.targets(dst, operation)
+    targets = engine.group_map.targets(dst, operation)
     with engine.lock:
         verbs.check_open(operation)
         if dst is None:

@@ -23,6 +23,7 @@ __all__ = [
     "check_slot",
     "drop_held",
     "extent",
+    "not_posted",
     "receiver_name",
 ]
 
@@ -92,8 +93,7 @@ class SenderRequest:
     def overdue(self, now: float, *, timeout: float, grant_timeout: float) -> KVError | None:
         """The error of a request that has waited too long for its receiver; None for any other. Limits in seconds."""
         if self.grant is None and now >= self.begun_at + grant_timeout:
-            who = "no rank has" if self.dst == ANYBODY else f"rank {self.dst} has not"
-            return self._late(f"{who} posted recv_pages", grant_timeout, "grant_timeout")
+            return self._late(not_posted(self.dst), grant_timeout, "grant_timeout")
         if self.sealed_at is not None and now >= self.progress_at + timeout:
             return self._late(f"rank {self.dst} has not reported its verdict", timeout, "timeout")
         return None
@@ -146,6 +146,11 @@ class SenderRequest:
 def receiver_name(dst: int) -> str:
     """A receiver, or `ANYBODY`, in messages."""
     return "whoever grants it" if dst == ANYBODY else f"rank {dst}"
+
+
+def not_posted(dst: int) -> str:
+    """Who has not granted the request that goes to ``dst``, in messages."""
+    return "no rank has posted recv_pages" if dst == ANYBODY else f"rank {dst} has not posted recv_pages"
 
 
 def check_grant(op: SendOp, grant: BoundGrant) -> None:

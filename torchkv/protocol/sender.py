@@ -416,16 +416,14 @@ class Sender:
         self._unmet.take_revocation(key)  # the receiver has posted again: the next request meets this grant
         req = self._meant(key, now)
         waits = req is not None and req.waits
-        if (req is None or req.grant is None) and self._take_refusal(key, now):
-            error: KVError = TransferCancelled(
-                f"rank {self._group_map.rank} cancelled an earlier request {message.request!r}"
-            )
-            self._tell_abort(grant, error)
+        refusal = self._take_refusal(key, now) if req is None or req.grant is None else None
+        if refusal is not None:
+            self._tell_abort(grant, refusal)
             if req is not None and waits and req.error is None:
                 # Whether the grant was meant for this request or for the earlier one only the receiver knows. If it
                 # went on waiting, callers who then try again on both sides would miss each other every time.
                 req.grant_spent = True
-                self._fail(req, error)
+                self._fail(req, refusal)
         elif req is not None and waits and req.error is not None:
             req.grant_spent = True
             self._tell_abort(grant, req.error)
@@ -444,7 +442,7 @@ class Sender:
             self.flows.settle()  # grants of earlier requests of this name have been told before
         key, error = (message.request, src), make_error(message.kind, message.text)
         req = self._meant(key, now)
-        declined = (req is None or req.grant is None) and self._take_refusal(key, now)
+        declined = (req is None or req.grant is None) and self._take_refusal(key, now) is not None
         if req is not None and req.waits:
             req.grant_spent = True
             if req.error is None:
@@ -455,7 +453,7 @@ class Sender:
 
     def on_exempt(self, src: int, message: Exempt, now: float) -> None:
         """An instance has granted a request, and needs nothing of this rank. Raises ``ProtocolError`` if it does."""
-        if self._group_map.owed(self._group_map.siblings_of(src)):
+        if self._instance(src):
             raise ProtocolError(f"rank {src} exempts this rank from request {message.request!r}, but is owed bytes")
         req = self._requests.get((message.request, ANYBODY))
         if req is not None and req.waits and req.error is None:
@@ -624,20 +622,27 @@ class Sender:
             req = self._requests.get(key)
         return self._requests.get((key[0], ANYBODY)) if req is None else req
 
-    def _take_refusal(self, key: Key, now: float) -> bool:
-        """Whether the grant that has come was meant for a request that had been cancelled. Uses up one refusal."""
-        if self._unmet.take_refusal(key, now):
-            return True
+    def _take_refusal(self, key: Key, now: float) -> KVError | None:
+        """Why the grant that has come is refused, if it was meant for a request that had been cancelled.
+
+        Uses up one refusal.
+        """
         request, src = key
-        if not self._unmet.take_refusal((request, ANYBODY), now):
-            return False
         error = TransferCancelled(f"rank {self._group_map.rank} cancelled an earlier request {request!r}")
-        self._refuse_others(request, src, error, now)
-        return True
+        if self._unmet.take_refusal(key, now):
+            return error
+        if self._unmet.take_refusal((request, ANYBODY), now):
+            self._refuse_others(request, src, error, now)
+            return error
+        return None
+
+    def _instance(self, rank: int) -> tuple[int, ...]:
+        """The ranks of ``rank``'s instance to which this rank owes anything."""
+        return self._group_map.owed(self._group_map.siblings_of(rank))
 
     def _refuse_others(self, request: str, src: int, error: KVError, now: float) -> None:
         """Refuses what the other ranks of ``src``'s instance grant, or have granted, as the grant of ``src`` is."""
-        for rank in self._group_map.owed(self._group_map.siblings_of(src)):
+        for rank in self._instance(src):
             if rank == src:
                 continue
             if (grant := self._unmet.take((request, rank))) is not None:
@@ -651,7 +656,7 @@ class Sender:
         An instance is busy while an earlier request of this name to one of its ranks has not ended.
         """
         for grant in self._unmet.named(request):
-            ranks = self._group_map.owed(self._group_map.siblings_of(grant.dst))
+            ranks = self._instance(grant.dst)
             if not any((request, rank) in self._requests for rank in ranks):
                 return self._address(request, grant.dst, now)
         source = self._unmet.take_exemption(request)
@@ -659,7 +664,7 @@ class Sender:
 
     def _address(self, request: str, src: int, now: float) -> tuple[int, ...]:
         """The request to anybody goes to the instance of ``src``, which has granted it: to these ranks."""
-        ranks = self._group_map.owed(self._group_map.siblings_of(src))
+        ranks = self._instance(src)
         trace.debug("request %r: granted by rank %d, so it goes to ranks %s", request, src, ranks)
         reqs = [SenderRequest(request, rank, now) for rank in ranks]
         waiting = self._requests.pop((request, ANYBODY), None)
