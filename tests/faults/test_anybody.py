@@ -11,6 +11,7 @@ from torchkv_loopback import Faults
 
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, shadow
+from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.layout.layout import KVLayout
@@ -160,6 +161,13 @@ def test_what_the_receiver_holds_is_left_out_of_the_prompt(held: int, first: str
     assert torch.equal(d.cache["k"][0][:7], before[:7])
     assert works[0].bytes == max(2 - held, 0) * 2 * 2 * PAGE * 2 * 4 * 2  # k and v, layers, tokens, heads, dim, int16
     nothing_left(world)
+
+
+def test_held_pages_that_are_sent_all_the_same_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the pages keep their order, and the first one that is needed is not the first one sent."""
+    monkeypatch.setattr(SourcePages, "behind", lambda self, held: self)
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        test_what_the_receiver_holds_is_left_out_of_the_prompt(1, "verbs", views=False)
 
 
 @served_by

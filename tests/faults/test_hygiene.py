@@ -22,6 +22,7 @@ import torchkv
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.jobs import new_secret_file
 from tests.helpers.ranks.small_cache import check_transfer, random_cache
+from tests.helpers.resident import resident_kib
 from torchkv import TransferCancelled
 
 LISTEN = "0A"
@@ -163,9 +164,7 @@ def test_nothing_received_is_unpickled(pair: Ranks) -> None:
 def _owned() -> tuple[int, int, int]:
     """File descriptors, threads, resident KiB."""
     gc.collect()
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident_kib()
 
 
 def many_requests(path: str | None, *counts: int) -> list[tuple[int, int, int]]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 __all__ = ["Hosts", "enter", "unavailable"]
@@ -24,6 +25,7 @@ _NOWHERE = "02:00:00:00:00:fe"  # an Ethernet address that nobody has
 _PR_SET_PDEATHSIG = 1
 
 
+@cache
 def unavailable() -> str:
     """Why this machine has no `Hosts`; empty if it has."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:

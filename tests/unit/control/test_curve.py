@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
+from tests.helpers.resident import resident_kib
 from torchkv.control import channel
 from torchkv.control.channel import ZmqControlChannel
 from torchkv.control.curve import CurveKeys
@@ -125,12 +125,6 @@ def test_nobody_on_the_wire_reads_a_frame(make: Make) -> None:
     wire.close()
 
 
-def resident() -> int:
-    """KiB."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-
-
 def flood(port: int, until: float) -> None:
     """Connections that say what ZeroMQ says to anybody, and then send messages without end."""
     ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
@@ -154,7 +148,7 @@ def test_a_flood_of_strangers_fills_no_memory_and_holds_up_nobody(make: Make) ->
     here.send(1, [b"first"])
     assert arrived(there, 1) == [b"first"]
     port = int(there.endpoint.partition(" ")[0].rpartition(":")[2])
-    before, until = resident(), time.monotonic() + 2.0
+    before, until = resident_kib(), time.monotonic() + 2.0
     threads = [threading.Thread(target=flood, args=(port, until)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -166,7 +160,7 @@ def test_a_flood_of_strangers_fills_no_memory_and_holds_up_nobody(make: Make) ->
     for thread in threads:
         thread.join()
     assert count >= 3
-    assert resident() - before < 64 << 10, "KiB; without authentication it was gigabytes"
+    assert resident_kib() - before < 64 << 10, "KiB; without authentication it was gigabytes"
 
 
 def test_without_a_secret_other_hosts_cannot_reach_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
