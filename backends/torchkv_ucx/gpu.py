@@ -22,6 +22,7 @@ from torchkv.cuda import ipc
 __all__ = ["probe_memory", "why_no_lane"]
 
 _RESOURCE = re.compile(r"^#\s+resource \d+ .*--\s*(?P<transport>[^/\s]+)/", re.MULTILINE)
+_CLOSES_IN_PROGRESS = (1, 22, 0)
 _LANES = ("cuda_ipc", "rc_", "dc_", "ud_", "gga_")
 
 
@@ -35,8 +36,18 @@ def probe_memory(device: torch.device) -> torch.Tensor:
     return ipc.allocate(256, device)
 
 
-def why_no_lane(info: str) -> str:
-    """Why a UCX context cannot put device memory; "" if it can. info: the text of ``ucp_context_print_info``."""
+def why_no_lane(info: str, version: tuple[int, int, int]) -> str:
+    """Why a UCX context cannot put device memory; "" if it can. info: the text of ``ucp_context_print_info``.
+
+    UCX 1.22.0 closes its mappings of a peer's memory from within ``ucp_worker_progress`` when that peer dies
+    (openucx/ucx pull requests 11335 and, taking it back, 11744). ``cuIpcCloseMemHandle`` waits for all streams, so the
+    progress thread would hang for as long as a stream waits for a transfer: for ever, if it is to drive that transfer.
+    """
+    if version == _CLOSES_IN_PROGRESS:
+        return (
+            "UCX 1.22.0 hangs if a peer with device memory dies while a stream waits for a transfer; "
+            "use another version of UCX (UCXX's wheels bring 1.21)"
+        )
     found = sorted({match["transport"] for match in _RESOURCE.finditer(info)})
     if any(name.startswith(_LANES) for name in found):
         return ""

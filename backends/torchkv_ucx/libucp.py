@@ -78,12 +78,21 @@ class LibUCP:
         self._get_efd = self._bind("ucp_worker_get_efd", status, pointer, pointer)
         self._arm = self._bind("ucp_worker_arm", status, pointer)
         self._print_info = self._bind("ucp_ep_print_info", None, pointer, pointer)
+        self._get_version = self._bind("ucp_get_version", None, pointer, pointer, pointer)
         self._status_string: Callable[[int], bytes] = self._ucs.ucs_status_string
         self._ucs.ucs_status_string.restype = ctypes.c_char_p
         self._ucs.ucs_status_string.argtypes = (status,)
         self._c.fdopen.restype = pointer
         self._c.fclose.argtypes = (pointer,)
         self.functions: Int64Array = np.array([self._address(name) for name in FUNCTIONS], dtype=np.int64)
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Of the UCX that runs, which need not be the one that UCXX was built with."""
+        words = (ctypes.c_uint * 3)()
+        size = ctypes.sizeof(ctypes.c_uint)
+        self._get_version(*(ctypes.byref(words, place * size) for place in range(3)))
+        return words[0], words[1], words[2]
 
     def _bind(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function = getattr(self._ucp, name)

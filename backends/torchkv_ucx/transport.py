@@ -134,7 +134,7 @@ class UCXTransport(Transport):
             self._device = tensor.device
         storage = tensor.untyped_storage()
         base, nbytes = storage.data_ptr(), storage.nbytes()
-        memh, rkey, no_put = 0, b"", gpu.why_no_lane(self._context.info)
+        memh, rkey, no_put = 0, b"", gpu.why_no_lane(self._context.info, self._library.version)
         if not no_put:
             try:
                 self._export_probe(tensor.device)

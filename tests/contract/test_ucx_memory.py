@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torchkv_ucx import UCXTransport, gpu, views, wire
+from torchkv_ucx import UCXTransport, gpu, libucp, views, wire
 from torchkv_ucx.channel import UCXChannel
 from torchkv_ucx.libucp import HOST, MEMORY_TYPES, lanes_for, request_params
 from torchkv_ucx.operation import PutOperation, VectoredPut
@@ -46,8 +46,15 @@ def test_contexts_without_a_lane_for_device_memory_are_known() -> None:
     resources = (
         "#\n#      resource 0  :  md 0  dev 0  flags -- self/memory\n#      resource 4  :  md 4  -- cma/memory\n"
     )
-    assert "cma, self" in gpu.why_no_lane(resources)
-    assert gpu.why_no_lane(resources + "#      resource 5  :  md 5  dev 3  flags -- cuda_ipc/cuda\n") == ""
+    device = resources + "#      resource 5  :  md 5  dev 3  flags -- cuda_ipc/cuda\n"
+    assert "cma, self" in gpu.why_no_lane(resources, (1, 21, 0))
+    assert gpu.why_no_lane(device, (1, 21, 0)) == ""
+    assert "1.22.0 hangs" in gpu.why_no_lane(device, (1, 22, 0))
+    assert gpu.why_no_lane(device, (1, 22, 1)) == ""
+
+
+def test_the_version_is_that_of_the_ucx_that_runs() -> None:
+    assert libucp.load().version >= (1, 19, 0)
 
 
 # -- batches -------------------------------------------------------------------------------------------------------
