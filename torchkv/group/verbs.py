@@ -254,10 +254,12 @@ class Verbs:
         if gpu is not None and ready is None and not isinstance(ids, DevicePages):
             ready = gpu.record_gate()
         work = self._work(operation)
-        # All destinations share the source pages, which do not change, and the record of prefixes.
+        # All destinations share the source pages, which do not change.
         source_pages = SourcePages(ids, ready, forced)
-        prefixes: dict[int, int] = {}
+        if not from_prompt and self._send_more(verb, request, ranks, held, start, work, source_pages):
+            return work
         num_pages, sender, now = len(ids), engine.sender, self.clock()
+        prefixes: dict[int, int] = {}  # shared, too
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
@@ -287,6 +289,33 @@ class Verbs:
         if wake:
             self._wake()
         return work
+
+    def _send_more(
+        self,
+        verb: str,
+        request: str,
+        ranks: tuple[int, ...],
+        layers: tuple[int, ...],
+        start: int,
+        work: KVWork,
+        source_pages: SourcePages,
+    ) -> bool:
+        """Sends more of a request that the resident loop serves, as nearly all verbs do. False for any other."""
+        if len(ranks) != 1:
+            return False
+        sender = self.engine.sender
+        with self.engine.lock:
+            req = sender.served(request, ranks[0])
+            if req is None:
+                return False
+            work._expect(1)
+            op = SendOp(request, ranks[0], {}, layers, start, len(source_pages.pages), work, source_pages)
+            on_loop = sender.send_more(req, op)
+        if trace.isEnabledFor(logging.DEBUG):
+            trace.debug(_QUEUED, request, ranks, verb, layers, op.num_pages)
+        if not on_loop:
+            self._wake()
+        return True
 
     def send_state(self, request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None) -> KVWork:
         arguments.check_one_layer("send_state", request, layer)

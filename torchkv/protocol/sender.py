@@ -179,6 +179,28 @@ class Sender:
         req = self._requests.get((request, dst))
         return req is not None and req.flow is not None
 
+    def served(self, request: str, dst: int) -> SenderRequest | None:
+        """The request, if the resident loop serves it under its grant, and it takes more verbs: see `send_more`."""
+        req = self._requests.get((request, dst))
+        if req is None or req.flow is None or req.grant is None or req.finish is not None:
+            return None
+        return req
+
+    def send_more(self, req: SenderRequest, op: SendOp) -> bool:
+        """`admit` and `submit` of an op of pages after the prefix, in a request that `served` has returned.
+
+        The critical path of a verb. Whether the loop does the op; else the request has been taken back from it. Raises
+        ``PageOutOfRange``.
+        """
+        assert req.grant is not None
+        check_range(req.grant, op.start, op.num_pages)
+        req.add_sent(op)
+        req.running[op] = None
+        if self._flows.start(req, op):
+            return True
+        self._take_back(req, req.begun_at)
+        return False
+
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""
         self._meet_revocation(request, dst)
