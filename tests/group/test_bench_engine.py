@@ -24,6 +24,14 @@ def test_a_row(by_layer: bool) -> None:
     assert result.wrong == 0
     assert 0 < result.floor <= result.p50 <= result.p99
     assert result.floor >= (engine.LAYERS if by_layer else 1) * STEP_SECONDS
+    assert 0 < result.share < 1, "steps take longer than the copy of so few bytes"
+
+
+def test_slices_are_two_of_eight_heads() -> None:
+    setup = Setup(case=EngineCase(4, False, slices=True), device="cpu", polled=False, requests=3)
+    assert setup.case.nbytes == EngineCase(1, False).nbytes
+    assert setup.case.name == "2.1 MB slices, send_pages"
+    assert run_engine(setup).wrong == 0
 
 
 def corrupting_write(setup: Setup, seed: int) -> Any:
@@ -84,6 +92,7 @@ def test_the_loop_keeps_its_requests_in_flight_and_steps_between_their_verbs() -
         *("2 begun", "2 verb", "2 verb"),
     ]
     assert len(loop.times.requests) == 3
+    assert len(loop.times.rounds) == 1
     assert loop.times.steps == 6, "verb, verb and one look in vain, twice"
 
 
@@ -107,7 +116,7 @@ def test_what_passes() -> None:
     steps, copy = engine.LAYERS * STEP_SECONDS, 1e-4
 
     def result(p50: float, wrong: int = 0) -> EngineResult:
-        return EngineResult(setup=setup, p50=p50, p99=p50, lost=0.0, copy=copy, wrong=wrong)
+        return EngineResult(setup=setup, p50=p50, p99=p50, lost=0.0, copy=copy, each=p50, wrong=wrong)
 
     assert result(steps + copy + engine.GATE_SECONDS - 1e-6).passed
     assert not result(steps + copy + engine.GATE_SECONDS + 1e-6).passed
@@ -115,8 +124,9 @@ def test_what_passes() -> None:
 
 
 def test_rows_that_need_too_much_memory_are_left_out() -> None:
-    assert Setup(case=CASES[-1], device="cpu", polled=True, flight=8).fits
-    assert not Setup(case=CASES[-1], device="cpu", polled=True, flight=64).fits
+    large = EngineCase(64, False)
+    assert Setup(case=large, device="cpu", polled=True, flight=8).fits
+    assert not Setup(case=large, device="cpu", polled=True, flight=64).fits
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,10 +136,10 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert engine_table.run(["--only", "33.6 MB", "--no-nixl"]) == 1
     assert engine_table.run(["--only", "33.6 MB", "--no-nixl", "--report-only"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("33.6 MB")]
-    assert len(rows) == 8
+    assert len(rows) == 2 * 2 * 3, "two runs, polled and waited, three cases"
     assert all("missed" in row for row in rows)
     assert sys.modules["torchkv.bench.engine_table"] is engine_table
 
 
 def _slow(setup: Setup) -> EngineResult:
-    return EngineResult(setup=setup, p50=1.0, p99=2.0, lost=0.5, copy=1e-3, wrong=0)
+    return EngineResult(setup=setup, p50=1.0, p99=2.0, lost=0.5, copy=1e-3, each=1.0, wrong=0)

@@ -28,7 +28,8 @@ from torchkv.layout.layout import KVLayout
 __all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "run_engine"]
 
 LAYERS = 32
-PAGE_NBYTES = 16 * 8 * 128 * 2  # of one component: 16 tokens, 8 kv heads, bf16
+HEADS, SLICE = 8, 2  # kv heads of a page, and those that a reader of slices holds
+PAGE_NBYTES = 16 * HEADS * 128 * 2  # of one component: 16 tokens, all kv heads, bf16
 MEMORY = 5 << 29  # bytes of pages on each side, at most
 WARM = 4  # requests before the first that counts
 DEADLINE = 60.0
@@ -37,21 +38,36 @@ GATE_SECONDS = 300e-6  # on top of the loop's own steps and the copy
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """Requests of ``pages`` pages in each of 32 layers, by one ``send_pages`` or by 32 ``send_layer``."""
+    """Requests of ``pages`` pages in each of 32 layers, by one ``send_pages`` or by 32 ``send_layer``.
+
+    slices: the reader holds two of eight kv heads, in runs of 512 bytes: four times as many pages for as many bytes.
+    """
 
     pages: int
     by_layer: bool
+    slices: bool = False
 
     @property
     def nbytes(self) -> int:
+        """Bytes that are sent."""
+        return self.stored * SLICE // HEADS if self.slices else self.stored
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the writer's pages."""
         return 2 * LAYERS * self.pages * PAGE_NBYTES
 
     @property
     def name(self) -> str:
-        return f"{self.nbytes / 1e6:.1f} MB, {f'{LAYERS} x send_layer' if self.by_layer else 'send_pages'}"
+        verb = f"{LAYERS} x send_layer" if self.by_layer else "send_pages"
+        return f"{self.nbytes / 1e6:.1f} MB{' slices' if self.slices else ''}, {verb}"
 
 
-CASES = tuple(EngineCase(pages, by_layer) for pages in (1, 16, 64) for by_layer in (False, True))
+CASES = (
+    *(EngineCase(pages, by_layer) for pages in (1, 16, 64) for by_layer in (False, True)),
+    EngineCase(256, False),
+    *(EngineCase(pages, False, slices=True) for pages in (64, 256)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +85,19 @@ class Setup:
     @property
     def slots(self) -> int:
         """Requests with pages of their own: what is checked together."""
-        return self.flight * max(1, min(8 // self.flight, MEMORY // (self.case.nbytes * self.flight)))
+        return self.flight * max(1, min(8 // self.flight, MEMORY // (self.case.stored * self.flight)))
 
     @property
     def fits(self) -> bool:
-        return self.case.nbytes * self.slots <= MEMORY
+        return self.case.stored * self.slots <= MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
     """Seconds a request.
 
-    lost: by which the steps of its loop took longer than alone. copy: one copy of as many bytes.
+    lost: by which the steps of its loop took longer than alone. copy: one copy of as many bytes. each: of a round, a
+    request's part of it, however many are in flight.
     """
 
     setup: Setup
@@ -88,7 +105,13 @@ class EngineResult:
     p99: float
     lost: float
     copy: float
+    each: float
     wrong: int
+
+    @property
+    def share(self) -> float:
+        """The rate of all requests as a part of the copy's."""
+        return self.copy / self.each
 
     @property
     def floor(self) -> float:
@@ -107,7 +130,12 @@ class Pages:
 
     def __init__(self, setup: Setup, rank: int) -> None:
         layout = KVLayout.gqa(
-            num_layers=LAYERS, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, tp_size=1
+            num_layers=LAYERS,
+            num_kv_heads=HEADS,
+            head_dim=128,
+            page_size=16,
+            dtype=torch.bfloat16,
+            tp_size=HEADS // SLICE if setup.case.slices and rank else 1,
         )
         if setup.device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -141,9 +169,11 @@ class Pages:
 
     @staticmethod
     def _expected(seed: int, number: int, like: torch.Tensor) -> torch.Tensor:
+        """What the pages of ``like`` hold of all kv heads: the writer's pages, or the reader's slices of them."""
+        pages, tokens, heads, dim = like.shape
         generator = np.random.default_rng((seed, number))
-        words = generator.integers(0, 1 << 63, math.prod(like.shape) // 4, dtype=np.int64)
-        return torch.from_numpy(words.view(np.int16)).view(like.shape).to(like.device)
+        words = generator.integers(0, 1 << 63, pages * tokens * HEADS * dim // 4, dtype=np.int64)
+        return torch.from_numpy(words.view(np.int16)).view(pages, tokens, HEADS, dim)[:, :, :heads].to(like.device)
 
     def _synchronize(self) -> None:
         if self.cache.device.type == "cuda":
@@ -209,13 +239,14 @@ def run_engine(
 ) -> EngineResult:
     """Runs one row in two fresh processes. write, read: the two sides, if not torchkv's. Raises ``KVError``."""
     write, read = write or _write, read or _read
-    (requests, lost, copy), wrong = run_two(write, read, setup, int(time.time_ns() & 0xFFFFFFFF))
+    (requests, lost, copy, each), wrong = run_two(write, read, setup, int(time.time_ns() & 0xFFFFFFFF))
     return EngineResult(
         setup=setup,
         p50=float(np.percentile(requests, 50)),
         p99=float(np.percentile(requests, 99)),
         lost=lost,
         copy=copy,
+        each=each,
         wrong=wrong,
     )
 
@@ -231,7 +262,7 @@ def rounds(setup: Setup, loop: Loop, before: Callable[[int], None], after: Calla
         after(number)
 
 
-def _write(setup: Setup, seed: int) -> tuple[list[float], float, float]:
+def _write(setup: Setup, seed: int) -> tuple[list[float], float, float, float]:
     pages, kv = Pages(setup, 0), current_group(None)
     kv.register(pages.cache, instance="prefill")
 
@@ -266,12 +297,14 @@ def _read(setup: Setup, seed: int) -> int:
     return wrong
 
 
-def summary(setup: Setup, loop: Loop, copy: float) -> tuple[list[float], float, float]:
-    """What a writer reports: seconds of each request that counts, seconds lost a request, seconds of the copy."""
+def summary(setup: Setup, loop: Loop, copy: float) -> tuple[list[float], float, float, float]:
+    """What a writer reports, in seconds: each request that counts; lost a request; the copy; a request's part of a
+    round (the median)."""
     times = loop.times
     if len(times.requests) < WARM + setup.requests:
         raise KVError(f"{setup.case.name}: {len(times.requests)} requests ended, {WARM + setup.requests} were begun")
-    return times.requests[WARM:], times.lost / len(times.requests), copy
+    each = float(np.median(times.rounds)) / setup.slots
+    return times.requests[WARM:], times.lost / len(times.requests), copy, each
 
 
 def copy_seconds(setup: Setup) -> float:

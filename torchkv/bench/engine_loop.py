@@ -82,10 +82,12 @@ def busy_thread(*, on: bool) -> Iterator[None]:
 class Times:
     """Seconds.
 
-    requests: each one's, from its first verb to its verdict. lost: of all steps, beyond what they take alone.
+    requests: each one's, from its first verb to its verdict. rounds: of each `Loop.run`. lost: of all steps, beyond
+    what they take alone.
     """
 
     requests: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
     steps: int = 0
     lost: float = 0.0
 
@@ -107,6 +109,7 @@ class Loop:
         """Requests first .. first + count - 1; their times are added to ``times``."""
         numbers = iter(range(first, first + count))
         pending: dict[Pending, float] = {}
+        began = time.perf_counter()
         while self._fill(pending, numbers):
             if self._polled:
                 self.step()
@@ -120,6 +123,7 @@ class Loop:
             for request in list(pending):
                 request.wait()
                 self._ended(pending, request)
+        self.times.rounds.append(time.perf_counter() - began)
 
     def _fill(self, pending: dict[Pending, float], numbers: Iterator[int]) -> bool:
         """Begins requests until enough are in flight. Whether any is."""

@@ -126,7 +126,7 @@ class _Read(Pending):
             continue
 
 
-def write(setup: Setup, seed: int) -> tuple[list[float], float, float]:
+def write(setup: Setup, seed: int) -> tuple[list[float], float, float, float]:
     """Rank 0; see `torchkv.bench.engine`."""
     side = _Side(setup, 0)
     size = int(_broadcast(None, (1,))[0])
