@@ -362,7 +362,9 @@ class Verbs:
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
-            engine.catch_up()
+            # Of a request on the loop, what has ended can be looked at when the seal is under way.
+            if len(ranks) != 1 or not engine.sender.is_on_loop(request, ranks[0]):
+                engine.catch_up()
             if dst is None:
                 ranks = engine.sender.receivers(request, self.clock(), last=True)
             for rank in ranks:
