@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -254,68 +255,62 @@ class Verbs:
         if gpu is not None and ready is None and not isinstance(ids, DevicePages):
             ready = gpu.record_gate()
         work = self._work(operation)
-        # All destinations share the source pages, which do not change.
-        source_pages = SourcePages(ids, ready, forced)
-        if not from_prompt and self._send_more(verb, request, ranks, held, start, work, source_pages):
-            return work
-        num_pages, sender, now = len(ids), engine.sender, self.clock()
-        prefixes: dict[int, int] = {}  # shared, too
+        op = SendOp(request, ANYBODY, {}, held, start, len(ids), work, SourcePages(ids, ready, forced))
+        op.from_prompt = from_prompt
+        if from_prompt or not self._send_more(verb, op, ranks):
+            self._queue(verb, op, ranks, whole=whole, anybody=dst is None)
+        return work
+
+    def _send_more(self, verb: str, op: SendOp, ranks: tuple[int, ...]) -> bool:
+        """Sends more of a request that the resident loop serves, as nearly all verbs do. False for any other."""
+        if len(ranks) != 1:
+            return False
+        (op.dst,) = ranks
+        sender = self.engine.sender
+        with self.engine.lock:
+            req = sender.served(op.request, op.dst)
+            if req is None:
+                return False
+            op.work._expect(1)
+            on_loop = sender.send_more(req, op)
+        if trace.isEnabledFor(logging.DEBUG):
+            trace.debug(_QUEUED, op.request, ranks, verb, op.layers, op.num_pages)
+        if not on_loop:
+            self._wake()
+        return True
+
+    def _queue(self, verb: str, op: SendOp, ranks: tuple[int, ...], *, whole: bool, anybody: bool) -> None:
+        """Begins ``op`` towards these ranks, or towards anybody. whole: the layouts must match page for page."""
+        operation, request = f"{verb}({op.request!r})", op.request
+        engine, sender, now = self.engine, self.engine.sender, self.clock()
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)
             if len(ranks) != 1 or not sender.is_on_loop(request, ranks[0]):
                 engine.catch_up()
-            if dst is None:
+            if anybody:
                 ranks = sender.receivers(request, now)
                 if whole and ranks != (ANYBODY,):
                     self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
             for rank in ranks:  # before everything else: a request that has failed raises its own error again
-                sender.admit(request, rank, start, num_pages, from_prompt=from_prompt)
+                sender.admit(request, rank, op.start, op.num_pages, from_prompt=op.from_prompt)
             if engine.lost:
                 self.check_alive(ranks, operation)
-            if len(ranks) > 1 and not from_prompt:
+            if len(ranks) > 1 and not op.from_prompt:
                 sender.check_prefixes(request, ranks)
-            work._expect(len(ranks))
+            op.work._expect(len(ranks))
             if trace.isEnabledFor(logging.DEBUG):
-                trace.debug(_QUEUED, request, ranks, verb, held, num_pages)
+                trace.debug(_QUEUED, request, ranks, verb, op.layers, op.num_pages)
             for rank in ranks:
-                op = SendOp(request, rank, prefixes, held, start, num_pages, work, source_pages)
-                if from_prompt:  # receivers may hold unequal prefixes
-                    op.from_prompt, op.prefixes = True, {}
-                if rank == ANYBODY:
-                    op.whole = whole
-                sender.submit(op, now)
+                # All parts share the source pages, which do not change, and the record of prefixes.
+                part = op if len(ranks) == 1 else replace(op)
+                part.dst, part.whole = rank, whole and rank == ANYBODY
+                if op.from_prompt:  # receivers may hold unequal prefixes
+                    part.prefixes = {}
+                sender.submit(part, now)
             wake = engine.flows is None or engine.has_actions
         if wake:
             self._wake()
-        return work
-
-    def _send_more(
-        self,
-        verb: str,
-        request: str,
-        ranks: tuple[int, ...],
-        layers: tuple[int, ...],
-        start: int,
-        work: KVWork,
-        source_pages: SourcePages,
-    ) -> bool:
-        """Sends more of a request that the resident loop serves, as nearly all verbs do. False for any other."""
-        if len(ranks) != 1:
-            return False
-        sender = self.engine.sender
-        with self.engine.lock:
-            req = sender.served(request, ranks[0])
-            if req is None:
-                return False
-            work._expect(1)
-            op = SendOp(request, ranks[0], {}, layers, start, len(source_pages.pages), work, source_pages)
-            on_loop = sender.send_more(req, op)
-        if trace.isEnabledFor(logging.DEBUG):
-            trace.debug(_QUEUED, request, ranks, verb, layers, op.num_pages)
-        if not on_loop:
-            self._wake()
-        return True
 
     def send_state(self, request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None) -> KVWork:
         arguments.check_one_layer("send_state", request, layer)
