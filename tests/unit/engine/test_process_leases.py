@@ -22,6 +22,7 @@ from torchkv.engine.process_leases import GroupLeases, ProcessLeases
 from torchkv.errors import PageOutOfRange, TransferCancelled
 from torchkv.host.processes import ProcessId, process_started, this_process
 from torchkv.layout.component import State
+from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Quiesced, StageAsk
 from torchkv.protocol.receive_request import ReceiverRequest
@@ -141,7 +142,7 @@ def test_pages_that_share_a_byte_are_refused_and_only_they() -> None:
         other = Group(process, random_cache(dice, memories))
         for page in dice.permutation(one.cache.num_pages)[:3]:
             one.recv(int(page), request=f"r{page}")
-        held = set().union(*(bytes_of(one.cache, int(p)) for p in np.flatnonzero(one.receiver.leases._pages)))
+        held = set().union(*(bytes_of(one.cache, int(p)) for p in np.flatnonzero(one.receiver.leases.marks(PAGES))))
         met = [page for page in range(other.cache.num_pages) if bytes_of(other.cache, page) & held]
         for page in range(other.cache.num_pages):
             if page in met:
@@ -174,7 +175,7 @@ def test_slots_and_pages_of_two_groups_may_share_memory() -> None:
     one.fail()
     two.fail()
     assert two.quarantined == {2: (), 3: (), 6: (WRITER,)}
-    assert one.receiver.leases.quarantined_slots() == {1: (WRITER,), 3: ()}
+    assert one.receiver.leases.quarantined(slots=True) == {1: (WRITER,), 3: ()}
 
 
 def test_a_group_that_has_its_memory_alone_asks_nobody() -> None:
