@@ -162,9 +162,9 @@ class Leases:
         self._set(req, req.generation)
 
     def free(self, req: ReceiverRequest) -> None:
-        """Ends the leases of ``req``."""
-        del self._holders[req.generation]
-        self._set(req, 0)
+        """Ends the leases of ``req``, unless they have ended."""
+        if self._holders.pop(req.generation, None) is not None:
+            self._set(req, 0)
 
     def _set(self, req: ReceiverRequest, generation: int) -> None:
         _mark(req.pages, self._marks[self.pools[req.group, False]], generation)

@@ -98,7 +98,7 @@ class ReceiverRequest:
     complete_at: float | None = None  # when all bytes were here; the instance's verdict may still be missing
     asked: bool = False  # complete, and this rank has asked the instance's leader to fail the request
     error: KVError | None = None  # set once, when the request fails
-    ended: bool = False  # the leases have ended
+    ended: bool = False  # the leases have ended, or those of a part will with the others'
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
     flow: int | None = None  # on the resident loop; None while Python serves the request
     reserved: int | None = None  # the flow that it has, or had: no other request gets it before this one has ended

@@ -688,7 +688,9 @@ class Receiver:
     def _end(self, req: ReceiverRequest) -> None:
         assert req.flow is None
         req.ended = True
-        self.leases.free(req)
+        if req.all_ended:  # also the parts that ended before, whose pages are the same caller's
+            for part in req.parts or (req,):
+                self.leases.free(part)
         if req.reserved is not None and self.flows is not None:
             self.flows.free_receive(req.reserved)
         del self._requests[req.generation]

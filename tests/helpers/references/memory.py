@@ -61,7 +61,7 @@ class Released(NamedTuple):
     slots: list[int]
 
 
-class _Places:
+class Places:
     """Pages of a rank, or slots: what must be in them while they are free.
 
     leases: the generation of each now, 0 if it is free.
@@ -120,8 +120,8 @@ class Shadow:
         self.problems: list[str] = []
         leases = rank.engine.receiver.leases
         self._seen = np.zeros(0, dtype=np.int64)  # the leases of slots when last looked at
-        self._pages = _Places("page", page_bytes(rank), lambda: leases.marks(PAGES), generator)
-        self._slots = _Places("slot", slot_bytes(rank), self._slot_leases, generator)
+        self._pages = Places("page", page_bytes(rank), lambda: leases.marks(PAGES), generator)
+        self._slots = Places("slot", slot_bytes(rank), self._slot_leases, generator)
 
     def free(self) -> list[int]:
         """Pages that no lease holds."""
