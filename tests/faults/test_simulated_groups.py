@@ -69,7 +69,7 @@ def test_the_runs_are_worth_their_time() -> None:
 # -- negative controls ------------------------------------------------------------------------------------------------
 
 
-def _a_part_frees_its_pages_before_the_others(patch: Patch) -> None:
+def _a_part_frees_the_pages_of_all(patch: Patch) -> None:
     patch.setattr(ReceiverRequest, "all_ended", property(lambda req: req.ended))
 
 
@@ -91,9 +91,9 @@ def _every_part_has_the_whole_layout(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("breaks", "symptom"),
     [
-        (_a_part_frees_its_pages_before_the_others, "wrong bytes"),
+        (_a_part_frees_the_pages_of_all, "free, but written to"),
         (_absent_pages_are_counted_as_held, "lies outside the grant"),
-        (_every_part_has_the_whole_layout, ""),
+        (_every_part_has_the_whole_layout, "was not sent"),
     ],
 )
 def test_a_broken_version_is_caught(

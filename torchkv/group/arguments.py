@@ -121,8 +121,8 @@ def as_int64(pages: Pages, operation: str) -> Int64Array:
         array = pages
     elif isinstance(pages, Mapping):
         raise ProtocolError(
-            f"{operation}: pages is a mapping, where one page list is meant (this layout has no layer groups, or this is "
-            "the list of one); give a sequence, numpy array or tensor of ints"
+            f"{operation}: pages is a mapping, where one page list is meant: of a layout without layer groups, or of "
+            "one of them; give a sequence, numpy array or tensor of ints"
         )
     elif isinstance(pages, str | bytes) or not isinstance(pages, Sequence):
         raise ProtocolError(
