@@ -201,7 +201,7 @@ def errors() -> None:
                 ([1, 2], ProtocolError, "one page list for layer groups"),
                 ({**lists, "full": [-1, *lists["full"][1:]]}, PageOutOfRange, "page 0 of layer group 'full' is absent"),
                 ({**lists, "near": [-1] * COUNT}, PageOutOfRange, "page 5 of layer group 'near' is absent"),
-                ({**lists, "far": [-1] * 3 + lists["full"][:3]}, PageOutOfRange, "named twice .* share their memory"),
+                ({**lists, "far": [-1] * 3 + lists["full"][:3]}, PageOutOfRange, "named twice.* share their memory"),
             ):
                 with pytest.raises(wrong, match=message):
                     kv.recv_pages("r", pages, 0)

@@ -140,6 +140,7 @@ class GroupedVerbs(Verbs):
                 engine.catch_up()
                 self.check_alive(engine.group_map.contributing(ranks, engine.group_map.rank), operation)
                 reqs = engine.receiver.post_parts(
+                    request,
                     parts,
                     ranks,
                     prefix_tokens=prefix_tokens,

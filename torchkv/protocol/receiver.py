@@ -179,6 +179,7 @@ class Receiver:
 
     def post_parts(
         self,
+        request: str,
         parts: Mapping[str, Wanted],
         src: tuple[int, ...],
         *,
@@ -196,7 +197,7 @@ class Receiver:
         for name, (_, _, group) in parts.items():
             absent = absent_tokens.get(group or "", 0)
             self._checked_writers(name, src, prefix_tokens + absent, absent)
-        operation = f"recv_pages({', '.join(map(repr, parts))}) on rank {self._group_map.rank}"
+        operation = f"recv_pages({request!r}) on rank {self._group_map.rank}"
         self.leases.check_together(list(parts.values()), operation)
         posted: list[ReceiverRequest] = []
         for name, (pages, slot, group) in parts.items():
