@@ -35,7 +35,9 @@ def shared_cache(layout: KVLayout, num_pages: int, _num_slots: int = 0) -> KVCac
     So all groups share their memory, page for page, and a page id may be in use by one group at a time. Between blocks
     lie bytes that belong to nobody.
     """
-    rows = {group: [] for group in layout.groups}  # group -> (component, layer), bytes of a page
+    rows: dict[str | None, list[tuple[str, int, int]]] = {
+        group: [] for group in layout.groups
+    }  # group -> (component, layer), bytes of a page
     for component in layout.components:
         for layer in layout.component_layers(component.name):
             rows[component.group].append((component, layer, layout.page_nbytes(component.name)))

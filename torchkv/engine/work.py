@@ -298,7 +298,8 @@ class KVWork(dist.Work):
         assert self._parts > 0
         self._error = self._error or error
         self._parts -= 1
-        self._aux = aux or self._aux
+        if aux:
+            self._aux = aux
         if self._parts == 0:
             self.aux = self._aux
             self._complete()

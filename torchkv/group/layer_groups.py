@@ -31,14 +31,13 @@ from torchkv.engine.work import KVWork, drivers
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError, TransferTimeout
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
+from torchkv.group.group_arguments import GroupArguments
 from torchkv.group.verbs import Verbs, layer_wait
 from torchkv.layout.group_map import GroupMap
-from torchkv.layout.layer_groups import SEPARATOR, absent_allowed, group_of, part_name
-from torchkv.layout.layout import KVLayout
+from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.leases import Wanted
-from torchkv.protocol.messages import MAX_REQUEST_BYTES
 from torchkv.protocol.send_request import not_posted
 from torchkv.protocol.unmet import ANYBODY
 
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupedVerbs", "make_verbs"]
 
-ABSENT = -1  # in place of a page id
+_NO_PAGES: Int64Array = np.zeros(0, dtype=np.int64)
 
 
 def make_verbs(
@@ -57,20 +56,6 @@ def make_verbs(
     """The verbs of a rank, for its layout."""
     grouped = cache is not None and cache.layout.groups
     return (GroupedVerbs if grouped else Verbs)(engine, cache, wake=wake, clock=clock)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A layer group. layout: this rank's part of it. paged, stateful: the layers held here with pages, with state."""
-
-    name: str
-    layout: KVLayout
-    paged: frozenset[int]
-    stateful: frozenset[int]
-
-    @property
-    def windows(self) -> list[int | None]:
-        return [self.layout.window(layer) for layer in sorted(self.paged)]
 
 
 @dataclass(slots=True)
@@ -97,10 +82,8 @@ class GroupedVerbs(Verbs):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(engine, cache, wake=wake, clock=clock)
-        layout = self.layout("register")
-        self._groups = {name: _group(name, layout.of_group(name)) for name in layout.groups}
-        self._paged = tuple(name for name, group in self._groups.items() if group.layout.components)
-        self._with_state = tuple(name for name, group in self._groups.items() if group.layout.states)
+        self._arguments = GroupArguments(self.layout("register"), engine.group_map.me.num_pages)
+        self._groups = self._arguments.groups
 
     # ------------------------------------------------------------------ receiver
 
@@ -115,25 +98,15 @@ class GroupedVerbs(Verbs):
         timeout: float | timedelta | None = None,
     ) -> KVWork:
         engine = self.engine
-        names = self._names(request)
+        names = self._arguments.names(request)
         operation = f"recv_pages({request!r})"
         work = self._work(operation)
         work._expect(len(names))
         try:
-            lists = {group: self._host_list(ids, operation) for group, ids in self._lists(pages, operation).items()}
-            for group, (ids, absent) in lists.items():
-                self._check_absent(group, len(ids) + absent, absent, operation)
+            parts, absent_tokens = self._wanted(names, pages, state_slot, operation)
             prefix_tokens = arguments.as_count(prefix_tokens, operation=operation, name="prefix_tokens")
             total = None if timeout is None else seconds(timeout, f"{operation}: timeout")
-            slots = self._slots(state_slot, operation, required=True)
             ranks = self._checked_writers(src, operation)
-            none = np.zeros(0, dtype=np.int64)
-            parts = {
-                names[group]: Wanted(lists[group][0] if group in lists else none, slots.get(group), group)
-                for group in self._groups
-            }
-            page_size = self.layout("recv_pages").page_size
-            absent_tokens = {group: absent * page_size for group, (_, absent) in lists.items()}
             now = self.clock()
             with engine.lock, engine.receiver.leases.guard:
                 self.check_open(operation)
@@ -164,6 +137,21 @@ class GroupedVerbs(Verbs):
             self._wake()
         return work
 
+    def _wanted(
+        self, names: Mapping[str, str], pages: Pages, state_slot: StateSlot, operation: str
+    ) -> tuple[dict[str, Wanted], dict[str, int]]:
+        """What each part leases, by its name, and the tokens of absent pages before, by layer group."""
+        slots = self._slots(state_slot, operation, required=True)
+        page_size = self.layout("recv_pages").page_size
+        parts = {names[group]: Wanted(_NO_PAGES, slots.get(group), group) for group in self._groups}
+        absent_tokens: dict[str, int] = {}
+        for group, given in self._arguments.lists(pages, operation).items():
+            ids, absent = self._arguments.host_list(given, operation)
+            self._arguments.check_absent(group, len(ids) + absent, absent, operation)
+            parts[names[group]] = Wanted(ids, slots.get(group), group)
+            absent_tokens[group] = absent * page_size
+        return parts, absent_tokens
+
     # ------------------------------------------------------------------ sender
 
     def _send(
@@ -178,7 +166,7 @@ class GroupedVerbs(Verbs):
         origin: Origin,
     ) -> KVWork:
         engine = self.engine
-        names, operation = self._names(request), f"{verb}({request!r})"
+        names, operation = self._arguments.names(request), f"{verb}({request!r})"
         gpu = engine.gpu
         if gpu is not None:
             graph_gate.refuse_capture(operation, gpu.index)
@@ -188,7 +176,7 @@ class GroupedVerbs(Verbs):
         ready = arguments.as_event(event, operation=operation)
         sends = [
             self._part(names[group], ids, held, dst, start, operation)
-            for group, ids in self._lists(pages, operation, layers=held).items()
+            for group, ids in self._arguments.lists(pages, operation, layers=held).items()
         ]
         whole = verb == "send_layer"
         forced = "staged" if verb == "staged_put" else self.forced_path
@@ -199,40 +187,42 @@ class GroupedVerbs(Verbs):
                 self._check_forced_path(send.ranks, operation, forced)
         if gpu is not None and ready is None and not all(isinstance(send.ids, DevicePages) for send in sends):
             ready = gpu.record_gate()
-        work = self._work(operation)
-        sender, now = engine.sender, self.clock()
+        work, now = self._work(operation), self.clock()
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
             for send in sends:
                 if dst is None:
-                    send.ranks = sender.receivers(send.request, now)
+                    send.ranks = engine.sender.receivers(send.request, now)
                     if whole and send.ranks != (ANYBODY,):
                         self._check_whole(send, operation)
-                for rank in send.ranks:
-                    sender.admit(send.request, rank, send.start, len(send.ids), from_prompt=from_prompt)
-                self.check_alive(send.ranks, operation)
-                if len(send.ranks) > 1 and not from_prompt:
-                    sender.check_prefixes(send.request, send.ranks)
+                self._admit(send, operation, from_prompt=from_prompt)
             work._expect(sum(len(send.ranks) for send in sends))
             for send in sends:
-                source, prefixes = SourcePages(send.ids, ready, forced), dict[int, int]()
+                source, prefixes, count = SourcePages(send.ids, ready, forced), dict[int, int](), len(send.ids)
                 for rank in send.ranks:
-                    op = SendOp(
-                        send.request, rank, prefixes, send.layers, send.start, len(send.ids), work, source_pages=source
-                    )
+                    op = SendOp(send.request, rank, prefixes, send.layers, send.start, count, work, source)
                     if from_prompt:
                         op.from_prompt, op.prefixes = True, {}
                     op.whole = whole and rank == ANYBODY
-                    sender.submit(op, now)
+                    engine.sender.submit(op, now)
         self._wake()
         return work
 
+    def _admit(self, send: _Send, operation: str, *, from_prompt: bool) -> None:
+        """Raises unless all ops of ``send`` would be accepted now. Under the engine's lock."""
+        sender = self.engine.sender
+        for rank in send.ranks:
+            sender.admit(send.request, rank, send.start, len(send.ids), from_prompt=from_prompt)
+        self.check_alive(send.ranks, operation)
+        if len(send.ranks) > 1 and not from_prompt:
+            sender.check_prefixes(send.request, send.ranks)
+
     def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
         engine = self.engine
-        names, operation = self._names(request), f"send_state({request!r})"
+        names, operation = self._arguments.names(request), f"send_state({request!r})"
         held = frozenset(arguments.as_layers(layers, self.layout("send_state"), operation=operation))
-        groups = [group for group in self._with_state if held & self._groups[group].stateful]
+        groups = [group for group in self._arguments.with_state if held & self._groups[group].stateful]
         slots = self._slots(state_slot, operation, required=False)
         if missing := [group for group in groups if group not in slots]:
             raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
@@ -260,7 +250,7 @@ class GroupedVerbs(Verbs):
 
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         engine, sender = self.engine, self.engine.sender
-        names, operation = self._names(request), f"finish({request!r})"
+        names, operation = self._arguments.names(request), f"finish({request!r})"
         data = arguments.as_aux(aux, operation=operation)
         slots = self._slots(state_slot, operation, required=False)
         ranks = {group: self._plans(name).targets(dst, operation) for group, name in names.items()}
@@ -322,7 +312,7 @@ class GroupedVerbs(Verbs):
 
     def _granting_parts(self, request: str, dst: Peers | None, operation: str) -> dict[str, tuple[int, ...]]:
         """By part, the ranks of ``dst`` that will grant it; none if it is not known who will."""
-        ranks = {name: self._plans(name).targets(dst, operation) for name in self._names(request).values()}
+        ranks = {name: self._plans(name).targets(dst, operation) for name in self._arguments.names(request).values()}
         known = {name: some for name, some in ranks.items() if some or dst is None}
         if not known:
             raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
@@ -339,9 +329,13 @@ class GroupedVerbs(Verbs):
     def check_send(
         self, request: str, dst: Peers | None, pages: Pages, start: int, *, from_prompt: bool, slot: StateSlot
     ) -> tuple[Pages, tuple[int, ...], StateSlot]:
+        """For `pipeline`: raises what a verb that sends ``pages`` and state would raise now. Sends nothing.
+
+        Returns the page ids as they are now, the ranks that they go to, and the slots.
+        """
         operation = f"pipeline({request!r})"
-        names = self._names(request)
-        lists = self._lists(pages, operation, layers=self.layout("pipeline").layers)
+        names = self._arguments.names(request)
+        lists = self._arguments.lists(pages, operation, layers=self.layout("pipeline").layers)
         slots = self._slots(slot, operation, required=False)
         sends = [
             self._part(names[group], ids, self.layout("").layers, dst, start, operation) for group, ids in lists.items()
@@ -351,94 +345,20 @@ class GroupedVerbs(Verbs):
             self.check_open(operation)
             self.engine.catch_up()
             for send in sends:
-                ranks = send.ranks if dst is not None else self.engine.sender.receivers(send.request, self.clock())
-                for rank in ranks:
-                    self.engine.sender.admit(send.request, rank, send.start, len(send.ids), from_prompt=from_prompt)
-                self.check_alive(ranks, operation)
-                targets.update(dict.fromkeys(ranks))
+                if dst is None:
+                    send.ranks = self.engine.sender.receivers(send.request, self.clock())
+                self._admit(send, operation, from_prompt=from_prompt)
+                targets.update(dict.fromkeys(send.ranks))
         kept = {group: _copied(ids) for group, ids in lists.items()}
         return kept, tuple(targets), slots or None
 
     # ------------------------------------------------------------------ inside
 
     def part_names(self, request: str) -> tuple[str, ...]:
-        return tuple(self._names(request).values())
-
-    def _names(self, request: str) -> dict[str, str]:
-        """Layer group -> the name of its part. Raises ``ProtocolError`` for a name that parts cannot be named after."""
-        request = arguments.as_request(request)
-        if SEPARATOR in request:
-            raise ProtocolError(
-                f"request {request!r}: names must not contain {SEPARATOR!r}, which tells layer groups apart; name the "
-                "request as it was named in recv_pages or the first verb, without its layer group"
-            )
-        names = {group: part_name(request, group) for group in self._groups}
-        if (longest := max(len(name.encode()) for name in names.values())) > MAX_REQUEST_BYTES:
-            raise ProtocolError(
-                f"request name of {len(request.encode())} bytes in UTF-8: with a layer group {longest}, the limit is "
-                f"{MAX_REQUEST_BYTES}; use a shorter one"
-            )
-        return names
+        return tuple(self._arguments.names(request).values())
 
     def _plans(self, name: str) -> GroupMap:
         return self.engine.group_map.of(name)
-
-    def _lists(self, pages: Pages, operation: str, *, layers: Sequence[int] | None = None) -> dict[str, PageIds]:
-        """The page lists, by layer group. layers: those of a verb, whose groups are needed; None: all are.
-
-        Raises ``ProtocolError`` for groups that are missing or unknown.
-        """
-        if layers is None:
-            needed = self._paged
-        else:
-            needed = tuple(group for group in self._paged if self._groups[group].paged.intersection(layers))
-        if not isinstance(pages, Mapping):
-            if len(needed) > 1:
-                raise ProtocolError(
-                    f"{operation}: one page list for layer groups {', '.join(needed)}; give {{group: page ids}}, or "
-                    "send the layers of each group with a verb of its own"
-                )
-            return dict.fromkeys(needed, pages)
-        if unknown := [group for group in pages if group not in self._paged]:
-            raise ProtocolError(
-                f"{operation}: pages of {unknown[0]!r:.80}, which is no layer group with pages; this layout has "
-                f"{', '.join(self._paged) or 'none'}"
-            )
-        if missing := [group for group in needed if group not in pages]:
-            raise ProtocolError(
-                f"{operation}: no pages for layer group {missing[0]!r}; give the page list of each group"
-            )
-        lists = {group: pages[group] for group in needed}
-        lengths = {group: _length(ids) for group, ids in lists.items()}
-        if len(set(lengths.values())) > 1:
-            raise ProtocolError(
-                f"{operation}: page lists of unlike length: {lengths}; they name the same tokens: give -1 for absent "
-                "pages"
-            )
-        return lists
-
-    def _host_list(self, pages: PageIds, operation: str) -> tuple[Int64Array, int]:
-        """Page ids without the absent ones at the beginning, and how many those are."""
-        array = arguments.as_int64(pages, operation)
-        present = np.flatnonzero(array != ABSENT)
-        absent = int(present[0]) if len(present) else len(array)
-        if (array[absent:] == ABSENT).any():
-            raise PageOutOfRange(
-                f"{operation}: an absent page (-1) behind page {array[absent]}; only pages before every window, at the "
-                "beginning of the list, may be absent"
-            )
-        num_pages = self.engine.group_map.me.num_pages
-        return arguments.as_pages(array[absent:], num_pages=num_pages, operation=operation), absent
-
-    def _check_absent(self, group: str, num_pages: int, absent: int, operation: str) -> None:
-        """Raises ``PageOutOfRange`` if the beginning of a receiver's list must not be absent."""
-        layout = self._groups[group].layout
-        allowed = absent_allowed(num_pages, layout.page_size, self._groups[group].windows)
-        if absent > allowed:
-            raise PageOutOfRange(
-                f"{operation}: page {allowed} of layer group {group!r} is absent (-1), but a layer of it attends to "
-                f"it; only the first {allowed} of these {num_pages} pages lie before every window"
-            )
 
     def _part(
         self, name: str, pages: PageIds, layers: Sequence[int], dst: Peers | None, start: int, operation: str
@@ -453,7 +373,7 @@ class GroupedVerbs(Verbs):
             num_pages = self.engine.group_map.me.num_pages
             ids = arguments.as_send_pages(pages, num_pages=num_pages, gpu=gpu, operation=operation)
         else:
-            ids, absent = self._host_list(pages, operation)
+            ids, absent = self._arguments.host_list(pages, operation)
         if absent and (whole := next((layer for layer in own if group.layout.window(layer) is None), None)) is not None:
             raise PageOutOfRange(
                 f"{operation}: page {start} of layer group {group.name!r} is absent (-1), but layer {whole} has no "
@@ -461,31 +381,11 @@ class GroupedVerbs(Verbs):
             )
         return _Send(name, plans, plans.targets(dst, operation), own, ids, start + absent)
 
-    def _check_whole(self, send: _Send, operation: str) -> None:
-        for rank in send.ranks:
-            if not send.plans.page_for_page(rank):
-                raise LayoutMismatch(
-                    f"{operation}: use send_slice or send_pages: the pages of this rank and of rank {rank} differ in "
-                    "heads, page size or order, so whole pages cannot be sent"
-                )
-
     def _slots(self, state_slot: StateSlot, operation: str, *, required: bool) -> dict[str, int]:
-        """State slots by layer group. required: of every group that has state in layers of this rank."""
-        if state_slot is None:
-            given: dict[str, int] = {}
-        elif isinstance(state_slot, Mapping):
-            given = dict(state_slot)
-        elif len(self._with_state) == 1:
-            given = {self._with_state[0]: state_slot}
-        else:
-            known = ", ".join(self._with_state) or "none"
-            raise ProtocolError(
-                f"{operation}: state_slot={state_slot!r} for layer groups with state: {known}; give {{group: slot}}"
-            )
-        if unknown := [group for group in given if group not in self._with_state]:
-            raise ProtocolError(f"{operation}: state_slot of {unknown[0]!r:.80}, which is no layer group with state")
+        """Checked state slots by layer group. required: of every group that has state in layers of this rank."""
+        given = self._arguments.slots(state_slot, operation)
         found: dict[str, int] = {}
-        for group in self._with_state:
+        for group in self._arguments.with_state:
             slot = self.checked_slot(operation, given.get(group), self._groups[group].layout)
             if slot is not None and self._groups[group].stateful:
                 found[group] = slot
@@ -495,16 +395,13 @@ class GroupedVerbs(Verbs):
                 )
         return found
 
-
-def _group(name: str, layout: KVLayout) -> _Group:
-    paged = frozenset(layer for c in layout.components for layer in layout.component_layers(c.name))
-    stateful = frozenset(layer for s in layout.states for layer in layout.state_layers(s.name))
-    return _Group(name, layout, paged, stateful)
-
-
-def _length(pages: PageIds) -> int:
-    """How many pages a list names; what is no list is refused later."""
-    return len(pages) if hasattr(pages, "__len__") else 0
+    def _check_whole(self, send: _Send, operation: str) -> None:
+        for rank in send.ranks:
+            if not send.plans.page_for_page(rank):
+                raise LayoutMismatch(
+                    f"{operation}: use send_slice or send_pages: the pages of this rank and of rank {rank} differ in "
+                    "heads, page size or order, so whole pages cannot be sent"
+                )
 
 
 def _copied(pages: PageIds) -> PageIds:

@@ -15,7 +15,6 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
-import torch
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
@@ -500,30 +499,6 @@ class Verbs:
     def part_names(self, request: str) -> tuple[str, ...]:
         """The names under which the protocol knows a request: its own, or one for each layer group."""
         return (arguments.as_request(request),)
-
-    def check_send(
-        self, request: str, dst: Peers | None, pages: Pages, start: int, *, from_prompt: bool, slot: StateSlot
-    ) -> tuple[Pages, tuple[int, ...], StateSlot]:
-        """For `pipeline`: raises what a verb that sends ``pages`` and state would raise now. Sends nothing.
-
-        Returns the page ids as they are now, the ranks that they go to, and the slot.
-        """
-        engine, operation = self.engine, f"pipeline({request!r})"
-        if not (engine.gpu is not None and isinstance(pages, torch.Tensor) and pages.is_cuda):
-            pages = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
-        slot = None if slot is None else self.checked_slot(operation, slot, self.layout("pipeline"))
-        targets = engine.group_map.targets(dst, operation)
-        with engine.lock:
-            self.check_open(operation)
-            if dst is None:
-                engine.catch_up()
-                targets = engine.sender.receivers(request, self.clock())
-            for rank in targets:
-                engine.sender.admit(request, rank, start, len(pages), from_prompt=from_prompt)
-                if slot is not None:
-                    engine.sender.admit(request, rank, 0, 1, state=True)
-            self.check_alive(targets, operation)
-        return pages, targets, slot
 
     def layout(self, verb: str) -> KVLayout:
         """This rank's layout. Raises ``ProtocolError`` if it registered no cache."""

@@ -27,6 +27,7 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import Origin, Pages, Peers, StateSlot
+from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
 from torchkv.pipelining.group_size import Adaptive, Policy
@@ -360,7 +361,23 @@ def _checked(
     from_prompt = arguments.as_origin(origin, operation=operation)
     dst = tuple(dst) if isinstance(dst, list) else dst
     # A copy of the page ids: all groups of layers get the same, even if the caller changes its own.
-    pages, targets, slot = verbs.check_send(request, dst, pages, start, from_prompt=from_prompt, slot=state_slot)
+    if isinstance(verbs, GroupedVerbs):
+        kept, targets, slots = verbs.check_send(request, dst, pages, start, from_prompt=from_prompt, slot=state_slot)
+        return _Sending(kv, verbs, request, kept, dst, start, origin, slots, targets, layout)
+    if not (engine.gpu is not None and isinstance(pages, torch.Tensor) and pages.is_cuda):
+        pages = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
+    slot = None if state_slot is None else verbs.checked_slot(operation, state_slot, layout)
+    targets = engine.group_map.targets(dst, operation)
+    with engine.lock:
+        verbs.check_open(operation)
+        if dst is None:
+            engine.catch_up()
+            targets = engine.sender.receivers(request, verbs.clock())
+        for rank in targets:
+            engine.sender.admit(request, rank, start, len(pages), from_prompt=from_prompt)
+            if slot is not None:
+                engine.sender.admit(request, rank, 0, 1, state=True)
+        verbs.check_alive(targets, operation)
     return _Sending(kv, verbs, request, pages, dst, start, origin, slot, targets, layout)
 
 

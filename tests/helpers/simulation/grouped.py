@@ -15,6 +15,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank, random_faults
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
 from torchkv.layout.layer_groups import absent_allowed
+from torchkv.layout.layout import KVLayout
 from torchkv.options import Options
 from torchkv.protocol.receive_request import ReceiverRequest
 
@@ -221,7 +222,7 @@ class GroupScenario:
         self.sent[request.name][rank.rank] = lists
         dst = None if request.anybody else "d"
         start, origin = (held, "prompt") if request.from_prompt else (0, "prefix")
-        more = {"origin": origin}
+        more: dict[str, Any] = {"origin": origin}
         try:
             chunks = [(0, request.count)]
             if dice.random() < 0.5 and request.count > 1:
@@ -229,18 +230,21 @@ class GroupScenario:
                 chunks = [(0, cut), (cut, request.count)]
             for first, last in chunks:
                 part = {group: ids[first:last] for group, ids in lists.items()}
-                for layers in dice.choice([[None], [[layer] for layer in layout.layers]]):
-                    verb = dice.choice([rank.send_pages, None])
-                    if verb is None:
+                for layers in self._layers(layout):
+                    if dice.random() < 0.5:
                         work = rank.send_slice(request.name, layers, part, dst, start=start + first, **more)
                     else:
-                        work = verb(request.name, part, dst, layers=layers, start=start + first, **more)
+                        work = rank.send_pages(request.name, part, dst, layers=layers, start=start + first, **more)
                     self.works.append((rank, f"send {request.name}", work))
             self.works.append((rank, f"finish {request.name}", rank.finish(request.name, dst, aux=request.aux)))
         except KVError as error:
             if self.benign:
                 self.problems.append(f"{request.name} on rank {rank.rank}: {error}")
             self._cancel(rank, request.name)
+
+    def _layers(self, layout: KVLayout) -> list[list[int] | None]:
+        """Those of each verb: all at once, or one after the other."""
+        return [None] if self.dice.random() < 0.5 else [[layer] for layer in layout.layers]
 
     def _cancel(self, rank: Rank, name: str) -> None:
         if rank.running:
