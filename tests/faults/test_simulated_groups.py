@@ -8,9 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from tests.helpers.layer_groups import check_received, hybrid, shared_cache, views
+from tests.helpers.simulation.cluster import Cluster, Place
 from tests.helpers.simulation.grouped import GroupScenario
+from torchkv.cache import KVCache
+from torchkv.errors import PageOutOfRange
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol import send_request
 from torchkv.protocol.actions import BoundGrant
@@ -64,6 +69,38 @@ def test_the_runs_are_worth_their_time() -> None:
     assert sum(any(part.absent_tokens for part in received.parts) for received in succeeded) > len(succeeded) / 4
     pools = {len({received.rank.cache.pools[g, False] for g in ("full", "near", "far")}) for received in succeeded}
     assert pools == {1, 3}
+
+
+def overlapping(cluster: Cluster) -> list[str]:
+    """Rank 1 receives two groups of which one page each has one id. What is wrong then."""
+    writer, reader = cluster.ranks
+    for rank in cluster.ranks:
+        for array in views(rank.cache).values():
+            array[...] = np.random.default_rng().integers(0, 256, array.shape, dtype=np.uint8)
+    before = {key: array.copy() for key, array in views(reader.cache).items()}
+    lists = {"full": [1, 2], "near": [2, 3], "far": [4, 5]}
+    sent = {"full": [1, 2], "near": [3, 4], "far": [5, 6]}
+    rx = reader.recv_pages("r", lists, "p")
+    writer.send_pages("r", sent, "d")
+    writer.finish("r", "d")
+    assert cluster.run(rx.is_completed, limit=20.0)
+    assert rx.exception() is None
+    return check_received(reader.cache, before, lists, {0: (writer.cache.layout, views(writer.cache), sent)})
+
+
+def pair(make: Callable[..., KVCache]) -> Cluster:
+    return Cluster([Place("p", hybrid(), 16, 0, make), Place("d", hybrid(), 16, 0, make)])
+
+
+def test_one_page_for_two_groups_of_one_memory_is_refused_and_would_be_corrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(PageOutOfRange, match=r"page 2 is named twice.*share their memory"):
+        overlapping(pair(shared_cache))
+    assert overlapping(pair(lambda layout, pages, _: KVCache.empty(layout, pages, "cpu"))) == []  # memory of their own
+    spaces = [(group, slots) for group in hybrid().groups for slots in (False, True)]
+    monkeypatch.setattr(KVCache, "_pool", lambda _cache: {space: number for number, space in enumerate(spaces)})
+    assert any("wrong bytes" in problem for problem in overlapping(pair(shared_cache)))
 
 
 # -- negative controls ------------------------------------------------------------------------------------------------
