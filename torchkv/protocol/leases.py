@@ -23,7 +23,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.errors import PageOutOfRange
 from torchkv.host.jit import at_register, compiled_with_gil
-from torchkv.layout.layer_groups import UNGROUPED, Pools
+from torchkv.layout.layer_groups import PAGES, UNGROUPED, Pools
 from torchkv.protocol.receive_request import ReceiverRequest
 
 __all__ = ["Leases", "OtherLeases", "Wanted", "warm_up"]
@@ -108,7 +108,7 @@ class Leases:
 
         By this group, or by another one over the same memory. operation: the call, to begin the error message with.
         """
-        pool = self.pools[group, False]
+        pool = PAGES if group is None else self.pools[group, False]  # the common case costs no look-up
         if not _are_free(pages, self._marks[pool]):
             self._complain(pages, pool, operation)
         if slot is not None:
@@ -167,7 +167,8 @@ class Leases:
             self._set(req, 0)
 
     def _set(self, req: ReceiverRequest, generation: int) -> None:
-        _mark(req.pages, self._marks[self.pools[req.group, False]], generation)
+        pool = PAGES if req.group is None else self.pools[req.group, False]
+        _mark(req.pages, self._marks[pool], generation)
         if req.state_slot is not None:
             self._marks[self.pools[req.group, True]][req.state_slot] = generation
 

@@ -306,7 +306,9 @@ class Receiver:
 
     def layer_done(self, req: ReceiverRequest, layer: int) -> bool:
         """Whether every byte of ``layer`` (a global id) is here, of all parts. Raises the request's error."""
-        return all(self._layer_done(part, layer) for part in req.parts or (req,))
+        if not req.parts:
+            return self._layer_done(req, layer)
+        return all(self._layer_done(part, layer) for part in req.parts)
 
     def _layer_done(self, req: ReceiverRequest, layer: int) -> bool:
         if req.flow is not None:
@@ -666,7 +668,8 @@ class Receiver:
         if not decided:
             self._tell_leader(Outcome(req.request, req.generation, kind, text))
         self._end_if_quiescent(req)
-        self._fail_parts(req)
+        if req.parts:
+            self._fail_parts(req)
 
     def _fail_parts(self, failed: ReceiverRequest) -> None:
         """One part of a request of several layer groups has failed: so do all others."""
@@ -689,8 +692,10 @@ class Receiver:
     def _end(self, req: ReceiverRequest) -> None:
         assert req.flow is None
         req.ended = True
-        if req.all_ended:  # also the parts that ended before, whose pages are the same caller's
-            for part in req.parts or (req,):
+        if not req.parts:
+            self.leases.free(req)
+        elif req.all_ended:  # also the parts that ended before, whose pages are the same caller's
+            for part in req.parts:
                 self.leases.free(part)
         if req.reserved is not None and self.flows is not None:
             self.flows.free_receive(req.reserved)
