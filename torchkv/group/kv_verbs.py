@@ -199,7 +199,7 @@ class KVVerbs:
     ) -> KVWork:
         """Sends all states of one layer, as soon as they are final. A layer without state moves no bytes.
 
-        layer: a global layer id. state_slot: the slot of this rank's cache to read, or ``{group: slot}`` if several layer
+        layer: a global layer id. state_slot: the slot of this rank's cache to read; ``{group: slot}`` if several layer
         groups have state. Otherwise as `send_pages`.
         `finish` sends the states that were not sent like this, if it is given the slot.
         """
@@ -209,8 +209,8 @@ class KVVerbs:
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         """Seals the request: this rank sends nothing more. The work succeeds when every receiver has succeeded.
 
-        aux: at most 64 KiB for the receiver's ``work.aux``. state_slot: the slot, or ``{group: slot}``, whose states are
-        sent now, of all layers that `send_state` has not sent; it is read behind the current CUDA stream.
+        aux: at most 64 KiB for the receiver's ``work.aux``. state_slot: the slot whose states are sent now, of all
+        layers that `send_state` has not sent, or ``{group: slot}``; it is read behind the current CUDA stream.
 
         Raises ``ProtocolError``, naming the first layer and page, or state, that was not sent although the receiver
         awaits it; the request then stays open.
