@@ -14,8 +14,9 @@ from torchkv.cuda import ipc
 from torchkv.errors import LayoutMismatch, TransportUnavailable
 from torchkv.host import shared_memory
 from torchkv.layout.component import integer
+from torchkv.layout.layer_groups import Space
 from torchkv.layout.layout import KVLayout
-from torchkv.layout.page_ranges import PageRange, shared_pages
+from torchkv.layout.page_ranges import PageRange, page_for_page, shared_pages
 
 __all__ = ["KVCache", "Placement"]
 
@@ -57,7 +58,8 @@ class KVCache:
     ``[num_slots, *layout.state_shape(name)]`` of a state, or None.
 
     storages: one uint8 tensor over each distinct storage. placements: (component or state, global layer id) ->
-    `Placement`.
+    `Placement`. pools: (layer group, or None; whether its state slots are meant) -> a number that is the same for those
+    whose pages or slots of one id share bytes, see `torchkv.protocol.leases`.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class KVCache:
         self.storages: list[torch.Tensor] = []
         self.placements: dict[tuple[str, int], Placement] = {}
         self._place()
-        self._check_apart()
+        self.pools: dict[Space, int] = self._pool()
 
     @classmethod
     def empty(
@@ -230,28 +232,53 @@ class KVCache:
                     num_pages=int(tensor.shape[0]),
                 )
 
-    def _check_apart(self) -> None:
-        """Raises ``LayoutMismatch`` if pages of two layers share bytes: a page of one would overwrite that of another.
-
-        Layers may share all pages, id by id, as those of models do that compute keys and values once for several.
-        """
-        ranges: list[tuple[PageRange, str]] = []
+    def _ranges(self) -> list[tuple[PageRange, str, Space]]:
+        """The pages, or slots, of each component or state and layer: where, what in words, and what numbers them."""
+        layout = self.layout
+        spaces: dict[str, Space] = {c.name: (c.group, False) for c in layout.components}
+        spaces |= {s.name: (s.group, True) for s in layout.states}
+        ranges: list[tuple[PageRange, str, Space]] = []
         for name, tensors in (*self._tensors.items(), *self._states.items()):
-            for layer, tensor in zip(self.layout.layers, tensors, strict=True):
+            for layer, tensor in zip(layout.layers, tensors, strict=True):
                 if tensor is not None:
                     size = tensor.element_size()
                     shape = tensor.data_ptr(), tensor.stride(0) * size, tensor[0].numel() * size, len(tensor)
-                    ranges.append((PageRange(*shape), f"{name!r} of layer {layer}"))
-        ranges.sort()
-        for i, (one, here) in enumerate(ranges):
-            for other, there in ranges[i + 1 :]:
+                    ranges.append((PageRange(*shape), f"{name!r} of layer {layer}", spaces[name]))
+        return ranges
+
+    def _pool(self) -> dict[Space, int]:
+        """Which layer groups share their memory, page for page: those have one pool.
+
+        Raises ``LayoutMismatch`` if pages of two layers share bytes otherwise: a page of one would overwrite that of
+        another. Layers may share all pages, id by id, as those of models do that compute keys and values once for
+        several; so may layer groups, as of engines that take the pages of all groups from one block of memory.
+        """
+        spaces: list[Space] = [(g, slots) for g in self.layout.groups or (None,) for slots in (False, True)]
+        pools = {space: pool for pool, space in enumerate(spaces)}
+        ranges = sorted(self._ranges(), key=lambda each: each[0])
+        for i, (one, here, mine) in enumerate(ranges):
+            for other, there, their in ranges[i + 1 :]:
                 if other.start >= one.end:
                     break
-                if other != one and (found := shared_pages(one, other)) is not None:
+                grouped = mine != their and mine[0] is not None
+                if (other == one and not grouped) or (found := shared_pages(one, other)) is None:
+                    continue
+                if not grouped or not page_for_page(one, other):
                     raise LayoutMismatch(
                         f"page {found[0]} of {here} and page {found[1]} of {there} share bytes; give each layer memory "
                         "of its own, or layers that share their pages the same tensor"
                     )
+                kept, gone = sorted((pools[mine], pools[their]))
+                pools = {space: kept if pool == gone else pool for space, pool in pools.items()}
+        numbers = {pool: number for number, pool in enumerate(sorted(set(pools.values())))}
+        return {space: numbers[pool] for space, pool in pools.items()}
+
+    def pool_ranges(self) -> dict[int, list[PageRange]]:
+        """Where the pages and slots of each pool lie."""
+        ranges: dict[int, list[PageRange]] = {pool: [] for pool in self.pools.values()}
+        for where, _, space in self._ranges():
+            ranges[self.pools[space]].append(where)
+        return ranges
 
 
 def as_device(device: str | torch.device) -> torch.device:

@@ -25,6 +25,7 @@ from torchkv.engine.scheduler import TransferScheduler
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
+from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.sender import Sender
@@ -77,7 +78,7 @@ def sent_pages(rank: Rank, name: str) -> list[int]:
 
 
 def leased_pages(rank: Rank) -> list[int]:
-    return [int(page) for page in np.flatnonzero(rank.engine.receiver.leases._pages)]
+    return [int(page) for page in np.flatnonzero(rank.engine.receiver.leases.marks(PAGES))]
 
 
 class Requests:

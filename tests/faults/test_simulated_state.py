@@ -16,6 +16,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, PageOutOfRange, TransferCancelled, TransferTimeout
+from torchkv.layout.layer_groups import SLOTS
 from torchkv.layout.layout import KVLayout, State
 from torchkv.protocol.actions import BoundGrant
 from torchkv.protocol.receive_request import ReceiverRequest, Writer
@@ -189,7 +190,7 @@ def _slot_is_free_at_failure(patch: Patch) -> None:
     def fail_and_free(self: Receiver, req: ReceiverRequest, error: KVError, **how: Any) -> None:
         fail(self, req, error, **how)
         if not req.ended and req.state_slot is not None:
-            self.leases._slots.pop(req.state_slot, None)
+            self.leases.marks(SLOTS)[req.state_slot] = 0
             req.state_slot = None
 
     patch.setattr(Receiver, "_fail", fail_and_free)

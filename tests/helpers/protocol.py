@@ -10,6 +10,7 @@ from tests.helpers.references.page_transfer import gqa
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap, RankInfo
+from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import Halt, SendOp, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
@@ -73,9 +74,10 @@ def sender(view: GroupMap | None = None) -> Sender:
     return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, requester=StagingRequester())
 
 
-def receiver(view: GroupMap | None = None, *, signals: int = 0, ring: int = RING) -> Receiver:
+def receiver(view: GroupMap | None = None, *, signals: int = 0, ring: int = RING, pools: Pools = UNGROUPED) -> Receiver:
     credits = StagingCredits(StagingRing(ring), timeout=TIMEOUT, signals=signals)
-    return Receiver(view or pair(1), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, credits=credits)
+    limits = {"timeout": TIMEOUT, "grant_timeout": GRANT_TIMEOUT}
+    return Receiver(view or pair(1), **limits, credits=credits, pools=pools)
 
 
 def grant(

@@ -66,7 +66,7 @@ VERBS: dict[str, Expected] = {
     "withdraw": ([("request", EMPTY)], []),
     "cancel": ([("request", EMPTY)], [("decline", False)]),
     "explain": ([("peer", EMPTY)], []),
-    "quarantined": ([], [("slots", False)]),
+    "quarantined": ([], [("slots", False), ("layer_group", None)]),
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
@@ -192,16 +192,24 @@ def test_options_have_the_contract_s_fields_and_defaults(monkeypatch: pytest.Mon
 def test_layouts_take_the_contract_s_parameters() -> None:
     shared = ["order", "tp_rank", "tp_size", "layers", "states", "windows"]
     assert set(inspect.signature(KVLayout.gqa).parameters) == {
-        *("num_layers", "num_kv_heads", "head_dim", "page_size", "dtype", "v_head_dim"),
+        *("num_layers", "num_kv_heads", "head_dim", "page_size", "dtype", "v_head_dim", "groups"),
         *shared,
     }
     assert set(inspect.signature(KVLayout.mla).parameters) == {
-        *("num_layers", "latent_dim", "rope_dim", "page_size", "dtype"),
+        *("num_layers", "latent_dim", "rope_dim", "page_size", "dtype", "groups"),
         *shared,
     }
     assert set(inspect.signature(KVLayout).parameters) == {"components", "num_layers", "page_size", *shared}
-    assert list(inspect.signature(Component).parameters) == ["name", "heads", "dim", "dtype", "sharded", "layers"]
-    state = ["name", "shape", "dtype", "shard_dim", "shard_groups", "layers"]
+    assert list(inspect.signature(Component).parameters) == [
+        "name",
+        "heads",
+        "dim",
+        "dtype",
+        "sharded",
+        "layers",
+        "group",
+    ]
+    state = ["name", "shape", "dtype", "shard_dim", "shard_groups", "layers", "group"]
     assert list(inspect.signature(State).parameters) == state
     layout = KVLayout.gqa(num_layers=2, num_kv_heads=8, head_dim=4, page_size=16, dtype=torch.float16, tp_size=2)
     assert layout.heads == range(4)

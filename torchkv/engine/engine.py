@@ -30,6 +30,7 @@ from torchkv.engine.weak_callback import weakly
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap, RankInfo
+from torchkv.layout.layer_groups import UNGROUPED
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Split, Start, Tell
@@ -123,7 +124,8 @@ class Engine:
         self._requester = StagingRequester()
         timeouts = {"timeout": options.timeout, "grant_timeout": options.grant_timeout}
         self.sender = Sender(group_map, **timeouts, requester=self._requester)
-        self.receiver = Receiver(group_map, **timeouts, credits=self.credits)
+        pools = UNGROUPED if memory.pages is None else memory.pages.pools
+        self.receiver = Receiver(group_map, **timeouts, credits=self.credits, pools=pools)
         self._leader = InstanceLeader(group_map, grant_timeout=options.grant_timeout)
         self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
         self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
@@ -358,12 +360,13 @@ class Engine:
 
     def _likely_plans(self, writer: int, siblings: tuple[int, ...], reader: int) -> Iterator[PairPlan]:
         """Plans of requests written by the whole instance, and by ``writer`` alone if it holds all that is needed."""
-        group_map = self.group_map
-        choices = [group_map.contributing(siblings, reader)]
-        if choices[0] != (writer,) and group_map.gap((writer,), reader) is None:
-            choices.append((writer,))
-        for writers in choices:
-            yield from group_map.plan(writer, writers, reader).parts
+        for group_map in self.group_map.parts.values() or (self.group_map,):
+            choices = [group_map.contributing(siblings, reader)]
+            if choices[0] != (writer,) and group_map.gap((writer,), reader) is None:
+                choices.append((writer,))
+            for writers in choices:
+                if writer in writers:  # else it has nothing of this layer group for the reader
+                    yield from group_map.plan(writer, writers, reader).parts
 
     def staging_use(self, rank: int) -> dict[str, int]:
         """Bytes of staging memory by use; see `Explanation.staging`. Driver's thread only."""

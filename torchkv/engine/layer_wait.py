@@ -57,7 +57,7 @@ class LayerWait:
                     raise TransferTimeout(
                         f"request {request!r}: layer {self._layer} is not complete after {limit:g} s; the request "
                         f"goes on",
-                        pages_safe=lambda: self._req.ended,
+                        pages_safe=lambda: self._req.all_ended,
                     )
 
     def release_stream(self, stream_wait: HostReleasedWait) -> None:

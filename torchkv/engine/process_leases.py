@@ -27,7 +27,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -48,7 +48,6 @@ __all__ = ["PROCESS", "GroupLeases", "ProcessLeases"]
 log = logging.getLogger(__name__)
 
 NAMED_PAGES = 16  # how many pages a warning names
-KINDS = (False, True)  # pages, slots
 BLIND = "it cannot see when those have ended"
 
 
@@ -132,7 +131,7 @@ class GroupLeases:
         self.destroyed = False
         self._rank = rank
         self._device = cache.device
-        self._ranges = _page_ranges(cache)
+        self._ranges = cache.pool_ranges()
         self._storages = list(cache.storages)
         self._ring = ring
         self._ring_memory: torch.Tensor | None = None  # of a ring that was left behind
@@ -142,8 +141,8 @@ class GroupLeases:
         self._processes = processes
         self._unseen: Collection[int] = ()  # ranks of which not even their end proves anything
         self._process = process
-        # Other group -> (our slots or pages, theirs) -> how they lie to each other, for `pages_met`.
-        self._met: weakref.WeakKeyDictionary[GroupLeases, dict[tuple[bool, bool], Int64Array]] = (
+        # Other group -> (our pool, theirs) -> how the places of both lie to each other, for `pages_met`.
+        self._met: weakref.WeakKeyDictionary[GroupLeases, dict[tuple[int, int], Int64Array]] = (
             weakref.WeakKeyDictionary()
         )
         process.join(self)
@@ -155,7 +154,7 @@ class GroupLeases:
         if self._device != other._device:
             return False
         met = _meetings(self._ranges, other._ranges)
-        if not any(len(rows) for rows in met.values()):
+        if not met:
             return False
         self._met[other], other._met[self] = met, _meetings(other._ranges, self._ranges)
         return True
@@ -168,42 +167,42 @@ class GroupLeases:
 
     # ------------------------------------------------------------------ what others lease: `OtherLeases`
 
-    def check(self, pages: Int64Array, slot: int | None, operation: str) -> None:
-        """Raises ``PageOutOfRange`` for a page or slot that shares bytes with what another group leases."""
+    def check(self, places: Int64Array, pool: int, operation: str) -> None:
+        """Raises ``PageOutOfRange`` for a place of ``pool`` that shares bytes with what another group leases."""
         with self._process.lock:
-            hit = self._hit(pages, slot)
+            hit = self._hit(places, pool)
             if hit is not None and hit.group.destroyed:
                 self._process.look()
-                hit = self._hit(pages, slot)
+                hit = self._hit(places, pool)
             if hit is not None:
                 raise PageOutOfRange(f"{operation}: {hit.what} {hit.group.held_by(hit)}")
 
-    def quarantined(self, *, slots: bool) -> list[int]:
-        """This group's pages, or ``slots``, that share bytes with what another group has in quarantine."""
-        leases = self._receiver.leases
-        mine = np.arange(len(leases.marks(slots=slots, failed=False)), dtype=np.int64)
+    def quarantined(self, pool: int) -> list[int]:
+        """The places of ``pool`` that share bytes with what another group has in quarantine."""
+        mine = np.arange(len(self._receiver.leases.marks(pool)), dtype=np.int64)
         found = np.zeros(len(mine), dtype=np.bool_)
         with self._process.lock:
             self._process.look()
             for other, met in list(self._met.items()):
-                for theirs in KINDS:
-                    if len(rows := met[slots, theirs]):
-                        marks = other._receiver.leases.marks(slots=theirs, failed=True)
+                for (ours, theirs), rows in met.items():
+                    if ours == pool:
+                        marks = other._receiver.leases.marks(theirs, failed=True)
                         found |= pages_met(mine, rows, marks) >= 0
         return [int(place) for place in np.flatnonzero(found)]
 
-    def _hit(self, pages: Int64Array, slot: int | None) -> _Hit | None:
-        asked = [(False, pages)] if slot is None else [(False, pages), (True, np.array([slot], dtype=np.int64))]
+    def _hit(self, places: Int64Array, pool: int) -> _Hit | None:
+        mine = self._receiver.leases.is_of_slots(pool)
         for other, met in list(self._met.items()):
-            for mine, ids in asked:
-                for theirs in KINDS:
-                    if not len(rows := met[mine, theirs]):
-                        continue
-                    marks = other._receiver.leases.marks(slots=theirs, failed=False)
-                    place = pages_met(ids, rows, marks)
-                    if len(found := np.flatnonzero(place >= 0)):
-                        page, their = int(ids[found[0]]), int(place[found[0]])
-                        return _Hit(other, _name(page, mine), _name(their, theirs), int(marks[their]), theirs)
+            leases = other._receiver.leases
+            for (ours, theirs), rows in met.items():
+                if ours != pool:
+                    continue
+                marks = leases.marks(theirs)
+                met_places = pages_met(places, rows, marks)
+                if len(found := np.flatnonzero(met_places >= 0)):
+                    place, their = int(places[found[0]]), int(met_places[found[0]])
+                    slots = leases.is_of_slots(theirs)
+                    return _Hit(other, _name(place, mine), _name(their, slots), int(marks[their]), slots)
         return None
 
     def held_by(self, hit: _Hit) -> str:
@@ -266,7 +265,7 @@ class GroupLeases:
     def _left_behind(self) -> str:
         """What was left behind, for a warning."""
         leases = self._receiver.leases
-        pages, slots = list(leases.quarantined()), list(leases.quarantined_slots())
+        pages, slots = list(leases.quarantined()), list(leases.quarantined(slots=True))
         what = [f"{name} {_shortened(ids)}" for name, ids in (("pages", pages), ("state slots", slots)) if ids]
         nbytes = sum(storage.nbytes for storage in self._storages)
         if self._ring_memory is not None:
@@ -288,22 +287,11 @@ class GroupLeases:
 
 
 def _meetings(
-    ours: Mapping[bool, list[PageRange]], theirs: Mapping[bool, list[PageRange]]
-) -> dict[tuple[bool, bool], Int64Array]:
-    return {(mine, their): meetings(ours[mine], theirs[their]) for mine in KINDS for their in KINDS}
-
-
-def _page_ranges(cache: KVCache) -> dict[bool, list[PageRange]]:
-    """The pages of all components and layers of ``cache``, and, by True, the slots of its states."""
-    layout = cache.layout
-    nbytes = {component.name: layout.page_nbytes(component.name) for component in layout.components}
-    states = {state.name: layout.state_nbytes(state.name) for state in layout.states}
-    ranges: dict[bool, list[PageRange]] = {False: [], True: []}
-    for (name, _), place in cache.placements.items():
-        start = cache.storages[place.storage].data_ptr() + place.offset
-        size = states[name] if name in states else nbytes[name]
-        ranges[name in states].append(PageRange(start, place.page_stride, size, place.num_pages))
-    return ranges
+    ours: Mapping[int, Sequence[PageRange]], theirs: Mapping[int, Sequence[PageRange]]
+) -> dict[tuple[int, int], Int64Array]:
+    """By our pool and theirs; without those of which no places share bytes."""
+    found = {(mine, their): meetings(ours[mine], theirs[their]) for mine in ours for their in theirs}
+    return {pools: rows for pools, rows in found.items() if len(rows)}
 
 
 def _name(place: int, slot: bool) -> str:

@@ -399,6 +399,7 @@ class Registration:
             placements=self.cache.placements,
             storage_ptrs=[storage.data_ptr() for storage in self.cache.storages],
             regions=[region.index for region in self._regions],
+            pools=self.cache.pools,
         )
 
     def _connect(self, rank: int) -> PeerConnection:

@@ -72,6 +72,7 @@ class KVWork(dist.Work):
     # Defaults are class attributes: to set them in __init__ would cost the caller of a verb a microsecond.
     bytes: int = 0
     aux: builtins.bytes = b""
+    _aux: builtins.bytes = b""  # of a part that has settled
     _parts = 0  # parts that have not settled: a send has one part per destination
     _reading = 0  # parts that still read the source pages
     _layer: Callable[[int], LayerWait] | None = None  # of recv_pages: the wait for a global layer id
@@ -297,8 +298,10 @@ class KVWork(dist.Work):
         assert self._parts > 0
         self._error = self._error or error
         self._parts -= 1
+        if aux:
+            self._aux = aux
         if self._parts == 0:
-            self.aux = aux
+            self.aux = self._aux
             self._complete()
         return self._is_done
 

@@ -5,7 +5,7 @@ operation: the verb and request as error messages name them, such as ``send_page
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Layers",
     "Origin",
+    "PageIds",
     "Pages",
     "Peers",
+    "StateSlot",
     "as_aux",
     "as_count",
     "as_event",
+    "as_int64",
     "as_layers",
     "as_origin",
     "as_pages",
@@ -39,7 +42,9 @@ __all__ = [
     "check_one_layer",
 ]
 
-Pages = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # page ids, [n]
+PageIds = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # [n]
+Pages = PageIds | Mapping[str, PageIds]  # by layer group, if the layout has any
+StateSlot = int | Mapping[str, int] | None  # by layer group, if several have state
 Layers = int | Sequence[int] | None  # global layer ids; None: all of this rank
 Peers = int | str | Sequence[int]  # a group rank, an instance name, or group ranks
 Origin = Literal["prefix", "prompt"]  # where a sender's pages are counted from
@@ -69,7 +74,7 @@ def as_pages(pages: Pages, *, num_pages: int, operation: str) -> Int64Array:
     if type(pages) is torch.Tensor and pages.dtype is torch.int64 and pages.is_cpu and pages.layout is torch.strided:
         pages = pages.numpy()
     plain = type(pages) is np.ndarray and pages.dtype is _INT64 and pages.ndim == 1 and pages.flags.carray
-    array: Int64Array = pages if plain else _as_int64(pages, operation)  # type: ignore[assignment]  # just checked
+    array: Int64Array = pages if plain else as_int64(pages, operation)  # type: ignore[assignment]  # just checked
     if len(array) > MAX_PAGES:
         raise ProtocolError(f"{operation}: {len(array)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
     ids: Int64Array = np.empty(len(array), dtype=_INT64)
@@ -100,7 +105,7 @@ def as_send_pages(pages: Pages, *, num_pages: int, gpu: GpuContext, operation: s
     return DevicePages(ids, gpu.record_gate())
 
 
-def _as_int64(pages: Pages, operation: str) -> Int64Array:
+def as_int64(pages: Pages, operation: str) -> Int64Array:
     """Page ids of any accepted type as an int64 array [n]."""
     if isinstance(pages, torch.Tensor):
         if pages.device.type not in ("cpu", "cuda"):
@@ -114,6 +119,11 @@ def _as_int64(pages: Pages, operation: str) -> Int64Array:
         array: npt.NDArray[np.generic] = (pages if pages.numel() else pages.to(torch.int64)).numpy()
     elif isinstance(pages, np.ndarray):
         array = pages
+    elif isinstance(pages, Mapping):
+        raise ProtocolError(
+            f"{operation}: pages is a mapping, where one page list is meant: of a layout without layer groups, or of "
+            "one of them; give a sequence, numpy array or tensor of ints"
+        )
     elif isinstance(pages, str | bytes) or not isinstance(pages, Sequence):
         raise ProtocolError(
             f"{operation}: pages is a {type(pages).__name__}; give a sequence, numpy array or tensor of ints"
@@ -163,7 +173,7 @@ def check_one_layer(verb: str, request: str, layer: object) -> None:
         raise ProtocolError(f"{verb}({request!r}): layer={layer!r} must be one global layer id")
 
 
-def as_count(value: int, *, operation: str, name: str) -> int:
+def as_count(value: object, *, operation: str, name: str) -> int:
     """An int in [0, 2**40). Raises ``ProtocolError`` with the argument's ``name``."""
     if type(value) is int and 0 <= value < 1 << 40:
         return value

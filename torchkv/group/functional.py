@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
-from torchkv.group.arguments import Layers, Origin, Pages, Peers
+from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation
 from torchkv.group.kv_verbs import KVVerbs, current
 from torchkv.group.process_group import current_group
@@ -46,7 +46,7 @@ def recv_pages(
     src: Peers,
     *,
     prefix_tokens: int = 0,
-    state_slot: int | None = None,
+    state_slot: StateSlot = None,
     timeout: float | timedelta | None = None,
     group: Group = None,
 ) -> KVWork:
@@ -117,14 +117,14 @@ def send_pages(
 
 
 def send_state(
-    request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None, group: Group = None
+    request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None, group: Group = None
 ) -> KVWork:
     """`KVVerbs.send_state` on ``group``, or on the default group."""
     return current(group).send_state(request, layer, state_slot, dst, event=event)
 
 
 def finish(
-    request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: int | None = None, group: Group = None
+    request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None, group: Group = None
 ) -> KVWork:
     """`KVVerbs.finish` on ``group``, or on the default group."""
     return current(group).finish(request, dst, aux=aux, state_slot=state_slot)
@@ -155,9 +155,11 @@ def cancel(request: str, *, decline: bool = False, group: Group = None) -> KVWor
     return current(group).cancel(request, decline=decline)
 
 
-def quarantined(*, slots: bool = False, group: Group = None) -> dict[int, tuple[int, ...]]:
+def quarantined(
+    *, slots: bool = False, layer_group: str | None = None, group: Group = None
+) -> dict[int, tuple[int, ...]]:
     """`KVVerbs.quarantined` on ``group``, or on the default group."""
-    return current(group).quarantined(slots=slots)
+    return current(group).quarantined(slots=slots, layer_group=layer_group)
 
 
 def explain(peer: int, *, group: Group = None) -> Explanation:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from torchkv.engine.work import KVWork
 from torchkv.errors import ProtocolError
-from torchkv.group.arguments import Layers, Origin, Pages, Peers
+from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation, explain
+from torchkv.group.layer_groups import make_verbs
 from torchkv.group.verbs import Verbs
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class KVVerbs:
     def _attach(self, running: Running, cache: KVCache | None) -> None:
         """From now on verbs may be called."""
         self._thread, self._registration = running.thread, running.registration
-        self._verbs = Verbs(running.engine, cache, wake=running.thread.waker.wake)
+        self._verbs = make_verbs(running.engine, cache, wake=running.thread.waker.wake)
 
     def _stop(self) -> None:
         """Fails what is pending, and ends the thread. Idempotent."""
@@ -69,16 +70,19 @@ class KVVerbs:
         src: Peers,
         *,
         prefix_tokens: int = 0,
-        state_slot: int | None = None,
+        state_slot: StateSlot = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
         """Grants ``pages`` to a request. The work completes when all bytes, state and aux of the request have arrived.
 
         request: the request's name, a str of 1 to 1,024 bytes in UTF-8.
-        pages: page ids of this rank's cache, int [n], in order of position; the first one follows the prefix.
+        pages: page ids of this rank's cache, int [n], in order of position; the first one follows the prefix. If the
+        layout has layer groups, ``{group: page ids}``, equally long; -1 stands for a page before every window of its
+        group that this rank does not hold.
         src: the writers: a group rank, a list of ranks, or an instance name.
         prefix_tokens: tokens of the prompt that this rank already holds, a multiple of every writer's page size.
         state_slot: slot of this rank's cache that receives the request's state; required if the layout has state.
+        ``{group: slot}`` if several layer groups have state.
         timeout: one deadline in seconds for the whole request, instead of ``Options.grant_timeout`` and
         ``Options.timeout``.
 
@@ -118,7 +122,8 @@ class KVVerbs:
 
         request: as in the receiver's `recv_pages`.
         pages: page ids of this rank's cache, int [n], in order of position. Ids on the host are copied in the call. Ids
-        in a CUDA tensor are read in the order of the current stream; leave them unchanged until the work completes.
+        in a CUDA tensor are read in the order of the current stream; leave them unchanged until the work completes. For
+        layers of several layer groups ``{group: page ids}``; -1, on the host, leaves out a page before their windows.
         dst: a group rank, a list of ranks, or an instance name. None: the instance whose ranks grant the request, the
         first that does; they name this rank's whole instance in ``src``. Then pass None in all verbs of the request.
         layers: a global layer id, several, or None for all layers of this rank.
@@ -189,20 +194,23 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("staged_put")
         return verbs.staged_put(request, layers, pages, dst, start=start, event=event, origin=origin)
 
-    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None) -> KVWork:
+    def send_state(
+        self, request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None
+    ) -> KVWork:
         """Sends all states of one layer, as soon as they are final. A layer without state moves no bytes.
 
-        layer: a global layer id. state_slot: the slot of this rank's cache to read. Otherwise as `send_pages`.
+        layer: a global layer id. state_slot: the slot of this rank's cache to read; ``{group: slot}`` if several layer
+        groups have state. Otherwise as `send_pages`.
         `finish` sends the states that were not sent like this, if it is given the slot.
         """
         verbs = self._verbs or self._unregistered("send_state")
         return verbs.send_state(request, layer, state_slot, dst, event=event)
 
-    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         """Seals the request: this rank sends nothing more. The work succeeds when every receiver has succeeded.
 
         aux: at most 64 KiB for the receiver's ``work.aux``. state_slot: the slot whose states are sent now, of all
-        layers that `send_state` has not sent; it is read behind the current CUDA stream.
+        layers that `send_state` has not sent, or ``{group: slot}``; it is read behind the current CUDA stream.
 
         Raises ``ProtocolError``, naming the first layer and page, or state, that was not sent although the receiver
         awaits it; the request then stays open.
@@ -254,10 +262,13 @@ class KVVerbs:
         verbs = self._verbs or self._unregistered("cancel")
         return verbs.cancel(request, decline=decline)
 
-    def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
-        """Pages of failed requests (or state ``slots``) -> the group ranks whose writes may still land on them."""
+    def quarantined(self, *, slots: bool = False, layer_group: str | None = None) -> dict[int, tuple[int, ...]]:
+        """Pages of failed requests (or state ``slots``) -> the group ranks whose writes may still land on them.
+
+        layer_group: those of one layer group; None: of all together. Raises ``ProtocolError`` for an unknown one.
+        """
         verbs = self._verbs or self._unregistered("quarantined")
-        return verbs.quarantined(slots=slots)
+        return verbs.quarantined(slots=slots, layer_group=layer_group)
 
     # ------------------------------------------------------------------ reports
 

@@ -29,7 +29,7 @@ from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress, drivers
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
 from torchkv.group import arguments
-from torchkv.group.arguments import Layers, Origin, Pages, Peers
+from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
@@ -37,7 +37,7 @@ from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.send_request import not_posted
 from torchkv.protocol.unmet import ANYBODY
 
-__all__ = ["Verbs"]
+__all__ = ["Verbs", "layer_wait"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 _QUEUED = "request %r to ranks %s: %s queued, layers %s, %d pages or slots"
@@ -77,7 +77,7 @@ class Verbs:
         src: Peers,
         *,
         prefix_tokens: int = 0,
-        state_slot: int | None = None,
+        state_slot: StateSlot = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
         layout = self._layout or self.layout("recv_pages")
@@ -105,7 +105,7 @@ class Verbs:
             raise
         engine.send_now(frames)
         work._pages_safe = lambda: req.ended
-        work._layer = partial(_layer_wait, ref(engine), req)
+        work._layer = partial(layer_wait, ref(engine), req)
         if wake:
             self._wake()
         return work
@@ -312,11 +312,13 @@ class Verbs:
         if wake:
             self._wake()
 
-    def send_state(self, request: str, layer: int, state_slot: int, dst: Peers | None, *, event: Any = None) -> KVWork:
+    def send_state(
+        self, request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None
+    ) -> KVWork:
         arguments.check_one_layer("send_state", request, layer)
         return self.send_states(request, layer, state_slot, dst, event)
 
-    def send_states(self, request: str, layers: Layers, state_slot: int, dst: Peers | None, event: Any) -> KVWork:
+    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
         """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
         layout = self._layout or self.layout("send_state")
         engine = self.engine
@@ -344,7 +346,7 @@ class Verbs:
         self._wake()
         return work
 
-    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: int | None = None) -> KVWork:
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         layout = self._layout or self.layout("finish")
         engine = self.engine
         request = arguments.as_request(request)
@@ -456,7 +458,7 @@ class Verbs:
 
     def withdraw(self, request: str) -> KVWork:
         engine = self.engine
-        request = arguments.as_request(request)
+        names = self.part_names(request)
         operation = f"withdraw({request!r})"
         self.layout(operation)
         work = self._work(operation)
@@ -464,7 +466,7 @@ class Verbs:
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
-            work._expect(len(engine.sender.withdraw(request, work, self.clock())))
+            work._expect(sum(len(engine.sender.withdraw(name, work, self.clock())) for name in names))
         self._wake()
         return work
 
@@ -473,20 +475,21 @@ class Verbs:
     def refuse(self, request: str, src: Peers) -> None:
         self.layout("refuse")
         engine = self.engine
-        request = arguments.as_request(request)
+        names = self.part_names(request)
         operation = f"refuse({request!r})"
         group_map = engine.group_map
-        writers = group_map.contributing(group_map.resolve(src, operation, "src"), group_map.rank)
+        ranks = group_map.resolve(src, operation, "src")
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
-            self.check_alive(writers, operation)
-            engine.receiver.decline(request, writers)
+            self.check_alive(group_map.contributing(ranks, group_map.rank), operation)
+            for name in names:
+                engine.receiver.decline(name, group_map.of(name).contributing(ranks, group_map.rank))
         self._wake()
 
     def cancel(self, request: str, *, decline: bool = False) -> KVWork:
         engine = self.engine
-        request = arguments.as_request(request)
+        names = self.part_names(request)
         if decline:
             self.layout("cancel(decline=True)")
         work = self._work(f"cancel({request!r})")
@@ -496,23 +499,32 @@ class Verbs:
                 work._expect(0)
                 return work
             engine.catch_up()
-            if decline:
-                engine.sender.decline(request, self.clock())
-            pending = engine.sender.cancel(request, work, self.clock()) + engine.receiver.cancel(request, work)
+            pending: list[KVWork] = []
+            for name in names:
+                if decline:
+                    engine.sender.decline(name, self.clock())
+                pending += engine.sender.cancel(name, work, self.clock()) + engine.receiver.cancel(name, work)
             work._expect(len(pending))
             engine.notify()
         self._wake()
         return work
 
-    def quarantined(self, *, slots: bool = False) -> dict[int, tuple[int, ...]]:
+    def quarantined(self, *, slots: bool = False, layer_group: str | None = None) -> dict[int, tuple[int, ...]]:
         engine = self.engine
+        if layer_group is not None and layer_group not in engine.group_map.parts:
+            known = ", ".join(engine.group_map.parts) or "none"
+            raise ProtocolError(f"quarantined: {layer_group!r:.80} is no layer group of this layout, which has {known}")
         PROCESS.look()  # also for a group that was destroyed
         with engine.lock:
             engine.catch_up()
             leases = engine.receiver.leases
-            return leases.quarantined_slots() if slots else leases.quarantined()
+            return leases.quarantined(slots=slots, group=layer_group)
 
     # ------------------------------------------------------------------ checks
+
+    def part_names(self, request: str) -> tuple[str, ...]:
+        """The names under which the protocol knows a request: its own, or one for each layer group."""
+        return (arguments.as_request(request),)
 
     def layout(self, verb: str) -> KVLayout:
         """This rank's layout. Raises ``ProtocolError`` if it registered no cache."""
@@ -532,7 +544,7 @@ class Verbs:
             if rank in lost:
                 raise PeerLost(f"{operation}: {lost[rank]}; use another rank, or make a new group")
 
-    def checked_slot(self, operation: str, state_slot: int | None, layout: KVLayout) -> int | None:
+    def checked_slot(self, operation: str, state_slot: StateSlot, layout: KVLayout) -> int | None:
         """``state_slot`` as an int. Raises ``ProtocolError``, and ``PageOutOfRange`` if the cache has no such slot."""
         if state_slot is None:
             return None
@@ -581,7 +593,7 @@ class Verbs:
         self.engine.sender.submit(op, self.clock())
 
 
-def _layer_wait(engine: ref[Engine], req: ReceiverRequest, layer: int) -> LayerWait:
+def layer_wait(engine: ref[Engine], req: ReceiverRequest, layer: int) -> LayerWait:
     """A work keeps this function, and must not keep the group alive. Raises ``ProtocolError`` once it is destroyed."""
     alive = engine()
     if alive is None:

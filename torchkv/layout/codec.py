@@ -18,7 +18,7 @@ from torchkv.layout.layout import KVLayout
 __all__ = ["MAX_ENCODED", "decode", "encode"]
 
 MAX_ENCODED = 64 << 10  # bytes
-_VERSION = 2
+_VERSION = 3
 
 
 class _WireComponent(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -28,6 +28,7 @@ class _WireComponent(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     dtype: str
     sharded: bool
     layers: list[tuple[int, int]] | None
+    group: str | None
 
 
 class _WireState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class _WireState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shard_dim: int | None
     shard_groups: list[int] | None
     layers: list[tuple[int, int]] | None
+    group: str | None
 
 
 class _WireLayout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -91,7 +93,7 @@ def encode(layout: KVLayout) -> bytes:
     wire = _WireLayout(
         version=_VERSION,
         components=[
-            _WireComponent(c.name, c.heads, c.dim, DTYPE_NAMES[c.dtype], c.sharded, _to_runs(c.layers))
+            _WireComponent(c.name, c.heads, c.dim, DTYPE_NAMES[c.dtype], c.sharded, _to_runs(c.layers), c.group)
             for c in layout.components
         ],
         num_layers=layout.num_layers,
@@ -108,6 +110,7 @@ def encode(layout: KVLayout) -> bytes:
                 s.shard_dim,
                 None if s.shard_groups is None else list(s.shard_groups),
                 _to_runs(s.layers),
+                s.group,
             )
             for s in layout.states
         ],
@@ -144,7 +147,8 @@ def _fields(wire: _WireLayout) -> dict[str, Any]:
         )
     return {
         "components": [
-            Component(c.name, c.heads, c.dim, _dtype(c.dtype), c.sharded, _from_runs(c.layers)) for c in wire.components
+            Component(c.name, c.heads, c.dim, _dtype(c.dtype), c.sharded, _from_runs(c.layers), c.group)
+            for c in wire.components
         ],
         "num_layers": wire.num_layers,
         "page_size": wire.page_size,
@@ -153,7 +157,7 @@ def _fields(wire: _WireLayout) -> dict[str, Any]:
         "tp_size": wire.tp_size,
         "layers": _from_runs(wire.layers),
         "states": [
-            State(s.name, s.shape, _dtype(s.dtype), s.shard_dim, s.shard_groups, _from_runs(s.layers))
+            State(s.name, s.shape, _dtype(s.dtype), s.shard_dim, s.shard_groups, _from_runs(s.layers), s.group)
             for s in wire.states
         ],
         "windows": _windows(wire.windows),

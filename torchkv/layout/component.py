@@ -77,6 +77,12 @@ def _known_dtype(field: str, value: Any) -> None:
         raise LayoutMismatch(f"{field}={value!r:.80} is not allowed: give one of torch.{', torch.'.join(DTYPES)}")
 
 
+def check_group(where: str, group: Any) -> None:
+    """Raises `LayoutMismatch` unless ``group`` is None or may name a layer group."""
+    if group is not None:
+        _identifier(where + "group", group)
+
+
 def layer_ids(field: str, layers: Iterable[Any]) -> tuple[int, ...]:
     """``layers`` as ascending Python ints. field: its name in the error.
 
@@ -107,7 +113,8 @@ class Component:
 
     heads: *global* number of kv heads. dim: elements of one head of one token. sharded: whether the heads are split
     over the tensor-parallel ranks; otherwise every rank holds all of them. layers: global ids of the layers that have
-    this component; None: all layers. Raises `LayoutMismatch`.
+    this component; None: all layers. group: the layer group whose page list names this component's pages, see
+    `KVLayout`; layers of one kind in unlike groups are several components. Raises `LayoutMismatch`.
     """
 
     name: str
@@ -116,6 +123,7 @@ class Component:
     dtype: torch.dtype
     sharded: bool = True
     layers: Sequence[int] | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         _identifier("Component.name", self.name)
@@ -127,6 +135,7 @@ class Component:
             raise LayoutMismatch(f"{where}sharded={self.sharded!r} is not allowed: give True or False")
         if self.layers is not None:
             object.__setattr__(self, "layers", layer_ids(where + "layers", self.layers))
+        check_group(where, self.group)
 
     @property
     def head_nbytes(self) -> int:
@@ -140,7 +149,8 @@ class State:
 
     shape: *global* shape of one slot. shard_dim: the dimension that is split over the tensor-parallel ranks; None:
     every rank holds all of it. shard_groups: global sizes that sum to ``shape[shard_dim]``; each group is split
-    separately, such as q, k and v of a fused convolution state. layers: as in `Component`. Raises `LayoutMismatch`.
+    separately, such as q, k and v of a fused convolution state. layers: as in `Component`. group: the layer group whose
+    slot this is; each group of a request has a slot of its own. Raises `LayoutMismatch`.
     """
 
     name: str
@@ -149,6 +159,7 @@ class State:
     shard_dim: int | None = None
     shard_groups: Sequence[int] | None = None
     layers: Sequence[int] | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         _identifier("State.name", self.name)
@@ -165,6 +176,7 @@ class State:
             self._check_groups(where)
         if self.layers is not None:
             object.__setattr__(self, "layers", layer_ids(where + "layers", self.layers))
+        check_group(where, self.group)
 
     def _check_groups(self, where: str) -> None:
         groups = _extents(where + "shard_groups", self.shard_groups)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import SupportsIndex, cast
 
 from torchkv.errors import LayoutMismatch, PeerLost, ProtocolError
+from torchkv.layout.layer_groups import group_of
 from torchkv.layout.layout import KVLayout, check_compatible
 from torchkv.layout.pair_plan import PairPlan, compile_plan, contributing, coverage_gap
 
@@ -53,6 +54,9 @@ class GroupMap:
     info: by rank. me: this rank. instances: name -> ranks, ascending. siblings: the ranks of this rank's instance that
     have a cache, itself included. seek: looks for an instance that is no member, by what a caller named it, on behalf
     of an operation. Returns its name, once it is a member, or raises ``KVError``. Without it, that is an error.
+
+    If this rank's layout has layer groups, ``parts`` has a group map of each: the same members, with only that part of
+    their layouts. `of` finds the one that counts for a request.
     """
 
     def __init__(self, rank: int, members: Sequence[RankInfo]) -> None:
@@ -63,6 +67,10 @@ class GroupMap:
         self.siblings: tuple[int, ...] = tuple(
             r for r in self.instances[self.me.instance] if self.info[r].layout is not None
         )
+        groups = () if self.me.layout is None else self.me.layout.groups
+        self.parts: dict[str, GroupMap] = {
+            group: GroupMap(rank, [_of_group(info, group) for info in members]) for group in groups
+        }
         # Cached per argument, as these are on the critical path of every verb.
         self.plan = lru_cache(maxsize=4096)(self._plan)
         self.contributing = lru_cache(maxsize=4096)(self._contributing)
@@ -98,11 +106,28 @@ class GroupMap:
             if self.me.layout is not None and info.layout is not None:
                 check_compatible(self.me.layout, info.layout, rank_a=self.rank, rank_b=info.rank)
         self._set_members({**self.info, **{info.rank: info for info in members}})
+        for group, part in self.parts.items():
+            part.add([_of_group(info, group) for info in members])
+
+    def of(self, request: str) -> GroupMap:
+        """What counts for a request of this name: this group map, or that of the layer group that the name ends with.
+
+        Raises ``ProtocolError`` if the layout has layer groups and the name ends with none.
+        """
+        if not self.parts:
+            return self
+        part = self.parts.get(group_of(request))
+        if part is None:
+            known = ", ".join(self.parts)
+            raise ProtocolError(f"request {request!r} names no layer group of rank {self.rank}, which has {known}")
+        return part
 
     def remove(self, rank: int) -> None:
         """A member has gone."""
         assert rank != self.rank
         self._set_members({other: info for other, info in self.info.items() if other != rank})
+        for part in self.parts.values():
+            part.remove(rank)
 
     def check(self) -> None:
         """Raises ``LayoutMismatch`` for the first pair of ranks whose layouts are incompatible."""
@@ -211,6 +236,13 @@ class GroupMap:
         if (info := self.info.get(rank)) is None:  # it was a member when the caller named it
             raise PeerLost(f"rank {rank} has gone")
         return info
+
+
+def _of_group(info: RankInfo, group: str) -> RankInfo:
+    layout = info.layout
+    if layout is not None:  # of another layout `check` says what differs
+        layout = layout.of_group(group) if group in layout.groups else None
+    return replace(info, layout=layout)
 
 
 def _is_index(value: object) -> bool:

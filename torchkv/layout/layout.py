@@ -9,7 +9,7 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -58,6 +58,10 @@ class KVLayout:
     last page sent holds at least one token. A receiver that passes ``prefix_tokens`` must hold the pages inside the
     window before the end of that prefix.
 
+    Engines of hybrid models keep one page list for each *layer group*. Here each component and state of such a layout
+    names its ``group``, or none does. Then verbs take ``pages`` as ``{group: page ids}``, with -1 for absent pages, and
+    each group is granted, leased and sealed for itself (see docs/layer-groups.md). All groups have one page size.
+
     Hashable and comparable. Raises `LayoutMismatch` with the field and its limits.
     """
 
@@ -102,6 +106,13 @@ class KVLayout:
         self._check()
 
     def _check(self) -> None:
+        members: list[Component | State] = [*self.components, *self.states]
+        if len({member.group is None for member in members}) > 1:
+            first = next(member.name for member in members if member.group is None)
+            raise LayoutMismatch(
+                f"{first!r} names no layer group, others do: {', '.join(self.groups)}; give every component and state "
+                "a group, or none"
+            )
         if self.order not in ("NHD", "HND"):
             raise LayoutMismatch(f"order={self.order!r} is not allowed: give 'NHD' or 'HND'")
         if not self.components and not self.states:
@@ -135,14 +146,17 @@ class KVLayout:
         layers: Iterable[int] | None = None,
         states: Iterable[State] = (),
         windows: Mapping[int, int] | None = None,
+        groups: Mapping[str, Sequence[int]] | None = None,
     ) -> KVLayout:
         """Multi-head, grouped-query or multi-query attention: sharded components ``"k"`` and ``"v"``.
 
-        num_kv_heads: global. v_head_dim: elements of a V head, default ``head_dim``. Other parameters: see `KVLayout`.
+        num_kv_heads: global. v_head_dim: elements of a V head, default ``head_dim``. groups: layer group -> global ids
+        of its layers; the components are then ``"k.<group>"`` and ``"v.<group>"``. Other parameters: see `KVLayout`.
         """
         v_dim = head_dim if v_head_dim is None else v_head_dim
+        components = Component("k", num_kv_heads, head_dim, dtype), Component("v", num_kv_heads, v_dim, dtype)
         return cls(
-            (Component("k", num_kv_heads, head_dim, dtype), Component("v", num_kv_heads, v_dim, dtype)),
+            components if groups is None else _by_group(components, groups),
             num_layers=num_layers,
             page_size=page_size,
             order=order,
@@ -168,15 +182,18 @@ class KVLayout:
         layers: Iterable[int] | None = None,
         states: Iterable[State] = (),
         windows: Mapping[int, int] | None = None,
+        groups: Mapping[str, Sequence[int]] | None = None,
     ) -> KVLayout:
         """Multi-head latent attention: one component ``"latent"`` that every rank holds in full.
 
-        It has one head of ``latent_dim + rope_dim`` elements. Other parameters: see `KVLayout`.
+        It has one head of ``latent_dim + rope_dim`` elements. groups: layer group -> global ids of its layers; the
+        components are then ``"latent.<group>"``. Other parameters: see `KVLayout`.
         """
         latent = integer("latent_dim", latent_dim, 1, MAX_EXTENT)
         width = latent + integer("rope_dim", rope_dim, 0, MAX_EXTENT - latent)
+        components = (Component("latent", 1, width, dtype, sharded=False),)
         return cls(
-            (Component("latent", 1, width, dtype, sharded=False),),
+            components if groups is None else _by_group(components, groups),
             num_layers=num_layers,
             page_size=page_size,
             order=order,
@@ -193,6 +210,27 @@ class KVLayout:
         if at < len(self.windows) and self.windows[at][0] == layer:
             return self.windows[at][1]
         return None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The layer groups, in the order in which components and states name them; none if there is one page list."""
+        members: list[Component | State] = [*self.components, *self.states]
+        named = (member.group for member in members)
+        return tuple(dict.fromkeys(group for group in named if group is not None))
+
+    def of_group(self, group: str) -> KVLayout:
+        """The part of this layout that is in ``group``, as a layout without groups."""
+        return KVLayout(
+            [replace(component, group=None) for component in self.components if component.group == group],
+            num_layers=self.num_layers,
+            page_size=self.page_size,
+            order=self.order,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
+            layers=self.layers,
+            states=[replace(state, group=None) for state in self.states if state.group == group],
+            windows=dict(self.windows),
+        )
 
     @property
     def heads(self) -> range:
@@ -256,6 +294,19 @@ class KVLayout:
     def state_nbytes(self, name: str) -> int:
         """Bytes of one slot of one layer of state ``name``."""
         return math.prod(self.state_shape(name)) * self.state(name).dtype.itemsize
+
+
+def _by_group(components: Sequence[Component], groups: Mapping[str, Sequence[int]]) -> list[Component]:
+    """One of ``components`` for the layers of each group."""
+    if not isinstance(groups, Mapping) or not groups:
+        raise LayoutMismatch(f"groups={groups!r:.80} is not allowed: give a mapping of layer groups to layer ids")
+    named = [layer for group in groups for layer in layer_ids(f"groups[{group!r:.80}]", groups[group])]
+    layer_ids("groups, all together,", named)
+    return [
+        replace(component, name=f"{component.name}.{group}", layers=layers, group=group)
+        for group, layers in groups.items()
+        for component in components
+    ]
 
 
 def _members(field: str, given: Iterable[_Named], kind: type[_Named]) -> tuple[_Named, ...]:
@@ -326,9 +377,9 @@ def _member_difference(
     if names_a != names_b:
         return f"{kind} names", names_a, names_b
     by_name = {member.name: member for member in theirs}
-    fields = ("heads", "dim", "dtype", "sharded") if kind == "component" else ("shape", "dtype", "shard_dim", "groups")
+    own = ("heads", "dim", "dtype", "sharded") if kind == "component" else ("shape", "dtype", "shard_dim", "groups")
     for member in ours:
-        for field in fields:
+        for field in (*own, "group"):
             mine, other = getattr(member, field), getattr(by_name[member.name], field)
             if mine != other:
                 return f"{kind} {member.name!r}: {field}", mine, other
@@ -338,9 +389,9 @@ def _member_difference(
 def check_compatible(a: KVLayout, b: KVLayout, *, rank_a: int, rank_b: int) -> None:
     """Raises `LayoutMismatch`, naming both ranks, the field and both values, if pages cannot move between the layouts.
 
-    These must agree: names, global sizes, dtypes and sharding of components and states, ``num_layers``, and the windows
-    of layers that both hold. One page size must divide the other. ``tp_rank``, ``tp_size``, ``layers`` and ``order``
-    may differ.
+    These must agree: names, global sizes, dtypes, sharding and layer groups of components and states, ``num_layers``,
+    and the windows of layers that both hold. One page size must divide the other. ``tp_rank``, ``tp_size``, ``layers``
+    and ``order`` may differ.
     """
     difference = first_difference(a, b)
     if difference is not None:

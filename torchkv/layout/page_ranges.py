@@ -10,7 +10,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.host.jit import at_register, compiled_with_gil
 
-__all__ = ["PageRange", "meetings", "pages_met", "shared_pages"]
+__all__ = ["PageRange", "meetings", "page_for_page", "pages_met", "shared_pages"]
 
 
 class PageRange(NamedTuple):
@@ -50,6 +50,14 @@ def shared_pages(one: PageRange, other: PageRange) -> tuple[int, int] | None:
     return (int(where[0]), int(last[where[0]])) if len(where) else None
 
 
+def page_for_page(one: PageRange, other: PageRange) -> bool:
+    """Whether page i of one may share bytes with page i of the other, and with no other page of it."""
+    if one.num_pages != other.num_pages:
+        return False
+    spanned = max(one.start + one.nbytes, other.start + other.nbytes) - min(one.start, other.start)
+    return one.num_pages == 1 or (one.stride == other.stride and spanned <= one.stride)
+
+
 def _of_equal_strides(one: PageRange, other: PageRange) -> tuple[int, int] | None:
     """Page i of ``one`` and page i + d of ``other`` are always equally far apart, so two values of d are all to try."""
     for distance in ((one.start - other.start) // one.stride, (one.start - other.start) // one.stride + 1):
@@ -63,7 +71,7 @@ def _of_equal_strides(one: PageRange, other: PageRange) -> tuple[int, int] | Non
 def meetings(ours: Sequence[PageRange], theirs: Sequence[PageRange]) -> Int64Array:
     """How the pages of two caches lie to each other, for `pages_met`: int64 [n, 6], one row per geometry.
 
-    No rows: no page of one shares a byte with a page of the other. All ranges of one cache have the same page ids.
+    No rows: no page of one shares a byte with a page of the other. The ranges of one side have the same page ids.
     A row: from the start of their range to that of ours, our stride and bytes, their stride, bytes and number of pages.
     """
     found: dict[tuple[int, ...], tuple[PageRange, PageRange]] = {}

@@ -26,7 +26,8 @@ from torchkv.cuda import graph_gate
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.group import arguments
-from torchkv.group.arguments import Origin, Pages, Peers
+from torchkv.group.arguments import Origin, Pages, Peers, StateSlot
+from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
 from torchkv.pipelining.group_size import Adaptive, Policy
@@ -60,7 +61,7 @@ def pipeline(
     layers: GivenLayers = None,
     start: int = 0,
     origin: Origin = "prefix",
-    state_slot: int | None = None,
+    state_slot: StateSlot = None,
     group_size: int | None = None,
     policy: Policy | None = None,
     tokens: int | None = None,
@@ -127,7 +128,7 @@ class _Sending:
     dst: Peers | None
     start: int
     origin: Origin
-    state_slot: int | None
+    state_slot: StateSlot
     targets: tuple[int, ...]
     layout: KVLayout
 
@@ -160,7 +161,13 @@ class _Sending:
         total = sum(
             layout.page_nbytes(c.name) * len(wanted & set(layout.component_layers(c.name))) for c in layout.components
         )
-        return total * len(self.pages)
+        return total * self.num_pages
+
+    @property
+    def num_pages(self) -> int:
+        """Of one list, where each layer group has one: they are equally long."""
+        lists = self.pages.values() if isinstance(self.pages, Mapping) else [self.pages]
+        return max(map(len, lists), default=0)
 
     def _state_nbytes(self, group: Sequence[int]) -> int:
         layout, wanted = self.layout, set(group)
@@ -342,7 +349,7 @@ def _checked(
     dst: Peers | None,
     start: int,
     origin: Origin,
-    state_slot: int | None,
+    state_slot: StateSlot,
 ) -> _Sending:
     """The arguments of all verbs. Raises whatever the first verb would raise now."""
     request = arguments.as_request(request)
@@ -350,13 +357,16 @@ def _checked(
     engine = verbs.engine
     if engine.gpu is not None:
         graph_gate.refuse_capture(operation, engine.gpu.index)
-    if not (engine.gpu is not None and isinstance(pages, torch.Tensor) and pages.is_cuda):
-        # A copy: all groups get the same ids, even if the caller changes its own.
-        pages = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
     start = arguments.as_count(start, operation=operation, name="start")
     from_prompt = arguments.as_origin(origin, operation=operation)
-    slot = None if state_slot is None else verbs.checked_slot(operation, state_slot, layout)
     dst = tuple(dst) if isinstance(dst, list) else dst
+    # A copy of the page ids: all groups of layers get the same, even if the caller changes its own.
+    if isinstance(verbs, GroupedVerbs):
+        kept, targets, slots = verbs.check_send(request, dst, pages, start, from_prompt=from_prompt, slot=state_slot)
+        return _Sending(kv, verbs, request, kept, dst, start, origin, slots, targets, layout)
+    if not (engine.gpu is not None and isinstance(pages, torch.Tensor) and pages.is_cuda):
+        pages = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
+    slot = None if state_slot is None else verbs.checked_slot(operation, state_slot, layout)
     targets = engine.group_map.targets(dst, operation)
     with engine.lock:
         verbs.check_open(operation)
@@ -385,7 +395,7 @@ def _group_size(
     order: the layers in the order in which they run. measures: whether there are hooks that can call the timer.
     """
     if tokens is None:
-        tokens = len(sending.pages) * sending.layout.page_size
+        tokens = sending.num_pages * sending.layout.page_size
     tokens = arguments.as_count(tokens, operation=sending.operation, name="tokens")
     if group_size is not None:
         return _checked_size(group_size, sending), None

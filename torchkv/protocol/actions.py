@@ -63,6 +63,7 @@ class BoundGrant:
     dst: the receiver. generation: of its ``recv_pages`` call. prefix_tokens: tokens that it holds already. pages: its
     page ids [n], in order of position after the prefix. plan: what this writer owes it. state_slot: the slot that state
     may be written to, if its layout has state. flow: the receiver's, if its resident loop serves the request.
+    absent_tokens: the end of the prefix that it does not hold, but needs not: verbs count from before that.
     """
 
     dst: int
@@ -73,6 +74,12 @@ class BoundGrant:
     plan: PairPlan = field(repr=False)
     state_slot: int | None = None
     flow: int | None = None
+    absent_tokens: int = 0
+
+    @property
+    def held_tokens(self) -> int:
+        """The prefix as the receiver's caller gave it: what its verbs count from."""
+        return self.prefix_tokens - self.absent_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +90,7 @@ class BoundGrant:
         assert self.plan.state is not None
         slots = [] if self.state_slot is None else [self.state_slot]
         pages = np.array(slots, dtype=np.int64)
-        return replace(self, prefix_tokens=0, pages=pages, plan=self.plan.state, state_slot=None)
+        return replace(self, prefix_tokens=0, absent_tokens=0, pages=pages, plan=self.plan.state, state_slot=None)
 
 
 @dataclass(slots=True)

@@ -4,23 +4,37 @@ A lease begins with `recv_pages` and ends when the request succeeds, or when it 
 quiescent. A leased page is not granted again. The lease of a failed request is a quarantine: late writes may still
 land.
 
-The same memory may hold pages of several groups of this process. Each group has `Leases` of its own; those of the
-others are asked through `OtherLeases`.
+A lease is of a *place*: a number in a *pool*, whose places share no bytes. The pages of a cache are one pool, its state
+slots another. With layer groups each has pools of its own, unless groups lay their pages over the same memory: these
+share one, so that a place that one group leases is leased for all of them (`KVCache.pools`).
+
+The same memory may hold pages of several process groups of this process. Each group has `Leases` of its own; those of
+the others are asked through `OtherLeases`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import PageOutOfRange
 from torchkv.host.jit import at_register, compiled_with_gil
+from torchkv.layout.layer_groups import PAGES, UNGROUPED, Pools
 from torchkv.protocol.receive_request import ReceiverRequest
 
-__all__ = ["Leases", "OtherLeases", "warm_up"]
+__all__ = ["Leases", "OtherLeases", "Wanted", "warm_up"]
+
+
+class Wanted(NamedTuple):
+    """What one call wants to lease. group: None if the layout has no layer groups."""
+
+    pages: Int64Array
+    slot: int | None
+    group: str | None = None
 
 
 @compiled_with_gil
@@ -55,80 +69,132 @@ def warm_up() -> None:
 class OtherLeases(Protocol):
     """What other groups of this process, also destroyed ones, hold of the memory of one group's pages and slots."""
 
-    def check(self, pages: Int64Array, slot: int | None, operation: str) -> None:
-        """Raises ``PageOutOfRange`` for a page or slot that shares bytes with what another group leases."""
+    def check(self, places: Int64Array, pool: int, operation: str) -> None:
+        """Raises ``PageOutOfRange`` for a place of ``pool`` that shares bytes with what another group leases."""
 
-    def quarantined(self, *, slots: bool) -> list[int]:
-        """This group's pages, or ``slots``, that share bytes with what another group has in quarantine."""
+    def quarantined(self, pool: int) -> list[int]:
+        """The places of ``pool`` that share bytes with what another group has in quarantine."""
 
 
 class Leases:
-    """The leases of one rank. num_pages, num_slots: of its cache.
+    """The leases of one rank. num_pages, num_slots: of its cache. pools: its pools.
 
     others: the leases of other groups on the same memory; None as long as this group has it alone. guard: held from
     `check` to `take`, so that no other group leases the same bytes in between.
     """
 
-    def __init__(self, *, num_pages: int, num_slots: int) -> None:
-        self._pages: Int64Array = np.zeros(num_pages, dtype=np.int64)  # page -> generation, 0 = free
-        self._slots: dict[int, int] = {}
+    def __init__(self, *, num_pages: int, num_slots: int, pools: Pools = UNGROUPED) -> None:
+        sizes = dict.fromkeys(pools.values(), 0)
+        for (_, of_slots), pool in pools.items():
+            sizes[pool] = max(sizes[pool], num_slots if of_slots else num_pages)
+        self.pools = pools
+        # By pool: place -> generation, 0 = free.
+        self._marks: list[Int64Array] = [np.zeros(sizes[pool], dtype=np.int64) for pool in sorted(sizes)]
         self._num_slots = num_slots
         self._holders: dict[int, ReceiverRequest] = {}
         self.others: OtherLeases | None = None
         self.guard: AbstractContextManager[object] = nullcontext()
 
-    def check(self, pages: Int64Array, slot: int | None, operation: str) -> None:
+    @property
+    def num_pools(self) -> int:
+        return len(self._marks)
+
+    def is_of_slots(self, pool: int) -> bool:
+        """Whether the places of a pool are state slots only."""
+        return all(of_slots for (_, of_slots), other in self.pools.items() if other == pool)
+
+    def check(self, pages: Int64Array, slot: int | None, operation: str, *, group: str | None = None) -> None:
         """Raises ``PageOutOfRange`` for a page or slot that is out of range, named twice, leased or quarantined.
 
         By this group, or by another one over the same memory. operation: the call, to begin the error message with.
         """
-        if not _are_free(pages, self._pages):
-            self._complain(pages, operation)
-        if slot is not None and slot >= self._num_slots:
-            raise PageOutOfRange(f"{operation}: state_slot={slot} is outside this cache's [0, {self._num_slots})")
-        if slot in self._slots:
-            raise PageOutOfRange(f"{operation}: state slot {slot} {self.held_by(self._slots[slot], 'slots')}")
+        pool = PAGES if group is None else self.pools[group, False]  # the common case costs no look-up
+        if not _are_free(pages, self._marks[pool]):
+            self._complain(pages, pool, operation)
+        if slot is not None:
+            self._check_slot(slot, group, operation)
         if self.others is not None:
-            self.others.check(pages, slot, operation)
+            self.others.check(pages, pool, operation)
+            if slot is not None:
+                self.others.check(np.array([slot], dtype=np.int64), self.pools[group, True], operation)
 
-    def _complain(self, pages: Int64Array, operation: str) -> None:
-        num_pages = len(self._pages)
-        outside = pages[(pages < 0) | (pages >= num_pages)]
+    def check_together(self, wanted: Sequence[Wanted], operation: str) -> None:
+        """As `check`, for several layer groups of one request: no two of them may lease the same memory, either."""
+        places: dict[int, list[Int64Array]] = {}
+        for pages, slot, group in wanted:
+            if slot is not None:
+                self._check_slot(slot, group, operation)
+                places.setdefault(self.pools[group, True], []).append(np.array([slot], dtype=np.int64))
+            places.setdefault(self.pools[group, False], []).append(pages)
+        for pool, parts in places.items():
+            together = np.concatenate(parts)
+            if not _are_free(together, self._marks[pool]):
+                self._complain(together, pool, operation)
+            if self.others is not None:
+                self.others.check(together, pool, operation)
+
+    def _check_slot(self, slot: int, group: str | None, operation: str) -> None:
+        marks = self._marks[self.pools[group, True]]
+        if slot >= self._num_slots:
+            raise PageOutOfRange(f"{operation}: state_slot={slot} is outside this cache's [0, {self._num_slots})")
+        if marks[slot]:
+            raise PageOutOfRange(f"{operation}: state slot {slot} {self.held_by(int(marks[slot]), 'slots')}")
+
+    def _complain(self, pages: Int64Array, pool: int, operation: str) -> None:
+        marks = self._marks[pool]
+        outside = pages[(pages < 0) | (pages >= len(marks))]
         if len(outside):
-            raise PageOutOfRange(f"{operation}: page {int(outside[0])} is outside this cache's [0, {num_pages})")
+            raise PageOutOfRange(f"{operation}: page {int(outside[0])} is outside this cache's [0, {len(marks)})")
         values, counts = np.unique(pages, return_counts=True)
         if len(values) != len(pages):
-            raise PageOutOfRange(f"{operation}: page {int(values[counts > 1][0])} is named twice; give each page once")
-        taken = pages[self._pages[pages] != 0]
+            sharing = [group for (group, _), other in self.pools.items() if other == pool and group is not None]
+            hint = f" (layer groups {', '.join(dict.fromkeys(sharing))} share their memory)" if len(sharing) > 1 else ""
+            raise PageOutOfRange(
+                f"{operation}: page {int(values[counts > 1][0])} is named twice; give each page once{hint}"
+            )
+        taken = pages[marks[pages] != 0]
         page = int(taken[0])
-        raise PageOutOfRange(f"{operation}: page {page} {self.held_by(int(self._pages[page]), 'pages')}")
+        raise PageOutOfRange(f"{operation}: page {page} {self.held_by(int(marks[page]), 'pages')}")
 
     def take(self, req: ReceiverRequest) -> None:
         """Leases the pages and the slot of ``req``, which `check` has accepted."""
         self._holders[req.generation] = req
-        _mark(req.pages, self._pages, req.generation)
-        if req.state_slot is not None:
-            self._slots[req.state_slot] = req.generation
+        self._set(req, req.generation)
 
     def free(self, req: ReceiverRequest) -> None:
-        """Ends the leases of ``req``."""
-        del self._holders[req.generation]
-        _mark(req.pages, self._pages, 0)
+        """Ends the leases of ``req``, unless they have ended."""
+        if self._holders.pop(req.generation, None) is not None:
+            self._set(req, 0)
+
+    def _set(self, req: ReceiverRequest, generation: int) -> None:
+        pool = PAGES if req.group is None else self.pools[req.group, False]
+        _mark(req.pages, self._marks[pool], generation)
         if req.state_slot is not None:
-            del self._slots[req.state_slot]
+            self._marks[self.pools[req.group, True]][req.state_slot] = generation
 
-    def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """Page -> ranks that may still write to it, for every page that a failed request still leases.
+    def quarantined(self, *, slots: bool = False, group: str | None = None) -> dict[int, tuple[int, ...]]:
+        """Page, or state slot -> ranks that may still write to it, for all that failed requests still lease.
 
-        No ranks: only this rank itself still writes to it, unpacking a stage, or writers of another group.
+        No ranks: only this rank itself still writes to it, unpacking a stage, or writers of another group. group: one
+        layer group; None: all of them together.
         """
-        mine = {int(page): req.pending_writers() for req in self.failed() for page in req.pages}
-        return mine if self.others is None else dict.fromkeys(self.others.quarantined(slots=False), ()) | mine
+        pools = {pool for (name, kind), pool in self.pools.items() if kind == slots and group in (None, name)}
+        found: dict[int, tuple[int, ...]] = {}
+        if self.others is not None:
+            for pool in sorted(pools):
+                found |= dict.fromkeys(self.others.quarantined(pool), ())
+        for req in self.failed():
+            for pool, places in self._places(req):
+                if pool in pools:
+                    for place in places.tolist():
+                        found[place] = tuple(dict.fromkeys((*found.get(place, ()), *req.pending_writers())))
+        return found
 
-    def quarantined_slots(self) -> dict[int, tuple[int, ...]]:
-        """State slot -> ranks that may still write to it, for every slot that a failed request still leases."""
-        mine = {req.state_slot: req.pending_writers() for req in self.failed() if req.state_slot is not None}
-        return mine if self.others is None else dict.fromkeys(self.others.quarantined(slots=True), ()) | mine
+    def _places(self, req: ReceiverRequest) -> Iterator[tuple[int, Int64Array]]:
+        """What ``req`` leases: pools, and places in them."""
+        yield self.pools[req.group, False], req.pages
+        if req.state_slot is not None:
+            yield self.pools[req.group, True], np.array([req.state_slot], dtype=np.int64)
 
     def failed(self) -> list[ReceiverRequest]:
         """The failed requests that still lease pages or a slot. May be called without the lock, as all that follow."""
@@ -142,16 +208,15 @@ class Leases:
         """Ranks whose writes may still land on pages or slots of failed requests."""
         return {rank for req in self.failed() for rank in req.pending_writers()}
 
-    def marks(self, *, slots: bool, failed: bool) -> Int64Array:
-        """Page, or slot -> the generation that leases it, 0 if none. failed: leases of failed requests only."""
-        if not slots and not failed:
-            return self._pages
-        marks = np.zeros(self._num_slots if slots else len(self._pages), dtype=np.int64)
-        for req in self.failed() if failed else self.holders():
-            if not slots:
-                marks[req.pages] = req.generation
-            elif req.state_slot is not None:
-                marks[req.state_slot] = req.generation
+    def marks(self, pool: int, *, failed: bool = False) -> Int64Array:
+        """Place of a pool -> the generation that leases it, 0 if none. failed: leases of failed requests only."""
+        if not failed:
+            return self._marks[pool]
+        marks = np.zeros(len(self._marks[pool]), dtype=np.int64)
+        for req in self.failed():
+            for other, places in self._places(req):
+                if other == pool:
+                    marks[places] = req.generation
         return marks
 
     def holder(self, generation: int) -> ReceiverRequest | None:

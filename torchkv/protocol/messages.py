@@ -97,7 +97,8 @@ class Grant(Message, frozen=True, tag="grant"):
     """Receiver -> writer: you may write these pages and this state slot of mine, under this generation.
 
     ``pages``: little-endian int64 page ids, in order of position after the prefix. ``writers``: all contributing ranks,
-    ascending; together with the layouts they determine what each of them owes.
+    ascending; together with the layouts they determine what each of them owes. ``absent_tokens``: how much of the
+    prefix are pages that the receiver does not hold, and needs not; verbs count their pages from before those.
     """
 
     request: Request
@@ -107,6 +108,7 @@ class Grant(Message, frozen=True, tag="grant"):
     writers: Annotated[list[Rank], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     state_slot: Count | None = None  # None: the receiver's layout has no state
     flow: Count | None = None  # the receiver's, if its resident loop serves the request
+    absent_tokens: Count = 0
 
 
 class Attest(Message, frozen=True, tag="attest"):

@@ -16,7 +16,7 @@ staging ring only, and so unable to reach the pages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchkv.arrays import Int64Array
@@ -77,7 +77,9 @@ class ReceiverRequest:
     """One `recv_pages` call, which is one generation of a request.
 
     pages: page ids [n] of this rank, in order of position after the prefix. num_tokens: that they hold. total: the
-    caller's total deadline in seconds, or None for the two of Options.
+    caller's total deadline in seconds, or None for the two of Options. group: the layer group that it is the part of,
+    if the layout has any. parts: the parts of all groups, this one included, which fail together; empty without groups.
+    absent_tokens: the end of the prefix, which is absent pages.
     """
 
     request: str
@@ -96,16 +98,24 @@ class ReceiverRequest:
     complete_at: float | None = None  # when all bytes were here; the instance's verdict may still be missing
     asked: bool = False  # complete, and this rank has asked the instance's leader to fail the request
     error: KVError | None = None  # set once, when the request fails
-    ended: bool = False  # the leases have ended
+    ended: bool = False  # the leases have ended, or those of a part will with the others'
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
     flow: int | None = None  # on the resident loop; None while Python serves the request
     reserved: int | None = None  # the flow that it has, or had: no other request gets it before this one has ended
     arrived: int = 0  # bytes that the loop had seen arrive at the last tick
+    group: str | None = None
+    parts: Sequence[ReceiverRequest] = ()
+    absent_tokens: int = 0
 
     @property
     def live(self) -> bool:
         """Whether it has neither failed nor ended."""
         return self.error is None and not self.ended
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether the leases of the whole call have ended: its pages may be used again."""
+        return self.ended and all(part.ended for part in self.parts)
 
     @property
     def aux(self) -> bytes:

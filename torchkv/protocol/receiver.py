@@ -31,7 +31,7 @@ live request and changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -46,12 +46,13 @@ from torchkv.errors import (
     make_error,
 )
 from torchkv.layout.group_map import GroupMap
+from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.layout.pair_plan import PairPlan, seal_matches
 from torchkv.layout.pieces import Piece, PieceLayout, check_piece
 from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Signal
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Work
 from torchkv.protocol.flows import RequestFlows
-from torchkv.protocol.leases import Leases
+from torchkv.protocol.leases import Leases, Wanted
 from torchkv.protocol.messages import (
     MAX_TEXT,
     Abort,
@@ -89,8 +90,19 @@ class Receiver:
     Every method that may change something appends to ``actions``; the engine takes and performs them.
     """
 
-    def __init__(self, group_map: GroupMap, *, timeout: float, grant_timeout: float, credits: StagingCredits) -> None:
-        """timeout, grant_timeout: of Options, in seconds. credits: who may write where in this rank's staging ring."""
+    def __init__(
+        self,
+        group_map: GroupMap,
+        *,
+        timeout: float,
+        grant_timeout: float,
+        credits: StagingCredits,
+        pools: Pools = UNGROUPED,
+    ) -> None:
+        """timeout, grant_timeout: of Options, in seconds. credits: who may write where in this rank's staging ring.
+
+        pools: of this rank's pages and slots.
+        """
         self.flows: RequestFlows | None = None  # the requests that the resident loop serves; set by the engine
         self._group_map = group_map
         self._credits = credits
@@ -102,7 +114,7 @@ class Receiver:
         self._requests: dict[int, ReceiverRequest] = {}  # by generation: live, complete and revoking
         self._live: dict[str, ReceiverRequest] = {}  # by name: live and complete
         self._named: dict[str, dict[int, ReceiverRequest]] = {}  # all, by name and generation
-        self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots)
+        self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots, pools=pools)
         self.actions: list[Action] = []
 
     # ---------------------------------------------------------------- calls of this rank's user
@@ -118,31 +130,20 @@ class Receiver:
         total: float | None,
         work: Work,
         now: float,
+        group: str | None = None,
+        absent_tokens: int = 0,
+        parts: Sequence[ReceiverRequest] = (),
     ) -> ReceiverRequest:
         """Leases ``pages`` and grants them to the contributing writers among ``src``.
 
         pages: page ids of this rank, in order of position after the prefix. total: one deadline for everything, in
-        seconds, or None. work: completed when the request succeeds or fails. Raises ``ProtocolError`` if the name is in
-        use or the prefix does not fit a writer's pages, ``PageOutOfRange`` if a page or the slot cannot be leased; then
-        nothing is leased or sent.
+        seconds, or None. work: completed when the request succeeds or fails. group, absent_tokens, parts: see
+        `ReceiverRequest`. Raises ``ProtocolError`` if the name is in use or the prefix does not fit a writer's pages,
+        ``PageOutOfRange`` if a page or the slot cannot be leased; then nothing is leased or sent.
         """
-        if request in self._live:
-            raise ProtocolError(
-                f"recv_pages({request!r}): this request is being received already on rank {self._group_map.rank}; "
-                f"wait for it or cancel({request!r}) first"
-            )
         page_size = self._group_map.layout(self._group_map.rank).page_size
-        self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._group_map.rank}")
-        names = self._group_map.contributing(src, self._group_map.rank)
-        writers: dict[int, Writer] = {}
-        for rank in names:
-            plan = self._group_map.plan(rank, names, self._group_map.rank)
-            if prefix_tokens % plan.src_page_size:
-                raise ProtocolError(
-                    f"recv_pages({request!r}): prefix_tokens={prefix_tokens} is not a multiple of the page size "
-                    f"{plan.src_page_size} of writer rank {rank}; round it down to one"
-                )
-            writers[rank] = Writer(plan)
+        writers = self._checked_writers(request, src, prefix_tokens, absent_tokens)
+        self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._group_map.rank}", group=group)
         req = ReceiverRequest(
             request=request,
             generation=self._next_generation,
@@ -154,11 +155,14 @@ class Receiver:
             begun_at=now,
             total=total,
             state_slot=state_slot,
+            group=group,
+            absent_tokens=absent_tokens,
+            parts=parts,
         )
         if self.flows is not None:
             plans = {rank: writer.plan for rank, writer in writers.items()}
             req.flow = req.reserved = self.flows.reserve(len(pages), plans)
-        trace.debug("request %r: granted to ranks %s, generation %d", request, names, self._next_generation)
+        trace.debug("request %r: granted to ranks %s, generation %d", request, tuple(writers), self._next_generation)
         self._next_generation += 1
         self._requests[req.generation] = self._live[request] = req
         self._named.setdefault(request, {})[req.generation] = req
@@ -168,8 +172,77 @@ class Receiver:
         by_loop = self._grant(req)
         if not by_loop or not self._flows.posts:
             self._tell_post(req)
-        self.actions.extend(Tell(rank, Exempt(request)) for rank in self._group_map.exempt(src))
+        self.actions.extend(Tell(rank, Exempt(request)) for rank in self._group_map.of(request).exempt(src))
+        if not writers:  # of a layer group of which this rank holds nothing: it is complete, but others may not be
+            self._complete_if_covered(req, now)
         return req
+
+    def post_parts(
+        self,
+        request: str,
+        parts: Mapping[str, Wanted],
+        src: tuple[int, ...],
+        *,
+        prefix_tokens: int,
+        absent_tokens: Mapping[str, int],
+        total: float | None,
+        work: Work,
+        now: float,
+    ) -> list[ReceiverRequest]:
+        """As `post`, for a request of several layer groups: of each part, by its name, what it leases.
+
+        absent_tokens: by layer group. work: completed by all parts, one part of it by each. As soon as one fails, all
+        others do.
+        """
+        for name, (_, _, group) in parts.items():
+            absent = absent_tokens.get(group or "", 0)
+            self._checked_writers(name, src, prefix_tokens + absent, absent)
+        operation = f"recv_pages({request!r}) on rank {self._group_map.rank}"
+        self.leases.check_together(list(parts.values()), operation)
+        posted: list[ReceiverRequest] = []
+        for name, (pages, slot, group) in parts.items():
+            absent = absent_tokens.get(group or "", 0)
+            posted.append(
+                self.post(
+                    name,
+                    pages,
+                    src,
+                    prefix_tokens=prefix_tokens + absent,
+                    state_slot=slot,
+                    total=total,
+                    work=work,
+                    now=now,
+                    group=group,
+                    absent_tokens=absent,
+                    parts=posted,
+                )
+            )
+        if (failed := next((part for part in posted if part.error is not None), None)) is not None:
+            self._fail_parts(failed)  # while the others were not posted yet
+        return posted
+
+    def _checked_writers(
+        self, request: str, src: tuple[int, ...], prefix_tokens: int, absent_tokens: int
+    ) -> dict[int, Writer]:
+        """The contributing writers among ``src``. Raises ``ProtocolError`` if `post` must not be called."""
+        if request in self._live:
+            raise ProtocolError(
+                f"recv_pages({request!r}): this request is being received already on rank {self._group_map.rank}; "
+                f"wait for it or cancel({request!r}) first"
+            )
+        group_map = self._group_map.of(request)
+        names = group_map.contributing(src, group_map.rank)
+        writers: dict[int, Writer] = {}
+        for rank in names:
+            plan = group_map.plan(rank, names, group_map.rank)
+            if prefix_tokens % plan.src_page_size:
+                what = f"{absent_tokens} tokens of absent pages" if absent_tokens else f"prefix_tokens={prefix_tokens}"
+                raise ProtocolError(
+                    f"recv_pages({request!r}): {what} is not a multiple of the page size "
+                    f"{plan.src_page_size} of writer rank {rank}; round it down to one"
+                )
+            writers[rank] = Writer(plan)
+        return writers
 
     def _grant(self, req: ReceiverRequest) -> bool:
         """Tells the writers of their grant. Grants of one name must come in their order: it decides which one is meant.
@@ -178,7 +251,8 @@ class Receiver:
         its writers know its grant; until then this one goes the way on which that is followed by its end. Returns
         whether the loop tells.
         """
-        if req.flow is not None and len(self._named[req.request]) == 1 and self._flows.grant(req):
+        alone = len(self._named[req.request]) == 1 and not req.absent_tokens  # which no record tells
+        if req.flow is not None and alone and self._flows.grant(req):
             return True
         self._tell_grant(req, req.writers)
         return False
@@ -189,7 +263,8 @@ class Receiver:
 
     def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int]) -> None:
         pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(req.writers))
-        message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, req.state_slot, req.flow)
+        slot, absent = req.state_slot, req.absent_tokens
+        message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, slot, req.flow, absent)
         self.actions.extend(Tell(rank, message) for rank in ranks)
 
     def decline(self, request: str, writers: Iterable[int]) -> None:
@@ -230,7 +305,12 @@ class Receiver:
         return pending
 
     def layer_done(self, req: ReceiverRequest, layer: int) -> bool:
-        """Whether every byte of ``layer`` (a global id) is here. Raises the request's error."""
+        """Whether every byte of ``layer`` (a global id) is here, of all parts. Raises the request's error."""
+        if not req.parts:
+            return self._layer_done(req, layer)
+        return all(self._layer_done(part, layer) for part in req.parts)
+
+    def _layer_done(self, req: ReceiverRequest, layer: int) -> bool:
         if req.flow is not None:
             self._flows.look(req)
         if req.error is not None:
@@ -574,7 +654,7 @@ class Receiver:
                 req.asked = True
                 self._tell_leader(Outcome(req.request, req.generation, kind, text))
             return
-        error._pages_safe = lambda: req.ended
+        error._pages_safe = lambda: req.all_ended
         req.error = error
         trace.debug("request %r: failed, generation %d: %s", req.request, req.generation, error)
         for job in req.scattering:
@@ -588,6 +668,16 @@ class Receiver:
         if not decided:
             self._tell_leader(Outcome(req.request, req.generation, kind, text))
         self._end_if_quiescent(req)
+        if req.parts:
+            self._fail_parts(req)
+
+    def _fail_parts(self, failed: ReceiverRequest) -> None:
+        """One part of a request of several layer groups has failed: so do all others."""
+        for part in failed.parts:
+            if part.live:
+                self._take_back(part)
+            if part.live and failed.error is not None:
+                self._fail(part, type(failed.error)(str(failed.error)))
 
     def _tell_leader(self, message: Post | Outcome) -> None:
         """Tells the leader of this rank's instance, if it has other ranks."""
@@ -602,7 +692,11 @@ class Receiver:
     def _end(self, req: ReceiverRequest) -> None:
         assert req.flow is None
         req.ended = True
-        self.leases.free(req)
+        if not req.parts:
+            self.leases.free(req)
+        elif req.all_ended:  # also the parts that ended before, whose pages are the same caller's
+            for part in req.parts:
+                self.leases.free(part)
         if req.reserved is not None and self.flows is not None:
             self.flows.free_receive(req.reserved)
         del self._requests[req.generation]
@@ -630,10 +724,14 @@ class Receiver:
             return float("inf"), ""
         if req.total is not None:
             return req.begun_at + req.total, f"not complete within recv_pages(timeout={req.total:g})"
-        if req.progress_at is None:
+        progress_at = req.progress_at
+        if req.parts:  # a layer group may be sent after the others
+            moved = [part.progress_at for part in req.parts if part.progress_at is not None]
+            progress_at = max(moved, default=None)
+        if progress_at is None:
             text = f"no byte and no seal within {self._grant_timeout:g} s (Options.grant_timeout)"
             return req.begun_at + self._grant_timeout, text
-        return req.progress_at + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"
+        return progress_at + self._timeout, f"no progress for {self._timeout:g} s (Options.timeout)"
 
 
 def _fifo_of(message: Staged, stage: Stage, layout: PieceLayout, *, most: int) -> ChunkFifo | None:

@@ -171,7 +171,7 @@ def check_grant(op: SendOp, grant: BoundGrant) -> None:
 
 def check_prefix(op: SendOp, grant: BoundGrant) -> None:
     """Records the prefix of the op's receiver. Raises ``ProtocolError`` if another receiver of the verb has another."""
-    op.prefixes[grant.dst] = grant.prefix_tokens
+    op.prefixes[grant.dst] = grant.held_tokens
     if len(op.prefixes) > 1:
         check_prefixes(op.request, op.prefixes)
 
@@ -189,18 +189,24 @@ def check_prefixes(request: str, prefixes: Mapping[int, int]) -> None:
 
 
 def drop_held(op: SendOp, grant: BoundGrant) -> None:
-    """Leaves of an op that counts from the prompt what lies behind the prefix, and counts it from there."""
-    if not op.from_prompt:
+    """Leaves of an op what lies behind the prefix, and counts it from there.
+
+    Of an op that counts from the prompt, or under a grant that counts absent pages as its prefix.
+    """
+    if not (op.from_prompt or grant.absent_tokens) or op.state:
         return
+    op.start, op.num_pages, held = behind(grant, op.start, op.num_pages, from_prompt=op.from_prompt)
     op.from_prompt = False
-    op.start, op.num_pages, held = behind(grant, op.start, op.num_pages)
     if held:
         op.source_pages = op.source_pages.behind(held)
 
 
-def behind(grant: BoundGrant, start: int, num_pages: int) -> tuple[int, int, int]:
-    """Pages of the prompt behind the grant's prefix: the first, counted from there, how many, and how many are held."""
-    prefix = grant.prefix_tokens // grant.plan.src_page_size
+def behind(grant: BoundGrant, start: int, num_pages: int, *, from_prompt: bool) -> tuple[int, int, int]:
+    """Pages behind the grant's prefix: the first, counted from there, how many, and how many are held.
+
+    from_prompt: whether ``start`` counts from the beginning of the prompt, not from the end of what the receiver holds.
+    """
+    prefix = (grant.prefix_tokens if from_prompt else grant.absent_tokens) // grant.plan.src_page_size
     held = min(max(prefix - start, 0), num_pages)
     return max(start - prefix, 0), num_pages - held, held
 

@@ -157,8 +157,8 @@ class Sender:
             req.check_open()
             grant = req.grant
         if grant is not None:
-            if from_prompt:
-                start, num_pages, _ = behind(grant, start, num_pages)
+            if from_prompt or (grant.absent_tokens and not state):
+                start, num_pages, _ = behind(grant, start, num_pages, from_prompt=from_prompt)
             if not state:
                 check_range(grant, start, num_pages)
         elif req is not None and len(req.queue) >= MAX_QUEUED_OPS:
@@ -212,7 +212,7 @@ class Sender:
 
     def check_prefixes(self, request: str, dsts: Iterable[int]) -> None:
         """Raises ``ProtocolError`` if the prefixes of these receivers, as far as grants have come, are not equal."""
-        known = {dst: grant.prefix_tokens for dst in dsts if (grant := self._grant_of(request, dst)) is not None}
+        known = {dst: grant.held_tokens for dst in dsts if (grant := self._grant_of(request, dst)) is not None}
         check_prefixes(request, known)
 
     def submit(self, op: SendOp, now: float) -> None:
@@ -236,7 +236,7 @@ class Sender:
     def state_left(self, request: str, dst: int) -> tuple[int, ...]:
         """Layers (global ids, ascending) whose state this rank holds and has not sent to ``dst``."""
         req = self._requests.get((request, dst))
-        layout = self._group_map.layout(self._group_map.rank)
+        layout = self._group_map.of(request).layout(self._group_map.rank)
         held = {layer for state in layout.states for layer in layout.state_layers(state.name)}
         return tuple(sorted(held if req is None else held - req.states))
 
@@ -351,7 +351,7 @@ class Sender:
         if req is not None and req.error is not None:
             raise req.error
         grant = self._grant_of(request, dst)
-        return None if grant is None else grant.prefix_tokens
+        return None if grant is None else grant.held_tokens
 
     # ---------------------------------------------------------------- reports of the engine
 
@@ -423,15 +423,18 @@ class Sender:
         for rank in writers:
             if rank not in self._group_map.info:
                 raise ProtocolError(f"grant of rank {src} names rank {rank}, which is not in this group")
+        if message.absent_tokens > message.prefix_tokens:
+            raise ProtocolError(f"grant of rank {src} names {message.absent_tokens} absent tokens of its prefix")
         grant = BoundGrant(
             dst=src,
             generation=message.generation,
             request=message.request,
             prefix_tokens=message.prefix_tokens,
             pages=unpack_pages(message.pages, self._group_map.info[src].num_pages),
-            plan=self._group_map.plan(self._group_map.rank, writers, src),
+            plan=self._group_map.of(message.request).plan(self._group_map.rank, writers, src),
             state_slot=message.state_slot,
             flow=message.flow,
+            absent_tokens=message.absent_tokens,
         )
         check_slot(grant, self._group_map.info[src].num_slots)
         key = (message.request, src)
@@ -475,7 +478,7 @@ class Sender:
 
     def on_exempt(self, src: int, message: Exempt, now: float) -> None:
         """An instance has granted a request, and needs nothing of this rank. Raises ``ProtocolError`` if it does."""
-        if self._instance(src):
+        if self._instance(message.request, src):
             raise ProtocolError(f"rank {src} exempts this rank from request {message.request!r}, but is owed bytes")
         req = self._requests.get((message.request, ANYBODY))
         if req is not None and req.waits and req.error is None:
@@ -658,13 +661,13 @@ class Sender:
             return error
         return None
 
-    def _instance(self, rank: int) -> tuple[int, ...]:
-        """The ranks of ``rank``'s instance to which this rank owes anything."""
-        return self._group_map.owed(self._group_map.siblings_of(rank))
+    def _instance(self, request: str, rank: int) -> tuple[int, ...]:
+        """The ranks of ``rank``'s instance to which this rank owes anything for this request."""
+        return self._group_map.of(request).owed(self._group_map.siblings_of(rank))
 
     def _refuse_others(self, request: str, src: int, error: KVError, now: float) -> None:
         """Refuses what the other ranks of ``src``'s instance grant, or have granted, as the grant of ``src`` is."""
-        for rank in self._instance(src):
+        for rank in self._instance(request, src):
             if rank == src:
                 continue
             if (grant := self._unmet.take((request, rank))) is not None:
@@ -678,7 +681,7 @@ class Sender:
         An instance is busy while an earlier request of this name to one of its ranks has not ended.
         """
         for grant in self._unmet.named(request):
-            ranks = self._instance(grant.dst)
+            ranks = self._instance(request, grant.dst)
             if not any((request, rank) in self._requests for rank in ranks):
                 return self._address(request, grant.dst, now)
         source = self._unmet.take_exemption(request)
@@ -686,7 +689,7 @@ class Sender:
 
     def _address(self, request: str, src: int, now: float) -> tuple[int, ...]:
         """The request to anybody goes to the instance of ``src``, which has granted it: to these ranks."""
-        ranks = self._instance(src)
+        ranks = self._instance(request, src)
         trace.debug("request %r: granted by rank %d, so it goes to ranks %s", request, src, ranks)
         reqs = [SenderRequest(request, rank, now) for rank in ranks]
         waiting = self._requests.pop((request, ANYBODY), None)
@@ -793,8 +796,9 @@ class Sender:
         """An op waits for the grant: on the loop, if its request began with an op, and the loop can do all of them."""
         begun |= req.dst == ANYBODY or self._unmet.refuses((req.request, ANYBODY))
         if not begun and not self._unmet.refuses((req.request, req.dst)) and not self._prefixed(req):
-            writers = self._group_map.contributing(self._group_map.siblings, req.dst)
-            self._flows.await_grant(req, self._likely_plan(req.dst), writers)
+            group_map = self._group_map.of(req.request)
+            writers = group_map.contributing(group_map.siblings, req.dst)
+            self._flows.await_grant(req, group_map.plan(group_map.rank, writers, req.dst), writers)
         if req.flow is None:
             self._flows.heed_grants(True)
         elif not self._flows.start(req, op):
@@ -890,7 +894,7 @@ class Sender:
 
         Of a request that waits for its grant. Windows may allow less: then Python looks again once the grant is there.
         """
-        plan = self._likely_plan(req.dst)
+        plan = self._likely_plan(req.request, req.dst)
         pages = [(0, req.num_pages * plan.src_page_size)]
         return req.num_pages > 0 and req.sent().first_gap([(plan.layers, pages)], unit=plan.src_page_size) is None
 
@@ -913,7 +917,7 @@ class Sender:
         """Names the first layer whose state is owed and was not sent; None if there is none, as far as is known."""
         if dst == ANYBODY:
             return None
-        state = (self._likely_plan(dst) if grant is None else grant.plan).state
+        state = (self._likely_plan(request, dst) if grant is None else grant.plan).state
         assert state is not None
         if not state.layers:
             return None
@@ -931,7 +935,9 @@ class Sender:
         if grant is None:
             if dst == ANYBODY or num_pages == 0 or (req is not None and any(op.from_prompt for op in req.queue)):
                 return None  # legal if the grant has no pages, or not those that were not sent
-            plan = self._likely_plan(dst)
+            plan = self._likely_plan(request, dst)
+            if self._group_map.parts and all(segment.stripe.window for segment in plan.segments):
+                return None  # the receiver may hold, and need, less than its windows show
             limit = num_pages * plan.src_page_size
             # The largest grant that these pages may match. In layers with a sliding window it owes the fewest pages, so
             # what it owes every grant owes.
@@ -955,11 +961,10 @@ class Sender:
             return f"every writer sends all pages after the prefix, also those another one writes{extent(req, grant)}"
         return None
 
-    def _likely_plan(self, dst: int) -> PairPlan:
+    def _likely_plan(self, request: str, dst: int) -> PairPlan:
         """The plan towards ``dst`` before its grant names the writers: as if they were all ranks of this instance."""
-        return self._group_map.plan(
-            self._group_map.rank, self._group_map.contributing(self._group_map.siblings, dst), dst
-        )
+        group_map = self._group_map.of(request)
+        return group_map.plan(group_map.rank, group_map.contributing(group_map.siblings, dst), dst)
 
     def _seal_if_done(self, req: SenderRequest, now: float) -> None:
         if req.error is not None or req.finish is None or req.grant is None or req.sealed_at is not None:

@@ -9,6 +9,7 @@ import torch
 
 from torchkv.cache import Placement
 from torchkv.errors import TransportUnavailable
+from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.layout.layout import KVLayout
 from torchkv.transport.interface import Channel, RemoteView
 
@@ -55,7 +56,10 @@ class StageTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPages:
-    """This rank's own pages. storage_ptrs, regions: address of each storage, and its region index in the transport."""
+    """This rank's own pages. storage_ptrs, regions: address of each storage, and its region index in the transport.
+
+    pools: which of them share memory, see `torchkv.protocol.leases`.
+    """
 
     layout: KVLayout
     device: torch.device
@@ -63,6 +67,7 @@ class LocalPages:
     placements: Mapping[tuple[str, int], Placement]
     storage_ptrs: Sequence[int]
     regions: Sequence[int]
+    pools: Pools = field(default_factory=lambda: UNGROUPED)
 
     def ptr(self, component: str, layer: int) -> int:
         placement = self.placements[component, layer]

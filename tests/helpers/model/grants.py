@@ -17,6 +17,7 @@ from tests.helpers.protocol import group_map, receiver, sender
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
+from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol import messages
 from torchkv.protocol.actions import Account, BoundGrant, Halt, SendOp, Settle, Start, Tell
@@ -163,7 +164,7 @@ class Grants:
 
     def _lease(self, page: int) -> int:
         """The generation that has the page; 0: none."""
-        return int(self.receiver.leases._pages[page])
+        return int(self.receiver.leases.marks(PAGES)[page])
 
     # ------------------------------------------------------------------ what happens
 

@@ -18,6 +18,7 @@ from tests.helpers.references.page_transfer import GAP, Pool, reference
 from tests.helpers.references.state import held_layers, read_bytes
 from tests.helpers.simulation.cluster import Cluster, Rank
 from torchkv.arrays import Int64Array
+from torchkv.layout.layer_groups import PAGES, SLOTS
 from torchkv.layout.layout import KVLayout, State
 
 Bytes = npt.NDArray[np.uint8]
@@ -60,7 +61,7 @@ class Released(NamedTuple):
     slots: list[int]
 
 
-class _Places:
+class Places:
     """Pages of a rank, or slots: what must be in them while they are free.
 
     leases: the generation of each now, 0 if it is free.
@@ -118,9 +119,9 @@ class Shadow:
         self.rank = rank
         self.problems: list[str] = []
         leases = rank.engine.receiver.leases
-        self._seen: dict[int, int] = {}  # slots that were leased when last looked at
-        self._pages = _Places("page", page_bytes(rank), lambda: leases._pages, generator)
-        self._slots = _Places("slot", slot_bytes(rank), self._slot_leases, generator)
+        self._seen = np.zeros(0, dtype=np.int64)  # the leases of slots when last looked at
+        self._pages = Places("page", page_bytes(rank), lambda: leases.marks(PAGES), generator)
+        self._slots = Places("slot", slot_bytes(rank), self._slot_leases, generator)
 
     def free(self) -> list[int]:
         """Pages that no lease holds."""
@@ -132,10 +133,10 @@ class Shadow:
 
     def released(self) -> dict[int, Released]:
         """Generation -> what of it has been released since the last call."""
-        held = self.rank.engine.receiver.leases._slots
+        held = self._slot_leases()
         pages = self._pages.released()
-        slots = {} if held == self._seen else self._slots.released()
-        self._seen = dict(held)
+        slots = {} if np.array_equal(held, self._seen) else self._slots.released()
+        self._seen = held.copy()
         return {
             generation: Released(pages.get(generation, []), slots.get(generation, [])) for generation in pages | slots
         }
@@ -190,8 +191,7 @@ class Shadow:
                 )
 
     def _slot_leases(self) -> Int64Array:
-        held = self.rank.engine.receiver.leases._slots
-        return np.array([held.get(slot, 0) for slot in range(self.rank.cache.num_slots)], dtype=np.int64)
+        return self.rank.engine.receiver.leases.marks(SLOTS)
 
 
 @cache

@@ -25,6 +25,7 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
 from torchkv.engine.registration import Registration
 from torchkv.engine.scheduler import LocalMemory
+from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs
 from torchkv.host.processes import ProcessId
 from torchkv.layout.layout import KVLayout, State
@@ -136,14 +137,21 @@ class Rank(Verbs):
         return self.world.alive(self.node) and not self.world.paused(self.node)
 
 
+class GroupedRank(Rank, GroupedVerbs):
+    """That of a rank whose layout has layer groups."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank registers."""
+    """What one rank registers. make: its cache, by default in memory of its own for each layer."""
 
     instance: str
     layout: KVLayout | None
     num_pages: int = 16
     num_slots: int = 0
+    make: Callable[[KVLayout, int, int], KVCache] = lambda layout, pages, slots: KVCache.empty(
+        layout, pages, "cpu", slots
+    )
 
 
 class _Lagging(Registration):
@@ -264,7 +272,8 @@ class Cluster:
         self.cards = [PeerMetadata.decode(metadata) for metadata in everyone]
         for registration in self.registrations:
             engine = registration.engine([PeerMetadata.decode(metadata) for metadata in everyone])
-            self.ranks.append(Rank(self.world, cast(Any, registration.transport).node, engine, registration.cache))
+            kind = GroupedRank if engine.group_map.parts else Rank
+            self.ranks.append(kind(self.world, cast(Any, registration.transport).node, engine, registration.cache))
             registration.warm(engine)
             if isinstance(registration, _OnGpu) and registration.cache is not None:
                 self.gpus[engine.group_map.rank] = registration.loop_gpu
@@ -280,9 +289,7 @@ class Cluster:
         return self._kind(
             rank=index,
             instance=place.instance,
-            cache=None
-            if place.layout is None
-            else KVCache.empty(place.layout, place.num_pages, "cpu", place.num_slots),
+            cache=None if place.layout is None else place.make(place.layout, place.num_pages, place.num_slots),
             options=self.options,
             transport=transport,
             control=SimulatedControl(world, transport.node, heartbeat=self.options.heartbeat, sees_death=sees_death),

@@ -18,6 +18,7 @@ from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
+from torchkv.layout.layer_groups import PAGES, SLOTS
 from torchkv.layout.layout import State
 from torchkv.options import Options
 from torchkv.protocol.staging_credits import Owner
@@ -439,7 +440,7 @@ class Scenario:
             self.shadows[rank.rank].check_free(when)
             self.rings[rank.rank].check()
             leases = rank.engine.receiver.leases
-            pages, slots = np.flatnonzero(leases._pages).tolist(), sorted(leases._slots)
+            pages, slots = np.flatnonzero(leases.marks(PAGES)).tolist(), np.flatnonzero(leases.marks(SLOTS)).tolist()
             if (pages or slots) and not self._quarantine_is_justified(rank):
                 self.problems.append(f"{when}: rank {rank.rank} still leases pages {pages}, slots {slots}")
         if not justified:

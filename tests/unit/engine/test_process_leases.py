@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.layer_groups import hybrid, shared_cache
 from tests.helpers.protocol import group_map, receiver
 from torchkv.cache import KVCache
 from torchkv.engine.process_leases import GroupLeases, ProcessLeases
 from torchkv.errors import PageOutOfRange, TransferCancelled
 from torchkv.host.processes import ProcessId, process_started, this_process
-from torchkv.layout.component import State
+from torchkv.layout.component import Component, State
+from torchkv.layout.layer_groups import PAGES, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Quiesced, StageAsk
 from torchkv.protocol.receive_request import ReceiverRequest
@@ -46,7 +48,7 @@ class Group:
     ) -> None:
         self.cache = cache
         pool = {"num_pages": cache.num_pages, "num_slots": cache.num_slots}
-        self.receiver = receiver(group_map(ME, ("p", cache.layout), ("d", cache.layout), **pool))
+        self.receiver = receiver(group_map(ME, ("p", cache.layout), ("d", cache.layout), **pool), pools=cache.pools)
         self.credits = self.receiver._credits
         self.lock = threading.Lock()
         self.leases = GroupLeases(
@@ -141,7 +143,7 @@ def test_pages_that_share_a_byte_are_refused_and_only_they() -> None:
         other = Group(process, random_cache(dice, memories))
         for page in dice.permutation(one.cache.num_pages)[:3]:
             one.recv(int(page), request=f"r{page}")
-        held = set().union(*(bytes_of(one.cache, int(p)) for p in np.flatnonzero(one.receiver.leases._pages)))
+        held = set().union(*(bytes_of(one.cache, int(p)) for p in np.flatnonzero(one.receiver.leases.marks(PAGES))))
         met = [page for page in range(other.cache.num_pages) if bytes_of(other.cache, page) & held]
         for page in range(other.cache.num_pages):
             if page in met:
@@ -174,7 +176,7 @@ def test_slots_and_pages_of_two_groups_may_share_memory() -> None:
     one.fail()
     two.fail()
     assert two.quarantined == {2: (), 3: (), 6: (WRITER,)}
-    assert one.receiver.leases.quarantined_slots() == {1: (WRITER,), 3: ()}
+    assert one.receiver.leases.quarantined(slots=True) == {1: (WRITER,), 3: ()}
 
 
 def test_a_group_that_has_its_memory_alone_asks_nobody() -> None:
@@ -329,3 +331,51 @@ def test_what_is_left_behind_keeps_no_works_and_no_frames() -> None:
     assert (req.work, req.cancels) == (None, [])
     assert req.error is not error
     assert not error.pages_safe
+
+
+# ---------------------------------------------------------------------- layer groups
+
+
+def recv_part(group: Group, layer_group: str, *ids: int) -> ReceiverRequest:
+    pages, name = np.array(ids, dtype=np.int64), part_name("r", layer_group)
+    with group.lock, group.receiver.leases.guard:
+        return group.receiver.post(
+            name, pages, (WRITER,), prefix_tokens=0, total=None, work=name, now=0.0, group=layer_group
+        )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_layer_groups_of_two_groups_lease_what_their_pages_occupy(shared: bool) -> None:
+    """Over one cache: what one leases through a layer group, the other cannot have through any that shares it."""
+    process = ProcessLeases()
+    cache = shared_cache(hybrid(), NUM_PAGES) if shared else KVCache.empty(hybrid(), NUM_PAGES, "cpu")
+    one, other = Group(process, cache, "one"), Group(process, cache, "other")
+    recv_part(one, "near", 3, 4)
+    with pytest.raises(PageOutOfRange, match="page 3 shares bytes with page 3 of group 'one'"):
+        recv_part(other, "near", 3)
+    if shared:
+        with pytest.raises(PageOutOfRange, match="page 4 shares bytes with page 4 of group 'one'"):
+            recv_part(other, "full", 4)
+    else:
+        recv_part(other, "full", 3, 4)
+    one.fail()
+    quarantined = other.receiver.leases.quarantined(group="full")
+    assert quarantined == ({3: (), 4: ()} if shared else {})
+    assert other.receiver.leases.quarantined(group="near") == {3: (), 4: ()}
+
+
+def test_pages_without_layer_groups_meet_those_of_a_layer_group() -> None:
+    """A block of the shared memory, as a page of another layout."""
+    process = ProcessLeases()
+    cache = shared_cache(hybrid(), NUM_PAGES)
+    whole = cache.storages[0].view(NUM_PAGES, -1)
+    layout = KVLayout([Component("raw", 1, whole.shape[1], torch.uint8)], num_layers=1, page_size=1)
+    one, other = (
+        Group(process, cache, "one"),
+        Group(process, KVCache(layout, {"raw": [whole.view(NUM_PAGES, 1, 1, -1)]}), "other"),
+    )
+    recv_part(one, "far", 5)
+    assert "page 5 shares bytes with page 5 of group 'one'" in other.refusal(5)
+    other.recv(4)
+    with pytest.raises(PageOutOfRange, match="page 4 shares bytes with page 4 of group 'other'"):
+        recv_part(one, "full", 4)

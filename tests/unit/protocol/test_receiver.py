@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, group_map, post, receiver
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
+from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import Account
 from torchkv.protocol.messages import (
@@ -49,7 +50,7 @@ def halves() -> Receiver:
 
 
 def leased(machine: Receiver) -> set[int]:
-    return {page for page, generation in enumerate(machine.leases._pages.tolist()) if generation}
+    return {page for page, generation in enumerate(machine.leases.marks(PAGES).tolist()) if generation}
 
 
 # -- success ----------------------------------------------------------------------------------------------------------

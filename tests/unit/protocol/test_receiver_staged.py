@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.protocol import CHANNELS, RING, TIMEOUT, Acts, group_map, pages, post, receiver
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import ChecksumMismatch, ProtocolError, RingExhausted, TransferCancelled, TransferTimeout
+from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, SLOTS, ChunkFifo, Signal
 from torchkv.protocol import receiver as receiver_module
 from torchkv.protocol.actions import Scatter
@@ -84,7 +85,7 @@ def in_use(machine: Receiver) -> tuple[int, int]:
 
 
 def is_free(machine: Receiver, req: ReceiverRequest) -> bool:
-    assert req.ended == (not machine.leases._pages[req.pages].any())
+    assert req.ended == (not machine.leases.marks(PAGES)[req.pages].any())
     return req.ended
 
 

@@ -28,6 +28,7 @@ from tests.helpers.protocol import (
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.layout.component import Component, State
+from torchkv.layout.layer_groups import SLOTS as SLOT_POOL
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol import sender as sender_module
 from torchkv.protocol.actions import Account, Scatter, Start
@@ -512,10 +513,10 @@ def test_leased_and_quarantined_slots_are_named_with_their_holder() -> None:
     with pytest.raises(PageOutOfRange, match=r"slot 1 is quarantined: ranks \[0\] .* request 'r'; use other slots"):
         post(machine, 8, slot=1, request="other")
     post(machine, 8, slot=2, request="other", work="other")  # page 8 was not leased by the call that was refused
-    assert machine.leases.quarantined_slots() == {1: (0,)}
+    assert machine.leases.quarantined(slots=True) == {1: (0,)}
     assert machine.leases.quarantined() == {5: (0,), 6: (0,)}
     machine.on_quiesced(0, Quiesced(1), 0.0)
-    assert machine.leases.quarantined_slots() == {}
+    assert machine.leases.quarantined(slots=True) == {}
     post(machine, 5, slot=1)
 
 
@@ -524,7 +525,7 @@ def test_a_slot_is_free_after_success() -> None:
     for generation in (1, 2):
         post(machine, 5, 6, slot=1)
         complete(machine, generation=generation)
-        assert machine.leases._slots == {}
+        assert not machine.leases.marks(SLOT_POOL).any()
 
 
 def test_cancel_keeps_the_slot_of_a_full_hit_until_every_writer_is_quiescent() -> None:
@@ -535,12 +536,12 @@ def test_cancel_keeps_the_slot_of_a_full_hit_until_every_writer_is_quiescent() -
     assert isinstance(req.error, TransferCancelled)
     assert not req.error.pages_safe
     machine.on_quiesced(1, Quiesced(1), 0.0)
-    assert machine.leases.quarantined_slots() == {3: (0,)}
+    assert machine.leases.quarantined(slots=True) == {3: (0,)}
     assert "cancel" not in Acts(machine).settled
     machine.on_quiesced(0, Quiesced(1), 0.0)
     assert Acts(machine).settled["cancel"] is None
     assert req.error.pages_safe
-    assert machine.leases.quarantined_slots() == {}
+    assert machine.leases.quarantined(slots=True) == {}
 
 
 def test_a_timeout_frees_no_slot() -> None:
@@ -548,7 +549,7 @@ def test_a_timeout_frees_no_slot() -> None:
     post(machine, slot=3)
     machine.tick(GRANT_TIMEOUT)
     assert isinstance(Acts(machine).error("rx"), TransferTimeout)
-    assert machine.leases.quarantined_slots() == {3: (0,)}
+    assert machine.leases.quarantined(slots=True) == {3: (0,)}
 
 
 # -- the receiver: staged ---------------------------------------------------------------------------------------------
@@ -613,7 +614,7 @@ def test_a_failed_receive_keeps_its_slot_while_state_is_being_unpacked() -> None
     req = post(machine, slot=3)
     (job,) = Ring(machine).stage(0)
     machine.cancel("r", "cancel")
-    assert machine.leases.quarantined_slots() == {3: ()}, "by no rank, but by this one itself"
+    assert machine.leases.quarantined(slots=True) == {3: ()}, "by no rank, but by this one itself"
     machine.scattered(job, None, 1.0)
     assert req.ended
     post(machine, slot=3)
@@ -629,7 +630,7 @@ def test_a_slot_of_a_writer_that_promised_is_free_at_once_and_of_one_that_withdr
             machine.on_withdraw(0, Withdraw(1))
         machine.cancel("r", "cancel")
         assert req.ended == (not withdrawn)
-        assert machine.leases.quarantined_slots() == ({3: (0,)} if withdrawn else {})
+        assert machine.leases.quarantined(slots=True) == ({3: (0,)} if withdrawn else {})
 
 
 @pytest.mark.parametrize(

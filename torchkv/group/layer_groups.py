@@ -1,0 +1,409 @@
+"""The verbs of a rank whose layout has layer groups: one request is a request of the protocol for each group.
+
+These *parts* have names of their own (`part_name`), and each has its plan, grant, leases, coverage and seal. What they
+share is made here and in `Receiver.post_parts`: one work, which completes when all parts have, and fails if one does;
+checks of all parts before anything of any is sent; and the failure of one is the failure of all.
+
+Absent pages. A receiver's list may begin with -1: pages before every window, which it does not hold. Its part then is
+granted as if the prefix ended behind them (`Grant.absent_tokens`), so no absent page is ever leased, sent or planned. A
+sender's absent pages are left out of what it sends; `finish` finds those that the receiver is owed nevertheless.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import torch
+
+from torchkv.arrays import Int64Array
+from torchkv.cuda import graph_gate
+from torchkv.cuda.page_ids import DevicePages
+from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.work import KVWork, drivers
+from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError, TransferTimeout
+from torchkv.group import arguments
+from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
+from torchkv.group.group_arguments import GroupArguments
+from torchkv.group.verbs import Verbs, layer_wait
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.layer_groups import group_of
+from torchkv.options import seconds
+from torchkv.protocol.actions import SendOp
+from torchkv.protocol.leases import Wanted
+from torchkv.protocol.send_request import not_posted
+from torchkv.protocol.unmet import ANYBODY
+
+if TYPE_CHECKING:
+    from torchkv.cache import KVCache
+    from torchkv.engine.engine import Engine
+
+__all__ = ["GroupedVerbs", "make_verbs"]
+
+_NO_PAGES: Int64Array = np.zeros(0, dtype=np.int64)
+
+
+def make_verbs(
+    engine: Engine, cache: KVCache | None, *, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
+) -> Verbs:
+    """The verbs of a rank, for its layout."""
+    grouped = cache is not None and cache.layout.groups
+    return (GroupedVerbs if grouped else Verbs)(engine, cache, wake=wake, clock=clock)
+
+
+@dataclass(slots=True)
+class _Send:
+    """One group's share of a verb: the part's name, where it goes, and which pages. start: that of the first one."""
+
+    request: str
+    plans: GroupMap
+    ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    ids: Int64Array | DevicePages
+    start: int
+
+
+class GroupedVerbs(Verbs):
+    """See `Verbs`, and the module."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache | None,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(engine, cache, wake=wake, clock=clock)
+        self._arguments = GroupArguments(self.layout("register"), engine.group_map.me.num_pages)
+        self._groups = self._arguments.groups
+
+    # ------------------------------------------------------------------ receiver
+
+    def recv_pages(
+        self,
+        request: str,
+        pages: Pages,
+        src: Peers,
+        *,
+        prefix_tokens: int = 0,
+        state_slot: StateSlot = None,
+        timeout: float | timedelta | None = None,
+    ) -> KVWork:
+        engine = self.engine
+        names = self._arguments.names(request)
+        operation = f"recv_pages({request!r})"
+        work = self._work(operation)
+        work._expect(len(names))
+        try:
+            parts, absent_tokens = self._wanted(names, pages, state_slot, operation)
+            prefix_tokens = arguments.as_count(prefix_tokens, operation=operation, name="prefix_tokens")
+            total = None if timeout is None else seconds(timeout, f"{operation}: timeout")
+            ranks = self._checked_writers(src, operation)
+            now = self.clock()
+            with engine.lock, engine.receiver.leases.guard:
+                self.check_open(operation)
+                engine.catch_up()
+                self.check_alive(engine.group_map.contributing(ranks, engine.group_map.rank), operation)
+                reqs = engine.receiver.post_parts(
+                    request,
+                    parts,
+                    ranks,
+                    prefix_tokens=prefix_tokens,
+                    absent_tokens=absent_tokens,
+                    total=total,
+                    work=work,
+                    now=now,
+                )
+                frames = engine.take_grants(now)
+                wake = any(req.flow is None for req in reqs) or engine.has_actions
+        except KVError as error:
+            with engine.lock:
+                for name in names.values():
+                    engine.receiver.refuse(name, error)
+            self._wake()
+            raise
+        engine.send_now(frames)
+        work._pages_safe = lambda: all(req.ended for req in reqs)
+        work._layer = partial(layer_wait, ref(engine), reqs[0])
+        if wake:
+            self._wake()
+        return work
+
+    def _wanted(
+        self, names: Mapping[str, str], pages: Pages, state_slot: StateSlot, operation: str
+    ) -> tuple[dict[str, Wanted], dict[str, int]]:
+        """What each part leases, by its name, and the tokens of absent pages before, by layer group."""
+        slots = self._slots(state_slot, operation, required=True)
+        page_size = self.layout("recv_pages").page_size
+        parts = {names[group]: Wanted(_NO_PAGES, slots.get(group), group) for group in self._groups}
+        absent_tokens: dict[str, int] = {}
+        for group, given in self._arguments.lists(pages, operation).items():
+            ids, absent = self._arguments.host_list(given, operation)
+            self._arguments.check_absent(group, len(ids) + absent, absent, operation)
+            parts[names[group]] = Wanted(ids, slots.get(group), group)
+            absent_tokens[group] = absent * page_size
+        return parts, absent_tokens
+
+    # ------------------------------------------------------------------ sender
+
+    def _send(
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        origin: Origin,
+    ) -> KVWork:
+        engine = self.engine
+        names, operation = self._arguments.names(request), f"{verb}({request!r})"
+        gpu = engine.gpu
+        if gpu is not None:
+            graph_gate.refuse_capture(operation, gpu.index)
+        held = arguments.as_layers(layers, self.layout(verb), operation=operation)
+        start = arguments.as_count(start, operation=operation, name="start")
+        from_prompt = arguments.as_origin(origin, operation=operation)
+        ready = arguments.as_event(event, operation=operation)
+        sends = [
+            self._part(names[group], ids, held, dst, start, operation)
+            for group, ids in self._arguments.lists(pages, operation, layers=held).items()
+        ]
+        whole = verb == "send_layer"
+        forced = "staged" if verb == "staged_put" else self.forced_path
+        for send in sends:
+            if whole:
+                self._check_whole(send, operation)
+            if forced is not None:
+                self._check_forced_path(send.ranks, operation, forced)
+        if gpu is not None and ready is None and not all(isinstance(send.ids, DevicePages) for send in sends):
+            ready = gpu.record_gate()
+        work, now = self._work(operation), self.clock()
+        with engine.lock:
+            self.check_open(operation)
+            engine.catch_up()
+            for send in sends:
+                if dst is None:
+                    send.ranks = engine.sender.receivers(send.request, now)
+                    if whole and send.ranks != (ANYBODY,):
+                        self._check_whole(send, operation)
+                self._admit(send, operation, from_prompt=from_prompt)
+            work._expect(sum(len(send.ranks) for send in sends))
+            for send in sends:
+                source, prefixes, count = SourcePages(send.ids, ready, forced), dict[int, int](), len(send.ids)
+                for rank in send.ranks:
+                    op = SendOp(send.request, rank, prefixes, send.layers, send.start, count, work, source)
+                    if from_prompt:
+                        op.from_prompt, op.prefixes = True, {}
+                    op.whole = whole and rank == ANYBODY
+                    engine.sender.submit(op, now)
+        self._wake()
+        return work
+
+    def _admit(self, send: _Send, operation: str, *, from_prompt: bool) -> None:
+        """Raises unless all ops of ``send`` would be accepted now. Under the engine's lock."""
+        sender = self.engine.sender
+        for rank in send.ranks:
+            sender.admit(send.request, rank, send.start, len(send.ids), from_prompt=from_prompt)
+        self.check_alive(send.ranks, operation)
+        if len(send.ranks) > 1 and not from_prompt:
+            sender.check_prefixes(send.request, send.ranks)
+
+    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
+        engine = self.engine
+        names, operation = self._arguments.names(request), f"send_state({request!r})"
+        held = frozenset(arguments.as_layers(layers, self.layout("send_state"), operation=operation))
+        groups = [group for group in self._arguments.with_state if held & self._groups[group].stateful]
+        slots = self._slots(state_slot, operation, required=False)
+        if missing := [group for group in groups if group not in slots]:
+            raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
+        ranks = {names[group]: self._plans(names[group]).targets(dst, operation) for group in groups}
+        sources = {
+            names[group]: self._slot_source(slots[group], ranks[names[group]], event, operation) for group in groups
+        }
+        work = self._work(operation)
+        with engine.lock:
+            self.check_open(operation)
+            engine.catch_up()
+            for name in ranks:
+                if dst is None:
+                    ranks[name] = engine.sender.receivers(name, self.clock())
+                for rank in ranks[name]:
+                    engine.sender.admit(name, rank, 0, 1, state=True)
+                self.check_alive(ranks[name], operation)
+            work._expect(sum(map(len, ranks.values())))
+            for group in groups:
+                name, own = names[group], tuple(sorted(held & self._groups[group].stateful))
+                for rank in ranks[name]:
+                    self._submit_state(name, rank, own, work, sources[name])
+        self._wake()
+        return work
+
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+        engine, sender = self.engine, self.engine.sender
+        names, operation = self._arguments.names(request), f"finish({request!r})"
+        data = arguments.as_aux(aux, operation=operation)
+        slots = self._slots(state_slot, operation, required=False)
+        ranks = {group: self._plans(name).targets(dst, operation) for group, name in names.items()}
+        sources = {group: self._slot_source(slot, ranks[group], None, operation) for group, slot in slots.items()}
+        work = self._work(operation)
+        with engine.lock:
+            self.check_open(operation)
+            engine.catch_up()
+            for group, name in names.items():
+                if dst is None:
+                    ranks[group] = sender.receivers(name, self.clock(), last=True)
+                for rank in ranks[group]:
+                    sender.check_finish(name, rank, state_slot=slots.get(group))
+                self.check_alive(ranks[group], operation)
+            states = {
+                (group, rank): left
+                for group in sources
+                for rank in ranks[group]
+                if (left := sender.state_left(names[group], rank))
+            }
+            work._expect(sum(map(len, ranks.values())) + len(states))
+            for group, name in names.items():
+                for rank in ranks[group]:
+                    if (group, rank) in states:
+                        self._submit_state(name, rank, states[group, rank], work, sources[group])
+                    sender.finish(name, rank, aux=data, work=work, now=self.clock())
+        self._wake()
+        return work
+
+    def granted(self, request: str, dst: Peers | None) -> int | None:
+        operation = f"granted({request!r})"
+        known = self._granting_parts(request, dst, operation)
+        with self.engine.lock:
+            begun = self._begin_parts(known, operation)
+            prefixes = [self._prefix(name, ranks) for name, ranks in begun.items()]
+            return None if None in prefixes else prefixes[0]
+
+    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
+        operation = f"prefix_tokens({request!r})"
+        known = self._granting_parts(request, dst, operation)
+        if threading.get_ident() in drivers:
+            raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
+        engine = self.engine
+        grant_timeout = engine.options.grant_timeout
+        deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
+        with engine.lock:
+            while True:
+                seen = engine.news
+                begun = self._begin_parts(known, operation)
+                prefixes = {name: self._prefix(name, ranks) for name, ranks in begun.items()}
+                missing = [name for name, prefix in prefixes.items() if prefix is None]
+                if not missing:
+                    return next(prefix for prefix in prefixes.values() if prefix is not None)
+                if not engine.wait_change(seen, deadline - time.monotonic()):
+                    raise TransferTimeout(
+                        f"{operation}: {not_posted(begun[missing[0]][0])} within "
+                        f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
+                    )
+
+    def _granting_parts(self, request: str, dst: Peers | None, operation: str) -> dict[str, tuple[int, ...]]:
+        """By part, the ranks of ``dst`` that will grant it; none if it is not known who will."""
+        ranks = {name: self._plans(name).targets(dst, operation) for name in self._arguments.names(request).values()}
+        known = {name: some for name, some in ranks.items() if some or dst is None}
+        if not known:
+            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
+        return known
+
+    def _begin_parts(self, known: Mapping[str, tuple[int, ...]], operation: str) -> dict[str, Sequence[int]]:
+        """As `_begin`, for all parts that this rank owes anything, as far as is known."""
+        sender, now = self.engine.sender, self.clock()
+        owed = {name: ranks for name, ranks in known.items() if ranks or sender.receivers(name, now)}
+        if not owed:
+            self._found(next(iter(known)), operation)
+        return {name: self._begin(name, ranks, operation) for name, ranks in owed.items()}
+
+    def check_send(
+        self, request: str, dst: Peers | None, pages: Pages, start: int, *, from_prompt: bool, slot: StateSlot
+    ) -> tuple[Pages, tuple[int, ...], StateSlot]:
+        """For `pipeline`: raises what a verb that sends ``pages`` and state would raise now. Sends nothing.
+
+        Returns the page ids as they are now, the ranks that they go to, and the slots.
+        """
+        operation = f"pipeline({request!r})"
+        names = self._arguments.names(request)
+        lists = self._arguments.lists(pages, operation, layers=self.layout("pipeline").layers)
+        slots = self._slots(slot, operation, required=False)
+        sends = [
+            self._part(names[group], ids, self.layout("").layers, dst, start, operation) for group, ids in lists.items()
+        ]
+        targets: dict[int, None] = {}
+        with self.engine.lock:
+            self.check_open(operation)
+            self.engine.catch_up()
+            for send in sends:
+                if dst is None:
+                    send.ranks = self.engine.sender.receivers(send.request, self.clock())
+                self._admit(send, operation, from_prompt=from_prompt)
+                targets.update(dict.fromkeys(send.ranks))
+        kept = {group: _copied(ids) for group, ids in lists.items()}
+        return kept, tuple(targets), slots or None
+
+    # ------------------------------------------------------------------ inside
+
+    def part_names(self, request: str) -> tuple[str, ...]:
+        return tuple(self._arguments.names(request).values())
+
+    def _plans(self, name: str) -> GroupMap:
+        return self.engine.group_map.of(name)
+
+    def _part(
+        self, name: str, pages: PageIds, layers: Sequence[int], dst: Peers | None, start: int, operation: str
+    ) -> _Send:
+        """What a verb of these layers sends of one part. Raises ``PageOutOfRange``, ``ProtocolError``."""
+        group = self._groups[group_of(name)]
+        own = tuple(layer for layer in layers if layer in group.paged)
+        plans, gpu = self._plans(name), self.engine.gpu
+        ids: Int64Array | DevicePages
+        absent = 0
+        if gpu is not None and isinstance(pages, torch.Tensor) and pages.is_cuda:
+            num_pages = self.engine.group_map.me.num_pages
+            ids = arguments.as_send_pages(pages, num_pages=num_pages, gpu=gpu, operation=operation)
+        else:
+            ids, absent = self._arguments.host_list(pages, operation)
+        if absent and (whole := next((layer for layer in own if group.layout.window(layer) is None), None)) is not None:
+            raise PageOutOfRange(
+                f"{operation}: page {start} of layer group {group.name!r} is absent (-1), but layer {whole} has no "
+                "window and attends to all tokens; give its page id"
+            )
+        return _Send(name, plans, plans.targets(dst, operation), own, ids, start + absent)
+
+    def _slots(self, state_slot: StateSlot, operation: str, *, required: bool) -> dict[str, int]:
+        """Checked state slots by layer group. required: of every group that has state in layers of this rank."""
+        given = self._arguments.slots(state_slot, operation)
+        found: dict[str, int] = {}
+        for group in self._arguments.with_state:
+            slot = self.checked_slot(operation, given.get(group), self._groups[group].layout)
+            if slot is not None and self._groups[group].stateful:
+                found[group] = slot
+            elif required and self._groups[group].stateful:
+                raise ProtocolError(
+                    f"{operation}: layer group {group!r} has state; give state_slot, the slot that it goes to"
+                )
+        return found
+
+    def _check_whole(self, send: _Send, operation: str) -> None:
+        for rank in send.ranks:
+            if not send.plans.page_for_page(rank):
+                raise LayoutMismatch(
+                    f"{operation}: use send_slice or send_pages: the pages of this rank and of rank {rank} differ in "
+                    "heads, page size or order, so whole pages cannot be sent"
+                )
+
+
+def _copied(pages: PageIds) -> PageIds:
+    """Page ids that the caller may not change any more; those on a GPU must not change anyhow."""
+    return pages if isinstance(pages, torch.Tensor) and pages.is_cuda else np.array(pages, dtype=np.int64)
