@@ -69,6 +69,7 @@ class Membership:
         self._secret = secret
         self._numbers = itertools.count(len(mine))
         self._instances: dict[int, Peer] = {}  # by life
+        self._idle: set[int] = set()  # lives of those with whom no request was seen yet
         self.peers: Mapping[str, Peer] = MappingProxyType({})
         self.gone: dict[str, str] = {}  # names of the last that were forgotten -> where they were
         self._listeners: list[Listener] = []
@@ -98,6 +99,8 @@ class Membership:
     def tick(self, now: float) -> None:
         """To be called some twenty times a second."""
         self._greeter.tick(now)
+        if self._idle:
+            self._rouse()
         lost = self._engine.lost
         for life, peer in list(self._instances.items()):
             here = not any(rank in lost for rank in peer.ranks)
@@ -133,11 +136,13 @@ class Membership:
             raise ProtocolError(f"instance {name!r}: its rank 0 is of another life than it says")
         numbers = {next(self._numbers): cards[number] for number in sorted(cards)}
         self._registration.admit(self._engine, numbers, life=life)
+        self._idle.add(life)
         self._set(life, Peer(name, tuple(numbers), _address(cards[0]), True))
         log.info("rank %d: instance %r is here, ranks %s", self._engine.group_map.rank, name, list(numbers))
 
     def _forget(self, life: int, peer: Peer) -> None:
         del self._instances[life]
+        self._idle.discard(life)
         self._publish()
         self.gone.pop(peer.name, None)
         self.gone[peer.name] = peer.address
@@ -149,6 +154,14 @@ class Membership:
             self._registration.forget(rank)
         self._engine.whole_pages.clear()
         log.info("rank %d: nothing of instance %r is left here", self._engine.group_map.rank, peer.name)
+
+    def _rouse(self) -> None:
+        """Whether all ranks of an instance answer matters once a request needs one of them, and from then on."""
+        named = self._engine.peers.named()
+        for life in [life for life in self._idle if not named.isdisjoint(self._instances[life].ranks)]:
+            self._idle.discard(life)
+            for rank in self._instances[life].ranks:
+                self._control.rouse(rank)
 
     def _set(self, life: int, peer: Peer) -> None:
         self._instances[life] = peer

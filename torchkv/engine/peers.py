@@ -129,6 +129,11 @@ class Peers:
                 and self._receiver.is_done_with(rank)
             )
 
+    def named(self) -> set[int]:
+        """Ranks with which requests are under way."""
+        with self._lock:
+            return self._sender.addressees() | self._receiver.writers()
+
     def forget(self, rank: int) -> None:
         """Drops a member that is `gone`, or with which nothing has begun yet."""
         with self._lock:

@@ -526,6 +526,10 @@ class Sender:
             for req in self._requests.values()
         )
 
+    def addressees(self) -> set[int]:
+        """The receivers of all requests, as far as they are known."""
+        return {req.dst for req in self._requests.values()}
+
     def forget(self, rank: int) -> None:
         """Forgets all that was between this rank and ``rank``, with which it `is_done_with`."""
         for key in [key for key in self._requests if key[1] == rank]:
