@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,14 +11,14 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.errors import KVError, PeerLost, ProtocolError, TransportUnavailable
-from torchkv.transport import Batch, Channel, RemoteView
+from torchkv.errors import KVError, PeerLost, TransportUnavailable
+from torchkv.transport import Batch
 from torchkv_ucx import pump
-from torchkv_ucx.libucp import HOST, MEMORY_TYPES, LibUCP
-from torchkv_ucx.operation import FlushOperation, Link, Operation, PutOperation, VectoredPut
+from torchkv_ucx.libucp import HOST, LibUCP
+from torchkv_ucx.operation import FlushOperation, Link, PutOperation, VectoredPut
 from torchkv_ucx.process import LocalProcess
-from torchkv_ucx.spans import LocalRegions, RemoteRegions, resolve
-from torchkv_ucx.views import PeerViews
+from torchkv_ucx.queue_channel import QueueChannel
+from torchkv_ucx.spans import LocalRegions, resolve
 from torchkv_ucx.wire import AddressBlob, RegionBlob
 
 __all__ = ["UCXChannel"]
@@ -33,8 +32,8 @@ _SMALL = 32 << 10  # average bytes per span below which system calls dominate th
 _CLOSE_SECONDS = 5.0  # limit for UCX to return requests after a forced close; it takes milliseconds
 
 
-class UCXChannel(Channel):
-    """See `torchkv.transport.Channel`. Made by ``UCXTransport.connect``."""
+class UCXChannel(QueueChannel):
+    """See `torchkv.transport.Channel`. Made by ``UCXTransport.connect``, where both sides have a UCX worker."""
 
     def __init__(
         self,
@@ -46,28 +45,15 @@ class UCXChannel(Channel):
         local: LocalRegions,
         device: Callable[[], torch.device],
     ) -> None:
+        super().__init__(f"peer process {peer.pid}", regions, local, device)
         self._library = library
         self._endpoint = endpoint
         self._handle = int(endpoint.handle)
-        self._peer = f"peer process {peer.pid}"
-        self._local = local
-        self._views = PeerViews(regions, device, self._peer)
         self._on_device = any(blob.device != "cpu" for blob in regions)
         channel = weakref.proxy(self)  # a strong reference would be a cycle and keep the transport's memory alive
         self._link = Link(library.functions, worker, self._handle, lambda *failure: channel._describe(*failure))
         self._lane_texts: dict[str, str] = {}
-        self._failure: KVError | None = None
-        self._closed = False
         self._rounds_after_death = 0
-        self._unstepped = False  # whether an operation was queued after the last step
-        self._queue: deque[Operation] = deque()
-        self._posted: list[Operation] = []
-        self._remote = RemoteRegions(
-            np.array([blob.base for blob in regions], dtype=np.int64),
-            np.array([blob.nbytes for blob in regions], dtype=np.int64),
-            np.zeros(len(regions), dtype=np.int64),
-            np.array([MEMORY_TYPES[blob.device] for blob in regions], dtype=np.int64),
-        )
         self._probe_rkeys = np.zeros(len(peer.probes), dtype=np.int64)
         # Opened before the greeting: if that succeeds, the peer was alive, so this pid is the peer's.
         self._process = _local_process(peer.pid)
@@ -145,14 +131,6 @@ class UCXChannel(Channel):
         self._enqueue(operation)
         return operation
 
-    def view(self, region: int) -> RemoteView | None:
-        if self._closed:
-            raise ProtocolError(f"view of region {region}: the channel to {self._peer} is closed")
-        return self._views.view(region)
-
-    def why_no_view(self, region: int) -> str:
-        return self._views.why_not(region) or super().why_no_view(region)
-
     @property
     def drained(self) -> bool:
         return self._rounds_after_death >= _ROUNDS_AFTER_DEATH
@@ -160,43 +138,6 @@ class UCXChannel(Channel):
     @property
     def _alive(self) -> bool:
         return self._endpoint is not None and bool(self._endpoint.alive)
-
-    @property
-    def idle(self) -> bool:
-        """No operation is under way."""
-        return not self._queue and not self._posted
-
-    def uses_local(self, region: int) -> bool:
-        """Whether an unfinished put reads from local region ``region``."""
-        return any(
-            isinstance(operation, PutOperation) and operation.uses_local(region)
-            for operation in (*self._posted, *self._queue)
-        )
-
-    def _enqueue(self, operation: Operation) -> None:
-        self._queue.append(operation)
-        self._unstepped = True
-
-    def step(self, budget_ns: int) -> bool:
-        """Advances the operations for about ``budget_ns``. True if anything moved."""
-        self._unstepped = False
-        if self._failure is None and not self._alive:
-            self._fail(PeerLost(f"UCX has lost {self._peer}: its process has ended or the network to it is down"))
-        moved = False
-        for operation in self._posted:
-            moved = operation.step(budget_ns) or moved
-        while self._queue:
-            operation = self._queue[0]
-            moved = operation.step(budget_ns) or moved
-            if not operation.posted:
-                break
-            self._queue.popleft()
-            self._posted.append(operation)
-            self._settle(operation)
-        for operation in self._posted:
-            self._settle(operation)
-        self._posted = [operation for operation in self._posted if not operation.done]
-        return moved
 
     def note_round(self) -> None:
         """Called once per round of progress, after all channels have been stepped; `drained` counts the rounds."""
@@ -209,25 +150,8 @@ class UCXChannel(Channel):
         copying = self._on_device and not self.idle
         return self._unstepped or copying or (self._failure is not None and not self._closed and not self.drained)
 
-    def _settle(self, operation: Operation) -> None:
-        """Fails the channel if ``operation`` has failed: a later flush could not tell what has arrived."""
-        if operation.done and operation.failed and self._failure is None:
-            assert operation.error is not None
-            self._fail(operation.error)
-
-    def _fail(self, failure: KVError) -> None:
-        self._failure = failure
-        for operation in (*self._posted, *self._queue):
-            operation.stop(failure)
-
     def _describe(self, status: int, what: str) -> KVError:
         return self._library.error(status, what, peer_alive=self._alive)
-
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise ProtocolError(f"the channel to {self._peer} is closed")
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
 
     def close(self) -> None:
         if self._closed:

@@ -31,6 +31,7 @@ thread blocks behind a stream that waits for a transfer (``wait_stream``), which
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from functools import cache
@@ -38,7 +39,9 @@ from pathlib import Path
 
 from torchkv.host.network import job_interface
 
-__all__ = ["context_config", "net_devices", "prepare"]
+__all__ = ["chosen_by_user", "context_config", "net_devices", "prepare"]
+
+log = logging.getLogger(__name__)
 
 _SETTINGS = {
     "UCX_RNDV_THRESH": "inf",
@@ -68,8 +71,27 @@ def prepare() -> None:
     context_config()
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    if "UCX_NET_DEVICES" not in os.environ:
-        os.environ["UCX_NET_DEVICES"] = net_devices()
+    devices = os.environ.setdefault("UCX_NET_DEVICES", net_devices())
+    if devices != net_devices():
+        _warn_about_devices(devices)
+
+
+@cache
+def _warn_about_devices(devices: str) -> None:
+    log.warning(
+        "UCX_NET_DEVICES=%s was set beforehand: UCX listens there, and whoever reaches its port may write into KV "
+        "cache pages; torchkv would choose %s. Unset it, or set TORCHKV_INTERFACE",
+        devices,
+        net_devices(),
+    )
+
+
+def chosen_by_user() -> str:
+    """The variable by which the user has chosen UCX's lanes; "" if there is none. To be asked before UCX is loaded."""
+    if "UCX_TLS" in os.environ:
+        return "UCX_TLS"
+    # What a parent process has written there on torchkv's behalf is no choice.
+    return "UCX_NET_DEVICES" if os.environ.get("UCX_NET_DEVICES", net_devices()) != net_devices() else ""
 
 
 @cache

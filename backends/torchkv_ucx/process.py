@@ -11,7 +11,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
 from torchkv.host.processes import open_pidfd, unwatch
 
-__all__ = ["LocalProcess"]
+__all__ = ["LocalProcess", "read_memory"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -20,6 +20,17 @@ class _Vector(ctypes.Structure):
     """``struct iovec``."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def read_memory(pid: int, address: int, nbytes: int) -> bytes:
+    """Bytes of process ``pid``. Raises ``OSError`` where the kernel refuses, or there is no such memory."""
+    buffer = ctypes.create_string_buffer(nbytes)
+    local, remote = _Vector(ctypes.addressof(buffer), nbytes), _Vector(address, nbytes)
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    if _libc.process_vm_readv(pid, ctypes.byref(local), one, ctypes.byref(remote), one, none) != nbytes:
+        code = ctypes.get_errno() or errno.EFAULT
+        raise OSError(code, os.strerror(code))
+    return buffer.raw
 
 
 class LocalProcess:
@@ -31,6 +42,12 @@ class LocalProcess:
         self._fd: int | None = open_pidfd(pid)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
+
+    @property
+    def fd(self) -> int:
+        """Its pidfd."""
+        assert self._fd is not None
+        return self._fd
 
     @property
     def ended(self) -> bool:

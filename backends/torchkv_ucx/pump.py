@@ -47,6 +47,7 @@ _LAST_ERROR = -100  # a result in (_LAST_ERROR, 0) is a status, not a request
 _PARAM_MEMH = 8  # word of ucp_request_param_t
 _BURST = 32  # spans posted between two reads of the clock
 VECTOR = 256  # spans of one vectored write
+_VECTOR_NBYTES = 1 << 20  # from which on a vectored write takes no further span: a system call cannot be interrupted
 
 _call_put = c_function(6, 64)
 _call_flush = c_function(2, 64)
@@ -206,20 +207,21 @@ def write_vectors(
 ) -> bool:
     """Writes spans from the cursor on into process ``pid``, `VECTOR` in each system call, until the budget is spent.
 
-    source, target, length: as for `pump`. vectors: int64[2, VECTOR, 2], scratch for two arrays of struct iovec.
+    source, target, length: as for `pump`; each span is short, as a call cannot be interrupted.
+    vectors: int64[2, VECTOR, 2], scratch for two arrays of struct iovec.
     False if the kernel refused; the cursor then stands at the first span of the call that failed.
     """
     clock = np.empty(2, dtype=np.int64)
     deadline = monotonic_ns(functions[_CLOCK], clock) + budget_ns
     while state[CURSOR] < len(length) and state[STOPPED] == 0:
         first = state[CURSOR]
-        count = min(VECTOR, len(length) - first)
-        total = 0
-        for i in range(count):
-            vectors[0, i, 0] = source[first + i]
-            vectors[1, i, 0] = target[first + i]
-            vectors[0, i, 1] = vectors[1, i, 1] = length[first + i]
-            total += length[first + i]
+        count = total = 0
+        while count < min(VECTOR, len(length) - first) and total < _VECTOR_NBYTES:
+            vectors[0, count, 0] = source[first + count]
+            vectors[1, count, 0] = target[first + count]
+            vectors[0, count, 1] = vectors[1, count, 1] = length[first + count]
+            total += length[first + count]
+            count += 1
         local, remote = vectors.ctypes.data, vectors.ctypes.data + VECTOR * 16
         # process_vm_writev takes as many arguments as ucp_put_nbx, all of them in 64-bit registers, too.
         if total and _call_put(functions[_WRITEV], pid, local, count, remote, count, 0) != total:

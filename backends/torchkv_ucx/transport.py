@@ -1,10 +1,14 @@
-"""`UCXTransport`: one-sided writes between processes over UCX, on shared memory, TCP, RDMA or NVLink."""
+"""`UCXTransport`: one-sided writes between processes over UCX, on shared memory, TCP, RDMA or NVLink.
+
+A job on one host without GPUs needs no UCX, and then none is loaded: see `torchkv_ucx.local_channel`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +22,8 @@ from torchkv.host import shared_memory
 from torchkv.transport import Capabilities, Region, Transport
 from torchkv_ucx import environment, gpu, libucp, pump, wire
 from torchkv_ucx.channel import UCXChannel
+from torchkv_ucx.local_channel import LocalChannel, Token, needs_ucx
+from torchkv_ucx.queue_channel import QueueChannel
 from torchkv_ucx.spans import LocalRegions
 
 __all__ = ["UCXRegion", "UCXTransport"]
@@ -29,6 +35,7 @@ _INSTALL = "pip install ucxx-cu13"
 # last step (the flush of a cma lane), UCX aborts the process.
 _ROUNDS_AFTER_CLOSE = 16
 _CLOSE_SECONDS = 2.0
+_ENDS = 8  # ends of processes noticed in one round
 
 
 class UCXRegion(Region):
@@ -77,27 +84,36 @@ class UCXTransport(Transport):
         reason = self.available()
         if reason is not None:
             raise TransportUnavailable(f"transport 'ucx' cannot work here: {reason}")
-        core = _import_ucxx()
-        features = (core.Feature.RMA, core.Feature.WAKEUP)
-        self._core = core
-        self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
-        self._worker: Any = core.UCXWorker(self._context)
-        self._library = libucp.load()
-        self._context_handle = int(self._context.handle)
-        self._worker_handle = int(self._worker.handle)
-        self._event_fd = self._library.event_fd(self._worker_handle)
+        self._worker: Any = None  # UCX's, if there is one
+        # Peers without UCX, by pidfd; and what shows that one of them has ended.
+        self._local: dict[int, list[LocalChannel]] = {}
+        self._ends = select.epoll()
+        if needs_ucx():
+            self._start_ucx()
+        self._token = Token()
         self._armed = False  # whether the event descriptor was armed since UCX was last driven
         self._regions: dict[int, UCXRegion] = {}
         self._device: torch.device | None = None  # of the first device region
         self._probes: dict[torch.device, tuple[int, bytes]] = {}  # memory handle and remote key of `gpu.probe_memory`
         self._tables = LocalRegions()
-        self._channels: list[UCXChannel] = []
+        self._channels: list[QueueChannel] = []
         self._busy = True
         self._closed = False
 
+    def _start_ucx(self) -> None:
+        self._core = core = _import_ucxx()
+        features = (core.Feature.RMA, core.Feature.WAKEUP)
+        self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
+        self._worker = core.UCXWorker(self._context)
+        self._library = libucp.load()
+        self._context_handle = int(self._context.handle)
+        self._worker_handle = int(self._worker.handle)
+        self._event_fd = self._library.event_fd(self._worker_handle)
+        self._ends.register(self._event_fd, select.EPOLLIN)
+
     def _map(self, base: int, nbytes: int, share: bytes) -> tuple[int, wire.RegionBlob]:
-        if nbytes == 0:
-            return 0, wire.RegionBlob(base, 0, b"", share)
+        if nbytes == 0 or self._worker is None:
+            return 0, wire.RegionBlob(base, nbytes, b"", share)
         memh, rkey = self._export(base, nbytes, "cpu")
         return memh, wire.RegionBlob(base, nbytes, rkey, share)
 
@@ -134,7 +150,12 @@ class UCXTransport(Transport):
             self._device = tensor.device
         storage = tensor.untyped_storage()
         base, nbytes = storage.data_ptr(), storage.nbytes()
-        memh, rkey, no_put = 0, b"", gpu.why_no_lane(self._context.info, self._library.version)
+        memh, rkey = 0, b""
+        no_put = (
+            "UCX was not started"
+            if self._worker is None
+            else gpu.why_no_lane(self._context.info, self._library.version)
+        )
         if not no_put:
             try:
                 self._export_probe(tensor.device)
@@ -170,15 +191,37 @@ class UCXTransport(Transport):
     def address(self) -> bytes:
         self._require_open()
         probes = tuple(rkey for _, rkey in self._probes.values())
-        worker = bytes(self._worker.address.tobytes())
-        return wire.pack(wire.AddressBlob(worker, os.getpid(), probes))
+        worker = b"" if self._worker is None else bytes(self._worker.address.tobytes())
+        return wire.pack(wire.AddressBlob(worker, os.getpid(), self._token.address, self._token.value, probes))
 
-    def connect(self, address: bytes, regions: Sequence[bytes]) -> UCXChannel:
+    def connect(self, address: bytes, regions: Sequence[bytes]) -> UCXChannel | LocalChannel:
         self._require_open()
         peer = wire.unpack_address(address)
         blobs = [wire.unpack_region(region) for region in regions]
         if self._device is not None and any(blob.device == "cuda" for blob in blobs):
             ipc.make_current(self._device)  # the caller may have switched since
+        # Both sides decide alike. A peer that could put through UCX, to which this side has no endpoint, would not be
+        # seen to have drained.
+        local = self._worker is None or not peer.worker
+        channel = self._connect_local(peer, blobs) if local else self._connect_ucx(peer, blobs)
+        self._channels = [known for known in self._channels if not known.closed]
+        self._channels.append(channel)
+        self._busy = True
+        return channel
+
+    def _connect_local(self, peer: wire.AddressBlob, blobs: Sequence[wire.RegionBlob]) -> LocalChannel:
+        channel = LocalChannel(peer, blobs, self._tables, self._device_of_views)
+        # Once: a descriptor that stays readable would keep the owner awake.
+        once = select.EPOLLIN | select.EPOLLONESHOT
+        try:
+            self._ends.register(channel.fd, once)
+        except FileExistsError:  # others in this process watch the peer with the same descriptor
+            self._ends.modify(channel.fd, once)
+        there = [known for known in self._local.get(channel.fd, ()) if not known.closed]
+        self._local[channel.fd] = [*there, channel]
+        return channel
+
+    def _connect_ucx(self, peer: wire.AddressBlob, blobs: Sequence[wire.RegionBlob]) -> UCXChannel:
         where = self._core.UCXAddress.create_from_buffer(peer.worker)
         try:
             endpoint = self._core.UCXEndpoint.create_from_worker_address(
@@ -189,17 +232,16 @@ class UCXTransport(Transport):
                 f"UCX has no lane to peer process {peer.pid}: {error}; "
                 f"compare UCX_TLS and UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')} on both sides"
             ) from error
-        channel = UCXChannel(
+        return UCXChannel(
             self._library, self._worker_handle, endpoint, peer, blobs, self._tables, self._device_of_views
         )
-        self._channels.append(channel)
-        self._busy = True
-        return channel
 
     def progress(self) -> bool:
         self._require_open()
         self._armed = False
-        moved = bool(pump.advance(self._library.functions, self._worker_handle, _ROUND_NS))
+        moved = bool(self._local) and self._note_ends()
+        if self._worker is not None:
+            moved = bool(pump.advance(self._library.functions, self._worker_handle, _ROUND_NS)) or moved
         active = sum(not channel.idle for channel in self._channels)
         for channel in self._channels:
             moved = channel.step(_ROUND_NS // max(1, active)) or moved
@@ -207,6 +249,14 @@ class UCXTransport(Transport):
             channel.note_round()
         self._busy = moved
         return moved
+
+    def _note_ends(self) -> bool:
+        """Tells channels that their peer's process has ended. True if one has."""
+        ended = [fd for fd, _ in self._ends.poll(0, _ENDS) if fd in self._local]
+        for fd in ended:
+            for channel in self._local.pop(fd):
+                channel.end()
+        return bool(ended)
 
     def arm(self) -> int | None:
         self._require_open()
@@ -216,9 +266,13 @@ class UCXTransport(Transport):
         for channel in self._channels:  # a loop, because a generator would be made in every round
             if channel.wants_progress:
                 return None
+        if self._worker is None:
+            return self._ends.fileno()
         if not self._armed:
             self._armed = self._library.arm(self._worker_handle)
-        return self._event_fd if self._armed else None
+        if not self._armed:
+            return None
+        return self._ends.fileno() if self._local else self._event_fd
 
     def close(self) -> None:
         if self._closed:
@@ -228,7 +282,10 @@ class UCXTransport(Transport):
         for channel in self._channels:
             channel.close()
         self._channels.clear()
-        self._settle()
+        self._local.clear()
+        if self._worker is not None:
+            self._settle()
+        self._ends.close()
         self._closed = True
         for region in self._regions.values():
             self._release(region)
@@ -236,6 +293,8 @@ class UCXTransport(Transport):
         for memh, _ in self._probes.values():
             self._library.unmap_memory(self._context_handle, memh)
         self._probes.clear()
+        if self._worker is None:
+            return
         # UCXX destroys an object with its last reference; the worker must go before the context.
         self._worker = None
         self._context = None

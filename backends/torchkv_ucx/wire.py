@@ -6,7 +6,7 @@ addresses and keys without bounds.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -33,14 +33,14 @@ _MAX_PROBES = 16  # one per GPU of a host
 # User addresses are below these limits: on AArch64 they have 48 bits; those of device memory follow the GPU's tables.
 _ADDRESS_SPACE = {"cpu": 1 << 48, "cuda": 1 << 57}
 
-FRAME = Frame(transport="ucx", magic=b"tkux3")
+FRAME = Frame(transport="ucx", magic=b"tkux4")
 
 
 class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="region"):
     """A region: address and size in its owner's process, remote key, and how to map it.
 
-    rkey: empty for device memory that the owner's UCX cannot put, and for regions of 0 bytes; such memory can be mapped
-    only. share: a descriptor of `torchkv.host.shared_memory` or `torchkv.cuda.ipc`; empty if it cannot be mapped.
+    rkey: empty for device memory that the owner's UCX cannot put, for regions of 0 bytes, and where the owner has no
+    UCX worker. share: a descriptor of `torchkv.host.shared_memory` or `torchkv.cuda.ipc`; empty if it cannot be mapped.
     """
 
     base: int
@@ -51,13 +51,16 @@ class RegionBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class AddressBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="address"):
-    """A transport: its UCX worker, and its process id for error messages and the vectored put.
+    """A transport: its UCX worker, and its process id for error messages and vectored puts.
 
+    worker: empty if it has none; it is reached by system calls then. token_at, token: see `local_channel.Token`.
     probes: remote keys that a peer unpacks before those of regions, see `torchkv_ucx.gpu.probe_memory`.
     """
 
     worker: bytes
-    pid: int
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    token_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     probes: tuple[bytes, ...] = ()
 
 
@@ -72,9 +75,9 @@ def pack(blob: RegionBlob | AddressBlob) -> bytes:
 def unpack_address(data: bytes) -> AddressBlob:
     """Raises ``ProtocolError`` unless ``data`` is the whole output of `pack` for an address."""
     blob = FRAME.unpack(data, AddressBlob, limit=MAX_ADDRESS)
-    if not 0 < len(blob.worker) <= _MAX_WORKER_ADDRESS:
+    if len(blob.worker) > _MAX_WORKER_ADDRESS:
         raise ProtocolError(
-            f"UCX transport address: worker address of {len(blob.worker)} bytes, allowed 1..{_MAX_WORKER_ADDRESS}"
+            f"UCX transport address: worker address of {len(blob.worker)} bytes, allowed 0..{_MAX_WORKER_ADDRESS}"
         )
     if len(blob.probes) > _MAX_PROBES or not all(0 < len(key) <= _MAX_RKEY for key in blob.probes):
         raise ProtocolError(
@@ -95,8 +98,8 @@ def _check_region(blob: RegionBlob) -> None:
     where = "UCX transport region"
     if blob.nbytes < 0 or blob.base < 0 or blob.base + blob.nbytes > _ADDRESS_SPACE[blob.device]:
         raise ProtocolError(f"{where}: [{blob.base:#x}, +{blob.nbytes}) is not a span of user addresses")
-    if len(blob.rkey) > _MAX_RKEY or (blob.nbytes > 0 and not blob.rkey and blob.device == "cpu"):
-        raise ProtocolError(f"{where}: remote key of {len(blob.rkey)} bytes, allowed 1..{_MAX_RKEY}")
+    if len(blob.rkey) > _MAX_RKEY:
+        raise ProtocolError(f"{where}: remote key of {len(blob.rkey)} bytes, allowed 0..{_MAX_RKEY}")
     if len(blob.share) > _MAX_SHARE:
         raise ProtocolError(f"{where}: share descriptor of {len(blob.share)} bytes, limit {_MAX_SHARE}")
     if blob.device == "cuda" and not blob.share:

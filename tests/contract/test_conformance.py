@@ -9,8 +9,14 @@ class TestLoopback(TransportConformance):
     lane = Lane("loopback", in_process=True)
 
 
-class TestUcx(TransportConformance):
+class TestUcxLocal(TransportConformance):
+    """Without UCX itself, where there are no GPUs; see `torchkv_ucx.local_channel`."""
+
     lane = Lane("ucx", link="cma")
+
+
+class TestUcx(TransportConformance):
+    lane = Lane("ucx", environment={"UCX_TLS": "all"}, link="cma")
 
 
 class TestUcxTcp(TransportConformance):

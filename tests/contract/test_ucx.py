@@ -98,7 +98,7 @@ transport.close()
 
 
 def test_settings_stand_before_ucx_loads() -> None:
-    done = run_python(_SHOW)
+    done = run_python(_SHOW, UCX_TLS="all")
     assert (done.returncode, done.stdout) == (0, "inf|lo|n|None|\n"), done.stderr
 
 
@@ -107,6 +107,9 @@ def test_the_users_settings_win() -> None:
         _SHOW, UCX_RNDV_THRESH="64k", UCX_NET_DEVICES="all", UCX_CUDA_IPC_CACHE="n", UCX_ERROR_SIGNALS="SIGILL"
     )
     assert (done.returncode, done.stdout) == (0, "64k|all|n|n|SIGILL\n"), done.stderr
+    assert "UCX_NET_DEVICES=all was set beforehand" in done.stderr
+    assert "torchkv would choose lo" in done.stderr
+    assert "UCX_NET_DEVICES" not in run_python(_SHOW, UCX_TLS="all").stderr  # the control: nothing was set
 
 
 def test_an_earlier_import_of_ucxx_does_not_cost_the_fast_lane() -> None:
@@ -120,11 +123,11 @@ def test_an_earlier_import_of_ucxx_does_not_cost_the_fast_lane() -> None:
         "print(flush.error, there.link)\na.close(), b.close()"
     )
     for before in ("", "import ucxx"):
-        done = run_python(code.format(before=before))
+        done = run_python(code.format(before=before), UCX_TLS="all")
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("None cma/memory\n")  # UCX loaded by others may warn on stdout first
     # The control: a user who asks for rendezvous gets it, and TCP.
-    done = run_python(code.format(before=""), UCX_RNDV_THRESH="8192")
+    done = run_python(code.format(before=""), UCX_TLS="all", UCX_RNDV_THRESH="8192")
     assert "cma" not in done.stdout
     assert "tcp" in done.stdout, done.stderr
 
@@ -143,8 +146,8 @@ transport.close()
 """
 
 
-def test_only_loopback_listens_by_default() -> None:
-    done = run_python(_LISTENING)
+def test_only_loopback_listens() -> None:
+    done = run_python(_LISTENING, UCX_TLS="all")
     assert (done.returncode, done.stdout) == (0, "['0100007F']\n"), done.stderr
 
 
@@ -182,7 +185,7 @@ def test_the_interface_follows_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- bytes from the network ----------------------------------------------------------------------------------------
 
 _REGION = wire.RegionBlob(0x7F00_0000_0000, 8192, b"key", b"")
-_ADDRESS = wire.AddressBlob(b"worker", 1)
+_ADDRESS = wire.AddressBlob(b"worker", 1, 4096, bytes(16))
 
 
 def test_blobs_survive_the_trip() -> None:
@@ -195,7 +198,6 @@ _BAD_REGIONS = {
     "negative-size": {"nbytes": -1},
     "end-beyond-user-space": {"nbytes": 1 << 48},
     "base-beyond-user-space": {"base": 1 << 62},
-    "no-key": {"rkey": b""},
     "long-key": {"rkey": b"x" * 1025},
     "long-share": {"share": b"x" * 1025},
 }

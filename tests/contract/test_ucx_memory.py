@@ -53,7 +53,8 @@ def test_contexts_without_a_lane_for_device_memory_are_known() -> None:
     assert gpu.why_no_lane(device, (1, 22, 1)) == ""
 
 
-def test_the_version_is_that_of_the_ucx_that_runs() -> None:
+def test_the_version_is_that_of_the_ucx_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "all")
     UCXTransport().close()  # loads it
     assert libucp.load().version >= (1, 19, 0)
 
@@ -116,7 +117,9 @@ def test_device_regions_are_bounded(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"worker": b""},
+        {"pid": 0},
+        {"token": b"short"},
+        {"token_at": 1 << 48},
         {"worker": b"x" * 8193},
         {"probes": (b"",)},
         {"probes": (b"x" * 1025,)},
@@ -124,7 +127,7 @@ def test_device_regions_are_bounded(change: dict[str, Any]) -> None:
     ],
 )
 def test_addresses_are_bounded(change: dict[str, Any]) -> None:
-    good = wire.AddressBlob(b"worker", 1, (b"key",) * 16)
+    good = wire.AddressBlob(b"worker", 1, 4096, bytes(16), (b"key",) * 16)
     assert wire.unpack_address(wire.pack(good)) == good
     with pytest.raises(ProtocolError):
         wire.unpack_address(wire.pack(msgspec.structs.replace(good, **change)))
@@ -200,6 +203,7 @@ def _run(*transports: UCXTransport, until: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="UCX has lanes for device memory where there is a GPU")
 def test_device_memory_that_ucx_does_not_know_is_registered_for_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's part is faked; UCX, which finds no GPU here, is real."""
+    monkeypatch.setenv("UCX_TLS", "all")
     monkeypatch.setattr(ipc, "check_shareable", lambda tensor: None)
     monkeypatch.setattr(ipc, "share", lambda tensor: b"share")
     monkeypatch.setattr(ipc, "make_current", lambda device: None)
@@ -229,8 +233,9 @@ def test_device_memory_that_ucx_does_not_know_is_registered_for_views(monkeypatc
         b.close()
 
 
-def test_the_kernel_never_copies_device_memory() -> None:
+def test_the_kernel_never_copies_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small spans over cma are written by system calls: for host memory only."""
+    monkeypatch.setenv("UCX_TLS", "all")
     a, b = UCXTransport(), UCXTransport()
     try:
         memory = torch.zeros(1 << 20, dtype=torch.uint8)

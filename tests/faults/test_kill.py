@@ -6,8 +6,12 @@ Deadlines are minutes here, so that only the detection of the death itself can e
 from __future__ import annotations
 
 import functools
+import os
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,6 +279,28 @@ def test_killed_in_the_middle_of_puts_over_tcp(
     victim, survivor = (write_half, receive_half) if victim_writes else (read, send_half)
     scenario(ranks, functools.partial(victim, BIG_PAGES), functools.partial(survivor, BIG_PAGES))
     ranks.run(usable, SURVIVOR, BYSTANDER)
+
+
+def write_half_and_fork(pid_file: str) -> None:
+    """The child inherits every descriptor, and outlives its parent."""
+    if (child := os.fork()) == 0:
+        time.sleep(3 * PATIENCE)
+        os._exit(0)
+    Path(pid_file).write_text(str(child), encoding="ascii")
+    write_half(PAGES)
+
+
+def test_a_forked_child_of_a_dead_writer_keeps_no_pages_in_quarantine(
+    new_ranks: Callable[[dict[str, str]], Ranks], tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "child"
+    ranks = new_ranks({})
+    ranks.run(join, ALONE, False)
+    try:
+        scenario(ranks, functools.partial(write_half_and_fork, str(pid_file)), functools.partial(receive_half, PAGES))
+    finally:
+        child = int(pid_file.read_text(encoding="ascii"))
+        os.kill(child, signal.SIGKILL)  # it is there: the test has shown something
 
 
 def hold_pages() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +292,35 @@ def two_groups_one_cache() -> None:
 
 def test_one_cache_in_two_groups(four: Ranks) -> None:
     four.run(two_groups_one_cache)
+
+
+# ---------------------------------------------------------------------- a rank that comes again
+
+
+def init(store: str, rank: int) -> str:
+    """Joins a group of two; the error's text, or ""."""
+    try:
+        dist.init_process_group(
+            "torchkv", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+        dist.group.WORLD.register(random_cache())
+    except ProtocolError as error:
+        return str(error)
+    return ""
+
+
+def test_a_new_process_in_the_place_of_a_dead_rank_is_refused(tmp_path: Path) -> None:
+    """It used to wait for ever: its peers have registered, and nobody tells them of another one."""
+    ranks = Ranks(3, world=False)
+    try:
+        store = str(tmp_path / "store")
+        begun = ranks.start(init, store, 0, ranks=[0]) + ranks.start(init, store, 1, ranks=[1])
+        assert ranks.join(begun) == ["", ""]
+        ranks.kill(1)
+        began = time.monotonic()
+        (text,) = ranks.run(init, store, 1, ranks=[2])
+        assert "another process is or was rank 1" in text
+        assert "torchkv.join" in text
+        assert time.monotonic() - began < 30, "the limit of the store is 60 s"
+    finally:
+        ranks.close()

@@ -11,8 +11,9 @@ import pytest
 from tests.helpers.harness import Ranks
 from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
-from tests.helpers.ranks.member import Member, await_peer, connect, fill
+from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint
 from torchkv import KVError
+from torchkv.engine import membership
 
 P0, P1, NEW0, NEW1, D, E = range(6)
 HOST = (0, 0, 0, 0, 1, 1)  # of each process
@@ -143,8 +144,11 @@ def cancel() -> None:
 
 
 def begin(jobs: Jobs, path: str = "slices") -> None:
-    """A request of which some bytes have arrived, and which nobody finishes."""
-    jobs.run("p", force, path)  # what is staged leaves no page in quarantine, and costs alone may choose that
+    """A request of which some bytes have arrived, and which nobody finishes.
+
+    Not on the cheapest path, which may be staged: then nobody can write to its pages.
+    """
+    jobs.run("p", force, path)
     jobs.run("d", begin_to_receive)
     jobs.run("p", begin_to_send)
     jobs.run("d", await_arrival)
@@ -188,3 +192,28 @@ def test_a_peer_that_vanishes_without_a_word_leaves_its_pages_in_quarantine(
     jobs.run("d", await_peer, "p")
     jobs.transfer("after", "p", "d", pages=2, page_size=16)
     assert jobs.run("d", still_quarantined) == [quarantined]
+
+
+def lose_for_good_after(seconds: float) -> None:
+    membership.LOST_FOR_GOOD = seconds
+
+
+def test_a_peer_that_vanishes_when_all_is_done_is_forgotten(hosts: Hosts, jobs: Jobs) -> None:
+    """With its connections and mappings. Nobody ever says that it has ended."""
+    jobs.start("e", [E])
+    jobs.run("e", lose_for_good_after, 1.0)
+    footprints = []
+    for processes in ([], [NEW0, NEW1]):  # the first time UCX keeps what it needs for other hosts
+        if processes:
+            jobs.start("p", processes)
+        met = jobs.run("p", connect, jobs.run("e", address)[0])
+        assert set(met) == {"e"}
+        jobs.run("e", await_peer, "p")
+        jobs.transfer(f"request {processes}", "p", "e")
+        connected = jobs.run("e", footprint)[0]
+        with hosts.cut_while(*BOTH_WAYS):
+            jobs.kill("p")
+            jobs.run("e", await_forgotten)
+            footprints.append(jobs.run("e", footprint)[0])
+        assert footprints[-1][0] < connected[0]
+    assert footprints[0] == footprints[1]

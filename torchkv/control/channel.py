@@ -72,8 +72,14 @@ class ControlChannel(Protocol):
     fds: tuple[int, ...]
     unread: bool
 
-    def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
-        """Makes ``rank`` reachable at its ``endpoint``, and watches its ``process``."""
+    def connect(self, rank: int, endpoint: str, process: ProcessId, *, idle: bool = False) -> None:
+        """Makes ``rank`` reachable at its ``endpoint``, and watches its ``process``.
+
+        idle: whether it does not matter yet that it answers, see `rouse`.
+        """
+
+    def rouse(self, rank: int) -> None:
+        """From now on it matters that ``rank`` answers. Without effect the second time."""
 
     def disconnect(self, rank: int) -> None:
         """Forgets ``rank``, whose process has ended."""
@@ -102,12 +108,18 @@ class ControlChannel(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """What is known of a peer. name: of the connection to it. pidfd: None for a process of another host."""
+    """What is known of a peer. name: of the connection to it. pidfd: None for a process of another host.
+
+    connected: whether ZeroMQ has been told to connect, with this ``key``. An idle peer of this host needs no
+    connection: datagrams reach it, and the pidfd shows its end.
+    """
 
     name: bytes
     address: bytes
+    key: str
     process: ProcessId
     pidfd: int | None
+    connected: bool = False
     down_since: float | None = None  # None while connected
     replaced: bool = False  # another peer has the address now: it will not be connected again
     ended_at: float | None = None  # when its process was seen to have ended
@@ -168,25 +180,36 @@ class ZmqControlChannel:
             ) from error
         return f"tcp://{address}:{port}"
 
-    def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
+    def connect(self, rank: int, endpoint: str, process: ProcessId, *, idle: bool = False) -> None:
         address, _, rest = endpoint.partition(" ")
         datagrams, _, key = rest.partition(" ")
-        name = b"rank %d" % rank
-        self._keys.visit(self._outbox, key)
-        self._outbox.set(zmq.CONNECT_ROUTING_ID, name)
-        self._outbox.connect(address)
-        found = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it
-        peer = _Peer(name, found, process, watch_shared(process))
-        there = self._by_address.setdefault(found, [])
-        for earlier in there:
-            earlier.replaced = True
-            earlier.down_since = earlier.down_since or time.monotonic()
-        there.append(peer)
+        peer = _Peer(b"rank %d" % rank, address.encode(), key, process, watch_shared(process))
         self._peers[rank] = peer
         if peer.pidfd is not None:
             self._poller.register(peer.pidfd, zmq.POLLIN)
         if datagrams and process.host == host_identity().hex():
             self._datagrams.open(rank, datagrams)
+        if not idle or peer.pidfd is None or not datagrams:
+            self._connect(peer)
+
+    def rouse(self, rank: int) -> None:
+        peer = self._peers[rank]
+        if not peer.connected and peer.ended_at is None:
+            self._connect(peer)
+            # If it hangs, there will be no connection that could break.
+            peer.down_since = time.monotonic() + (MISSED_HEARTBEATS - 1) * self._heartbeat
+
+    def _connect(self, peer: _Peer) -> None:
+        self._keys.visit(self._outbox, peer.key)
+        self._outbox.set(zmq.CONNECT_ROUTING_ID, peer.name)
+        self._outbox.connect(peer.address.decode())
+        peer.connected = True
+        peer.address = self._outbox.get_string(zmq.LAST_ENDPOINT).encode()  # as ZeroMQ's events spell it
+        there = self._by_address.setdefault(peer.address, [])
+        for earlier in there:
+            earlier.replaced = True
+            earlier.down_since = earlier.down_since or time.monotonic()
+        there.append(peer)
 
     def greet(self, endpoint: str, data: bytes) -> None:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -202,11 +225,12 @@ class ZmqControlChannel:
     def disconnect(self, rank: int) -> None:
         peer = self._peers.pop(rank)
         self._datagrams.forget(rank)
-        there = self._by_address[peer.address]
-        there.remove(peer)
-        if not there:  # ZeroMQ ends all connections with an address
-            del self._by_address[peer.address]
-            self._outbox.disconnect(peer.address.decode())
+        if peer.connected:
+            there = self._by_address[peer.address]
+            there.remove(peer)
+            if not there:  # ZeroMQ ends all connections with an address
+                del self._by_address[peer.address]
+                self._outbox.disconnect(peer.address.decode())
         if peer.pidfd is not None:
             if peer.ended_at is None:
                 self._poll_no_more(peer.pidfd)
@@ -215,6 +239,7 @@ class ZmqControlChannel:
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         if self._datagrams.send(rank, frames):
             return
+        self.rouse(rank)
         try:
             # As one multipart message, because each send wakes up ZeroMQ's I/O thread, which is what it costs.
             self._outbox.send_multipart([self._peers[rank].name, *frames], zmq.NOBLOCK)

@@ -32,6 +32,7 @@ RETRY = 0.2  # seconds between two greetings to a rank that has not answered
 PATIENCE = 30.0  # seconds in which all ranks of an instance must have answered
 MAX_INSTANCE = 1 << 10  # ranks of an instance
 MAX_MEETINGS = 256  # at once
+MAX_BANNED = 1024
 MAX_TEXT = 2048
 _MAC_NBYTES = 16
 
@@ -156,9 +157,10 @@ class Greeter(Generic[C]):
         self._decode = decode
         self._admit = admit
         self._send = send
-        self._meetings: dict[int, _Meeting[C]] = {}  # by life, as are the two below
+        self._meetings: dict[int, _Meeting[C]] = {}  # by life, as are the three below
         self._admitted: dict[int, tuple[str, list[str]]] = {}  # name and contacts
         self._refused: dict[int, tuple[KVError, float]] = {}  # why, and until when that is remembered
+        self._banned: dict[int, KVError] = {}
         self._calls: list[_Call] = []
 
     @property
@@ -191,9 +193,10 @@ class Greeter(Generic[C]):
         if not 0 <= card.rank < len(message.contacts) or message.contacts[card.rank] != card.endpoint:
             raise ProtocolError(f"greeting of rank {card.rank} of {card.instance!r}: it listens elsewhere than it says")
         self._attach(message)
-        if (refused := self._refused.get(message.life)) is not None:
-            self._tell_refusal(card.endpoint, refused[0])
-            self._settle(message.life, "", refused[0])
+        refused = self._banned.get(message.life) or self._refused.get(message.life, (None, 0.0))[0]
+        if refused is not None:
+            self._tell_refusal(card.endpoint, refused)
+            self._settle(message.life, "", refused)
             return
         if message.asks:
             self._send(card.endpoint, self._answer)
@@ -228,9 +231,13 @@ class Greeter(Generic[C]):
         for life in [life for life, (_, until) in self._refused.items() if now >= until]:
             del self._refused[life]
 
-    def forget(self, life: int) -> None:
-        """The instance has gone."""
+    def forget(self, life: int, why: KVError | None = None) -> None:
+        """The instance has gone. why: it may not come again, for this reason: only another life of it may."""
         self._admitted.pop(life, None)
+        if why is not None:
+            self._banned[life] = why
+            if len(self._banned) > MAX_BANNED:
+                del self._banned[next(iter(self._banned))]
 
     def close(self, error: KVError) -> None:
         """Fails the callers that wait."""

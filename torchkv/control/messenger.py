@@ -6,13 +6,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torchkv.control.channel import ControlChannel
 from torchkv.control.greeting import GREETING
 from torchkv.control.session import Session
 from torchkv.errors import AuthError, KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap, RankInfo
-from torchkv.protocol.messages import ControlFrame, Message, decode_frame, encode_frame
+from torchkv.protocol.messages import ControlFrame, Left, Message, decode_frame, encode_frame
 
 __all__ = ["ControlMessenger", "FramesByRank"]
 
@@ -20,7 +21,19 @@ log = logging.getLogger(__name__)
 
 MAX_GREETINGS = 1024  # kept until they are taken
 MAX_EARLY = 64
+MAX_ABANDONED = 1024
+FAREWELL_INTERVAL = 0.5  # seconds, at least, between two farewells to one peer
 WARNING_INTERVAL = 10.0  # seconds, at least, between two warnings about frames that were refused
+
+
+@dataclass(eq=False, slots=True)
+class _Abandoned:
+    """What is left of a session with a peer that was lost for long. next_farewell: when it may be told again."""
+
+    session: Session
+    endpoint: str
+    next_farewell: float = 0.0
+
 
 FramesByRank = list[tuple[int, list[ControlFrame]]]  # (rank, frames to send there)
 
@@ -51,6 +64,7 @@ class ControlMessenger:
         for info in group_map.info.values():
             if info.rank != group_map.rank:
                 self.add(info)
+        self._abandoned: dict[int, _Abandoned] = {}  # by incarnation
         self._active: set[int] = set()  # ranks whose sessions may have something to send
         self._greetings: list[bytes] = []
         self._next_warning = 0.0
@@ -69,6 +83,28 @@ class ControlMessenger:
         self._left.discard(info.rank)
         self._active.discard(info.rank)
         del self._sessions[info.rank], self._by_incarnation[info.incarnation]
+
+    def abandon(self, info: RankInfo, endpoint: str) -> None:
+        """A peer that has not answered for long is no member any more. If it speaks after all, it is told `Left`.
+
+        That comes behind what it was told before, so that it takes all of it in. Of the connection nothing is kept.
+        """
+        session = self._sessions[info.rank]
+        self.remove(info)
+        session.send(Left())
+        self._abandoned[info.incarnation] = _Abandoned(session, endpoint)
+        if len(self._abandoned) > MAX_ABANDONED:
+            del self._abandoned[next(iter(self._abandoned))]
+
+    def _bid_farewell(self, frame: ControlFrame) -> None:
+        """To the sender of ``frame``, which was abandoned."""
+        peer = self._abandoned[frame.incarnation]
+        peer.session.receive(frame)
+        if peer.session.heard or (now := time.monotonic()) < peer.next_farewell:
+            return
+        peer.next_farewell = now + FAREWELL_INTERVAL
+        for each in peer.session.unacknowledged():
+            self._control.greet(peer.endpoint, encode_frame(each, self._key))
 
     def reaches(self, rank: int) -> bool:
         """Whether messages to ``rank`` are not dropped."""
@@ -107,6 +143,9 @@ class ControlMessenger:
                 frame = decode_frame(data, self._key)
             except (AuthError, ProtocolError) as error:
                 self.drop(error)
+                continue
+            if frame.incarnation in self._abandoned:
+                self._bid_farewell(frame)
                 continue
             if (rank := self._by_incarnation.get(frame.incarnation)) is None:
                 # It has the key, but is no member: not any more, or not yet.

@@ -99,6 +99,10 @@ class Session:
             ready.append(message)
         return ready
 
+    def unacknowledged(self) -> list[ControlFrame]:
+        """The first `RESENT` messages that the peer has not acknowledged."""
+        return [self._frame(seq, message) for seq, message in islice(self._unacked, RESENT)]
+
     def abandon(self) -> None:
         """The peer takes in nothing more: what it has not acknowledged is dropped. An acknowledgement may be due."""
         self._unacked.clear()

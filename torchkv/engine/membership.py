@@ -19,7 +19,7 @@ from torchkv.control.channel import ControlChannel
 from torchkv.control.greeting import Greeter, Greeting, Refusal, decode_greeting, encode_greeting
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
-from torchkv.errors import KVError, ProtocolError
+from torchkv.errors import KVError, PeerLost, ProtocolError
 
 if TYPE_CHECKING:
     from torchkv.engine.registration import Registration
@@ -29,6 +29,7 @@ __all__ = ["Listener", "Membership", "Peer"]
 log = logging.getLogger(__name__)
 
 MAX_GONE = 1024
+LOST_FOR_GOOD = 600.0  # seconds after which an instance that has not answered is forgotten, if that is safe
 
 # Tells that an instance has come, or that it does not answer any more: its name, and whether it is here.
 Listener = Callable[[str, bool], None]
@@ -69,10 +70,14 @@ class Membership:
         self._secret = secret
         self._numbers = itertools.count(len(mine))
         self._instances: dict[int, Peer] = {}  # by life
+        self._lost_since: dict[int, float] = {}  # lives of which no rank answers, or is seen to have ended
+        self._endpoints: dict[int, list[str]] = {}  # of the ranks of each life that runs where its end is not seen
+        self._idle: set[int] = set()  # lives of those with whom no request was seen yet
         self.peers: Mapping[str, Peer] = MappingProxyType({})
         self.gone: dict[str, str] = {}  # names of the last that were forgotten -> where they were
         self._listeners: list[Listener] = []
         me = next(card for card in mine if card.rank == engine.group_map.rank)
+        self._host = me.process.host
         self.address = _address(mine[0])
         card = msgspec.structs.replace(me, secret=b"").encode()
         greeting = Greeting(mine[0].incarnation, card, [card.endpoint for card in mine], asks=True)
@@ -98,6 +103,8 @@ class Membership:
     def tick(self, now: float) -> None:
         """To be called some twenty times a second."""
         self._greeter.tick(now)
+        if self._idle:
+            self._rouse()
         lost = self._engine.lost
         for life, peer in list(self._instances.items()):
             here = not any(rank in lost for rank in peer.ranks)
@@ -105,6 +112,8 @@ class Membership:
                 self._set(life, replace(peer, here=here))
             if all(self._engine.peers.gone(rank) for rank in peer.ranks):
                 self._forget(life, peer)
+            elif life in self._endpoints:
+                self._look_after_lost(life, peer, now)
 
     def close(self, error: KVError) -> None:
         """Fails what waits in `connect`."""
@@ -133,22 +142,49 @@ class Membership:
             raise ProtocolError(f"instance {name!r}: its rank 0 is of another life than it says")
         numbers = {next(self._numbers): cards[number] for number in sorted(cards)}
         self._registration.admit(self._engine, numbers, life=life)
+        self._idle.add(life)
+        if any(card.process.host != self._host for card in cards.values()):
+            self._endpoints[life] = [cards[number].endpoint for number in sorted(cards)]
         self._set(life, Peer(name, tuple(numbers), _address(cards[0]), True))
         log.info("rank %d: instance %r is here, ranks %s", self._engine.group_map.rank, name, list(numbers))
 
-    def _forget(self, life: int, peer: Peer) -> None:
+    def _look_after_lost(self, life: int, peer: Peer, now: float) -> None:
+        """Forgets an instance of another host that has vanished, after a time and unless it may still write here."""
+        if not all(rank in self._engine.lost for rank in peer.ranks):
+            self._lost_since.pop(life, None)
+            return
+        since = self._lost_since.setdefault(life, now)
+        if now >= since + LOST_FOR_GOOD and all(self._engine.peers.finished(rank) for rank in peer.ranks):
+            why = PeerLost(
+                f"instance {peer.name!r} did not answer for {now - since:.0f} s and was forgotten; it has to join again"
+            )
+            self._forget(life, peer, why)
+
+    def _forget(self, life: int, peer: Peer, why: PeerLost | None = None) -> None:
+        """why: it may still run; this life of it is not admitted again, because its control frames may still travel."""
         del self._instances[life]
+        self._idle.discard(life)
+        self._lost_since.pop(life, None)
+        endpoints = self._endpoints.pop(life, [""] * len(peer.ranks))
         self._publish()
         self.gone.pop(peer.name, None)
         self.gone[peer.name] = peer.address
         if len(self.gone) > MAX_GONE:
             del self.gone[next(iter(self.gone))]
-        self._greeter.forget(life)
-        for rank in peer.ranks:
-            self._engine.peers.forget(rank)
+        self._greeter.forget(life, why)
+        for rank, endpoint in zip(peer.ranks, endpoints, strict=True):
+            self._engine.peers.forget(rank, farewell=endpoint if why is not None else "")
             self._registration.forget(rank)
         self._engine.whole_pages.clear()
         log.info("rank %d: nothing of instance %r is left here", self._engine.group_map.rank, peer.name)
+
+    def _rouse(self) -> None:
+        """Whether all ranks of an instance answer matters once a request needs one of them, and from then on."""
+        named = self._engine.peers.named()
+        for life in [life for life in self._idle if not named.isdisjoint(self._instances[life].ranks)]:
+            self._idle.discard(life)
+            for rank in self._instances[life].ranks:
+                self._control.rouse(rank)
 
     def _set(self, life: int, peer: Peer) -> None:
         self._instances[life] = peer

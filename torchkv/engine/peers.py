@@ -129,11 +129,31 @@ class Peers:
                 and self._receiver.is_done_with(rank)
             )
 
-    def forget(self, rank: int) -> None:
-        """Drops a member that is `gone`, or with which nothing has begun yet."""
+    def finished(self, rank: int) -> bool:
+        """Whether nothing is under way between this rank and ``rank``, and ``rank`` may write nowhere here."""
+        if self._moves_to(rank):
+            return False
         with self._lock:
+            return rank not in self.undrained and self._sender.is_done_with(rank) and self._receiver.is_done_with(rank)
+
+    def named(self) -> set[int]:
+        """Ranks with which requests are under way."""
+        with self._lock:
+            return self._sender.addressees() | self._receiver.writers()
+
+    def forget(self, rank: int, *, farewell: str = "") -> None:
+        """Drops a member that is `gone`, or with which nothing has begun yet.
+
+        farewell: the endpoint of one that is lost, and with which all is `finished`; see `ControlMessenger.abandon`. If
+        something that this rank wrote there may still land, nothing is said: it would take that for a proof.
+        """
+        with self._lock:
+            farewell = farewell if self._sender.has_landed(rank) else ""
             self._sender.forget(rank)
-            self._messenger.remove(self._group_map.info[rank])
+            if farewell:
+                self._messenger.abandon(self._group_map.info[rank], farewell)
+            else:
+                self._messenger.remove(self._group_map.info[rank])
             self._group_map.remove(rank)
             self._unmap(rank)
             # A caller may have found the rank's number before, and not reached the lock yet.

@@ -203,7 +203,7 @@ class Registration:
         for number, metadata in members.items():
             self._metadata_of[number] = msgspec.structs.replace(metadata, rank=number)
             self._processes[number] = metadata.process
-            self.control.connect(number, metadata.endpoint, metadata.process)
+            self.control.connect(number, metadata.endpoint, metadata.process, idle=True)
         try:
             self.warm(engine, tuple(members))
         except KVError:

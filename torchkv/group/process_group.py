@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,6 +19,7 @@ from torchkv.engine.registration import choose_transport
 from torchkv.errors import ProtocolError
 from torchkv.group.bring_up import Exchange, bring_up, check_instance
 from torchkv.group.kv_verbs import KVVerbs, current
+from torchkv.host.processes import this_process
 from torchkv.host.secret_file import shared_secret
 from torchkv.options import Options, secret_file_from_env
 from torchkv.transport.interface import Transport
@@ -72,6 +74,7 @@ class KVProcessGroup(KVVerbs, dist.ProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, options: Options) -> None:
+        _claim(store, rank)
         dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]  # the stubs know only (store, ...)
         self._store = store
         self._options = options
@@ -217,3 +220,17 @@ def current_group(group: dist.ProcessGroup | None) -> KVProcessGroup:
     if not isinstance(kv, KVProcessGroup):
         raise ProtocolError(f'{kv!r} is no process group; make one with dist.new_group(backend="torchkv")')
     return kv
+
+
+def _claim(store: Store, rank: int) -> None:
+    """Raises ``ProtocolError`` if another process is, or was, this rank of the group.
+
+    Else it would wait for ever for ranks that have met that process and do not look for another one.
+    """
+    mine = msgspec.json.encode(this_process()).decode()
+    holder = store.compare_set(f"torchkv/process/{rank}", "", mine).decode(errors="replace")
+    if holder != mine:
+        raise ProtocolError(
+            f"init: another process is or was rank {rank} of this group ({holder:.200}); start all ranks anew with a "
+            "new store, or use torchkv.join, where instances come and go"
+        )

@@ -441,6 +441,10 @@ class Receiver:
         """Whether no request names ``rank`` as a writer, and it owns no stage."""
         return all(rank not in req.writers for req in self._requests.values()) and rank not in self._credits.writers()
 
+    def writers(self) -> set[int]:
+        """The writers of all requests."""
+        return {rank for req in self._requests.values() for rank in req.writers}
+
     def fail_all(self, error: KVError) -> None:
         """Fails every request and completes every pending call, because the group is destroyed."""
         for req in list(self._requests.values()):

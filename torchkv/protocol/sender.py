@@ -456,10 +456,12 @@ class Sender:
                 self._refuse_others(message.request, src, req.error, now)
         elif req is not None and waits and req.dst != ANYBODY:
             self._bind(req, grant, now)
-        else:
+        elif self._unmet.has_room(grant):
             self._unmet.keep(grant)
             if req is not None and waits:
                 self._find(message.request, now)
+        else:
+            self._tell_abort(grant, _too_many(message.request))
 
     def on_refused(self, src: int, message: Refused, now: float) -> None:
         """The receiver grants nothing to the next request of this name: fails the one that waits, or that comes."""
@@ -550,6 +552,10 @@ class Sender:
             req.dst != rank or (req.error is not None and req.drained and not req.cancels)
             for req in self._requests.values()
         )
+
+    def addressees(self) -> set[int]:
+        """The receivers of all requests, as far as they are known."""
+        return {req.dst for req in self._requests.values()}
 
     def forget(self, rank: int) -> None:
         """Forgets all that was between this rank and ``rank``, with which it `is_done_with`."""
@@ -1018,6 +1024,12 @@ class Sender:
 
     def _tell_abort(self, grant: BoundGrant, error: KVError) -> None:
         self._tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
+
+
+def _too_many(request: str) -> ProtocolError:
+    return ProtocolError(
+        f"request {request!r}: too many grants of this receiver wait for their first verb at the sender", retryable=True
+    )
 
 
 def _withdrawn(req: SenderRequest) -> TransferCancelled:

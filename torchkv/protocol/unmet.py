@@ -24,6 +24,8 @@ __all__ = ["ANYBODY", "MAX_REMEMBERED", "Key", "Unmet"]
 Key: TypeAlias = tuple[str, int]  # a request's name, and its receiver or `ANYBODY`
 
 ANYBODY = -1  # in place of a receiver: whoever grants the request
+MAX_GRANTS = 1 << 14  # of one receiver that wait for their first verb
+MAX_GRANTED_PAGES = 1 << 22  # of all these together
 MAX_REMEMBERED = 4096  # keys with refusals, with a revocation, and names with an exemption
 
 
@@ -33,6 +35,7 @@ class Unmet:
     def __init__(self, lifetime: float) -> None:
         self._lifetime = lifetime
         self._grants: dict[str, dict[int, BoundGrant]] = {}  # by name and receiver
+        self._waiting: dict[int, tuple[int, int]] = {}  # by receiver: how many grants, and pages of these
         self._names: dict[tuple[int, int], str] = {}  # of the grants, by receiver and generation
         self._revocations: dict[Key, tuple[float, KVError]] = {}  # when, and why
         self._refusals: dict[Key, deque[float]] = {}  # until when each refuses one grant
@@ -52,10 +55,16 @@ class Unmet:
         """Those of one name, the earliest first."""
         return list(self._grants.get(request, {}).values())
 
+    def has_room(self, grant: BoundGrant) -> bool:
+        """Whether the grant may be kept: what one receiver makes this rank remember is bounded."""
+        count, pages = self._waiting.get(grant.dst, (0, 0))
+        return count < MAX_GRANTS and pages + len(grant.pages) <= MAX_GRANTED_PAGES
+
     def keep(self, grant: BoundGrant) -> None:
         """Remembers a grant, in place of an earlier one of this name."""
         key = grant.request, grant.dst
         self.take(key)
+        self._count(grant, 1)
         self._grants.setdefault(grant.request, {})[grant.dst] = grant
         self._names[grant.dst, grant.generation] = grant.request
 
@@ -64,10 +73,16 @@ class Unmet:
         named = self._grants.get(key[0], {})
         grant = named.pop(key[1], None)
         if grant is not None:
+            self._count(grant, -1)
             del self._names[grant.dst, grant.generation]
             if not named:
                 del self._grants[key[0]]
         return grant
+
+    def _count(self, grant: BoundGrant, sign: int) -> None:
+        count, pages = self._waiting.pop(grant.dst, (0, 0))
+        if count + sign:
+            self._waiting[grant.dst] = count + sign, pages + sign * len(grant.pages)
 
     def forget(self, dst: int) -> None:
         """Forgets what was remembered of a receiver whose process has ended."""

@@ -59,10 +59,13 @@ class SimulatedControl:
         self._down_since: dict[int, float] = {}
         self._state: dict[int, PeerState] = {}
 
-    def connect(self, rank: int, endpoint: str, process: ProcessId) -> None:
+    def connect(self, rank: int, endpoint: str, process: ProcessId, *, idle: bool = False) -> None:
         self._nodes[rank] = int(endpoint.removeprefix("node:"))
         self._state[rank] = PeerState.FOUND
         self._grace[rank] = self._world.random.uniform(0.0, 0.1)
+
+    def rouse(self, rank: int) -> None:
+        """Answers of all peers matter at all times."""
 
     def greet(self, endpoint: str, data: bytes) -> None:
         self._world.send(self._node, int(endpoint.removeprefix("node:")), data)

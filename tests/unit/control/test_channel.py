@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -187,3 +188,60 @@ def test_a_peer_that_takes_in_nothing_does_not_hold_up_the_others(monkeypatch: p
         full.close()
         free.close()
     assert time.monotonic() - began < PATIENCE
+
+
+def connections(control: ZmqControlChannel) -> int:
+    """How many connections with others have been made from ``control``."""
+    return sum(peer.connected for peer in control._peers.values())
+
+
+def test_an_idle_peer_of_this_host_needs_no_connection() -> None:
+    here, there, far = (ZmqControlChannel(heartbeat=5.0) for _ in range(3))
+    try:
+        here.connect(1, there.endpoint, this_process(), idle=True)
+        here.connect(2, far.endpoint, asynchronous(), idle=True)
+        assert connections(here) == 1, "whether one of another host lives shows by its answers only"
+        here.send(1, [HELLO])
+        assert gather(there, 1, SHORT) == [HELLO]
+        assert connections(here) == 1
+        long = HELLO.ljust(MAX_DATAGRAM + 1)
+        here.send(1, [long])
+        assert gather(there, 1, LONG) == [long]
+        assert connections(here) == 2
+        here.disconnect(1)
+        here.disconnect(2)
+    finally:
+        for control in (here, there, far):
+            control.close()
+
+
+def test_a_peer_that_is_roused_and_hangs_is_lost_and_found_when_it_answers() -> None:
+    child = subprocess.Popen([sys.executable, "-c", _HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdin is not None
+    here = ZmqControlChannel(heartbeat=0.2, secret=_SECRET)
+    try:
+        endpoint = child.stdout.readline().decode().strip()
+        process = msgspec.structs.replace(this_process(), pid=child.pid, started=process_started(child.pid))
+        here.connect(1, endpoint, process, idle=True)
+        child.send_signal(signal.SIGSTOP)
+        here.rouse(1)
+        here.rouse(1)
+        assert events_of(here, 1) == [(1, PeerState.LOST)]
+        child.send_signal(signal.SIGCONT)
+        assert events_of(here, 1) == [(1, PeerState.FOUND)]
+        child.kill()
+        assert events_of(here, 1) == [(1, PeerState.DEAD)]
+    finally:
+        child.kill()
+        child.communicate()
+        here.close()
+
+
+_SECRET = b"s" * 32
+_HANGS = f"""
+from torchkv.control.channel import ZmqControlChannel
+control = ZmqControlChannel(heartbeat=0.2, secret={_SECRET!r})
+print(control.endpoint, flush=True)
+input()
+"""

@@ -783,3 +783,21 @@ def test_a_request_to_anybody_waits_until_the_earlier_one_of_its_name_has_draine
     (late,) = Acts(machine).started
     assert (late.dst, late.num_pages, late.work) == (1, 2, "late")
     assert machine.receivers("r", 1.3) == (1,)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_GRANTS", 3), ("MAX_GRANTED_PAGES", 6)])
+def test_what_one_receiver_makes_a_sender_remember_is_bounded(
+    limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grants of two pages that nobody waits for. What is over the limit fails at once; room is made by verbs."""
+    monkeypatch.setattr(unmet, limit, value)
+    machine = sender()
+    for number in range(5):
+        machine.on_grant(1, grant(5, 6, generation=number + 1, request=f"r{number}"), 0.0)
+    assert [(rank, abort.generation) for rank, abort in Acts(machine).tells(Abort)] == [(1, 4), (1, 5)]
+    assert len(machine._unmet.grants()) == 3
+    verb(machine, 1, request="r0")  # it meets its grant, which waits no more
+    machine.on_grant(1, grant(5, 6, generation=6, request="r5"), 0.0)
+    assert Acts(machine).tells(Abort) == []
+    machine._unmet.forget(1)
+    assert machine._unmet._waiting == {}
