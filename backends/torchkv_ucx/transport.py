@@ -80,8 +80,15 @@ class UCXTransport(Transport):
         core = _import_ucxx()
         features = (core.Feature.RMA, core.Feature.WAKEUP)
         self._core = core
-        self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
-        self._worker: Any = core.UCXWorker(self._context)
+        try:
+            self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
+            self._worker: Any = core.UCXWorker(self._context)
+        except core.UCXError as error:
+            chosen = os.environ.get("UCX_TLS")
+            raise TransportUnavailable(
+                f"transport 'ucx' cannot start: {type(error).__name__}: {error}; check UCX_TLS={chosen!r} and "
+                "UCX_NET_DEVICES, that /dev/shm has room, and the limits on open files (ulimit -n)"
+            ) from error
         self._library = libucp.load()
         self._context_handle = int(self._context.handle)
         self._worker_handle = int(self._worker.handle)

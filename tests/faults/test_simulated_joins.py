@@ -224,7 +224,7 @@ def test_a_verb_that_named_a_rank_which_is_forgotten_meanwhile() -> None:
 
 
 def seeds() -> list[range]:
-    first, _, last = os.environ.get("JOIN_SEEDS", "0:40").partition(":")
+    first, _, last = os.environ.get("JOIN_SEEDS", "0:20").partition(":")
     every = range(int(first), int(last or int(first) + 1))
     return [every[i : i + SEEDS_PER_TEST] for i in range(0, len(every), SEEDS_PER_TEST)]
 

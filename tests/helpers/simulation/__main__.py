@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import os
 import sys
@@ -11,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.helpers.simulation.campaigns import CAMPAIGNS, Tally, run
+from tests.helpers.simulation.campaigns import CAMPAIGNS, Tally, prepare, run
 
 __all__ = ["main"]
 
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.case or list(CAMPAIGNS)
     tallies = {name: Tally() for name in names}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, mp_context=context, initializer=_prepare) as pool:
+    with ProcessPoolExecutor(args.workers, mp_context=context, initializer=prepare) as pool:
         batches = list(_batches(names, args.seed, args.schedules))
         for (name, _), tally in zip(batches, pool.map(run, *zip(*batches, strict=True)), strict=True):
             tallies[name].add(tally)
@@ -35,13 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{name}, seed {seed}: {text}")
         print(f"    python -m torchkv.faultlab --case {name} --seed {seed} --schedules 1")
     return 1 if violations else 0
-
-
-def _prepare() -> None:
-    """Garbage is collected between runs, and only that of runs; ranks would collect all of it when they register."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
 
 
 def _batches(names: Sequence[str], first: int, schedules: int | None) -> Iterator[tuple[str, range]]:

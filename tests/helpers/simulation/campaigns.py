@@ -15,7 +15,7 @@ from tests.helpers.simulation.lives import Life
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.errors import KVError
 
-__all__ = ["CAMPAIGNS", "Campaign", "Tally", "batches", "run"]
+__all__ = ["CAMPAIGNS", "Campaign", "Tally", "batches", "prepare", "run"]
 
 DIRECT = ("layer", "slice", "pages")
 BATCH = 100
@@ -90,6 +90,13 @@ CAMPAIGNS = {
         Campaign("joins", "jobs that come, go, die and come again", 400, _joins),
     )
 }
+
+
+def prepare() -> None:
+    """Garbage is collected between runs, and only that of runs; ranks would collect all of it when they register."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
 
 
 def batches(*names: str) -> list[tuple[str, range]]:
