@@ -23,17 +23,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     names = args.case or list(CAMPAIGNS)
     tallies = {name: Tally() for name in names}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, mp_context=context, initializer=prepare) as pool:
-        batches = list(_batches(names, args.seed, args.schedules))
-        for (name, _), tally in zip(batches, pool.map(run, *zip(*batches, strict=True)), strict=True):
-            tallies[name].add(tally)
+    batches = list(_batches(names, args.seed, args.schedules))
+    for (name, _), tally in zip(batches, _run(batches, args.workers), strict=True):
+        tallies[name].add(tally)
     violations = [(name, *found) for name, tally in tallies.items() for found in sorted(tally.violations)]
     _print(tallies, time.monotonic() - began)
     for name, seed, text in violations:
         print(f"\n{name}, seed {seed}: {text}")
         print(f"    python -m torchkv.faultlab --case {name} --seed {seed} --schedules 1")
     return 1 if violations else 0
+
+
+def _run(batches: Sequence[tuple[str, range]], workers: int) -> Iterator[Tally]:
+    """One worker is this process, in which a debugger works."""
+    if workers == 1:
+        yield from (run(name, seeds) for name, seeds in batches)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
+        yield from pool.map(run, *zip(*batches, strict=True))
 
 
 def _batches(names: Sequence[str], first: int, schedules: int | None) -> Iterator[tuple[str, range]]:

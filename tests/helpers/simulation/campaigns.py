@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.helpers.simulation.lives import Life
@@ -93,10 +94,19 @@ CAMPAIGNS = {
 
 
 def prepare() -> None:
-    """Garbage is collected between runs, and only that of runs; ranks would collect all of it when they register."""
+    """In a process of its own: what has been imported is no garbage, and need not be looked at again and again."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Python does not look for garbage by itself, nor do ranks that register: between runs is enough."""
+    enabled = gc.isenabled()
     gc.disable()
+    yield
+    if enabled:
+        gc.enable()
 
 
 def batches(*names: str) -> list[tuple[str, range]]:
@@ -111,23 +121,27 @@ def batches(*names: str) -> list[tuple[str, range]]:
 def run(name: str, seeds: Iterable[int]) -> Tally:
     """Runs a campaign with these seeds."""
     tally = Tally()
-    make = CAMPAIGNS[name].make
-    for seed in seeds:
-        if tally.schedules % COLLECT == 0:
-            gc.collect()
-        tally.schedules += 1
-        try:
-            made = make(seed)
-            problems = made.run()
-        except BROKEN as error:
-            tally.violations.append((seed, repr(error)))
-            continue
-        if problems:
-            tally.violations.append((seed, problems[0]))
-        injected = made.injected()
-        tally.faulty += any(injected.values())
-        tally.injected += injected
-        outcomes = [receiving.work for receiving in made.receivings]
-        tally.receives += len(outcomes)
-        tally.succeeded += sum(work.is_success() for work in outcomes)
+    with _few_collections():
+        for seed in seeds:
+            if tally.schedules % COLLECT == 0:
+                gc.collect()
+            _run_one(CAMPAIGNS[name], seed, tally)
     return tally
+
+
+def _run_one(campaign: Campaign, seed: int, tally: Tally) -> None:
+    tally.schedules += 1
+    try:
+        made = campaign.make(seed)
+        problems = made.run()
+    except BROKEN as error:
+        tally.violations.append((seed, repr(error)))
+        return
+    if problems:
+        tally.violations.append((seed, problems[0]))
+    injected = made.injected()
+    tally.faulty += any(injected.values())
+    tally.injected += injected
+    outcomes = [receiving.work for receiving in made.receivings]
+    tally.receives += len(outcomes)
+    tally.succeeded += sum(work.is_success() for work in outcomes)
