@@ -220,6 +220,11 @@ class UCXChannel(Channel):
         for operation in (*self._posted, *self._queue):
             operation.stop(failure)
 
+    @property
+    def over(self) -> bool:
+        """Whether it is closed, and nothing of it is under way."""
+        return self._closed and self.idle
+
     def _describe(self, status: int, what: str) -> KVError:
         return self._library.error(status, what, peer_alive=self._alive)
 

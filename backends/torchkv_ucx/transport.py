@@ -199,7 +199,8 @@ class UCXTransport(Transport):
         channel = UCXChannel(
             self._library, self._worker_handle, endpoint, peer, blobs, self._tables, self._device_of_views
         )
-        self._channels.append(channel)
+        # Those of peers that are gone are forgotten here, where it costs no round of `progress` anything.
+        self._channels = [*(known for known in self._channels if not known.over), channel]
         self._busy = True
         return channel
 

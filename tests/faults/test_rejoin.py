@@ -40,7 +40,10 @@ def lose_a_request() -> None:
 
 
 def owned() -> tuple[int, ...]:
-    return (*footprint(), resident_kib())
+    verbs = Member.kv._verbs
+    assert verbs is not None
+    channels = len(verbs.engine._transport._channels)
+    return (*footprint(), channels, resident_kib())
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_nothing_is_left_of_many_lives(lives: int, secret: dict[str, str], tmp_p
         stays.run(await_forgotten)
         if life % (lives // MEASURED) == 0:
             seen += stays.run(owned)
-            print("after", life, "lives: descriptors, threads, shared mappings, resident KiB:", seen[-1])
+            print("after", life, "lives: descriptors, threads, shared mappings, channels, resident KiB:", seen[-1])
     assert len({counts for *counts_, _ in seen for counts in [tuple(counts_)]}) == 1, seen
     half = len(seen) // 2
     growth = seen[-1][-1] - seen[half][-1]
