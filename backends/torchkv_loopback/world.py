@@ -85,10 +85,13 @@ class World:
         # Not from the seed alone: worlds of one seed in two processes must not be taken for one world.
         self.identity = self.random.getrandbits(64) ^ secrets.randbits(64)
         self.in_flight: Counter[Link] = Counter()  # pieces of puts that may still land
+        self.injected: Counter[str] = Counter()  # faults, by kind
         self.transports: dict[int, OpenTransport] = {}  # open ones, by node
         self._nodes: list[_Node] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
+        self._sent: Counter[Link] = Counter()  # datagrams
+        self._delivered: Counter[Link] = Counter()  # the latest of them that has arrived, by number
         self._cut: set[Link] = set()
         self._held: dict[Link, list[Callable[[], None]]] = {}
 
@@ -155,6 +158,7 @@ class World:
         if not found.alive:
             return
         found.alive = False
+        self.injected["deaths"] += 1
         found.inbox.clear()
         for channel in found.channels:
             self.schedule(self.delay(), lambda channel=channel: channel.lose(reason))  # type: ignore[misc]
@@ -163,12 +167,14 @@ class World:
     def pause(self, node: int) -> None:
         """Stops the node like SIGSTOP: it makes no progress, but what it has posted still lands."""
         self._nodes[node].paused = True
+        self.injected["pauses"] += 1
 
     def resume(self, node: int) -> None:
         self._nodes[node].paused = False
 
     def sever(self, src: int, dst: int) -> None:
         """Breaks the channels from ``src`` to ``dst``, though both live; what they have in flight still lands."""
+        self.injected["cuts"] += 1
         for channel in [channel for channel in self._nodes[dst].channels if channel.node == src]:
             self._nodes[dst].channels.remove(channel)
             channel.lose(f"the link from node {src} to node {dst} broke")
@@ -188,6 +194,7 @@ class World:
     def partition(self, src: int, dst: int) -> None:
         """Cuts one direction: datagrams are lost, pieces of puts wait until `heal` or until the writer is killed."""
         self._cut.add((src, dst))
+        self.injected["cuts"] += 1
 
     def heal(self, src: int, dst: int) -> None:
         self._cut.discard((src, dst))
@@ -212,9 +219,14 @@ class World:
         if not (self.alive(src) and self.reaches(src, dst)):
             return
         copies = 1 + (self.random.random() < self.faults.duplicate)
+        self.injected["doubles"] += copies - 1
+        self._sent[src, dst] += 1
+        number = self._sent[src, dst]
         for _ in range(copies):
             if self.random.random() >= self.faults.drop:
-                self.schedule(self.delay(), lambda: self._deliver(src, dst, data))
+                self.schedule(self.delay(), lambda: self._deliver(src, dst, data, number))
+            else:
+                self.injected["drops"] += 1
 
     def receive(self, dst: int) -> list[bytes]:
         """The datagrams that have arrived at ``dst`` since the last call."""
@@ -222,8 +234,10 @@ class World:
         arrived, node.inbox = node.inbox, []
         return arrived
 
-    def _deliver(self, src: int, dst: int, data: bytes) -> None:
+    def _deliver(self, src: int, dst: int, data: bytes, number: int) -> None:
         if not self.exists(dst):
             raise ProtocolError(f"datagram of node {src} to node {dst}, which does not exist")
+        self.injected["reorders"] += number < self._delivered[src, dst]
+        self._delivered[src, dst] = max(number, self._delivered[src, dst])
         if self._nodes[dst].alive and self.reaches(src, dst):
             self._nodes[dst].inbox.append(data)

@@ -79,6 +79,11 @@ class QueueChannel(Channel):
         """No operation is under way."""
         return not self._queue and not self._posted
 
+    @property
+    def over(self) -> bool:
+        """Whether it is closed, and nothing of it is under way."""
+        return self._closed and self.idle
+
     def uses_local(self, region: int) -> bool:
         """Whether an unfinished put reads from local region ``region``."""
         return any(

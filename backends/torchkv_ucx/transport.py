@@ -103,8 +103,15 @@ class UCXTransport(Transport):
     def _start_ucx(self) -> None:
         self._core = core = _import_ucxx()
         features = (core.Feature.RMA, core.Feature.WAKEUP)
-        self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
-        self._worker = core.UCXWorker(self._context)
+        try:
+            self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
+            self._worker = core.UCXWorker(self._context)
+        except core.UCXError as error:
+            chosen = os.environ.get("UCX_TLS")
+            raise TransportUnavailable(
+                f"transport 'ucx' cannot start: {type(error).__name__}: {error}; check UCX_TLS={chosen!r} and "
+                "UCX_NET_DEVICES, that /dev/shm has room, and the limits on open files (ulimit -n)"
+            ) from error
         self._library = libucp.load()
         self._context_handle = int(self._context.handle)
         self._worker_handle = int(self._worker.handle)
@@ -204,8 +211,8 @@ class UCXTransport(Transport):
         # seen to have drained.
         local = self._worker is None or not peer.worker
         channel = self._connect_local(peer, blobs) if local else self._connect_ucx(peer, blobs)
-        self._channels = [known for known in self._channels if not known.closed]
-        self._channels.append(channel)
+        # Those of peers that are gone are forgotten here, where it costs no round of `progress` anything.
+        self._channels = [*(known for known in self._channels if not known.over), channel]
         self._busy = True
         return channel
 

@@ -9,12 +9,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.helpers.model.explorer import World, explore
 from tests.helpers.model.grants import Grants, Rules
+from tests.helpers.model.joins import FIRST, Joins
 from tests.helpers.model.sessions import Sessions
+from torchkv.control import greeting
+from torchkv.control.greeting import Greeter, Greeting, Refusal
 from torchkv.control.session import Session
+from torchkv.engine.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
 from torchkv.protocol.receive_request import ReceiverRequest, Writer
 from torchkv.protocol.receiver import Receiver
@@ -34,8 +39,9 @@ DEADLINES = Rules(lives=2, reader_cancels=0, deadlines=1)
         (lambda: Grants(DEATHS), 1_000),
         (lambda: Grants(Rules(lives=1, reader_cancels=0, writer_cancels=1)), 1_000),
         (lambda: Sessions(1, restarts=1), 1_000),
+        (lambda: Joins(restarts=1), 500),
     ],
-    ids=["two lives", "a writer dies", "a writer gives up", "a session and a restart"],
+    ids=["two lives", "a writer dies", "a writer gives up", "a session and a restart", "a join and a restart"],
 )
 def test_nothing_goes_wrong_in_any_order(world: Callable[[], World], states: int) -> None:
     found = explore(world)
@@ -128,12 +134,12 @@ _true_poll = Session.poll
     ],
     ids=[
         "a cancel frees pages",
-        "a deadline frees pages",
+        "timeout frees pages",
         "no generation check",
-        "one writer's seal is enough",
-        "sealed before the last flush",
+        "attest by the first writer only",
+        "seal before flush",
         "quiescent while it writes",
-        "a late grant is accepted",
+        "late grant accepted",
         "deaths prove nothing",
         "quiescence proves nothing",
         "no incarnation check",
@@ -151,4 +157,57 @@ def test_broken_versions_are_caught(
 ) -> None:
     monkeypatch.setattr(owner, method, broken)
     found = explore(lambda: Sessions(1, restarts=1) if world is None else Grants(world))
+    assert re.search(symptom, found.problem), f"{found.problem!r} after {found.path}"
+
+
+# ------------------------------------------------------------------ joining
+
+
+def _one_rank_stands_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(greeting._Meeting, "complete", property(lambda self: bool(self.cards)))
+
+
+def _lives_are_mixed(patch: pytest.MonkeyPatch) -> None:
+    """Who greets is known by its name and address."""
+    real = Greeter.receive
+
+    def receive(self: Greeter[Any], message: Greeting | Refusal, now: float) -> None:
+        life = FIRST if self._greeting.life != FIRST and message.contacts[0].startswith("tcp://p") else message.life
+        real(self, msgspec.structs.replace(message, life=life), now)
+
+    patch.setattr(Greeter, "receive", receive)
+
+
+def _a_later_life_takes_the_name_at_once(patch: pytest.MonkeyPatch) -> None:
+    real = Membership._admit
+
+    def admit(self: Membership, life: int, cards: Any) -> None:
+        instances = self._engine.group_map.instances
+        held = {name: instances.pop(name) for name in list(instances) if name == "p"}
+        real(self, life, cards)
+        for name, numbers in held.items():
+            instances.setdefault(name, numbers)
+
+    patch.setattr(Membership, "_admit", admit)
+
+
+def _remembers_the_dead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Greeter, "forget", lambda self, life: None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "symptom"),
+    [
+        (_one_rank_stands_for_all, "only 1 ranks are admitted"),
+        (_lives_are_mixed, "ranks of the lives|admitted while|knows the lives"),
+        (_a_later_life_takes_the_name_at_once, "is admitted while ranks"),
+        (_remembers_the_dead, "the dead are remembered"),
+    ],
+    ids=lambda value: value.__name__.strip("_").replace("_", " ") if callable(value) else "",
+)
+def test_broken_joins_are_caught(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None], symptom: str
+) -> None:
+    broken(monkeypatch)
+    found = explore(lambda: Joins(restarts=1))
     assert re.search(symptom, found.problem), f"{found.problem!r} after {found.path}"

@@ -37,7 +37,7 @@ def _never_withdraws(patch: Patch) -> None:
     patch.setattr(StagingRequester, "go_direct", lambda self, dst, generation: True)
 
 
-def _reuses_at_revoke(patch: Patch) -> None:
+def _stage_reused_early(patch: Patch) -> None:
     """A stage of a failed request is granted to the next one at once."""
 
     def revoke(self: StagingCredits, generation: int) -> None:
@@ -243,8 +243,8 @@ def test_late_bytes_stay_in_their_stages_of_mapped_rings(monkeypatch: Patch, fir
     [
         (_believes_everyone, PAGES, NEVER, False),
         (_never_withdraws, PAGES, ANY, False),
-        (_reuses_at_revoke, RING, ONLY, False),
-        (_reuses_at_revoke, RING, ONLY, True),
+        (_stage_reused_early, RING, ONLY, False),
+        (_stage_reused_early, RING, ONLY, True),
         (_unpacks_for_the_failed, PAGES, ONLY, False),
         (_unpacks_for_the_failed, PAGES, ONLY, True),
         (_does_not_wait_for_scatters_at_failure, PAGES, ONLY, False),

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import torchkv
-from tests.helpers import hosts
+from tests.helpers import failpoints, hosts
 from torchkv.host import shared_memory
 from torchkv.testing.processes import Worker, preload
 
@@ -294,6 +294,7 @@ def _rank_main(
         # UCX_TLS=tcp alone does not do it: what maps memory is not UCX. `processes` has the true identity.
         shared_memory.host_identity = lambda: rank.to_bytes(32, "big")
     torch.set_num_threads(1)
+    failpoints.from_environment(rank)
     if world:
         dist.init_process_group(
             "torchkv", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT

@@ -268,7 +268,7 @@ class Core:
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""
-        return bool(loop.step(self.world))
+        return bool(loop.step_first(cast(Any, self._memory)))
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:

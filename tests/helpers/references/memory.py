@@ -84,7 +84,7 @@ class Places:
     def released(self) -> dict[int, list[int]]:
         """By generation, since the last call."""
         now = self._current()
-        if np.array_equal(self._leases, now):
+        if now.tobytes() == self._leases.tobytes():  # several times as fast as numpy's comparison
             return {}
         before, self._leases = self._leases, now.copy()
         gone: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """Runs of the resident loop in plain Python, whole and broken: ``python -m tests.helpers.simulation.broken_loops``.
 
 To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
-that only a writer that lies, or unusual timing, would show are left to tests/unit/core.
+that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
     trace SEED    prints what happens in one run
     break NAME    breaks the loop; fails unless some seed shows it
@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tests.helpers.loops import TOKENS, Pair
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.core import copies, grants, launching, loop, mailbox, receiving, rounds, sending
 from torchkv.core.core import Core
-from torchkv.core.records import DECIDED, DONE, OPEN, SEAL, SEALED, WAITING
+from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
 
-__all__ = ["BREAKS", "GPU_BREAKS"]
+__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS"]
 
 SEEDS = range(150)
 DIRECT = ("layer", "slice", "pages")
@@ -176,6 +177,46 @@ def _ends_what_only_the_leader_may_end() -> None:
     swap(loop, _pay_one=pay)
 
 
+def _one_seal_is_enough() -> None:
+    real = receiving._on_seal
+
+    def on_seal(world: Any, receive: Any, number: int, flow: int) -> bool:
+        writers, receive["num_writers"] = receive["num_writers"], 1
+        try:
+            return bool(real(world, receive, 0 if number == 0 else number, flow))
+        finally:
+            receive["num_writers"] = writers
+
+    swap(receiving, _on_seal=on_seal)
+
+
+def _takes_records_of_any_generation() -> None:
+    real = receiving.on_record
+
+    def on_record(world: Any, source: int) -> bool:
+        flow = world["record"]["flows"] & 0xFFFFFFFF
+        if world["receives"][flow]["state"] == OPEN:
+            world["record"]["generation"] = world["receives"][flow]["generation"]
+        return bool(real(world, source))
+
+    swap(receiving, on_record=on_record)
+    swap(loop, on_record=on_record)
+
+
+def _a_record_of_an_earlier_request() -> str:
+    pair = Pair()
+    flow = pair.receive(1, generation=2)
+    pair.tell(head=WRITTEN | pair.layers << 32, flows=flow, generation=1, hi=TOKENS, nbytes=8)
+    pair.tell(head=SEAL, flows=flow, generation=1, lo=1)
+    _, heard = pair.run()
+    return "it completes a later one" if any(notice.kind == RECEIVED for notice in heard) else ""
+
+
+# What no honest run of the simulation shows. name -> (breaks it, looks for what is wrong)
+MOMENTS: dict[str, tuple[Callable[[], None], Callable[[], str]]] = {
+    "no generation check": (_takes_records_of_any_generation, _a_record_of_an_earlier_request),
+}
+
 # name -> (breaks it, whether to look at runs in which nothing may fail)
 GPU_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "announces what is only enqueued": (_announces_what_is_only_enqueued, True),
@@ -184,7 +225,8 @@ GPU_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
-    "seals while it copies": (_seals_while_it_copies, False),
+    "seal before flush": (_seals_while_it_copies, False),
+    "attest by the first writer only": (_one_seal_is_enough, False),
     "copies on when taken back": (_copies_on_when_taken_back, False),
     "forgets what has arrived": (_forgets_what_has_arrived, True),
     "loses what finds no room": (_loses_what_finds_no_room, True),
@@ -203,6 +245,12 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 def main(command: str, argument: str) -> None:
     if command == "trace":
         print(*map(repr, scenario_trace(int(argument))), sep="\n")
+        return
+    if argument in MOMENTS:
+        damage, look = MOMENTS[argument]
+        assert not look()
+        damage()
+        print(look() or sys.exit(f"nothing wrong was found with a loop that has {argument}"))
         return
     gpu = argument in GPU_BREAKS
     make, benign = (GPU_BREAKS if gpu else BREAKS)[argument]

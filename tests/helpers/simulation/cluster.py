@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from torchkv.staging.packer import Staging
 MISSED_HEARTBEATS = 5
 # A round of steps takes some virtual time, so that kills and cancels also fall between two windows of one put.
 ROUND_SECONDS = 1e-4
+# While nothing happens, ranks look at their timers this often. Deliveries and what a test has planned keep their times.
+GRAIN = 0.0625  # a power of two: multiples are exact
 MAX_IDLE_ROUNDS = 200_000
 
 
@@ -323,6 +326,11 @@ class Cluster:
                 self.world.advance(self.next_wake(end))
         raise AssertionError(f"{MAX_IDLE_ROUNDS} rounds did not reach {end:g} s: some rank is always busy")
 
+    @property
+    def planned(self) -> int:
+        """How many actions of `at` are still to come."""
+        return len(self._agenda)
+
     def _keep_agenda(self) -> None:
         while self._agenda and self._agenda[0][0] <= self.world.now:
             heapq.heappop(self._agenda)[2]()
@@ -358,7 +366,8 @@ class Cluster:
     def next_wake(self, end: float) -> float:
         """When there will be something to do, ``end`` at the latest."""
         now = self.world.now
-        wakes = [now + rank.engine.next_wake(now) for rank in self.ranks if rank.running]
+        timer = min((now + rank.engine.next_wake(now) for rank in self.ranks if rank.running), default=end)
+        wakes = [math.floor(timer / GRAIN + 1) * GRAIN]
         wakes += [self._gpu_due[rank] for rank, gpu in self.gpus.items() if gpu.pending]
         if self._agenda:
             wakes.append(self._agenda[0][0])

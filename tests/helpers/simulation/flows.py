@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
+from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
+from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.send_request import SenderRequest
 from torchkv.protocol.unmet import ANYBODY
 
-__all__ = ["Flow", "Gate", "Receiving", "Sending"]
+__all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +85,15 @@ class Receiving:
     pages: list[int]
     slot: int | None
     layers_done: set[int] = field(default_factory=set)  # those that were reported complete before the end
+
+
+def flows_left(engine: Engine) -> list[object]:
+    """What the resident loop, or its owner, still keeps."""
+    flows = engine.flows
+    if flows is None:
+        return []
+    core = flows.core
+    quarantined = sum(req.reserved is not None for req in engine.receiver._requests.values())
+    free = [len(core._free_sends), len(core._free_receives) + quarantined, len(core._free_ops)]
+    left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
+    return left + ([free] if free != [MAX_FLOWS if core.device is None else MAX_GPU_SENDS, MAX_FLOWS, MAX_OPS] else [])

@@ -134,7 +134,8 @@ class Jobs:
     def _say_so(self, job: Job, rank: Rank, deadline: float, now: float) -> bool:
         if rank.engine.is_heard(now) or now >= deadline:
             job.cluster.kill(rank.rank)
-        return True
+            return True
+        return False
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         self.all[0].cluster.at(time, action)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,9 @@ import pytest
 
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
-from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending
+from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending, flows_left
 from tests.helpers.simulation.staging_rings import RingShadow, small_fifos
 from tests.helpers.simulation.state_flows import StateFlows, random_states
-from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
-from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
 from torchkv.layout.layer_groups import PAGES, SLOTS
@@ -25,6 +24,7 @@ from torchkv.protocol.staging_credits import Owner
 
 RECV_PAGES = 10  # pages [0, RECV_PAGES) of a pool receive, the rest sends
 BUSY_SECONDS = 4.0  # virtual seconds in which requests begin and faults happen
+BRIEF = 0.25  # a brief run takes this part of all times
 END_SECONDS = 60.0  # virtual seconds after that, in which every request must come to an end
 # Bytes of staging rings. One page of a layer takes up to 512, so not every page fits into the smallest ring.
 RINGS = (768, 1024, 1536, 4096)
@@ -46,19 +46,26 @@ class Scenario:
         loop: bool = False,
         gpu: bool = False,
         states: Sequence[State] | None = None,
+        brief: bool = False,
+        anybody: float = 0.3,
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
         flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
         what they can, which takes views. gpu: whether they have kernels copy. states: of all layouts; None: by chance.
+        brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not know the
+        receiver, and how many not the prefix.
         """
         self.seed = seed
         self.verbs = verbs
         self.benign = benign
+        self.brief = brief
+        self.busy = BUSY_SECONDS * (BRIEF if brief else 1.0)
+        self.anybody = anybody
         self.dice = random.Random(f"scenario {seed}")
         self.numbers = np.random.default_rng(seed)
         dice = self.dice
         self.sees_death = dice.random() < 0.7 if sees_death is None else sees_death
-        faults = random_faults(dice, slowest=2e-1)
+        faults = random_faults(dice, slowest=self._time(2e-1))
         # In a benign run nothing may fail, so there the timeouts must be longer than what lost messages cost.
         rings = RINGS if benign else SMALL_RINGS
         checksum = not verbs and dice.random() < 0.2
@@ -70,7 +77,10 @@ class Scenario:
         if views:
             staging["staging_send"] = 0  # pieces are gathered straight into the receivers' mapped rings
         limits = {"timeout": 30.0, "grant_timeout": 60.0} if benign else {"timeout": 3.0, "grant_timeout": 8.0}
-        options = Options(transport="loopback", heartbeat=0.2, path=path, checksum=checksum, **limits, **staging)
+        if brief:
+            limits = {name: BRIEF * limit for name, limit in limits.items()}
+        limits["heartbeat"] = self._time(0.2)
+        options = Options(transport="loopback", path=path, checksum=checksum, **limits, **staging)
         state_dice = random.Random(f"state {seed}")
         places = random_places(dice, random_states(state_dice) if states is None else states)
         lag = dice.random() < 0.7
@@ -94,6 +104,14 @@ class Scenario:
         self.trace: list[tuple[object, ...]] = []
         self.cluster.observers.append(self.observe)
 
+    def injected(self) -> Counter[str]:
+        """Faults, and cancels that were planned, by kind."""
+        cancels = sum(operation[0] == "cancel" and at < self.busy for at, *operation in self.trace)
+        return self.world.injected + Counter(cancels=cancels)
+
+    def _time(self, seconds: float) -> float:
+        return seconds * BRIEF if self.brief else seconds
+
     def run(self) -> list[str]:
         """Performs the whole run. Returns the problems found."""
         with small_fifos():
@@ -103,13 +121,13 @@ class Scenario:
 
     def _run(self) -> None:
         self._plan()
-        self.cluster.run(limit=BUSY_SECONDS)
+        self.cluster.run(limit=self.busy)
         for link in [(a, b) for a in self.sources for b in self.sources if a != b]:
             self.cluster.heal(*link)
         for rank in self.sources:
             self._unpause(rank)
         # Planned calls of paused applications, and their cancels, still happen; then everything must come to an end.
-        self.cluster.run(limit=BUSY_SECONDS)
+        self.cluster.run(lambda: self.brief and not self.cluster.planned, limit=self.busy)
         self._cancel_all()
         self.cluster.run(self._all_ended, limit=END_SECONDS)
         self._check_end(justified=True)
@@ -117,7 +135,7 @@ class Scenario:
             self.cluster.resume(rank)
         self._cancel_all()
         self.cluster.run(lambda: self._all_ended() and not self._leftovers(), limit=END_SECONDS)
-        self.cluster.run(limit=1.0)
+        self.cluster.run(limit=self._time(1.0))
         self._check_end(justified=False)
 
     def _cancel_all(self) -> None:
@@ -132,7 +150,7 @@ class Scenario:
     def _plan(self) -> None:
         dice = self.dice
         flows: list[Flow] = []
-        for i in range(dice.randint(2, 5)):
+        for i in range(dice.randint(1, 3) if self.brief else dice.randint(2, 5)):
             earlier = dice.choice(flows) if flows and not self.benign and dice.random() < 0.4 else None
             if earlier is not None and any(flow.after is earlier for flow in flows):
                 earlier = None
@@ -143,7 +161,7 @@ class Scenario:
                 target=target if earlier is None else earlier.target,
                 tokens=dice.choice([0, 1, 3, 4, 7, 8, 12]),
                 prefix=4 * dice.randint(0, 2),
-                begins=dice.uniform(0.0, BUSY_SECONDS / 2),
+                begins=dice.uniform(0.0, self.busy / 2),
                 aux=dice.choice([b"", b"first token"]),
                 verbs=self.verbs or dice.choice(VERBS),
                 after=earlier,
@@ -152,35 +170,35 @@ class Scenario:
             flows.append(flow)
             self._plan_flow(flow)
         if not self.benign:
-            for _ in range(dice.randint(0, 3)):
+            for _ in range(dice.randint(1, 2) if self.brief else dice.randint(0, 3)):
                 self._plan_fault()
             if self.cluster.gpus and dice.random() < 0.2:
                 rank = dice.choice(sorted(self.cluster.gpus))
-                self.cluster.at(dice.uniform(0.0, BUSY_SECONDS), lambda: self.cluster.break_gpu(rank))
+                self.cluster.at(dice.uniform(0.0, self.busy), lambda: self.cluster.break_gpu(rank))
 
     def _plan_flow(self, flow: Flow) -> None:
         dice = self.dice
-        start = flow.begins if flow.after is None else BUSY_SECONDS / 2 + flow.begins
+        start = flow.begins if flow.after is None else self.busy / 2 + flow.begins
         retry = flow.after if dice.random() < 0.5 else None
         for rank in self._instance(flow.target):
             if retry is not None:
-                at = retry.begins + dice.uniform(0.2, 1.2)
+                at = retry.begins + self._time(dice.uniform(0.2, 1.2))
                 self.cluster.at(at, lambda rank=rank: self._post_again(flow, rank))
             else:
-                self.cluster.at(start + dice.uniform(0.0, 1.0), lambda rank=rank: self._post(flow, rank))
+                self.cluster.at(start + self._time(dice.uniform(0.0, 1.0)), lambda rank=rank: self._post(flow, rank))
             self.expected_receives += 1
         for index, rank in enumerate(self._instance(flow.source)):
-            self._plan_sending(flow, rank, start + dice.uniform(0.0, 1.0), flow.aux if index == 0 else b"")
+            self._plan_sending(flow, rank, start + self._time(dice.uniform(0.0, 1.0)), flow.aux if index == 0 else b"")
         if not self.benign and dice.random() < 0.5:
             rank = dice.choice(self.cluster.ranks)
-            self.cluster.at(start + dice.uniform(0.0, 1.5), lambda: self.cancel(rank, flow.name))
+            self.cluster.at(start + self._time(dice.uniform(0.0, 1.5)), lambda: self.cancel(rank, flow.name))
 
     def _plan_sending(self, flow: Flow, rank: Rank, start: float, aux: bytes) -> None:
         dice = self.dice
         page_size = rank.cache.layout.page_size
         count = -(-flow.tokens // page_size)
         pages = [self.unused[rank.rank].pop() for _ in range(count)]
-        anybody, from_prompt = self.unknown.random() < 0.3, self.unknown.random() < 0.3
+        anybody, from_prompt = (self.unknown.random() < self.anybody for _ in range(2))
         sending = Sending(flow, rank, pages, self.state.source_slot(rank), anybody, from_prompt)
         self.sendings.append(sending)
         layers = list(rank.cache.layout.layers)
@@ -195,14 +213,14 @@ class Scenario:
         at = start
         for first, last, some in chunks:
             self.cluster.at(at, lambda a=(first, last, some): self._send(sending, *a))
-            at += dice.choice([0.0, 0.01, 0.3])
+            at += self._time(dice.choice([0.0, 0.01, 0.3]))
         self.state.plan(sending, start, at)
         self.cluster.at(at, lambda: self._finish(sending, aux))
-        self.cluster.at(at + dice.uniform(0.5, 3.0), lambda: self._tidy(sending))
+        self.cluster.at(at + self._time(dice.uniform(0.5, 3.0)), lambda: self._tidy(sending))
 
     def _plan_fault(self) -> None:
         dice, cluster = self.dice, self.cluster
-        at = dice.uniform(0.0, BUSY_SECONDS)
+        at = dice.uniform(0.0, self.busy)
         rank, other = dice.sample(range(len(cluster.ranks)), 2)
         kind = dice.choice(["kill", "pause", "pause", "partition", "partition", "sever"])
         if kind == "kill":
@@ -212,7 +230,7 @@ class Scenario:
             if dice.random() < 0.3:
                 self.frozen.add(rank)
             else:
-                cluster.at(at + dice.choice([0.1, 1.0, 4.0]), lambda: self._unpause(rank))
+                cluster.at(at + self._time(dice.choice([0.1, 1.0, 4.0])), lambda: self._unpause(rank))
         elif kind == "sever":
             cluster.at(at, lambda: self._do("sever", rank, lambda: self._sever(rank, other)))
         else:
@@ -220,7 +238,7 @@ class Scenario:
             ways = [(rank, other), (other, rank)] if both else [(rank, other)]
             for way in ways:
                 cluster.at(at, lambda way=way: cluster.partition(*way))
-                cluster.at(at + dice.choice([0.2, 1.0, 3.0]), lambda way=way: cluster.heal(*way))
+                cluster.at(at + self._time(dice.choice([0.2, 1.0, 3.0])), lambda way=way: cluster.heal(*way))
 
     def _sever(self, writer: int, reader: int) -> None:
         """Breaks the data channel for good: from then on the writer cannot prove that it is quiescent."""
@@ -251,8 +269,8 @@ class Scenario:
         # Two ranks that wait for pages in unlike order may wait for each other for ever, and then requests do fail.
         turn = not self.benign or all(any(r.flow is f and r.rank is rank for r in self.receivings) for f in flow.before)
         if not rank.running or len(free) < count or not slots or not earlier or not turn:
-            if self.benign or self.world.now < BUSY_SECONDS:
-                self.cluster.at(self.world.now + 0.2, lambda: self._post(flow, rank))
+            if self.benign or self.world.now < self.busy:
+                self.cluster.at(self.world.now + self._time(0.2), lambda: self._post(flow, rank))
             return
         pages = self.dice.sample(free, count)
         slot = self.state.dice.choice(slots)
@@ -280,7 +298,11 @@ class Scenario:
         if not self._may_go_on(sending):
             return
         pages = sending.pages[first:last]
-        event = Gate(rank.clock, self.world.now + self.dice.uniform(0.0, 0.5)) if self.dice.random() < 0.3 else None
+        event = (
+            Gate(rank.clock, self.world.now + self._time(self.dice.uniform(0.0, 0.5)))
+            if self.dice.random() < 0.3
+            else None
+        )
         self._call(sending, lambda: self._any_verb(sending, pages, layers, first, event))
 
     def call(self, sending: Sending, verb: Callable[[], KVWork]) -> None:
@@ -472,7 +494,7 @@ class Scenario:
                 "live receives": list(engine.receiver._live),
                 "stages of its own": engine.staging.sending.ring.stages,
                 "asks for stages": list(engine._requester._queues),
-                "flows": _flows_left(rank.engine),
+                "flows": flows_left(rank.engine),
                 "stages of others": [owner for owner in self._stage_owners(rank) if not self._unknown(owner.src, rank)],
             }
             problems += [
@@ -493,15 +515,3 @@ class Scenario:
                         f"{one.flow.name} succeeded on rank {one.rank.rank}, failed on rank {other.rank.rank}: "
                         f"{other.req.error}"
                     )
-
-
-def _flows_left(engine: Engine) -> list[object]:
-    """What the resident loop, or its owner, still keeps."""
-    flows = engine.flows
-    if flows is None:
-        return []
-    core = flows.core
-    quarantined = sum(req.reserved is not None for req in engine.receiver._requests.values())
-    free = [len(core._free_sends), len(core._free_receives) + quarantined, len(core._free_ops)]
-    left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
-    return left + ([free] if free != [MAX_FLOWS if core.device is None else MAX_GPU_SENDS, MAX_FLOWS, MAX_OPS] else [])
