@@ -95,4 +95,4 @@ def test_names_of_parts() -> None:
         ARGUMENTS.names("x" * 1018)
     for bad in ("", "r␟full", 5):
         with pytest.raises(ProtocolError):
-            ARGUMENTS.names(bad)  # type: ignore[arg-type]
+            ARGUMENTS.names(bad)
