@@ -145,4 +145,7 @@ def _group(name: str, layout: KVLayout) -> LayerGroup:
 
 def _length(pages: PageIds) -> int:
     """How many pages a list names; what is no list is refused later."""
-    return len(pages) if hasattr(pages, "__len__") else 0
+    try:
+        return len(pages)
+    except TypeError:
+        return 0

@@ -120,6 +120,7 @@ def test_any_integers_are_read_exactly_or_refused(values: list[int], num_pages: 
         (np.array(3), ProtocolError, "one dimension"),
         ({1, 2}, ProtocolError, "set"),
         (b"12", ProtocolError, "bytes"),
+        ({"full": [1]}, ProtocolError, "pages is a mapping, where one page list is meant"),
         (iter([1]), ProtocolError, "iterator"),
         (torch.tensor([1.0]), ProtocolError, "float32"),
         (torch.tensor([1]).bfloat16(), ProtocolError, "bfloat16"),
