@@ -2,12 +2,14 @@
 
 python -m benchmarks.join [instances]
 
-Prints how long the newcomer takes, how long requests of the two take before and meanwhile, and what an idle peer costs:
-resident memory and file descriptors. All run on this machine; the idle ones share two processes.
+Prints how long the newcomer takes, how long requests of the two take before, meanwhile, and while others come and go,
+and what an idle peer costs: resident memory and file descriptors. All run on this machine; the idle ones share two
+processes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -25,6 +27,7 @@ import torchkv
 
 LAYOUT = torchkv.KVLayout.gqa(num_layers=32, num_kv_heads=8, head_dim=64, page_size=16, dtype=torch.bfloat16)
 PAGES = list(range(1, 3))  # 2.1 MB
+CYCLES = 5  # newcomers, one after the other, that meet all and leave
 OPTIONS = torchkv.Options(staging_send=0, staging_recv=1 << 20)
 
 
@@ -76,7 +79,9 @@ def receive(pipe: Connection) -> None:
 
 
 def footprint() -> tuple[int, int]:
+    """Resident memory, without what the allocator keeps for later, and file descriptors."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(resident.split()[1]) * 1024, len(os.listdir("/proc/self/fd"))
 
@@ -111,14 +116,22 @@ def main() -> None:
     for call in [kv.connect(address) for address in addresses]:
         call.result()
     ended = time.monotonic()
+    time.sleep(2.0)  # sockets of greetings linger for a second
     after = footprint()
+    cycles = time.monotonic()
+    for number in range(CYCLES):
+        with member(f"again-{number}") as again:
+            for call in [again.connect(address) for address in (*pair, *addresses)]:
+                call.result()
+    cycled = time.monotonic()
     time.sleep(1.0)
     receiver.send("enough")
     times = receiver.recv()
     sender.send("enough")
     print(f"join alone {joined - began:.3f} s; the two that transfer met in {met - joined:.3f} s; ", end="")
     print(f"{len(addresses)} more in {ended - met:.3f} s")
-    for name, lo, hi in (("before", 0.0, began), ("meanwhile", began, ended)):
+    phases = ("before", 0.0, began), ("meanwhile", began, ended), (f"while {CYCLES} come and go", cycles, cycled)
+    for name, lo, hi in phases:
         took = np.array([seconds for at, seconds in times if lo <= at < hi]) * 1e6
         p50, p99, most = np.percentile(took, [50, 99, 100])
         print(f"2.1 MB {name}: {len(took)} requests, p50 {p50:.0f} us, p99 {p99:.0f} us, longest {most:.0f} us")

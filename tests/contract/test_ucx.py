@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchkv_ucx import environment, wire
@@ -144,6 +145,12 @@ rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{n
 print(sorted(row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own))
 transport.close()
 """
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there are GPUs UCX is always started")
+def test_nothing_listens_on_one_host() -> None:
+    done = run_python(_LISTENING)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_only_loopback_listens() -> None:

@@ -19,7 +19,6 @@ from torchkv_ucx.channel import UCXChannel
 from torchkv_ucx.local_channel import LocalChannel, needs_ucx
 from torchkv_ucx.operation import Spans
 
-from tests.contract.test_ucx import _LISTENING, run_python
 from torchkv.errors import PeerLost, TransportUnavailable
 from torchkv.testing.pair import columns
 from torchkv.transport import Batch
@@ -48,11 +47,6 @@ def run(until: Callable[[], bool], *transports: UCXTransport) -> None:
         for transport in transports:
             transport.progress()
     pytest.fail("nothing more happens")
-
-
-def test_nothing_listens_on_one_host() -> None:
-    done = run_python(_LISTENING)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_ucx_is_started_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -239,6 +239,8 @@ class ZmqControlChannel:
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
         if self._datagrams.send(rank, frames):
             return
+        if not self._peers[rank].connected and self._datagrams.fits(rank, frames):
+            return  # its socket is full, as when many meet at once: they are lost, and sessions send them again
         self.rouse(rank)
         try:
             # As one multipart message, because each send wakes up ZeroMQ's I/O thread, which is what it costs.

@@ -58,6 +58,10 @@ class UnixDatagramChannel:
         """Undoes `open`."""
         self._peers.pop(rank, None)
 
+    def fits(self, rank: int, frames: Sequence[bytes]) -> bool:
+        """Whether `send` can send ``frames``, unless the receiving socket is full."""
+        return rank in self._peers and sum(_SIZE.size + len(frame) for frame in frames) <= MAX_DATAGRAM
+
     def send(self, rank: int, frames: Sequence[bytes]) -> bool:
         """Sends ``frames`` in one datagram. False, with nothing sent, if that is not possible now. Never blocks.
 

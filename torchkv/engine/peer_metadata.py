@@ -5,6 +5,9 @@ Bytes of peers are not trusted: every field has bounds, and `PeerMetadata.info` 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
@@ -125,15 +128,9 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             checksum=self.checksum,
         )
 
-    def placement_map(self) -> dict[tuple[str, int], Placement]:
-        """(component or state, global layer id) -> placement."""
-        states = {state.name for state in codec.decode(self.layout).states}
-        return {
-            (p.component, p.layer): Placement(
-                p.region, p.offset, p.page_stride, self.num_slots if p.component in states else self.num_pages
-            )
-            for p in self.placements
-        }
+    def placement_map(self) -> Mapping[tuple[str, int], Placement]:
+        """(component or state, global layer id) -> placement. One object for all ranks whose caches look alike."""
+        return _placement_map(self.layout, self.num_pages, self.num_slots, tuple(self.placements))
 
     def _check_placements(self, layout: KVLayout) -> None:
         pages = {c.name: (self.num_pages, "pages", layout.page_nbytes(c.name)) for c in layout.components}
@@ -150,6 +147,21 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"rank {self.rank}: {count} {unit} of {p.component!r}, layer {p.layer}, end at byte {end}, "
                     f"outside its region {p.region}"
                 )
+
+
+@functools.lru_cache(maxsize=32)
+def _placement_map(
+    layout: bytes, num_pages: int, num_slots: int, placements: tuple[PlacementMetadata, ...]
+) -> Mapping[tuple[str, int], Placement]:
+    states = {state.name for state in codec.decode(layout).states}
+    return MappingProxyType(
+        {
+            (p.component, p.layer): Placement(
+                p.region, p.offset, p.page_stride, num_slots if p.component in states else num_pages
+            )
+            for p in placements
+        }
+    )
 
 
 # Made on import, not by the first call: msgspec's own preparation for a type is not safe among threads.
