@@ -83,7 +83,7 @@ def decode(instance: str, source: Callable[[str], str], *, options: torchkv.Opti
 # ---------------------------------------------------------------------- prefill
 
 
-class _PrefillScheduler(FIFOScheduler):  # type: ignore[misc]  # transformers is not typed
+class _PrefillScheduler(FIFOScheduler):
     def __init__(self, endpoint: Endpoint, **arguments: Any) -> None:
         self._sending: dict[str, KVWork] = {}
         super().__init__(**arguments)
@@ -154,7 +154,7 @@ class _Arrival:
     ended: bool = False  # transformers does not want it any more
 
 
-class _DecodeScheduler(FIFOScheduler):  # type: ignore[misc]  # transformers is not typed
+class _DecodeScheduler(FIFOScheduler):
     def __init__(self, endpoint: Endpoint, source: Callable[[str], str], **arguments: Any) -> None:
         self._arrivals: dict[str, _Arrival] = {}
         super().__init__(**arguments)

@@ -14,7 +14,7 @@ import torchkv
 from torchkv.integrations import transformers as adapter
 
 PAGE = 16
-OPTIONS = {"timeout": 20.0, "grant_timeout": 60.0, "staging_recv": 1 << 22, "staging_send": 1 << 22}
+OPTIONS = {"timeout": 5.0, "grant_timeout": 60.0, "staging_recv": 1 << 22, "staging_send": 1 << 22}
 
 
 class Batching:

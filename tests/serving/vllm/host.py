@@ -40,7 +40,6 @@ class Setup:
     block_size: int = BLOCK
     policy: str = "fail"
     extra: dict[str, Any] | None = None
-    numba_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,6 @@ class Finished:
 
 class Host:
     def __init__(self, setup: Setup) -> None:
-        if setup.numba_first:
-            import numba  # noqa: F401
         from vllm import LLM
         from vllm.config import KVTransferConfig
 

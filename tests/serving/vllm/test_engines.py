@@ -99,7 +99,7 @@ def test_prefill_on_two_ranks_decode_on_one(start: Start, pair: tuple[Engine, En
 
 def test_latent_attention(start: Start, mla: str) -> None:
     how = {"model": mla, "block_size": 16}
-    prefill, decode = start("prefill-mla", **how), start("decode-mla", numba_first=False, **how)
+    prefill, decode = start("prefill-mla", **how), start("decode-mla", **how)
     prefill.ready()
     decode.ready()
     golden = [prefill.generate(f"golden{i}", prompt, TOKENS).tokens for i, prompt in enumerate(PROMPTS)]
