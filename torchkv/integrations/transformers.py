@@ -103,10 +103,11 @@ class _PrefillScheduler(FIFOScheduler):
         if request_id in self._sending:
             log.warning("request %s was not sent: another one of this name is being sent", request_id)
         elif state is not None and state.status.name == "FINISHED" and len(state.initial_tokens) > 1:
-            return self._send(request_id, len(state.initial_tokens) - 1)
+            self._send(request_id, len(state.initial_tokens) - 1)
+            return
         else:
             self._kv.cancel(request_id, decline=True)
-        return self.cache.free_blocks(request_id)
+        self.cache.free_blocks(request_id)
 
     def clear_cancelled_requests(self) -> Any:
         with self._cancellation_lock:

@@ -60,6 +60,11 @@ class Engine:
             time.sleep(0.01)
         return self._finished.pop(request)
 
+    def take(self) -> dict[str, Finished]:
+        """Outcomes that `finished` has not returned."""
+        found, self._finished = self._finished, {}
+        return {**found, **self._call("take")}
+
     def generate(self, request: str, prompt: list[int], max_tokens: int, **params: Any) -> Finished:
         self.add(request, prompt, max_tokens, **params)
         return self.finished(request)
