@@ -6,15 +6,18 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
 
 from torchkv.errors import ProtocolError
 
-__all__ = ["Receive", "Refuse", "Remote", "Send", "Step", "TransferParams", "remote_of"]
+__all__ = ["Receive", "Refuse", "Remote", "Send", "Step", "TransferParams", "own_name", "remote_of", "split_address"]
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+MAX_NAME = 1024  # bytes
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
@@ -39,9 +42,24 @@ class TransferParams(msgspec.Struct, frozen=True):
     def of(cls, params: Mapping[str, Any] | None) -> TransferParams:
         """Raises ``ProtocolError`` for params of other types or sizes."""
         try:
-            return msgspec.convert(params or {}, cls)
+            found = msgspec.convert(params or {}, cls)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"kv_transfer_params: {error}") from error
+        if found.transfer_id is not None and not _fits(found.transfer_id):
+            raise ProtocolError(f"kv_transfer_params: transfer_id must be 1 to {MAX_NAME} bytes in UTF-8")
+        return found
+
+
+def _fits(name: str) -> bool:
+    try:
+        return 1 <= len(name.encode()) <= MAX_NAME
+    except UnicodeEncodeError:
+        return False
+
+
+def own_name(request: str) -> str:
+    """The name of the transfer of vLLM's ``request``, which a client may have named, at any length."""
+    return request if _fits(request) else blake2b(request.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchkv.errors import ProtocolError
-from torchkv.integrations.vllm_messages import Receive, Refuse, Remote, Send, Step, TransferParams, remote_of
+from torchkv.integrations.vllm_messages import Receive, Refuse, Remote, Send, Step, TransferParams, own_name, remote_of
 
 __all__ = ["SchedulerSide"]
 
@@ -38,7 +38,7 @@ class _Production:
 class SchedulerSide:
     """Turns what vLLM's scheduler decides into one `Step` for the workers at a time.
 
-    page_size: tokens in a block. instance, tp_size: of this engine. endpoint: host and port of its first worker.
+    page_size: tokens in a block. instance, tp_size: of this engine. endpoint: host and port of its workers' instance.
     """
 
     def __init__(self, *, page_size: int, instance: str, tp_size: int) -> None:
@@ -71,7 +71,7 @@ class SchedulerSide:
             # vLLM asks again after a failed load or a preemption: then the prompt is prefilled here.
             request.kv_transfer_params["do_remote_prefill"] = False
         elif (params := _params(request)) is not None and params.do_remote_decode:
-            name = params.transfer_id or request.request_id
+            name = params.transfer_id or own_name(request.request_id)
             production = _Production(name, request.num_prompt_tokens)
             self._productions.setdefault(request.request_id, production)
 

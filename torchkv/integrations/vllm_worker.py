@@ -222,7 +222,8 @@ class WorkerSide:
             self._fail(sending, error)
 
     def _fail(self, sending: _Sending, error: KVError) -> None:
-        log.warning("request %s was not sent: %s: %s", sending.request, type(error).__name__, error)
+        level = logging.INFO if isinstance(error, TransferCancelled) else logging.WARNING
+        log.log(level, "request %s was not sent: %s: %s", sending.request, type(error).__name__, error)
         self._stop(sending)
 
     def _stop(self, sending: _Sending) -> None:

@@ -76,6 +76,15 @@ def test_chunks_are_sent_in_whole_pages_until_the_last() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "\u00e9" * 600, "\ud800"])
+def test_a_request_that_a_client_named_at_any_length_has_a_name_that_torchkv_takes(name: str) -> None:
+    scheduler = side()
+    scheduler.allocated(request(name, 3, do_remote_decode=True), [], 0)
+    (send,) = scheduler.build(step({name: 3}, new=[(name, [1], 0)])).sends
+    assert send.request == name
+    assert 0 < len(send.name.encode()) <= 1024
+
+
 def test_a_prefix_that_is_cached_here_is_sent_too() -> None:
     scheduler = side()
     scheduler.allocated(request("r", 11, do_remote_decode=True), [], 0)
@@ -165,6 +174,8 @@ def test_an_address_may_come_in_one_piece(address: str) -> None:
         {"transfer_id": 5},
         {"transfer_id": ""},
         {"transfer_id": "x" * 1025},
+        {"transfer_id": "\u00e9" * 600},
+        {"transfer_id": "\ud800"},
         {"remote_port": 0},
         {"remote_port": "5"},
         {"remote_host": "a b"},
