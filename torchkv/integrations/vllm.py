@@ -132,7 +132,7 @@ class TorchKVConnector(KVConnectorBase_V1):
         self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For vLLM before 0.30, which asks for the blocks of failed receives apart."""
+        """For older vLLM, such as 0.26, which asks for the blocks of failed receives apart."""
         results = self._results(finished_req_ids)
         for pages in results.failed.values():
             self._failed_blocks.update(pages)

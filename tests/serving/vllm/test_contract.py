@@ -39,7 +39,18 @@ def refusal(call):
 def group(name):
     return N(kv_cache_spec=type(name, (), {})())
 
+connector = object.__new__(TorchKVConnector)
+connector._failed_blocks = set()
+connector._worker = N(results=lambda finished: ours.Results({"a"}, {"b", "c"}, {"c": [4, 5]}))
+old = [[sorted(part) for part in connector.get_finished(set())]]
+old += [sorted(connector.get_block_ids_with_load_errors()) for _ in range(2)]
+new = connector.get_transfer_results(set())
+new = [sorted(part) for part in (new.finished_sending, new.finished_recving, new.failed_recving)]
+new += [sorted(connector.get_block_ids_with_load_errors())]
+
 print(json.dumps({
+    "old": old,
+    "new": new,
     "version": vllm.__version__,
     "abstract": sorted(base.KVConnectorBase_V1.__abstractmethods__),
     "missing": sorted(TorchKVConnector.__abstractmethods__),
@@ -93,6 +104,12 @@ def test_parameters_are_those_of_the_base_class(found: dict[str, Any]) -> None:
 def test_importing_the_connector_loads_no_numba(found: dict[str, Any]) -> None:
     """vLLM's CPU worker fails to start in a process that has loaded it."""
     assert found["numba"] is False
+
+
+def test_failures_are_told_as_this_and_as_older_versions_want_it(found: dict[str, Any]) -> None:
+    """By request; or, in vLLM 0.26, by block, once."""
+    assert found["new"] == [["a"], ["b", "c"], ["c"], []]
+    assert found["old"] == [[["a"], ["b", "c"]], [4, 5], []]
 
 
 def test_what_is_not_supported_is_refused_by_name(found: dict[str, Any]) -> None:
