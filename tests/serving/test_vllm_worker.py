@@ -16,7 +16,7 @@ from torchkv.integrations.vllm_messages import Receive, Refuse, Remote, Send, St
 from torchkv.integrations.vllm_worker import cache_of
 
 P, D = range(2)
-EMPTY = ({}, {}, {}, set(), {})
+EMPTY: tuple[Any, ...] = ({}, {}, {}, set(), {})
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["by layer", "by request"])

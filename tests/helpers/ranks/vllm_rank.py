@@ -46,7 +46,7 @@ def content(tag: int, layer: int, block: int) -> torch.Tensor:
     return torch.randint(0, 1 << 30, (HEADS, PAGE, WIDTH), dtype=torch.int32, generator=generator)
 
 
-def step(made: Step, tag: int = 0, finished: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def step(made: Step, tag: int = 0, finished: set[str] = frozenset()) -> None:
     """One step of an engine. Each page that it sends is computed first, layer by layer, as request ``tag``'s."""
     side = Rank.side
     side.before_blocks_change(made)
@@ -60,7 +60,7 @@ def step(made: Step, tag: int = 0, finished: set[str] = frozenset()) -> None:  #
     results(finished)
 
 
-def results(finished: set[str] = frozenset()) -> dict[str, list[str]]:  # type: ignore[assignment]
+def results(finished: set[str] = frozenset()) -> dict[str, list[str]]:
     found = Rank.side.results(set(finished))
     Rank.reported["sent"] += sorted(found.sent)
     Rank.reported["received"] += sorted(found.received)
