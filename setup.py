@@ -28,6 +28,8 @@ setup(
     ],
     extras_require={
         "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
+        # Engines bring themselves, in versions of their own: see docs/integrations.md.
+        "vllm": [],
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
         # The rival of `python -m torchkv.bench engine`, and its plot.
         "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],

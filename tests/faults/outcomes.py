@@ -131,6 +131,24 @@ OUTCOMES = (
         ("tests/group/test_two_hosts.py::test_a_peer_that_vanishes_without_a_word_leaves_its_pages_in_quarantine",),
     ),
     Outcome(
+        "another host vanishes with nothing under way",
+        "",
+        "none were leased to it",
+        "go on; it is forgotten after ten minutes, and told so if it comes back",
+        (
+            "tests/group/test_two_hosts.py::test_a_peer_that_vanishes_when_all_is_done_is_forgotten",
+            "tests/faults/test_simulated_vanishing.py::"
+            "test_one_that_comes_back_is_told_that_it_was_forgotten_and_must_join_again",
+        ),
+    ),
+    Outcome(
+        "a forked child of a dead writer lives on, same host, without UCX",
+        "`PeerLost`",
+        "free when the kernel has reported the writer's end",
+        "go on",
+        ("tests/faults/test_kill.py::test_a_forked_child_of_a_dead_writer_keeps_no_pages_in_quarantine",),
+    ),
+    Outcome(
         "an instance leaves",
         "fails, unless it was complete",
         "free at once",

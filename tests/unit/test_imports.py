@@ -30,7 +30,7 @@ FLOORS = (
     {"engine"},
     {"group"},
     {"pipelining"},
-    {"bench", "faultlab", "testing"},
+    {"bench", "faultlab", "integrations", "testing"},
     {"doctor"},
     {"torchkv"},  # the package's own __init__: the public names
 )
@@ -172,7 +172,7 @@ def test_chains_of_imports_are_short() -> None:
             height[name] = 1 + max((measure(other) for other in edges[name]), default=0)
         return height[name]
 
-    tools = {"bench", "doctor", "faultlab", "testing"}
+    tools = {"bench", "doctor", "faultlab", "integrations", "testing"}
     assert max(measure(name) for name in OURS if room(name) not in tools) <= MAX_CHAIN
 
 
@@ -205,6 +205,16 @@ def test_nothing_in_torchkv_imports_a_backend() -> None:
         libraries = set() if name.startswith("torchkv.bench") else {"ucxx", "libucx", "nvshmem"}
         for imported in imports(path):
             assert imported.partition(".")[0] not in packages | libraries, f"{name} imports {imported}"
+
+
+def test_nothing_imports_the_integrations() -> None:
+    """Each needs an engine that users of torchkv need not have; and of vLLM's only the connector itself needs vLLM."""
+    engines = {"vllm": "torchkv.integrations.vllm", "transformers": "torchkv.integrations.transformers"}
+    for name, path in {**OURS, **THEIRS}.items():
+        for imported in imports(path):
+            assert room(imported) != "integrations" or room(name) == "integrations", f"{name} imports {imported}"
+            top = imported.partition(".")[0]
+            assert top not in engines or name == engines[top], f"{name} imports {imported}"
 
 
 def test_backends_import_only_the_interface_and_what_it_names() -> None:

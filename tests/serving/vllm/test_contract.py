@@ -1,0 +1,121 @@
+"""The connector against the base class of the vLLM that is installed: what it must implement, with which parameters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(300)]
+
+# Run apart, because vLLM changes its process in many ways when it is imported.
+PROGRAM = """
+import inspect, json, sys
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+before = "numba" in sys.modules
+from torchkv.integrations.vllm import TorchKVConnector
+from torchkv.errors import LayoutMismatch, ProtocolError
+from torchkv.integrations import vllm as ours
+from types import SimpleNamespace as N
+
+def parameters(cls):
+    found = {}
+    for name, value in inspect.getmembers(cls):
+        function = getattr(value, "__func__", value)
+        if inspect.isfunction(function) and (not name.startswith("_") or name == "__init__"):
+            found[name] = [p.name for p in inspect.signature(function).parameters.values()]
+    return found
+
+def refusal(call):
+    try:
+        call()
+    except (LayoutMismatch, ProtocolError) as error:
+        return f"{type(error).__name__}: {error}"
+
+def group(name):
+    return N(kv_cache_spec=type(name, (), {})())
+
+connector = object.__new__(TorchKVConnector)
+connector._failed_blocks = set()
+connector._worker = N(results=lambda finished: ours.Results({"a"}, {"b", "c"}, {"c": [4, 5]}))
+old = [[sorted(part) for part in connector.get_finished(set())]]
+old += [sorted(connector.get_block_ids_with_load_errors()) for _ in range(2)]
+new = connector.get_transfer_results(set())
+new = [sorted(part) for part in (new.finished_sending, new.finished_recving, new.failed_recving)]
+new += [sorted(connector.get_block_ids_with_load_errors())]
+
+print(json.dumps({
+    "old": old,
+    "new": new,
+    "version": vllm.__version__,
+    "abstract": sorted(base.KVConnectorBase_V1.__abstractmethods__),
+    "missing": sorted(TorchKVConnector.__abstractmethods__),
+    "base": parameters(base.KVConnectorBase_V1),
+    "ours": {name: found for name, found in parameters(TorchKVConnector).items() if name in vars(TorchKVConnector)},
+    "numba": "numba" in sys.modules and not before,
+    "hybrid": refusal(lambda: ours._single_spec(N(kv_cache_groups=[group("FullAttentionSpec"), group("MambaSpec")]))),
+    "sliding": refusal(lambda: ours._single_spec(N(kv_cache_groups=[group("SlidingWindowSpec")]))),
+    "full": refusal(lambda: ours._single_spec(N(kv_cache_groups=[group("FullAttentionSpec")]))),
+    "parallel": refusal(lambda: ours._check_parallel(N(pipeline_parallel_size=2))),
+    "setting": refusal(lambda: ours._settings({"sendd": "layer"})),
+    "send": refusal(lambda: ours._settings({"send": "page"})),
+}))
+"""
+
+# What this connector was written against. A method that is missing here is new in the vLLM that is installed.
+ABSTRACT = [
+    "build_connector_meta",
+    "get_num_new_matched_tokens",
+    "save_kv_layer",
+    "start_load_kv",
+    "update_state_after_alloc",
+    "wait_for_layer_load",
+    "wait_for_save",
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_everything_abstract_is_implemented(found: dict[str, Any]) -> None:
+    assert found["missing"] == [], f"vLLM {found['version']} wants more of a connector"
+    assert found["abstract"] == ABSTRACT, f"vLLM {found['version']} has other abstract methods"
+
+
+def test_parameters_are_those_of_the_base_class(found: dict[str, Any]) -> None:
+    unlike = {
+        name: (parameters, found["base"].get(name))
+        for name, parameters in found["ours"].items()
+        if parameters != found["base"].get(name)
+    }
+    assert unlike == {}, f"ours, and those of vLLM {found['version']}"
+    assert len(found["ours"]) > len(ABSTRACT)
+
+
+def test_importing_the_connector_loads_no_numba(found: dict[str, Any]) -> None:
+    """vLLM's CPU worker fails to start in a process that has loaded it."""
+    assert found["numba"] is False
+
+
+def test_failures_are_told_as_this_and_as_older_versions_want_it(found: dict[str, Any]) -> None:
+    """By request; or, in vLLM 0.26, by block, once."""
+    assert found["new"] == [["a"], ["b", "c"], ["c"], []]
+    assert found["old"] == [[["a"], ["b", "c"]], [4, 5], []]
+
+
+def test_what_is_not_supported_is_refused_by_name(found: dict[str, Any]) -> None:
+    assert found["full"] is None
+    assert "FullAttentionSpec, MambaSpec" in found["hybrid"]
+    assert "SlidingWindowSpec" in found["sliding"]
+    assert "pipeline_parallel_size=2" in found["parallel"]
+    assert "'sendd'" in found["setting"]
+    assert "send='page'" in found["send"]

@@ -1,0 +1,222 @@
+"""`TorchKVConnector`: vLLM's KV connector over torchkv, for engines that prefill and engines that decode.
+
+vLLM finds it with ``--kv-transfer-config '{"kv_connector": "TorchKVConnector", "kv_connector_module_path":
+"torchkv.integrations.vllm", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}'``. See docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from torchkv.errors import LayoutMismatch, ProtocolError
+from torchkv.integrations import vllm_worker
+from torchkv.integrations.vllm_messages import Step, split_address
+from torchkv.integrations.vllm_scheduler import SchedulerSide
+from torchkv.integrations.vllm_worker import Results, WorkerSide
+from torchkv.options import Options
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TorchKVConnector"]
+
+SEND = ("layer", "request")
+# Of these, vLLM keeps every block of a request until its end.
+SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+@dataclass(frozen=True)
+class Metadata(KVConnectorMetadata):
+    """A step, as vLLM carries it to the workers."""
+
+    step: Step
+
+
+@dataclass(frozen=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """Where the workers of this engine can be reached."""
+
+    address: str
+
+
+class TorchKVConnector(KVConnectorBase_V1):
+    """One of the two parts of a connector, which share nothing: the scheduler's, or that of one worker.
+
+    It is no ``SupportsHMA``, so vLLM keeps one list of blocks a request, also for models with sliding windows; models
+    whose layers do need lists of their own are refused: ``LayoutMismatch``.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._send = settings.pop("send")
+        self._instance = settings.pop("instance") or self._kv_transfer_config.engine_id
+        self._options = settings
+        self._spec = _single_spec(kv_cache_config)
+        parallel = vllm_config.parallel_config
+        _check_parallel(parallel)
+        self._tp_size: int = parallel.tensor_parallel_size
+        self._worker: WorkerSide | None = None
+        self._failed_blocks: set[int] = set()
+        self._scheduler: SchedulerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                page_size=self._spec.block_size, instance=self._instance, tp_size=self._tp_size
+            )
+
+    # ------------------------------------------------------------------ what vLLM asks of the class
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads outside tokens, so that unlike TP sizes move long runs."""
+        return "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """In a full graph no layer says that it is computed."""
+        return bool(extra_config.get("send", "layer") == "layer")
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        layers = {name: extract_layer_index(name) for name in kv_caches}
+        if len(set(layers.values())) < len(layers):
+            raise LayoutMismatch(f"several KV caches for one layer are not supported yet: {sorted(layers)}")
+        latent = type(self._spec).__name__ == "MLAAttentionSpec"
+        model = self._vllm_config.model_config
+        cache = vllm_worker.cache_of(
+            {layer: kv_caches[name] for name, layer in layers.items()},
+            page_size=self._spec.block_size,
+            num_layers=model.get_total_num_hidden_layers(),
+            total_heads=None if latent else model.get_total_num_kv_heads(),
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=self._tp_size,
+        )
+        group = get_tp_group().cpu_group if self._tp_size > 1 else None
+        kv = vllm_worker.join(cache, self._instance, group, self._options)
+        self._worker = WorkerSide(kv, cache.layout, layers=layers, by_layer=self._send == "layer")
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._worker is None else Handshake(self._worker.kv.address)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None
+        self._worker.before_blocks_change(_step(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.load(_step(self._get_connector_metadata()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled once all of it was received."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """For older vLLM, such as 0.26, which asks for the blocks of failed receives apart."""
+        results = self._results(finished_req_ids)
+        for pages in results.failed.values():
+            self._failed_blocks.update(pages)
+        return results.sent or None, results.received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = self._results(finished_req_ids)
+        return vllm_base.KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=set(results.failed)
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def _results(self, finished: set[str]) -> Results:
+        assert self._worker is not None
+        return self._worker.results(finished)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    # ------------------------------------------------------------------ scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        first = metadata[0]
+        assert isinstance(first, Handshake)
+        self._side.endpoint = split_address(first.address)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._side.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Metadata(self._side.build(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._side.received(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._side.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self._side.busy
+
+    @property
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+
+def _step(metadata: KVConnectorMetadata) -> Step:
+    assert isinstance(metadata, Metadata)
+    return metadata.step
+
+
+def _settings(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``kv_connector_extra_config``, with defaults. Raises ``ProtocolError`` for what is not known."""
+    known = {"instance", "send", *(field.name for field in fields(Options))} - {"min_gbps"}
+    if unknown := sorted(set(extra) - known):
+        raise ProtocolError(f"kv_connector_extra_config has {unknown}; torchkv knows {sorted(known)}")
+    settings = {"instance": None, "send": "layer", **extra}
+    if settings["send"] not in SEND:
+        raise ProtocolError(f"kv_connector_extra_config: send={settings['send']!r} is not one of {SEND}")
+    return settings
+
+
+def _single_spec(kv_cache_config: Any) -> Any:
+    """What all layers keep. Raises ``LayoutMismatch`` unless one list of blocks a request serves all of them."""
+    groups = kv_cache_config.kv_cache_groups
+    found = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1 or found[0] not in SPECS:
+        raise LayoutMismatch(
+            f"this model's layers keep {', '.join(found) or 'nothing'}; torchkv's vLLM connector supports one group of "
+            f"layers with {' or '.join(SPECS)} so far (models with sliding windows: --disable-hybrid-kv-cache-manager)"
+        )
+    return groups[0].kv_cache_spec
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise LayoutMismatch(f"torchkv's vLLM connector does not support {name}={getattr(parallel, name)} yet")
