@@ -182,7 +182,7 @@ def _a_later_life_takes_the_name_at_once(patch: pytest.MonkeyPatch) -> None:
     real = Membership._admit
 
     def admit(self: Membership, life: int, cards: Any) -> None:
-        instances = self._engine.group_map.instances
+        instances: Any = self._engine.group_map.instances
         held = {name: instances.pop(name) for name in list(instances) if name == "p"}
         real(self, life, cards)
         for name, numbers in held.items():

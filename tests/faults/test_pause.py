@@ -66,6 +66,11 @@ def fill_from_other() -> None:
     dist.send(page_bytes(kv._verbs.cache, PAGES), RECEIVER)
 
 
+def _path(env: dict[str, str]) -> str:
+    """test_staged_pause has the staged one."""
+    return env.get("TORCHKV_PATH", "direct")
+
+
 def receive_and_cancel() -> None:
     kv = kv_world()
     rx = kv.recv_pages("r", PAGES, WRITER)
@@ -95,7 +100,7 @@ def receive_and_cancel() -> None:
         assert torch.equal(page_bytes(kv._verbs.cache, pages), expected)
 
 
-@pytest.mark.parametrize("three", [{}], indirect=True, ids=[""])
+@pytest.mark.parametrize("three", [{}, {"TORCHKV_PATH": "runs"}, {"TORCHKV_PATH": "slices"}], indirect=True, ids=_path)
 def test_pages_of_a_stopped_writer_stay_quarantined_until_it_answers(three: Ranks) -> None:
     three.run(join_big)
     three.start(write_and_wait, ranks=[WRITER])
