@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torchkv_ucx import UCXTransport
 
 from tests.helpers.harness import Ranks, ask
 from tests.helpers.jobs import SECRET, new_secret_file
@@ -41,7 +42,9 @@ def lose_a_request() -> None:
 def owned() -> tuple[int, ...]:
     verbs = Member.kv._verbs
     assert verbs is not None
-    channels = len(verbs.engine._transport._channels)
+    transport = verbs.engine._transport
+    assert isinstance(transport, UCXTransport)
+    channels = len(transport._channels)
     return (*footprint(), channels, resident_kib())
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.helpers.simulation.cluster import Rank
 from tests.helpers.simulation.jobs import Job, Jobs
+from tests.helpers.simulation.lives import leased_pages
 from tests.helpers.simulation.requests import done
 from torchkv.engine import membership
 from torchkv.engine.peers import Peers
@@ -73,10 +73,6 @@ def pool(rank: Rank, layer: int) -> torch.Tensor:
     tensor = rank.cache.k[layer]
     assert tensor is not None
     return tensor
-
-
-def leased_pages(rank: Rank) -> list[int]:
-    return [int(page) for page in np.flatnonzero(rank.engine.receiver.leases._pages)]
 
 
 def knows(job: Job) -> set[str]:

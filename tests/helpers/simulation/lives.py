@@ -19,7 +19,7 @@ from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.receive_request import ReceiverRequest
 
-__all__ = ["NAMES", "Life", "Requests", "layouts"]
+__all__ = ["NAMES", "Life", "Requests", "layouts", "leased_pages"]
 
 BUSY_SECONDS = 12.0  # virtual seconds in which jobs come and go
 END_SECONDS = 40.0  # virtual seconds after that, in which everything must end
