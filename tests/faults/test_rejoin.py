@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,8 @@ def lose_a_request() -> None:
 def owned() -> tuple[int, ...]:
     verbs = Member.kv._verbs
     assert verbs is not None
-    channels = len(verbs.engine._transport._channels)
-    return (*footprint(), channels, resident_kib())
+    transport: Any = verbs.engine._transport
+    return (*footprint(), len(transport._channels), resident_kib())
 
 
 @pytest.fixture
