@@ -83,12 +83,12 @@ def _joins(seed: int) -> Life:
 CAMPAIGNS = {
     campaign.name: campaign
     for campaign in (
-        Campaign("loop", "the resident loop, compiled, between ranks of one host", 5900, _loop),
+        Campaign("loop", "the resident loop, compiled, between ranks of one host", 5000, _loop),
         Campaign("gpu", "the resident loop with pages on GPUs, whose kernels end late", 300, _gpu),
-        Campaign("anybody", "senders that know neither their receiver nor its prefix", 1500, _anybody),
+        Campaign("anybody", "senders that know neither their receiver nor its prefix", 2600, _anybody),
         Campaign("puts", "puts of all verbs over a network, as between hosts", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
-        Campaign("joins", "jobs that come, go, die and come again", 400, _joins),
+        Campaign("joins", "jobs that come, go, die and come again", 200, _joins),
     )
 }
 
