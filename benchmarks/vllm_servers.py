@@ -128,7 +128,11 @@ def measure(how: str, arguments: argparse.Namespace, golden: list[list[int]]) ->
             ways.append("router")
         for way in ways:
             name = how if way == how else f"{how}, router"
-            answers = [ask(way, prompt, arguments.model)[0] for prompt in PROMPTS]
+            try:
+                answers = [ask(way, prompt, arguments.model)[0] for prompt in PROMPTS]
+            except urllib.error.HTTPError as error:
+                print(f"{name}: {error}; see vllm-*.log in {tempfile.gettempdir()}", flush=True)
+                continue
             golden[:] = golden or answers
             run(way, name, arguments, golden)
 

@@ -42,7 +42,7 @@ def test_no_block_is_lost(engines: tuple[Engine, Engine]) -> None:
                 going[number] = "prefill"
             if chance.random() < 0.05:
                 aborted.add(number)
-        for number in [number for number in going if number in aborted and chance.random() < 0.1]:
+        for number in [number for number in going if number in aborted and chance.random() < 0.5]:
             if going[number] == "decode" and chance.random() < 0.5:
                 decode.abort(f"d{number}")
                 del going[number]  # vLLM tells nothing of a request that was aborted
