@@ -192,7 +192,7 @@ def _a_later_life_takes_the_name_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _remembers_the_dead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Greeter, "forget", lambda self, life: None)
+    patch.setattr(Greeter, "forget", lambda self, life, why=None: None)
 
 
 @pytest.mark.parametrize(

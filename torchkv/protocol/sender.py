@@ -709,10 +709,16 @@ class Sender:
             if (revocation := self._unmet.take_revocation((request, req.dst))) is not None:
                 req.grant_spent = True
                 self._fail(req, revocation[1])
-            elif (grant := self._unmet.take((request, req.dst))) is not None:
+                continue
+            grant = self._unmet.take((request, req.dst))
+            if req.dst in self.lost:  # `peer_lost` has been called already
+                error = PeerLost(f"request {request!r}: {self.lost[req.dst]}")
+                if grant is not None:
+                    req.grant_spent = True
+                    self._tell_abort(grant, error)
+                self._fail(req, error)
+            elif grant is not None:
                 self._bind(req, grant, now)
-            elif req.dst in self.lost:
-                self._fail(req, PeerLost(f"request {request!r}: {self.lost[req.dst]}"))
             elif self.flows is not None:
                 self.flows.heed_grants(True)
         return ranks

@@ -40,10 +40,15 @@ class _Rank:
             lost=self.lost,
             drop=lambda error: None,
             whole_pages=set(),
-            peers=SimpleNamespace(gone=self.gone.__contains__, forget=self._forget),
+            peers=SimpleNamespace(
+                gone=self.gone.__contains__,
+                forget=lambda rank, farewell="": self._forget(rank),
+                named=set,  # no request needs anybody
+                finished=lambda rank: True,
+            ),
         )
         registration: Any = SimpleNamespace(admit=self._admit, forget=lambda rank: None)
-        control: Any = SimpleNamespace(greet=world.send)
+        control: Any = SimpleNamespace(greet=world.send, rouse=lambda rank: None)
         self.membership = Membership(engine, registration, control, cards, secret=SECRET)
         self.world = world
 

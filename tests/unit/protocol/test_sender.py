@@ -801,3 +801,15 @@ def test_what_one_receiver_makes_a_sender_remember_is_bounded(
     assert Acts(machine).tells(Abort) == []
     machine._unmet.forget(1)
     assert machine._unmet._waiting == {}
+
+
+def test_a_request_to_anybody_binds_no_grant_of_a_rank_that_is_lost() -> None:
+    """The resident loop may tell of a grant when its rank is lost already: nobody would fail the request then."""
+    machine = sender()
+    machine.lost = {1: "rank 1 is silent"}
+    machine.submit(SendOp("r", unmet.ANYBODY, {}, (0, 1), 0, 2, "op"), 0.0)
+    machine.on_grant(1, grant(5, 6), 1.0)
+    acts = Acts(machine)
+    assert acts.started == []
+    assert [rank for rank, _ in acts.tells(Abort)] == [1], "its receiver may go on waiting"
+    assert isinstance(acts.settled["op"], PeerLost)
