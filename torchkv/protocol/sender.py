@@ -195,11 +195,8 @@ class Sender:
         assert req.grant is not None
         check_range(req.grant, op.start, op.num_pages)
         req.add_sent(op)
-        req.running[op] = None
-        if self._flows.start(req, op):
-            return True
-        self._take_back(req, req.begun_at)
-        return False
+        self._start(req, op, req.grant, req.begun_at)
+        return req.flow is not None
 
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""

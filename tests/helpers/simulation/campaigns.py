@@ -16,7 +16,7 @@ from tests.helpers.simulation.lives import Life
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.errors import KVError
 
-__all__ = ["CAMPAIGNS", "Campaign", "Tally", "batches", "prepare", "run"]
+__all__ = ["CAMPAIGNS", "Campaign", "Tally", "batches", "check", "prepare", "run"]
 
 DIRECT = ("layer", "slice", "pages")
 BATCH = 100
@@ -127,6 +127,15 @@ def run(name: str, seeds: Iterable[int]) -> Tally:
                 gc.collect()
             _run_one(CAMPAIGNS[name], seed, tally)
     return tally
+
+
+def check(name: str, batch: range) -> None:
+    """Runs a batch of a campaign. Raises ``AssertionError`` if something is wrong, or if so few faults show nothing."""
+    tally = run(name, batch)
+    again = [f"{text}: python -m torchkv.faultlab --case {name} --seed {seed}" for seed, text in tally.violations]
+    assert not again, "\n".join(again)
+    assert tally.faulty >= 0.98 * len(batch), "schedules without a fault show nothing"
+    assert len(batch) / 20 < tally.succeeded < 0.9 * tally.receives
 
 
 def _run_one(campaign: Campaign, seed: int, tally: Tally) -> None:
