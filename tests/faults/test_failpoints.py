@@ -5,8 +5,10 @@ Deadlines are minutes here, so that only the detection of the death itself can e
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,10 @@ from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.member import Member, await_forgotten, leave
 from tests.helpers.ranks.small_cache import check_transfer, page_bytes, random_cache
 from torchkv import KVError, PeerLost
+from torchkv.engine.engine import Engine
+from torchkv.engine.peer_metadata import PeerMetadata
+from torchkv.engine.registration import Registration
+from torchkv.host.processes import has_ended
 
 SURVIVOR, VICTIM, BYSTANDER = range(3)
 PATIENCE = 30  # seconds; the deadlines of the group are ten times that
@@ -165,6 +171,38 @@ def test_an_instance_is_killed_while_another_joins_it(point: str, secret: Path, 
     assert jobs.run("d", connect_to_the_victim, address) == ["p"]
     jobs.transfer("r", "p", "d")
     jobs.transfer("r", "d", "p")
+    for name in ("p", "d"):
+        jobs.run(name, leave)
+    ranks.close()
+
+
+def meet_one_that_dies_at_the_last_moment(address: str) -> str:
+    """What it has said of its memory is true no more when this rank maps it."""
+    real = Registration.admit
+
+    def admit(self: Registration, engine: Engine, members: Mapping[int, PeerMetadata], *, life: int) -> None:
+        for metadata in members.values():
+            os.kill(metadata.process.pid, signal.SIGKILL)
+            while not has_ended(metadata.process):
+                time.sleep(0.001)
+        real(self, engine, members, life=life)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Registration, "admit", admit)
+        return connect_to_the_victim(address)
+
+
+def test_an_instance_that_dies_before_it_is_mapped_is_lost(secret: Path, tmp_path: Path) -> None:
+    ranks = Ranks(3, env={SECRET: str(secret)}, world=False)
+    jobs = Jobs(ranks, tmp_path)
+    address = jobs.start("p", [VICTIM])
+    jobs.start("d", [SURVIVOR])
+    ranks.start(meet_one_that_dies_at_the_last_moment, address, ranks=[SURVIVOR])
+    ranks.expect_exit(VICTIM, -signal.SIGKILL)
+    assert ranks.join([SURVIVOR]) == ["PeerLost"]
+    address = jobs.start("p", [BYSTANDER])
+    assert jobs.run("d", connect_to_the_victim, address) == ["p"]
+    jobs.transfer("r", "p", "d")
     for name in ("p", "d"):
         jobs.run(name, leave)
     ranks.close()

@@ -39,11 +39,13 @@ def lose_a_request() -> None:
         rx.wait(20)
 
 
-def owned() -> tuple[int, ...]:
+def owned(limits: tuple[int, int, int] | None) -> tuple[int, ...]:
+    """limits: see `footprint_within`."""
     verbs = Member.kv._verbs
     assert verbs is not None
     transport: Any = verbs.engine._transport
-    return (*footprint(), len(transport._channels), resident_kib())
+    found = footprint() if limits is None else footprint_within(limits)
+    return (*found, len(transport._channels), resident_kib())
 
 
 @pytest.fixture
@@ -73,9 +75,9 @@ def test_nothing_is_left_of_many_lives(lives: int, secret: dict[str, str], tmp_p
         comes.close()
         stays.run(await_forgotten)
         if life % (lives // MEASURED) == 0:
-            seen += stays.run(owned)
+            seen += stays.run(owned, seen[0][:3] if seen else None)
             print("after", life, "lives: descriptors, threads, shared mappings, channels, resident KiB:", seen[-1])
-    assert len({each[:-1] for each in seen}) == 1, seen
+    assert len({channels for *_, channels, _ in seen}) == 1, seen
     half = len(seen) // 2
     growth = seen[-1][-1] - seen[half][-1]
     assert growth < KIB_A_LIFE * lives / 2 + 512, seen

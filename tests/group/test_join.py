@@ -22,6 +22,7 @@ from tests.helpers.ranks.member import (
     await_peer,
     connect,
     footprint,
+    footprint_within,
     layout,
     leave,
 )
@@ -136,7 +137,7 @@ def test_a_killed_writer_is_lost_within_a_second_and_forgotten(jobs: Jobs) -> No
 
 def test_nothing_is_left_of_those_that_were_killed(jobs: Jobs) -> None:
     address = jobs.start("stays", [P0])
-    footprints = []
+    least = None
     for process in (P1, D, E, SPARE0, SPARE1):
         jobs.start("comes", [process])
         jobs.run("comes", connect, address)
@@ -145,8 +146,8 @@ def test_nothing_is_left_of_those_that_were_killed(jobs: Jobs) -> None:
         jobs.transfer("r", "comes", "stays")
         jobs.kill("comes")
         jobs.run("stays", await_forgotten)
-        footprints += jobs.run("stays", footprint)
-    assert footprints[1:] == footprints[:1] * 4
+        (left,) = jobs.run("stays", footprint_within, least) if least else jobs.run("stays", footprint)
+        least = least or left
     jobs.run("stays", leave)
 
 

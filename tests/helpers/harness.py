@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -71,8 +73,10 @@ class Ranks:
         self.size = size
         self.broken = ""
         self._expected: dict[int, int] = {}  # rank -> exit code that the test has declared
-        self._scratch = tempfile.TemporaryDirectory(prefix="torchkv-test-")
-        store = str(Path(self._scratch.name, "store"))
+        scratch = tempfile.mkdtemp(prefix="torchkv-test-")
+        # A test that fails does not get to `close`; TemporaryDirectory would fail another test with a warning of it.
+        self._remove_scratch = weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+        store = str(Path(scratch, "store"))
         self._workers = [
             Worker(_rank_main, rank, size, store, dict(env or {}), world, apart, holder, name=f"rank{rank}")
             for rank, holder in enumerate(holders or [None] * size)
@@ -230,7 +234,7 @@ class Ranks:
     def _end(self) -> None:
         for worker in self._workers:
             worker.close()
-        self._scratch.cleanup()
+        self._remove_scratch()
 
 
 # ---------------------------------------------------------------------- inside a rank

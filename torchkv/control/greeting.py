@@ -23,7 +23,7 @@ from typing import Annotated, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from torchkv.errors import AuthError, KVError, ProtocolError, TransferTimeout, error_kind, make_error
+from torchkv.errors import AuthError, KVError, PeerLost, ProtocolError, TransferTimeout, error_kind, make_error
 
 __all__ = ["GREETING", "Card", "Greeter", "Greeting", "Refusal", "decode_greeting", "encode_greeting"]
 
@@ -140,8 +140,8 @@ class Greeter(Generic[C]):
     """One rank's greetings. No I/O; time is passed in, in seconds.
 
     greeting: its own. decode: what another rank published. Raises ``KVError``. admit: takes in an instance: its life,
-    and its cards by number. Raises ``KVError`` if that cannot be, or, with ``retryable``, not yet. send: (endpoint,
-    message), which may be lost.
+    and its cards by number. Raises ``PeerLost`` if it has ended, another ``KVError`` if that cannot be, or, with
+    ``retryable``, not yet. send: (endpoint, message), which may be lost.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Greeter(Generic[C]):
             self._admit(meeting.life, meeting.cards)
         except KVError as error:
             meeting.hindrance = error
-            if error.retryable:
+            if error.retryable and not isinstance(error, PeerLost):  # a process that has ended does not come again
                 return
             self._refuse(meeting.life, error, now)
             for endpoint in meeting.contacts:

@@ -28,9 +28,17 @@ from torchkv.engine.probe import PROBE_BYTES, calibration, measure
 from torchkv.engine.process_leases import GroupLeases
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.engine.weak_callback import weakly
-from torchkv.errors import AuthError, KVError, LayoutMismatch, ProtocolError, TransportUnavailable, error_kind
+from torchkv.errors import (
+    AuthError,
+    KVError,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+    TransportUnavailable,
+    error_kind,
+)
 from torchkv.host import jit
-from torchkv.host.processes import ProcessId, this_process
+from torchkv.host.processes import ProcessId, is_ending, this_process
 from torchkv.host.shared_memory import host_identity
 from torchkv.layout import codec
 from torchkv.layout.group_map import GroupMap
@@ -190,7 +198,7 @@ class Registration:
     def admit(self, engine: Engine, members: Mapping[int, PeerMetadata], *, life: int) -> None:
         """Takes the ranks of an instance in, of which all or none come. members: what each published, by its number.
 
-        Raises ``LayoutMismatch``, ``TransportUnavailable``, ``ProtocolError``.
+        Raises ``LayoutMismatch``, ``TransportUnavailable``, ``ProtocolError``, and ``PeerLost`` if one has ended.
         """
         for metadata in members.values():
             metadata.raise_error()
@@ -206,10 +214,15 @@ class Registration:
             self.control.connect(number, metadata.endpoint, metadata.process, idle=True)
         try:
             self.warm(engine, tuple(members))
-        except KVError:
+        except KVError as error:
             for number in members:
                 engine.peers.forget(number)
                 self.forget(number)
+            ended = [str(each.process.pid) for each in members.values() if is_ending(each.process)]
+            if ended:  # its memory went with it, so the error would be about that
+                raise PeerLost(
+                    f"processes {', '.join(ended)} of instance {members[min(members)].instance!r} ended as it was met"
+                ) from error
             raise
 
     def forget(self, rank: int) -> None:

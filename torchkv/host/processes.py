@@ -15,6 +15,7 @@ from torchkv.host.shared_memory import host_identity
 __all__ = [
     "ProcessId",
     "has_ended",
+    "is_ending",
     "open_pidfd",
     "process_ended",
     "process_started",
@@ -23,6 +24,8 @@ __all__ = [
     "watch_process",
     "watch_shared",
 ]
+
+_PF_EXITING = 0x4  # of the flags in proc(5)'s stat: see include/linux/sched.h
 
 _lock = threading.Lock()
 _holders: dict[int, int] = {}  # of each shared pidfd
@@ -123,6 +126,19 @@ def has_ended(process: ProcessId) -> bool | None:
         return process_ended(fd)
     finally:
         os.close(fd)
+
+
+def is_ending(process: ProcessId) -> bool:
+    """Whether ``process`` ends or has ended. Its memory and descriptors may be gone before `has_ended` says so."""
+    if process.host != host_identity().hex():
+        return False
+    if has_ended(process):
+        return True
+    try:
+        with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as file:
+            return bool(int(file.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
+    except OSError:  # it has ended since
+        return True
 
 
 def _always_readable() -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,8 +46,10 @@ class Worker:
 
     def __init__(self, main: Callable[..., None], *arguments: Any, name: str | None = None) -> None:
         self.pipe, theirs = SERVER.Pipe()
-        self._folder = tempfile.TemporaryDirectory(prefix="torchkv-test-")
-        self._stacks = Path(self._folder.name, "stacks")
+        folder = tempfile.mkdtemp(prefix="torchkv-test-")
+        # Not a TemporaryDirectory: of one that nobody closes, as when a test fails, it warns in the middle of another.
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._stacks = Path(folder, "stacks")
         self._stacks.touch()
         self._process = SERVER.Process(
             target=_run, args=(theirs, self._stacks, main, arguments), name=name, daemon=True
@@ -100,7 +104,7 @@ class Worker:
         self.pipe.close()
         self.kill()
         self._process.close()
-        self._folder.cleanup()
+        self._remove_folder()
 
 
 def _kernel_waits(pid: int) -> str:

@@ -137,6 +137,16 @@ def footprint() -> tuple[int, int, int]:
     return min(seen)
 
 
+def footprint_within(limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    """`footprint`, once no part of it is above its limit: the kernel and ZeroMQ close in their own time."""
+    until = time.monotonic() + 20
+    found = footprint()
+    while any(part > limit for part, limit in zip(found, limits, strict=True)):
+        assert time.monotonic() < until, f"{found}, of at most {limits}"
+        found = footprint()
+    return found
+
+
 def await_forgotten() -> None:
     until = time.monotonic() + 20
     while Member.kv.peers():

@@ -16,6 +16,7 @@ from torchkv.host import processes
 from torchkv.host.processes import (
     ProcessId,
     has_ended,
+    is_ending,
     open_pidfd,
     process_ended,
     process_started,
@@ -70,10 +71,12 @@ def test_a_living_process_has_not_ended_and_a_killed_one_has_also_for_pollers() 
         with watched(this_process()) as mine, watched(them) as theirs:
             assert not process_ended(theirs)
             assert has_ended(them) is False
+            assert not is_ending(them)
             child.kill()
             assert select.select([mine, theirs], [], [], 10)[0] == [theirs]
             assert process_ended(theirs)
             assert has_ended(them) is True
+            assert is_ending(them)
             assert not process_ended(mine)
     finally:
         child.kill()
@@ -93,4 +96,5 @@ def test_of_a_process_on_another_host_nothing_is_known() -> None:
     me = this_process()
     assert watch_process(msgspec.structs.replace(me, host="another")) is None
     assert has_ended(msgspec.structs.replace(me, host="another")) is None
+    assert not is_ending(msgspec.structs.replace(me, host="another"))
     assert watch_process(msgspec.structs.replace(me, host="another", pid=(1 << 31) - 1)) is None
