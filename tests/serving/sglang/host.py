@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import sys
 import traceback
@@ -70,6 +71,7 @@ class Host:
             disable_overlap_schedule=True,
             disable_cuda_graph=True,
             skip_server_warmup=True,
+            sleep_on_idle=True,
             log_level="warning",
             tp_size=setup.tp_size,
             **{**more, **setup.extra},
@@ -127,8 +129,7 @@ def main(setup: Setup, pipe: Connection, log: Path, environment: dict[str, str])
     os.setsid()  # so that the engine's own processes can be reached together
     os.environ.update(environment)
     sys.path.insert(0, environment["PYTHONPATH"].partition(os.pathsep)[0])
-    import sitecustomize  # noqa: F401  # this process has begun without it
-
+    importlib.import_module("sitecustomize")  # this process has begun without it
     with log.open("ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
