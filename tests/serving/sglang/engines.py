@@ -55,6 +55,7 @@ class Engine:
         self._finished: dict[str, Finished] = {}
         self.problem: str | None = None  # why it did not start
         self.empty: dict[str, Any] = {}  # its state when it had started
+        self._left_behind: Path | None = None
 
     def ready(self) -> None:
         """Returns when the engine has started."""
@@ -65,6 +66,7 @@ class Engine:
             raise AssertionError(self._tail("ended before it had started")) from None
         assert self.problem is None, self._tail("did not start")
         self.empty = self.state()
+        self._left_behind = Path(self._call("shared_memory"))
 
     # ------------------------------------------------------------------ requests
 
@@ -144,6 +146,8 @@ class Engine:
         with suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self.process.join()
+        if self._left_behind is not None:
+            self._left_behind.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ inside
 

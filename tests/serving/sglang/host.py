@@ -120,6 +120,12 @@ class Host:
     async def state(self) -> dict[str, Any]:
         return dict((await self.engine.tokenizer_manager.get_internal_state())[0]["probe"])
 
+    async def shared_memory(self) -> str:
+        """A file that SGLang leaves behind."""
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        return str(shm_path_for(self.engine.port_args.instance_id))
+
     async def flush(self) -> bool:
         """Forgets cached prefixes. False if the engine is not idle."""
         return bool((await self.engine.tokenizer_manager.flush_cache()).success)
