@@ -74,7 +74,11 @@ def ask(bootstrap: str, *, timeout: float) -> str:
         raise ProtocolError(f"{bootstrap!r:.80} is no bootstrap address; it should be host:port")
     deadline = time.monotonic() + timeout
     line = b""
-    with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
+    try:
+        connecting = socket.create_connection((host.strip("[]"), int(port)), timeout)
+    except UnicodeError as error:  # what is no host name; OSError is for those that do not answer
+        raise ProtocolError(f"{bootstrap!r:.80} is no bootstrap address: {error}") from error
+    with connecting as connection:
         while len(line) < MAX_LINE and not line.endswith(b"\n"):
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             if not (more := connection.recv(MAX_LINE - len(line))):

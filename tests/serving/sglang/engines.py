@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.serving.sglang import host
 from tests.serving.sglang.host import Finished, Setup
 
-__all__ = ["DEADLINE", "STANDINS", "Engine", "free_port"]
+__all__ = ["DEADLINE", "ENVIRONMENT", "Engine", "free_port"]
 
 DEADLINE = 180.0  # seconds: two engines share two cores with other tests
+ROOT = Path(__file__).parents[3]
 STANDINS = Path(__file__).parent / "standins"
 
 ENVIRONMENT = {
@@ -47,11 +49,19 @@ class Engine:
         self.folder.mkdir()
         binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(setup.tp_size))}
         mine = {**ENVIRONMENT, **binding, "ENGINE_PROBE": str(self.folder), **environment}
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=host.main, args=(setup, theirs, self.log, mine))
-        self.process.start()
-        theirs.close()
+        ours, theirs = socket.socketpair()
+        with theirs, self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.serving.sglang", str(theirs.fileno())],
+                cwd=ROOT,
+                env={**os.environ, **mine},
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that all its processes can be reached together
+            )
+        self._pipe = Connection(ours.detach())
+        self._pipe.send(setup)
         self._finished: dict[str, Finished] = {}
         self.problem: str | None = None  # why it did not start
         self.empty: dict[str, Any] = {}  # its state when it had started
@@ -133,19 +143,19 @@ class Engine:
 
     def signal(self, number: int) -> None:
         """To all processes of the engine."""
-        assert self.process.pid is not None
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self.process.join()
+        self.process.wait()
 
     def close(self) -> None:
         self._pipe.close()
-        self.process.join(20)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
         with suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        self.process.join()
+        self.process.wait()
         if self._left_behind is not None:
             self._left_behind.unlink(missing_ok=True)
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
-import sys
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-__all__ = ["CHUNK", "PAGE", "Finished", "Setup", "main"]
+__all__ = ["ARGUMENTS", "CHUNK", "PAGE", "Finished", "Setup", "main"]
 
 PAGE = 16  # tokens
 CHUNK = 64  # tokens of a prompt in one step
-TOKENS = 4096  # of all pages
+
+ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "mem_fraction_static": 0.2,
+    "max_total_tokens": 4096,
+    "max_running_requests": 16,
+    "page_size": PAGE,
+    "chunked_prefill_size": CHUNK,
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,  # engines share few cores
+    "log_level": "warning",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +70,9 @@ class Host:
             more["disaggregation_decode_retraction_backup"] = "cpu_tensor"
         self.engine = sglang.Engine(
             model_path=setup.model,
-            device="cpu",
-            attention_backend="torch_native",
-            sampling_backend="pytorch",
-            dtype="float32",
-            skip_tokenizer_init=True,
-            mem_fraction_static=0.2,
-            max_total_tokens=TOKENS,
-            max_running_requests=16,
-            page_size=PAGE,
-            chunked_prefill_size=CHUNK,
-            disable_overlap_schedule=True,
-            disable_cuda_graph=True,
             skip_server_warmup=True,
-            sleep_on_idle=True,
-            log_level="warning",
             tp_size=setup.tp_size,
-            **{**more, **setup.extra},
+            **{**ARGUMENTS, **more, **setup.extra},
         )
         self.finished: dict[str, Finished] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -131,14 +129,9 @@ class Host:
         return bool((await self.engine.tokenizer_manager.flush_cache()).success)
 
 
-def main(setup: Setup, pipe: Connection, log: Path, environment: dict[str, str]) -> None:
-    os.setsid()  # so that the engine's own processes can be reached together
-    os.environ.update(environment)
-    sys.path.insert(0, environment["PYTHONPATH"].partition(os.pathsep)[0])
-    importlib.import_module("sitecustomize")  # this process has begun without it
-    with log.open("ab", buffering=0) as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
+def main(socket: int) -> None:
+    pipe = Connection(socket)
+    setup = pipe.recv()
     try:
         host = Host(setup)
     except BaseException:

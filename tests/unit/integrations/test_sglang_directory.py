@@ -109,6 +109,12 @@ def test_what_is_no_bootstrap_address_is_refused(bootstrap: str) -> None:
         ask(bootstrap, timeout=1)
 
 
+@pytest.mark.parametrize("host", ["x" * 300, "a..b", "\udc80"])
+def test_what_can_be_no_host_is_refused(host: str) -> None:
+    with pytest.raises(ProtocolError, match="no bootstrap address"):
+        ask(f"{host}:80", timeout=1)
+
+
 class KV:
     """A member that connects to whatever it is told, as ``connect`` says."""
 

@@ -27,7 +27,8 @@ class Received:
 
 
 def _note(queue: Any, decode_req: Any) -> None:
-    Received.nbytes = decode_req.kv_receiver._work.bytes
+    if (work := getattr(decode_req.kv_receiver, "_work", None)) is not None:  # else SGLang's own, to warm up
+        Received.nbytes = work.bytes
 
 
 def _stop(result: Any, scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
