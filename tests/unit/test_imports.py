@@ -208,8 +208,8 @@ def test_nothing_in_torchkv_imports_a_backend() -> None:
 
 
 def test_nothing_imports_the_integrations() -> None:
-    """Each needs an engine that users of torchkv need not have; and of vLLM's only the connector itself needs vLLM."""
-    engines = {"vllm": "torchkv.integrations.vllm", "transformers": "torchkv.integrations.transformers"}
+    """Each needs an engine that users of torchkv need not have; and only the module of its name needs that engine."""
+    engines = {name: f"torchkv.integrations.{name}" for name in ("vllm", "sglang", "transformers")}
     for name, path in {**OURS, **THEIRS}.items():
         for imported in imports(path):
             assert room(imported) != "integrations" or room(name) == "integrations", f"{name} imports {imported}"
