@@ -98,7 +98,7 @@ class SimulatedControl:
             state = self._judge(rank, node, now)
             if state is not self._state[rank]:
                 self._state[rank] = state
-                found.append(PeerEvent(rank, state, f"rank {rank} (node {node}) is {state.value}"))
+                found.append(PeerEvent(rank, state, f"(node {node}) is {state.value}"))
         return found
 
     def sleep(self, seconds: float, also: Iterable[int]) -> None:
