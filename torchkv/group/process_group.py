@@ -231,7 +231,7 @@ def _gloo_options(timeout: timedelta) -> Any:
     chooses, for collectives may work all the same. An interface that is wrong is reported by `register`, on all ranks;
     an error here would leave the others waiting.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs do not know it
     options._timeout = timeout
     known = interface_from_env() is not None or "MASTER_ADDR" in os.environ
     device = None

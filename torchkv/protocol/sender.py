@@ -719,10 +719,10 @@ class Sender:
         waiting = self._requests.pop((request, ANYBODY), None)
         self._requests.update({(request, req.dst): req for req in reqs})
         self._open.update(ranks)
-        self._open[ANYBODY] -= waiting is not None
         if ranks or waiting is None or waiting.finish is None:
             self._addressed[request] = ranks
         if waiting is not None:
+            self._count_ended(ANYBODY)
             waiting.ended = True
             self._hand_on(waiting, reqs)
         for req in reqs:
@@ -1038,12 +1038,15 @@ class Sender:
             req.cancels = []
             self._end(req)
 
+    def _count_ended(self, dst: int) -> None:
+        self._open[dst] -= 1
+        if not self._open[dst]:
+            del self._open[dst]
+
     def _end(self, req: SenderRequest) -> None:
         req.ended = True
         del self._requests[(req.request, req.dst)]
-        self._open[req.dst] -= 1
-        if not self._open[req.dst]:
-            del self._open[req.dst]
+        self._count_ended(req.dst)
         addressed = self._addressed.get(req.request, ())
         if addressed and not any((req.request, rank) in self._requests for rank in addressed):
             del self._addressed[req.request]
