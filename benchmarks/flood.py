@@ -4,9 +4,11 @@ python -m benchmarks.flood [rounds]
 
 A stranger, a process without the secret, floods every port that the two listen on: the control channel's TCP port with
 connections and garbage, their Unix sockets with datagrams. Because that takes processor time, one phase has the
-stranger do nothing but compute: on few cores that alone makes requests wait. A stalled consumer is a third instance to
-which the sender of the two also sends, and which is stopped in the middle. Prints p50 and p99 of each phase, and by
-which factor p99 has grown. Phases take turns, because the machine may have other work.
+stranger do nothing but compute: on few cores that alone makes requests wait. Another one has it flood only while
+nobody else wants a processor: what requests wait longer then is what the flood costs the two themselves, and not what
+the stranger takes from them. A stalled consumer is a third instance to which the sender of the two also sends, and
+which is stopped in the middle. Prints p50 and p99 of each phase, by which factor p99 has grown, and the processor time
+of the ZeroMQ threads of the two. Phases take turns, because the machine may have other work.
 """
 
 from __future__ import annotations
@@ -71,9 +73,18 @@ def send_datagrams(_: list[str], until: float) -> None:
     print(f"  {number} datagrams")
 
 
+def connect_idly(addresses: list[str], until: float) -> None:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        connect(addresses, until)
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 FLOODS: dict[str, Callable[[list[str], float], None]] = {
     "a stranger computes": compute,
     "it floods the TCP ports": connect,
+    "the same, when nobody computes": connect_idly,
     "it floods the Unix sockets": send_datagrams,
 }
 
@@ -134,16 +145,29 @@ def stall(pipe: Connection) -> None:
     pipe.recv()
 
 
-def report(phases: list[tuple[str, float, float]], times: list[tuple[float, float]]) -> None:
+def zmq_seconds(pids: list[int]) -> float:
+    """Processor time of ZeroMQ's I/O threads of these processes so far."""
+    ticks = 0
+    for pid in pids:
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("ZMQbg/IO"):
+                ticks += sum(map(int, fields.split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def report(phases: list[tuple[str, float, float, float]], times: list[tuple[float, float]]) -> None:
+    """phases: name, begin, end, and processor time of ZeroMQ's threads."""
     quiet = 0.0
-    for name in dict.fromkeys(name for name, _, _ in phases):
-        spans = [(lo, hi) for phase, lo, hi in phases if phase == name]
+    for name in dict.fromkeys(name for name, *_ in phases):
+        spans = [(lo, hi) for phase, lo, hi, _ in phases if phase == name]
+        busy = sum(seconds for phase, *_, seconds in phases if phase == name) / sum(hi - lo for lo, hi in spans)
         took = np.array([seconds for at, seconds in times if any(lo <= at < hi for lo, hi in spans)]) * 1e6
         p50, p99, most = np.percentile(took, [50, 99, 100])
         quiet = quiet or p99
         print(
-            f"{name:28} {len(took):6} requests, p50 {p50:6.0f} us, p99 {p99:6.0f} us ({p99 / quiet:4.2f} x), "
-            f"longest {most:6.0f} us"
+            f"{name:31} {len(took):6} requests, p50 {p50:6.0f} us, p99 {p99:6.0f} us ({p99 / quiet:4.2f} x), "
+            f"longest {most:6.0f} us, ZeroMQ's threads {100 * busy:3.0f}% of a core"
         )
 
 
@@ -167,12 +191,13 @@ def main() -> None:
     for pipe in (sender, receiver, stalled):
         pipe.recv()
     time.sleep(2.0)
-    phases: list[tuple[str, float, float]] = []
+    phases: list[tuple[str, float, float, float]] = []
+    honest = [child.pid for child in children[:2]]
 
     def during(name: str, act: Callable[[], object]) -> None:
-        began = time.monotonic()
+        began, used = time.monotonic(), zmq_seconds(honest)
         act()
-        phases.append((name, began, time.monotonic()))
+        phases.append((name, began, time.monotonic(), zmq_seconds(honest) - used))
         time.sleep(0.5)
 
     def flood(name: str) -> None:

@@ -88,6 +88,7 @@ class World:
         self.injected: Counter[str] = Counter()  # faults, by kind
         self.transports: dict[int, OpenTransport] = {}  # open ones, by node
         self._nodes: list[_Node] = []
+        self._stopped: set[int] = set()  # nodes that are dead or paused
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
         self._sent: Counter[Link] = Counter()  # datagrams
@@ -146,6 +147,15 @@ class World:
     def paused(self, node: int) -> bool:
         return self._nodes[node].paused
 
+    def runs(self, node: int) -> bool:
+        """Whether it is alive and not paused."""
+        return node not in self._stopped
+
+    @property
+    def calm(self) -> bool:
+        """Whether all nodes run, and no direction is cut."""
+        return not (self._stopped or self._cut)
+
     def kill(self, node: int) -> None:
         """Ends a node at once. Each piece that it has in flight lands or is dropped, at random."""
         self.remove(node, f"node {node} was killed")
@@ -158,6 +168,7 @@ class World:
         if not found.alive:
             return
         found.alive = False
+        self._stopped.add(node)
         self.injected["deaths"] += 1
         found.inbox.clear()
         for channel in found.channels:
@@ -167,10 +178,13 @@ class World:
     def pause(self, node: int) -> None:
         """Stops the node like SIGSTOP: it makes no progress, but what it has posted still lands."""
         self._nodes[node].paused = True
+        self._stopped.add(node)
         self.injected["pauses"] += 1
 
     def resume(self, node: int) -> None:
         self._nodes[node].paused = False
+        if self.alive(node):
+            self._stopped.discard(node)
 
     def sever(self, src: int, dst: int) -> None:
         """Breaks the channels from ``src`` to ``dst``, though both live; what they have in flight still lands."""

@@ -101,6 +101,26 @@ OUTCOMES = (
         ),
     ),
     Outcome(
+        "a receiver hangs (SIGSTOP)",
+        "its senders get `PeerLost` after five heartbeats, and keep 16,384 requests to it at most",
+        "",
+        "go on, at its senders too",
+        (
+            "tests/faults/test_slow_consumer.py"
+            "::test_a_stopped_receiver_holds_up_nobody_and_fills_no_memory_of_its_sender",
+        ),
+    ),
+    Outcome(
+        "a receiver computes in Python, and never asks",
+        "succeeds, and its senders are told so",
+        "free at once",
+        "go on",
+        (
+            "tests/faults/test_slow_consumer.py"
+            "::test_a_receiver_whose_main_thread_computes_all_the_while_holds_up_nobody",
+        ),
+    ),
+    Outcome(
         "a writer computes in Python, and holds the GIL",
         "nothing: it is alive",
         "",

@@ -30,7 +30,7 @@ LISTEN = "0A"
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Ranks]:
-    """Two ranks; gloo, which picks its own interface, is told to use loopback too."""
+    """Two ranks, which no launcher has told on which hosts they run: then gloo picks its own interface."""
     ranks = Ranks(2, env={"GLOO_SOCKET_IFNAME": "lo"})
     yield ranks
     ranks.close()
@@ -89,6 +89,16 @@ def test_only_loopback_is_listened_on(path: str | None, pair: Ranks) -> None:
     for before, after in pair.run(listeners, path):
         assert len(after) > len(before)  # the control channel listens, so the scan sees something
         assert set(after) <= loopback
+
+
+@pytest.mark.parametrize("gloo", ["", "lo"])
+def test_all_listen_on_the_interface_that_is_named_and_gloo_on_its_own_if_it_has_one(gloo: str) -> None:
+    ranks = Ranks(2, env={"TORCHKV_INTERFACE": "127.0.0.2", **({"GLOO_SOCKET_IFNAME": gloo} if gloo else {})})
+    for before, after in ranks.run(listeners, None):
+        assert set(before) == ({"0100007F"} if gloo else {"0200007F"}), "of gloo alone"
+        assert set(after) - set(before) == ({"0200007F"} if gloo else set()), "the control channel"
+        assert len(after) > len(before)
+    ranks.close()
 
 
 def member_sockets(secret: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]], str]:

@@ -16,7 +16,7 @@ from torchkv import PeerLost
 
 STAYS, COMES = 0, 1  # tags of the instances' bytes
 MEASURED = 10  # times in a test
-KIB_A_LIFE = 24  # what resident memory may grow by in the later half, where nothing is used for the first time
+KIB_A_LIFE = 2  # what resident memory may grow by in the later half, where nothing is used for the first time
 
 
 def join(ranks: Ranks, name: str, tag: int, scratch: Path) -> str:

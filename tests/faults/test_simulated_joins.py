@@ -13,7 +13,7 @@ from torchkv_loopback import Faults
 
 from tests.helpers.simulation import jobs as simulated_jobs
 from tests.helpers.simulation.jobs import Job, Jobs
-from tests.helpers.simulation.lives import NAMES, Life, Requests, layouts
+from tests.helpers.simulation.lives import NAMES, Life, Requests, layouts, sent_pages
 from tests.helpers.simulation.requests import done
 from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import TransferScheduler
@@ -112,6 +112,37 @@ def test_a_killed_job_is_forgotten_and_comes_again(views: bool) -> None:
         p = requests.start("p", 1 + life % 2, 4)
     requests.check_end()
     assert requests.problems == []
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_errors_name_a_rank_of_another_instance_by_what_it_calls_itself(views: bool) -> None:
+    """Each side numbers the ranks of the other one itself: a number alone would name another rank, or none."""
+    requests, p, d = pair(views=views)
+    jobs = requests.jobs
+    call = d.connect(p.address)
+    assert jobs.run(lambda: call.ended and p.knows(d) and d.knows(p), limit=5)
+    (first, second), (reader,) = p.ranks, d.ranks
+    assert [reader.engine.group_map.name(number) for number in d.memberships[0].peers["p"].ranks] == [
+        "rank 0 of instance 'p'",
+        "rank 1 of instance 'p'",
+    ]
+    assert reader.engine.group_map.names(d.memberships[0].peers["p"].ranks) == "ranks [0, 1] of instance 'p'"
+    ungranted = second.send_pages("r3", sent_pages(second, "r3"), "d")
+    requests.post(reader, "r1", "p")
+    requests.send(first, "r1", "d")
+    assert jobs.run(done(requests.receivings[-1].work, ungranted), limit=20)
+    assert "rank 0 of instance 'd' has not posted recv_pages" in str(ungranted.exception())
+    assert "waiting for writer ranks [1] of instance 'p'" in str(requests.receivings[-1].work.exception())
+    requests.post(reader, "r2", "p")
+    requests.send(second, "r2", "d")
+    reader.cancel("r2")
+    refused = requests.sends[-1][1]
+    assert jobs.run(done(refused), limit=10)
+    assert "its receiver, rank 0 of instance 'd'" in str(refused.exception())
+    requests.post(reader, "r4", "p")
+    jobs.kill(p)
+    assert jobs.run(done(requests.receivings[-1].work), limit=10)
+    assert "of instance 'p' (node" in str(requests.receivings[-1].work.exception())
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -40,7 +40,12 @@ MAX_CHAIN = 17  # modules on the longest chain of imports, tools aside
 
 # May not touch threads, sockets, files, clocks or processes, and import only rooms and modules that do not either.
 PURE = {"arrays", "errors", "layout", "protocol"}
-PURE_MODULES = {"torchkv.control.session", "torchkv.pipelining.group_size", "torchkv.prefix.tree"}
+PURE_MODULES = {
+    "torchkv.control.allowance",
+    "torchkv.control.session",
+    "torchkv.pipelining.group_size",
+    "torchkv.prefix.tree",
+}
 # Types and discovery; compiled code; both are free of I/O at run time.
 PURE_ENOUGH = {"torchkv.transport.interface", "torchkv.host.jit"}
 IMPURE_LIBRARIES = {

@@ -54,7 +54,7 @@ class PeerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """``rank`` is in this state now. reason: a sentence for logs and errors."""
+    """``rank`` is in this state now. reason: for logs and errors, a sentence without its subject."""
 
     rank: int
     state: PeerState
@@ -285,7 +285,7 @@ class ZmqControlChannel:
             state, reason = self._judge(peer, now)
             if state is not peer.state:
                 peer.state = state
-                found.append(PeerEvent(rank, state, f"rank {rank} {reason}"))
+                found.append(PeerEvent(rank, state, reason))
         return found
 
     def sleep(self, seconds: float, also: Iterable[int]) -> None:

@@ -8,19 +8,24 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torchkv.control.allowance import Allowance
 from torchkv.control.channel import ControlChannel
 from torchkv.control.greeting import GREETING
 from torchkv.control.session import Session
 from torchkv.errors import AuthError, KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap, RankInfo
-from torchkv.protocol.messages import ControlFrame, Left, Message, decode_frame, encode_frame
+from torchkv.protocol.messages import MAX_FRAME, ControlFrame, Left, Message, decode_frame, encode_frame
 
 __all__ = ["ControlMessenger", "FramesByRank"]
 
 log = logging.getLogger(__name__)
 
 MAX_GREETINGS = 1024  # kept until they are taken
-MAX_EARLY = 64
+MAX_GREETINGS_NBYTES = 8 * MAX_FRAME  # of these together
+MAX_EARLY = 64  # frames of ranks that are no members yet
+MAX_EARLY_NBYTES = MAX_FRAME  # of these: of one rank
+MAX_ALL_EARLY_NBYTES = 4 * MAX_FRAME  # of all together
+SESSIONS_EARLY_NBYTES = 16 * MAX_FRAME  # of messages out of order, of all sessions: see `Session`
 MAX_ABANDONED = 1024
 FAREWELL_INTERVAL = 0.5  # seconds, at least, between two farewells to one peer
 WARNING_INTERVAL = 10.0  # seconds, at least, between two warnings about frames that were refused
@@ -59,7 +64,8 @@ class ControlMessenger:
         self._incarnation = group_map.me.incarnation
         self._sessions: dict[int, Session] = {}
         self._by_incarnation: dict[int, int] = {}  # ranks: a peer may call itself otherwise than this rank does
-        self._early: deque[ControlFrame] = deque(maxlen=MAX_EARLY)  # of ranks that are no members, perhaps not yet
+        self._early: deque[tuple[ControlFrame, int]] = deque()  # of ranks that are no members, perhaps not yet; bytes
+        self._allowance = Allowance(SESSIONS_EARLY_NBYTES)
         self._ready: list[tuple[int, ControlFrame]] = []  # early frames of those that are members now
         for info in group_map.info.values():
             if info.rank != group_map.rank:
@@ -67,22 +73,26 @@ class ControlMessenger:
         self._abandoned: dict[int, _Abandoned] = {}  # by incarnation
         self._active: set[int] = set()  # ranks whose sessions may have something to send
         self._greetings: list[bytes] = []
+        self._greetings_nbytes = 0
         self._next_warning = 0.0
         self._unsent: deque[tuple[int, list[ControlFrame]]] = deque()  # left to the progress thread by `send_now`
 
     def add(self, info: RankInfo) -> None:
         """A session with a peer begins."""
-        self._sessions[info.rank] = Session(self._rank, self._incarnation, info.incarnation)
+        self._sessions[info.rank] = Session(self._rank, self._incarnation, info.incarnation, self._allowance)
         self._by_incarnation[info.incarnation] = info.rank
         # Of two ranks one takes the other in first, and may send at once. Else its first messages would come late.
-        self._ready += [(info.rank, frame) for frame in self._early if frame.incarnation == info.incarnation]
+        early = [each for each in self._early if each[0].incarnation == info.incarnation]
+        self._ready += [(info.rank, frame) for frame, _ in early]
+        self._early = deque(each for each in self._early if each[0].incarnation != info.incarnation)
 
     def remove(self, info: RankInfo) -> None:
         """The session with a peer that has ended is over."""
         self.dead.discard(info.rank)
         self._left.discard(info.rank)
         self._active.discard(info.rank)
-        del self._sessions[info.rank], self._by_incarnation[info.incarnation]
+        self._sessions.pop(info.rank).close()
+        del self._by_incarnation[info.incarnation]
 
     def abandon(self, info: RankInfo, endpoint: str) -> None:
         """A peer that has not answered for long is no member any more. If it speaks after all, it is told `Left`.
@@ -94,7 +104,7 @@ class ControlMessenger:
         session.send(Left())
         self._abandoned[info.incarnation] = _Abandoned(session, endpoint)
         if len(self._abandoned) > MAX_ABANDONED:
-            del self._abandoned[next(iter(self._abandoned))]
+            self._abandoned.pop(next(iter(self._abandoned))).session.close()
 
     def _bid_farewell(self, frame: ControlFrame) -> None:
         """To the sender of ``frame``, which was abandoned."""
@@ -136,8 +146,8 @@ class ControlMessenger:
         """Frames that have arrived, checked and decoded, with their ranks. readable: see `ControlChannel.receive`."""
         frames, self._ready = self._ready, []
         for data in self._control.receive(readable):
-            if data.startswith(GREETING) and len(self._greetings) < MAX_GREETINGS:
-                self._greetings.append(data)
+            if data.startswith(GREETING):
+                self._keep_greeting(data)
                 continue
             try:
                 frame = decode_frame(data, self._key)
@@ -150,15 +160,33 @@ class ControlMessenger:
             if (rank := self._by_incarnation.get(frame.incarnation)) is None:
                 # It has the key, but is no member: not any more, or not yet.
                 self.dropped += 1
-                self._early.append(frame)
-                log.debug("rank %d dropped a control frame of a rank %d that is no member", self._rank, frame.source)
+                self._keep_early(frame, len(data))
                 continue
             frames.append((rank, frame))
         return frames
 
+    def _keep_greeting(self, data: bytes) -> None:
+        count, nbytes = len(self._greetings), self._greetings_nbytes + len(data)
+        if count >= MAX_GREETINGS or nbytes > MAX_GREETINGS_NBYTES:
+            self.drop(ProtocolError(f"no room for one more greeting: {count} wait already", retryable=True))
+            return
+        self._greetings.append(data)
+        self._greetings_nbytes = nbytes
+
+    def _keep_early(self, frame: ControlFrame, nbytes: int) -> None:
+        """For a while, in which its sender may become a member. What is dropped comes again."""
+        log.debug("rank %d puts off a control frame of a rank %d that is no member", self._rank, frame.source)
+        early = self._early
+        of_this = sum(kept for other, kept in early if other.incarnation == frame.incarnation)
+        if of_this + nbytes > MAX_EARLY_NBYTES:
+            return
+        early.append((frame, nbytes))
+        while len(early) > MAX_EARLY or sum(kept for _, kept in early) > MAX_ALL_EARLY_NBYTES:
+            early.popleft()
+
     def take_greetings(self) -> list[bytes]:
         """Of ranks that may be no members: what `receive` has met since the last call."""
-        taken, self._greetings = self._greetings, []
+        taken, self._greetings, self._greetings_nbytes = self._greetings, [], 0
         return taken
 
     def drop(self, error: KVError) -> None:

@@ -12,7 +12,7 @@ An incoming message:
 
     frame --next number--> delivered, acknowledgement due --poll--> acknowledged: with the next message that goes out,
       |                                                             or alone after ACK_DELAY
-      +--later number--> kept until the gap is filled
+      +--later number--> kept until the gap is filled, if there is room; else dropped, and comes again
       +--earlier number, or beyond the window--> dropped, acknowledged once more
 
 Invariant: every message that was sent is delivered exactly once and in order, as long as both processes live: numbers
@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from torchkv.protocol.messages import ControlFrame, Message
+from torchkv.control.allowance import Allowance
+from torchkv.protocol.messages import MAX_FRAME, ControlFrame, Message, message_nbytes
 
 __all__ = ["Session"]
 
@@ -32,6 +33,7 @@ FIRST_RETRY = 0.25  # seconds
 LAST_RETRY = 2.0  # seconds
 RESENT = 64  # messages sent again at once: a peer that hangs must not be sent all that it has missed every time
 WINDOW = 1 << 14  # messages beyond the next one that are kept while some in between are missing
+EARLY_NBYTES = 4 * MAX_FRAME  # of these, encoded: of one session
 # Seconds. Most messages are answered soon, and the answer carries the acknowledgement with it, so that none goes alone.
 ACK_DELAY = 0.02
 
@@ -41,9 +43,11 @@ class Session:
 
     No I/O; time is passed in, in seconds. Both ends begin when the group is registered. Each knows the incarnation of
     its peer, so a frame of an earlier or later process under the same rank is dropped.
+
+    early: in which the bytes of all sessions count that wait for a gap to be filled.
     """
 
-    def __init__(self, rank: int, incarnation: int, peer_incarnation: int) -> None:
+    def __init__(self, rank: int, incarnation: int, peer_incarnation: int, early: Allowance | None = None) -> None:
         self._rank = rank
         self._incarnation = incarnation
         self._peer_incarnation = peer_incarnation
@@ -54,7 +58,8 @@ class Session:
         self._retry_after = FIRST_RETRY
         self._resent = 0  # the number of the last message that was sent again
         self._received = 0  # all messages up to this number were delivered
-        self._early: dict[int, Message] = {}  # received, but an earlier one is missing
+        self._early: dict[int, tuple[Message, int]] = {}  # received, but an earlier one is missing; with its bytes
+        self._allowance = Allowance(EARLY_NBYTES, early)
         self._ack_due = False
         self._ack_at: float | None = None  # when a due acknowledgement goes out alone; None: the next poll decides
 
@@ -92,12 +97,31 @@ class Session:
         self._ack_due = True
         if not self._received < frame.seq <= self._received + WINDOW:
             return []
-        self._early[frame.seq] = frame.message
-        ready: list[Message] = []
-        while (message := self._early.pop(self._received + 1, None)) is not None:
+        if frame.seq > self._received + 1:
+            self._keep(frame.seq, frame.message)
+            return []
+        self._received += 1
+        if (twice := self._early.pop(self._received, None)) is not None:
+            self._allowance.give_back(twice[1])
+        ready = [frame.message]
+        while (early := self._early.pop(self._received + 1, None)) is not None:
             self._received += 1
-            ready.append(message)
+            self._allowance.give_back(early[1])
+            ready.append(early[0])
         return ready
+
+    def _keep(self, seq: int, message: Message) -> None:
+        """A message came before an earlier one. For what there is no room is dropped: it was not acknowledged."""
+        if seq in self._early:
+            return
+        nbytes = message_nbytes(message)
+        if self._allowance.take(nbytes):
+            self._early[seq] = message, nbytes
+
+    def close(self) -> None:
+        """It is over: what is kept is dropped. Idempotent."""
+        self._early.clear()
+        self._allowance.give_back(self._allowance.kept)
 
     def unacknowledged(self) -> list[ControlFrame]:
         """The first `RESENT` messages that the peer has not acknowledged."""

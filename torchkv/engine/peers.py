@@ -112,9 +112,9 @@ class Peers:
 
     def on_left(self, rank: int, now: float) -> None:
         """``rank`` has sent `Left`. Under the lock."""
-        log.info("rank %d: rank %d has left", self._group_map.rank, rank)
+        log.info("rank %d: %s has left", self._group_map.rank, self._group_map.name(rank))
         self._left.add(rank)
-        self._lose(rank, f"rank {rank} has left: its group was destroyed, or its instance closed", now)
+        self._lose(rank, f"{self._group_map.name(rank)} has left: its group was destroyed, or its instance closed", now)
         self._end(rank)
         self._messenger.mark_left(rank)
 
@@ -154,10 +154,10 @@ class Peers:
                 self._messenger.abandon(self._group_map.info[rank], farewell)
             else:
                 self._messenger.remove(self._group_map.info[rank])
+            # A caller may have found the rank's number before, and not reached the lock yet.
+            self.lost[rank] = f"{self._group_map.name(rank)} has gone"
             self._group_map.remove(rank)
             self._unmap(rank)
-            # A caller may have found the rank's number before, and not reached the lock yet.
-            self.lost[rank] = f"rank {rank} has gone"
             self._forgotten.append(rank)
             if len(self._forgotten) > MAX_FORGOTTEN:
                 del self.lost[self._forgotten.popleft()]
@@ -173,7 +173,8 @@ class Peers:
     def connection(self, rank: int) -> PeerConnection:
         """The connection to ``rank``, made on first use."""
         if rank not in self.connections:
-            self.connections[rank] = self._connect(rank)
+            connection = self.connections[rank] = self._connect(rank)
+            connection.name = self._group_map.name(rank)
         return self.connections[rank]
 
     def drop_connection(self, connection: PeerConnection) -> None:
@@ -248,14 +249,15 @@ class Peers:
         with self._lock:
             if event.rank in self._left:
                 return
-            log.info("rank %d: %s", self._group_map.rank, event.reason)
+            reason = f"{self._group_map.name(event.rank)} {event.reason}"
+            log.info("rank %d: %s", self._group_map.rank, reason)
             if event.state is PeerState.FOUND:
                 self.lost.pop(event.rank, None)
                 self._leader.peer_found(event.rank)
                 self._receiver.peer_found(event.rank)
                 self._notify()
                 return
-            self._lose(event.rank, event.reason, now)
+            self._lose(event.rank, reason, now)
             if event.state is PeerState.DEAD:
                 self._end(event.rank)
                 self._messenger.mark_dead(event.rank)

@@ -74,7 +74,7 @@ def measure(
     deadline = time.monotonic() + TIMEOUT
     while (rate := thread.call(lambda: next(steps))) is None:
         if time.monotonic() > deadline:
-            raise TransferTimeout(f"no rate to rank {connection.rank} could be measured within {TIMEOUT:g} s")
+            raise TransferTimeout(f"no rate to {connection.name} could be measured within {TIMEOUT:g} s")
     return rate
 
 
@@ -176,7 +176,7 @@ def _put(connection: PeerConnection, batch: Batch, progress: _Progress, *, limit
         now = time.perf_counter()
         if now - began > limit:
             put.cancel()
-            raise TransferTimeout(f"{batch.nbytes} bytes to rank {connection.rank} took more than {limit:g} s")
+            raise TransferTimeout(f"{batch.nbytes} bytes to {connection.name} took more than {limit:g} s")
         if now - spun > SPIN:
             yield
             spun = time.perf_counter()

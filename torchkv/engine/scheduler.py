@@ -407,7 +407,9 @@ class TransferScheduler:
         assert self._local is not None
         num_pages = self._local.num_pages
         stream = self.gpu.unblocked_stream
-        return pages.on_host(stream, num_pages=num_pages, operation=f"request {op.request!r} to rank {op.dst}")
+        return pages.on_host(
+            stream, num_pages=num_pages, operation=f"request {op.request!r} to {self._sender.named(op.dst)}"
+        )
 
     def _kernel_transfer(
         self,
@@ -529,6 +531,6 @@ class TransferScheduler:
 
     def _stuck(self, op: SendOp) -> TransferTimeout:
         return TransferTimeout(
-            f"request {op.request!r} to rank {op.dst}: layers {list(op.layers)[:4]} made no progress for "
-            f"{self._timeout:g} s (Options.timeout); cancel({op.request!r}) and retry, or raise the limit"
+            f"request {op.request!r} to {self._sender.named(op.dst)}: layers {list(op.layers)[:4]} made no progress "
+            f"for {self._timeout:g} s (Options.timeout); cancel({op.request!r}) and retry, or raise the limit"
         )

@@ -305,8 +305,9 @@ class GroupedVerbs(Verbs):
                 if not missing:
                     return next(prefix for prefix in prefixes.values() if prefix is not None)
                 if not engine.wait_change(seen, deadline - time.monotonic()):
+                    rank = begun[missing[0]][0]
                     raise TransferTimeout(
-                        f"{operation}: {not_posted(begun[missing[0]][0])} within "
+                        f"{operation}: {not_posted(rank, engine.sender.named(rank))} within "
                         f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
                     )
 
@@ -399,8 +400,8 @@ class GroupedVerbs(Verbs):
         for rank in send.ranks:
             if not send.plans.page_for_page(rank):
                 raise LayoutMismatch(
-                    f"{operation}: use send_slice or send_pages: the pages of this rank and of rank {rank} differ in "
-                    "heads, page size or order, so whole pages cannot be sent"
+                    f"{operation}: use send_slice or send_pages: the pages of this rank and of {send.plans.name(rank)} "
+                    "differ in heads, page size or order, so whole pages cannot be sent"
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,12 +17,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torchkv.cache import KVCache, allocate
 from torchkv.engine.probe import PROBE_BYTES
 from torchkv.engine.registration import choose_transport
-from torchkv.errors import ProtocolError
+from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.group.bring_up import Exchange, bring_up, check_instance
 from torchkv.group.kv_verbs import KVVerbs, current
+from torchkv.host.network import job_interface
 from torchkv.host.processes import this_process
 from torchkv.host.secret_file import shared_secret
-from torchkv.options import Options, secret_file_from_env
+from torchkv.options import Options, interface_from_env, secret_file_from_env
 from torchkv.transport.interface import Transport
 
 __all__ = ["KVProcessGroup"]
@@ -83,7 +85,7 @@ class KVProcessGroup(KVVerbs, dist.ProcessGroup):
         self._inner = dist.ProcessGroup(store, rank, size)
         cpu = torch.device("cpu")
         gloo_type = dist.ProcessGroup.BackendType.GLOO
-        gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, _gloo_options(timeout))
         gloo._set_sequence_number_for_group()
         # Registered on this group too, because c10d keeps a group's name, devices and shutdown in its backends.
         for group in (self._inner, self):
@@ -220,6 +222,26 @@ def current_group(group: dist.ProcessGroup | None) -> KVProcessGroup:
     if not isinstance(kv, KVProcessGroup):
         raise ProtocolError(f'{kv!r} is no process group; make one with dist.new_group(backend="torchkv")')
     return kv
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """With a port on the job's interface only: gloo's own choice is whatever the host's name stands for.
+
+    ``GLOO_SOCKET_IFNAME`` is the user's choice, and stays; and where nothing says on which hosts the ranks are, gloo
+    chooses, for collectives may work all the same. An interface that is wrong is reported by `register`, on all ranks;
+    an error here would leave the others waiting.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs do not know it
+    options._timeout = timeout
+    known = interface_from_env() is not None or "MASTER_ADDR" in os.environ
+    device = None
+    if known and "GLOO_SOCKET_IFNAME" not in os.environ:
+        try:
+            device = dist.ProcessGroupGloo.create_device(hostname=job_interface()[1])
+        except (TransportUnavailable, RuntimeError) as error:
+            log.warning("gloo chooses its interface by itself: %s", error)
+    options._devices = [device or dist.ProcessGroupGloo.create_default_device()]
+    return options
 
 
 def _claim(store: Store, rank: int) -> None:

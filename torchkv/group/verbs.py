@@ -411,7 +411,7 @@ class Verbs:
                 if not engine.wait_change(seen, deadline - time.monotonic()):
                     missing = next(rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
                     raise TransferTimeout(
-                        f"{operation}: {not_posted(missing)} within "
+                        f"{operation}: {not_posted(missing, engine.sender.named(missing))} within "
                         f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
                     )
 
@@ -558,11 +558,12 @@ class Verbs:
         return slot
 
     def _check_page_for_page(self, ranks: Sequence[int], operation: str, advice: str) -> None:
+        group_map = self.engine.group_map
         for rank in ranks:
-            if not self.engine.group_map.page_for_page(rank):
+            if not group_map.page_for_page(rank):
                 raise LayoutMismatch(
-                    f"{operation}: {advice}: the pages of this rank and of rank {rank} differ in heads, page size or "
-                    f"order, so whole pages cannot be sent"
+                    f"{operation}: {advice}: the pages of this rank and of {group_map.name(rank)} differ in heads, "
+                    f"page size or order, so whole pages cannot be sent"
                 )
 
     def _check_forced_path(self, ranks: tuple[int, ...], operation: str, forced: str) -> None:

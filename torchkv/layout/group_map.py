@@ -62,6 +62,7 @@ class GroupMap:
     def __init__(self, rank: int, members: Sequence[RankInfo]) -> None:
         self.rank = rank
         self.seek: Callable[[str, str], str] | None = None
+        self._meets = False  # whether instances that were launched apart have come: then numbers alone name nobody
         self._set_members({info.rank: info for info in members})
         self.me = self.info[rank]
         self.siblings: tuple[int, ...] = tuple(
@@ -103,6 +104,7 @@ class GroupMap:
         """Members have come. Raises ``LayoutMismatch`` if the layout of one and this rank's are incompatible."""
         for info in members:
             assert info.rank not in self.info
+            self._meets |= info.number is not None
             if self.me.layout is not None and info.layout is not None:
                 check_compatible(self.me.layout, info.layout, rank_a=self.rank, rank_b=info.rank)
         self._set_members({**self.info, **{info.rank: info for info in members}})
@@ -119,7 +121,9 @@ class GroupMap:
         part = self.parts.get(group_of(request))
         if part is None:
             known = ", ".join(self.parts)
-            raise ProtocolError(f"request {request!r} names no layer group of rank {self.rank}, which has {known}")
+            raise ProtocolError(
+                f"request {request!r} names no layer group of {self.name(self.rank)}, which has {known}"
+            )
         return part
 
     def remove(self, rank: int) -> None:
@@ -171,6 +175,26 @@ class GroupMap:
             raise ProtocolError(f"{operation}: {name}={list(ranks)} names a rank twice")
         return ranks
 
+    def name(self, rank: int) -> str:
+        """What messages call a member, of which each process may have another number."""
+        info = self.info.get(rank)
+        if info is None or not self._meets:
+            return f"rank {rank}"
+        return f"rank {info.own_number} of instance {info.instance!r}"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """As `name`, of several: those of each instance together."""
+        if not self._meets:
+            return f"ranks {list(ranks)}"
+        by_instance: dict[str, list[int]] = {}
+        for rank in ranks:
+            info = self.info.get(rank)
+            name, number = (
+                ("that have gone", rank) if info is None else (f"of instance {info.instance!r}", info.own_number)
+            )
+            by_instance.setdefault(name, []).append(number)
+        return ", ".join(f"ranks {numbers} {name}" for name, numbers in by_instance.items())
+
     def own_numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """What these ranks, of one instance, call themselves in messages."""
         return tuple(self.info[rank].own_number for rank in ranks)
@@ -192,7 +216,7 @@ class GroupMap:
         """The layout of ``rank``. Raises ``LayoutMismatch`` if it registered no cache."""
         layout = self._member(rank).layout
         if layout is None:
-            raise LayoutMismatch(f"rank {rank} registered no cache, so no page can go to it or come from it")
+            raise LayoutMismatch(f"{self.name(rank)} registered no cache, so no page can go to it or come from it")
         return layout
 
     def _contributing(self, src: tuple[int, ...], reader: int) -> tuple[int, ...]:

@@ -62,6 +62,7 @@ __all__ = [
     "checked_grant",
     "decode_frame",
     "encode_frame",
+    "message_nbytes",
     "name_hashes",
     "pack_pages",
     "unpack_pages",
@@ -353,6 +354,11 @@ def encode_frame(frame: ControlFrame, key: bytes) -> bytes:
     header = _HEADER.pack(_MAGIC, frame.source, frame.incarnation, frame.target, frame.seq, frame.ack)
     body = b"" if frame.message is None else _encoder.encode(frame.message)
     return header + _mac(key, header, body) + body
+
+
+def message_nbytes(message: Message) -> int:
+    """Bytes of ``message`` in a frame."""
+    return len(_encoder.encode(message))
 
 
 def decode_frame(data: bytes, key: bytes) -> ControlFrame:

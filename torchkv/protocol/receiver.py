@@ -239,7 +239,7 @@ class Receiver:
                 what = f"{absent_tokens} tokens of absent pages" if absent_tokens else f"prefix_tokens={prefix_tokens}"
                 raise ProtocolError(
                     f"recv_pages({request!r}): {what} is not a multiple of the page size "
-                    f"{plan.src_page_size} of writer rank {rank}; round it down to one"
+                    f"{plan.src_page_size} of writer {group_map.name(rank)}; round it down to one"
                 )
             writers[rank] = Writer(plan)
         return writers
@@ -274,7 +274,7 @@ class Receiver:
         """
         if request in self._live:
             raise ProtocolError(f"refuse({request!r}): recv_pages was called for it; cancel it instead")
-        error = TransferCancelled(f"request {request!r} was refused by its receiver, rank {self._group_map.rank}")
+        error = TransferCancelled(f"request {request!r} was refused by its receiver, {self._me}")
         refused = Refused(request, error_kind(error), str(error)[:MAX_TEXT])
         self.actions.extend(Tell(rank, refused) for rank in writers)
         self.refuse(request, error)
@@ -298,7 +298,7 @@ class Receiver:
             req.cancels.append(work)
             pending.append(work)
             if req.error is None:
-                where = f"its receiver, rank {self._group_map.rank}"
+                where = f"its receiver, {self._me}"
                 self._fail(req, TransferCancelled(f"request {request!r} was cancelled on {where}"))
             else:
                 self._end_if_quiescent(req)
@@ -474,7 +474,7 @@ class Receiver:
                 if not req.live or now < self._deadline(req)[0]:
                     continue
                 waiting = [rank for rank, writer in req.writers.items() if writer.sealed is None]
-                whom = f"writer ranks {waiting}" if waiting else self._missing(req)
+                whom = f"writer {self._group_map.names(waiting)}" if waiting else self._missing(req)
                 error = TransferTimeout(
                     f"request {req.request!r}: {text}, waiting for {whom}; its pages stay leased until all "
                     f"writers are quiescent (see error.pages_safe and quarantined()); retry, or raise the limit"
@@ -523,7 +523,7 @@ class Receiver:
             fifo = _fifo_of(message, stage, layout, most=self._group_map.me.channels)
         except ProtocolError as error:
             self._credits.release(*owner, now, written=signal is None)
-            self._fail(req, ProtocolError(f"request {req.request!r}: rank {src} wrote {error}"))
+            self._fail(req, ProtocolError(f"request {req.request!r}: {self._group_map.name(src)} wrote {error}"))
             return
         job = Scatter(
             request=req.request,
@@ -602,7 +602,8 @@ class Receiver:
         if not owes:
             return None
         return (
-            f"request {req.request!r}: rank {src} sealed {seal.num_pages} pages of {plan.src_page_size} tokens, "
+            f"request {req.request!r}: {self._group_map.name(src)} sealed {seal.num_pages} pages of "
+            f"{plan.src_page_size} tokens, "
             f"but {granted} pages of {plan.dst_page_size} tokens are granted behind a prefix of "
             f"{req.prefix_tokens} tokens; send exactly the pages after the prefix"
         )
@@ -714,11 +715,15 @@ class Receiver:
             self.actions.append(Settle(work))
         req.cancels = []
 
+    @property
+    def _me(self) -> str:
+        return self._group_map.name(self._group_map.rank)
+
     def _missing(self, req: ReceiverRequest) -> str:
         """Names what has not arrived, for the message of a request whose writers have all sealed."""
         for rank, writer in req.writers.items():
             if missing := writer.missing(None, req.num_tokens):
-                return f"{missing} from rank {rank}"
+                return f"{missing} from {self._group_map.name(rank)}"
         return f"{len(req.scattering)} stages to be unpacked"
 
     def _deadline(self, req: ReceiverRequest) -> tuple[float, str]:

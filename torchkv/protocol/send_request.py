@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError, TransferTimeout
 from torchkv.layout.pair_plan import first_page_outside
@@ -45,6 +46,7 @@ class SenderRequest:
 
     request: str
     dst: int
+    receiver: str  # who that is, in messages
     begun_at: float
     grant: BoundGrant | None = None
     queue: deque[SendOp] = field(default_factory=deque)  # ops that wait for the grant
@@ -72,10 +74,6 @@ class SenderRequest:
     gated: int = 0  # `RequestFlows.gated` when last seen
 
     @property
-    def receiver(self) -> str:
-        return receiver_name(self.dst)
-
-    @property
     def waits(self) -> bool:
         """Whether a grant that comes now is meant for this request."""
         return self.grant is None and not self.grant_spent
@@ -93,9 +91,9 @@ class SenderRequest:
     def overdue(self, now: float, *, timeout: float, grant_timeout: float) -> KVError | None:
         """The error of a request that has waited too long for its receiver; None for any other. Limits in seconds."""
         if self.grant is None and now >= self.begun_at + grant_timeout:
-            return self._late(not_posted(self.dst), grant_timeout, "grant_timeout")
+            return self._late(not_posted(self.dst, self.receiver), grant_timeout, "grant_timeout")
         if self.sealed_at is not None and now >= self.progress_at + timeout:
-            return self._late(f"rank {self.dst} has not reported its verdict", timeout, "timeout")
+            return self._late(f"{self.receiver} has not reported its verdict", timeout, "timeout")
         return None
 
     def _late(self, omission: str, limit: float, option: str) -> TransferTimeout:
@@ -155,17 +153,20 @@ class SenderRequest:
         return self.pages
 
 
-def receiver_name(dst: int) -> str:
+Naming: TypeAlias = Callable[[int], str]  # a rank -> what messages call it, see `GroupMap.name`
+
+
+def receiver_name(dst: int, name: Naming) -> str:
     """A receiver, or `ANYBODY`, in messages."""
-    return "whoever grants it" if dst == ANYBODY else f"rank {dst}"
+    return "whoever grants it" if dst == ANYBODY else name(dst)
 
 
-def not_posted(dst: int) -> str:
+def not_posted(dst: int, receiver: str) -> str:
     """Who has not granted the request that goes to ``dst``, in messages."""
-    return "no rank has posted recv_pages" if dst == ANYBODY else f"rank {dst} has not posted recv_pages"
+    return "no rank has posted recv_pages" if dst == ANYBODY else f"{receiver} has not posted recv_pages"
 
 
-def check_grant(op: SendOp, grant: BoundGrant) -> None:
+def check_grant(op: SendOp, grant: BoundGrant, name: Naming) -> None:
     """Checks an op against the grant of its receiver.
 
     Raises ``PageOutOfRange`` for pages outside the grant, ``ProtocolError`` if another receiver of the same verb has
@@ -173,11 +174,11 @@ def check_grant(op: SendOp, grant: BoundGrant) -> None:
     """
     if op.whole and not grant.plan.page_for_page:
         raise LayoutMismatch(
-            f"request {op.request!r} to rank {op.dst}: the pages of the two ranks differ in heads, page size or order, "
-            f"so whole pages cannot be sent; use send_slice or send_pages"
+            f"request {op.request!r} to {name(op.dst)}: the pages of the two ranks differ in heads, page size or "
+            f"order, so whole pages cannot be sent; use send_slice or send_pages"
         )
     if not op.state:
-        check_range(grant, op.start, op.num_pages)
+        check_range(grant, op.start, op.num_pages, name)
         check_prefix(op, grant)
 
 
@@ -223,7 +224,7 @@ def behind(grant: BoundGrant, start: int, num_pages: int, *, from_prompt: bool) 
     return max(start - prefix, 0), num_pages - held, held
 
 
-def check_range(grant: BoundGrant, start: int, num_pages: int) -> None:
+def check_range(grant: BoundGrant, start: int, num_pages: int, name: Naming) -> None:
     """Raises ``PageOutOfRange`` if one of the sender's pages [start, start + num_pages) lies outside the grant."""
     plan = grant.plan
     if (start + num_pages - 1) * plan.src_page_size < len(grant.pages) * plan.dst_page_size:
@@ -231,14 +232,14 @@ def check_range(grant: BoundGrant, start: int, num_pages: int) -> None:
     outside = first_page_outside(start, num_pages, plan.src_page_size, grant.num_tokens)
     if outside is not None:
         raise PageOutOfRange(
-            f"request {grant.request!r} to rank {grant.dst}: page {outside} (counted after the prefix, "
+            f"request {grant.request!r} to {name(grant.dst)}: page {outside} (counted after the prefix, "
             f"{grant.plan.src_page_size} tokens each) lies outside the grant of {len(grant.pages)} pages of "
             f"{grant.plan.dst_page_size} tokens behind a prefix of {grant.prefix_tokens} tokens; "
             f"send only pages after the prefix"
         )
 
 
-def check_slot(grant: BoundGrant, num_slots: int) -> None:
+def check_slot(grant: BoundGrant, num_slots: int, name: Naming) -> None:
     """Raises ``ProtocolError`` if state is owed and the grant names no slot, or if it names one that does not exist.
 
     num_slots: of the receiver.
@@ -246,7 +247,7 @@ def check_slot(grant: BoundGrant, num_slots: int) -> None:
     slot, state = grant.state_slot, grant.plan.state
     owes = state is not None and state.segments
     if (slot is None and owes) or (slot is not None and slot >= num_slots):
-        raise ProtocolError(f"grant of rank {grant.dst} names state slot {slot}, it has {num_slots} slots")
+        raise ProtocolError(f"grant of {name(grant.dst)} names state slot {slot}, it has {num_slots} slots")
 
 
 def extent(req: SenderRequest | None, grant: BoundGrant | None) -> str:

@@ -37,7 +37,7 @@ and one of them says so (`Exempt`).
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -91,6 +91,7 @@ __all__ = ["Sender"]
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 
 MAX_QUEUED_OPS = 8192  # ops of one request that wait for its grant
+MAX_REQUESTS = 1 << 14  # to one receiver, which may have hung: as many as it may grant before their first verb
 MAX_QUEUED_PAGES = 1 << 22  # pages of all ops of this rank that wait for grants
 
 
@@ -111,6 +112,7 @@ class Sender:
         self._timeout = timeout
         self._grant_timeout = grant_timeout
         self._requests: dict[tuple[str, int], SenderRequest] = {}  # by name and receiver
+        self._open: Counter[int] = Counter()  # how many of these, by receiver
         self._by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
         self._unmet = Unmet(grant_timeout)
         # Of requests to anybody whose grant has come, or which are exempt from sending: the ranks that they go to.
@@ -152,6 +154,7 @@ class Sender:
         req = self._requests.get((request, dst))
         if req is None:
             self._meet_revocation(request, dst)
+            self._check_room(request, dst)
             grant = self._unmet.grant((request, dst))
         else:
             req.check_open()
@@ -160,7 +163,7 @@ class Sender:
             if from_prompt or (grant.absent_tokens and not state):
                 start, num_pages, _ = behind(grant, start, num_pages, from_prompt=from_prompt)
             if not state:
-                check_range(grant, start, num_pages)
+                check_range(grant, start, num_pages, self._group_map.name)
         elif req is not None and len(req.queue) >= MAX_QUEUED_OPS:
             raise ProtocolError(
                 f"request {request!r} to {req.receiver}: {len(req.queue)} transfers wait for its grant, the limit; "
@@ -171,6 +174,15 @@ class Sender:
             raise ProtocolError(
                 f"request {request!r}: {self._queued_pages} pages wait for grants on this rank, "
                 f"the limit is {MAX_QUEUED_PAGES}; try again once some receiver has posted",
+                retryable=True,
+            )
+
+    def _check_room(self, request: str, dst: int) -> None:
+        """Raises unless one more request to ``dst`` may begin."""
+        if self._open[dst] >= MAX_REQUESTS:
+            raise ProtocolError(
+                f"request {request!r} to {self.named(dst)}: {MAX_REQUESTS} requests to it have not ended, the limit; "
+                f"try again once some have, or cancel those that have failed",
                 retryable=True,
             )
 
@@ -193,7 +205,7 @@ class Sender:
         ``PageOutOfRange``.
         """
         assert req.grant is not None
-        check_range(req.grant, op.start, op.num_pages)
+        check_range(req.grant, op.start, op.num_pages, self._group_map.name)
         req.add_sent(op)
         self._start(req, op, req.grant, req.begun_at)
         return req.flow is not None
@@ -244,14 +256,16 @@ class Sender:
         """
         self._meet_revocation(request, dst)
         req = self._requests.get((request, dst))
-        if req is not None:
+        if req is None:
+            self._check_room(request, dst)
+        else:
             req.check_open()
         grant = self._grant_of(request, dst)
         problem = self._pages_missing(request, dst, req, grant)
         if problem is None and state_slot is None:
             problem = self._state_missing(request, dst, grant)
         if problem is not None:
-            raise ProtocolError(f"finish({request!r}) to {receiver_name(dst)}: {problem}")
+            raise ProtocolError(f"finish({request!r}) to {self.named(dst)}: {problem}")
 
     def finish(self, request: str, dst: int, *, aux: bytes, work: Work, now: float) -> None:
         """Seals the request as soon as all its transfers are flushed. `check_finish` has accepted it.
@@ -276,7 +290,7 @@ class Sender:
                 if dst == ANYBODY:
                     break
                 if (grant := self._unmet.take(key)) is not None:
-                    text = f"rank {self._group_map.rank} cancelled request {request!r}"
+                    text = f"{self.named(self._group_map.rank)} cancelled request {request!r}"
                     self._tell_abort(grant, TransferCancelled(text))
                 self._unmet.take_revocation(key)
                 continue
@@ -288,7 +302,7 @@ class Sender:
                 self._unmet.refuse(key, now)
             if req.error is None:
                 error = TransferCancelled(
-                    f"request {request!r} to {req.receiver} was cancelled on rank {self._group_map.rank}"
+                    f"request {request!r} to {req.receiver} was cancelled on {self.named(self._group_map.rank)}"
                 )
                 self._fail(req, error)
             else:
@@ -334,7 +348,7 @@ class Sender:
         if grants := self._unmet.named(request):
             grant = self._unmet.take((request, grants[0].dst))
             assert grant is not None
-            error = TransferCancelled(f"rank {self._group_map.rank} cancelled request {request!r}")
+            error = TransferCancelled(f"{self.named(self._group_map.rank)} cancelled request {request!r}")
             self._tell_abort(grant, error)
             self._refuse_others(request, grant.dst, error, now)
             return
@@ -416,12 +430,14 @@ class Sender:
         """
         writers = tuple(message.writers)
         if list(writers) != sorted(set(writers)) or self._group_map.rank not in writers:
-            raise ProtocolError(f"grant of rank {src} names writers {list(writers)}, unsorted or without this rank")
+            raise ProtocolError(
+                f"grant of {self.named(src)} names writers {list(writers)}, unsorted or without this rank"
+            )
         for rank in writers:
             if rank not in self._group_map.info:
-                raise ProtocolError(f"grant of rank {src} names rank {rank}, which is not in this group")
+                raise ProtocolError(f"grant of {self.named(src)} names rank {rank}, which is not in this group")
         if message.absent_tokens > message.prefix_tokens:
-            raise ProtocolError(f"grant of rank {src} names {message.absent_tokens} absent tokens of its prefix")
+            raise ProtocolError(f"grant of {self.named(src)} names {message.absent_tokens} absent tokens of its prefix")
         grant = BoundGrant(
             dst=src,
             generation=message.generation,
@@ -433,7 +449,7 @@ class Sender:
             flow=message.flow,
             absent_tokens=message.absent_tokens,
         )
-        check_slot(grant, self._group_map.info[src].num_slots)
+        check_slot(grant, self._group_map.info[src].num_slots, self._group_map.name)
         key = (message.request, src)
         self._unmet.take_revocation(key)  # the receiver has posted again: the next request meets this grant
         req = self._meant(key, now)
@@ -478,7 +494,9 @@ class Sender:
     def on_exempt(self, src: int, message: Exempt, now: float) -> None:
         """An instance has granted a request, and needs nothing of this rank. Raises ``ProtocolError`` if it does."""
         if self._instance(message.request, src):
-            raise ProtocolError(f"rank {src} exempts this rank from request {message.request!r}, but is owed bytes")
+            raise ProtocolError(
+                f"{self.named(src)} exempts this rank from request {message.request!r}, but is owed bytes"
+            )
         req = self._requests.get((message.request, ANYBODY))
         if req is not None and req.waits and req.error is None:
             self._address(message.request, src, now)
@@ -583,7 +601,9 @@ class Sender:
                 self._tell(req.dst, Quiesced(req.grant.generation))
         for grant in self._unmet.grants():
             self._unmet.take((grant.request, grant.dst))
-            self._tell_abort(grant, type(error)(f"request {grant.request!r}: {error} on rank {self._group_map.rank}"))
+            self._tell_abort(
+                grant, type(error)(f"request {grant.request!r}: {error} on {self.named(self._group_map.rank)}")
+            )
             self._tell(grant.dst, Quiesced(grant.generation))
 
     def tick(self, now: float) -> bool:
@@ -632,13 +652,14 @@ class Sender:
             return
         if dst != ANYBODY and (request, ANYBODY) in self._requests:
             raise ProtocolError(
-                f"request {request!r} to rank {dst}: this rank sends it to whoever grants it, and no rank has yet; "
-                f"pass dst=None in all verbs of one request, or name its receiver in all"
+                f"request {request!r} to {self.named(dst)}: this rank sends it to whoever grants it, and no rank has "
+                f"yet; pass dst=None in all verbs of one request, or name its receiver in all"
             )
         if (revocation := self._unmet.take_revocation(key)) is None:
             return
         revoked_at, error = revocation
-        req = self._requests[key] = SenderRequest(request, dst, revoked_at, grant_spent=True)
+        req = self._requests[key] = SenderRequest(request, dst, self.named(dst), revoked_at, grant_spent=True)
+        self._open[dst] += 1
         self._fail(req, error)
         raise error
 
@@ -656,7 +677,7 @@ class Sender:
         Uses up one refusal.
         """
         request, src = key
-        error = TransferCancelled(f"rank {self._group_map.rank} cancelled an earlier request {request!r}")
+        error = TransferCancelled(f"{self.named(self._group_map.rank)} cancelled an earlier request {request!r}")
         if self._unmet.take_refusal(key, now):
             return error
         if self._unmet.take_refusal((request, ANYBODY), now):
@@ -694,12 +715,14 @@ class Sender:
         """The request to anybody goes to the instance of ``src``, which has granted it: to these ranks."""
         ranks = self._instance(request, src)
         trace.debug("request %r: granted by rank %d, so it goes to ranks %s", request, src, ranks)
-        reqs = [SenderRequest(request, rank, now) for rank in ranks]
+        reqs = [SenderRequest(request, rank, self.named(rank), now) for rank in ranks]
         waiting = self._requests.pop((request, ANYBODY), None)
         self._requests.update({(request, req.dst): req for req in reqs})
+        self._open.update(ranks)
         if ranks or waiting is None or waiting.finish is None:
             self._addressed[request] = ranks
         if waiting is not None:
+            self._count_ended(ANYBODY)
             waiting.ended = True
             self._hand_on(waiting, reqs)
         for req in reqs:
@@ -750,7 +773,8 @@ class Sender:
         """The request of this name and receiver; begins one, and binds its grant if that has come."""
         req = self._requests.get((request, dst))
         if req is None:
-            req = self._requests[(request, dst)] = SenderRequest(request, dst, now)
+            req = self._requests[(request, dst)] = SenderRequest(request, dst, self.named(dst), now)
+            self._open[dst] += 1
             if (grant := self._unmet.take((request, dst))) is not None:
                 self._bind(req, grant, now)
         return req
@@ -774,13 +798,13 @@ class Sender:
             drop_held(op, grant)
             req.add_sent(op)
             try:
-                check_grant(op, grant)
+                check_grant(op, grant, self._group_map.name)
             except KVError as error:
                 problem = error
         if problem is None and req.finish is not None:
             text = self._pages_missing(req.request, req.dst, req, grant)
             text = text or self._state_missing(req.request, req.dst, grant)
-            problem = None if text is None else ProtocolError(f"finish({req.request!r}) to rank {req.dst}: {text}")
+            problem = None if text is None else ProtocolError(f"finish({req.request!r}) to {req.receiver}: {text}")
         if problem is not None:
             self.actions.extend(Settle(op.work, problem) for op in waiting)
             self._fail(req, problem)
@@ -840,7 +864,7 @@ class Sender:
         """An op names pages outside the grant, which only the loop knew when the verb was called: the request fails."""
         assert req.grant is not None
         try:
-            check_grant(op, req.grant)
+            check_grant(op, req.grant, self._group_map.name)
         except PageOutOfRange as error:
             if self._stop(req):
                 self._fail(req, error)
@@ -920,9 +944,13 @@ class Sender:
         if now - req.moved[1] <= self._timeout:
             return None
         return TransferTimeout(
-            f"request {req.request!r} to rank {req.dst}: {len(req.running)} transfers made no progress for "
+            f"request {req.request!r} to {req.receiver}: {len(req.running)} transfers made no progress for "
             f"{self._timeout:g} s (Options.timeout); cancel({req.request!r}) and retry, or raise the limit"
         )
+
+    def named(self, rank: int) -> str:
+        """A member, or `ANYBODY`, in messages."""
+        return receiver_name(rank, self._group_map.name)
 
     def _state_missing(self, request: str, dst: int, grant: BoundGrant | None) -> str | None:
         """Names the first layer whose state is owed and was not sent; None if there is none, as far as is known."""
@@ -1014,9 +1042,15 @@ class Sender:
             req.cancels = []
             self._end(req)
 
+    def _count_ended(self, dst: int) -> None:
+        self._open[dst] -= 1
+        if not self._open[dst]:
+            del self._open[dst]
+
     def _end(self, req: SenderRequest) -> None:
         req.ended = True
         del self._requests[(req.request, req.dst)]
+        self._count_ended(req.dst)
         addressed = self._addressed.get(req.request, ())
         if addressed and not any((req.request, rank) in self._requests for rank in addressed):
             del self._addressed[req.request]

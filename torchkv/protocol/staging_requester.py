@@ -99,7 +99,7 @@ class StagingRequester:
         """Where to write; None until the receiver has answered. Raises ``RingExhausted`` if it has denied the stage."""
         ask = self._queues[dst, generation].asks[serial]
         if ask.denied is not None:
-            raise RingExhausted(f"rank {dst} gave no staging memory: {ask.denied}", retryable=True)
+            raise RingExhausted(f"the receiver gave no staging memory: {ask.denied}", retryable=True)
         return ask.span
 
     def staged(

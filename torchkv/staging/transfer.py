@@ -170,7 +170,7 @@ class StagedTransfer(Transfer):
 
     def _check_rings(self) -> None:
         """Raises ``RingExhausted`` if one page of a layer is larger than a ring."""
-        needed = [(self._target.nbytes, f"rank {self.op.dst}", "recv")]
+        needed = [(self._target.nbytes, self.connection.name, "recv")]
         if self._view is None:
             needed.append((self._stages.ring.capacity, "this rank", "send"))
         for nbytes, whose, option in needed:
@@ -273,7 +273,7 @@ class StagedTransfer(Transfer):
         """Gathers a piece straight into the receiver's mapped ring. Returns what `_pack_and_put` returns."""
         assert self._view is not None
         if span.offset % ALIGNMENT:
-            raise ProtocolError(f"rank {self.op.dst} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
+            raise ProtocolError(f"{self.connection.name} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
         try:
             memory = MemorySpan(self._view.ptr + span.offset, span.nbytes)
             # Through a FIFO a piece may be larger than its stage.

@@ -148,5 +148,5 @@ class Transfer(ABC):
     def _named(self, error: KVError) -> KVError:
         """The error with the request, peer and layers, which channels do not know."""
         layers = self.op.layers if len(self.op.layers) < 5 else (*self.op.layers[:4], "...")
-        where = f"request {self.op.request!r} to rank {self.op.dst}, layers {', '.join(map(str, layers))}"
+        where = f"request {self.op.request!r} to {self.connection.name}, layers {', '.join(map(str, layers))}"
         return type(error)(f"{where}: {error}", retryable=error.retryable)

@@ -92,10 +92,12 @@ class PeerConnection:
     calibration: Iterator[None] | None = None  # measures the costs, step by step; None when done
     counters: dict[str, Counter] = field(default_factory=dict)
     closed: bool = False
+    name: str = ""  # of the rank, in messages
 
     direct: bool = field(init=False)  # whether all pages of the peer are mapped here
 
     def __post_init__(self) -> None:
+        self.name = self.name or f"rank {self.rank}"
         self.direct = all(self.views[placement.storage] is not None for placement in self.placements.values())
 
     def ptr(self, component: str, layer: int) -> int:
@@ -113,10 +115,10 @@ class PeerConnection:
         if self.channel is None:
             return "direct"  # also if another path is forced: a local copy has no other
         if forced == "direct" and not self.direct:
-            raise TransportUnavailable(f"path 'direct' to rank {self.rank}: {self.no_view}; leave Options.path unset")
+            raise TransportUnavailable(f"path 'direct' to {self.name}: {self.no_view}; leave Options.path unset")
         if forced == "staged" and self.staging is None:
             raise TransportUnavailable(
-                f"path 'staged' to rank {self.rank}: it has no staging ring; set Options.staging_recv there"
+                f"path 'staged' to {self.name}: it has no staging ring; set Options.staging_recv there"
             )
         if forced is not None:
             return forced

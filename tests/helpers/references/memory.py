@@ -119,9 +119,8 @@ class Shadow:
         self.rank = rank
         self.problems: list[str] = []
         leases = rank.engine.receiver.leases
-        self._seen = np.zeros(0, dtype=np.int64)  # the leases of slots when last looked at
         self._pages = Places("page", page_bytes(rank), lambda: leases.marks(PAGES), generator)
-        self._slots = Places("slot", slot_bytes(rank), self._slot_leases, generator)
+        self._slots = Places("slot", slot_bytes(rank), lambda: leases.marks(SLOTS), generator)
 
     def free(self) -> list[int]:
         """Pages that no lease holds."""
@@ -133,10 +132,7 @@ class Shadow:
 
     def released(self) -> dict[int, Released]:
         """Generation -> what of it has been released since the last call."""
-        held = self._slot_leases()
-        pages = self._pages.released()
-        slots = {} if np.array_equal(held, self._seen) else self._slots.released()
-        self._seen = held.copy()
+        pages, slots = self._pages.released(), self._slots.released()
         return {
             generation: Released(pages.get(generation, []), slots.get(generation, [])) for generation in pages | slots
         }
@@ -189,9 +185,6 @@ class Shadow:
                 self.problems.append(
                     f"{operation} on rank {self.rank.rank}: {(~right).sum()} wrong bytes in {name, layer}"
                 )
-
-    def _slot_leases(self) -> Int64Array:
-        return self.rank.engine.receiver.leases.marks(SLOTS)
 
 
 @cache

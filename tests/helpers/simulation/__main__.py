@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.helpers.simulation.campaigns import CAMPAIGNS, Tally, prepare, run
+from tests.helpers.simulation.campaigns import CAMPAIGNS, Tally, run
 
 __all__ = ["main"]
 
@@ -40,7 +40,7 @@ def _run(batches: Sequence[tuple[str, range]], workers: int) -> Iterator[Tally]:
         yield from (run(name, seeds) for name, seeds in batches)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
         yield from pool.map(run, *zip(*batches, strict=True))
 
 

@@ -92,11 +92,13 @@ class SimulatedControl:
 
     def events(self, now: float) -> list[PeerEvent]:
         found: list[PeerEvent] = []
+        if self._world.calm and not self._down_since:
+            return found
         for rank, node in self._nodes.items():
             state = self._judge(rank, node, now)
             if state is not self._state[rank]:
                 self._state[rank] = state
-                found.append(PeerEvent(rank, state, f"rank {rank} (node {node}) is {state.value}"))
+                found.append(PeerEvent(rank, state, f"(node {node}) is {state.value}"))
         return found
 
     def sleep(self, seconds: float, also: Iterable[int]) -> None:
@@ -109,12 +111,7 @@ class SimulatedControl:
         world = self._world
         if self._state[rank] is PeerState.DEAD:
             return PeerState.DEAD
-        silent = (
-            not world.alive(node)
-            or world.paused(node)
-            or not world.reaches(node, self._node)
-            or not world.reaches(self._node, node)
-        )
+        silent = not world.runs(node) or not world.reaches(node, self._node) or not world.reaches(self._node, node)
         if not silent:
             self._down_since.pop(rank, None)
             return PeerState.FOUND
@@ -140,7 +137,7 @@ class Rank(Verbs):
 
     @property
     def running(self) -> bool:
-        return self.world.alive(self.node) and not self.world.paused(self.node)
+        return self.world.runs(self.node)
 
 
 class GroupedRank(Rank, GroupedVerbs):

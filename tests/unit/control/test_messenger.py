@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from torchkv.control.messenger import WARNING_INTERVAL, ControlMessenger
+from torchkv.control.greeting import GREETING
+from torchkv.control.messenger import (
+    MAX_ALL_EARLY_NBYTES,
+    MAX_EARLY,
+    MAX_EARLY_NBYTES,
+    MAX_GREETINGS,
+    MAX_GREETINGS_NBYTES,
+    WARNING_INTERVAL,
+    ControlMessenger,
+)
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layout import KVLayout
-from torchkv.protocol.messages import Alive, ControlFrame, Message, encode_frame
+from torchkv.protocol.messages import MAX_FRAME, Alive, ControlFrame, Grant, Message, encode_frame
 
 KEY = b"k" * 32
 ME, PEER, OTHER = range(3)
@@ -106,6 +115,48 @@ def test_what_came_before_its_sender_was_a_member_is_taken_in_then() -> None:
     assert mine.next_poll == 0.0
     assert [m for each in mine.receive(-1) for m in mine.accept(*each)] == [send_now(1), send_now(2)]
     assert mine.receive(-1) == []
+
+
+def early_frame(incarnation: int, seq: int, nbytes: int) -> bytes:
+    """Of a rank that is no member here, or not yet."""
+    grant = Grant("r", seq, 0, bytes(nbytes), [0])
+    return encode_frame(ControlFrame(PEER, incarnation, 100, seq, 0, grant), KEY)
+
+
+def test_a_rank_that_is_no_member_yet_fills_no_memory() -> None:
+    mine, here = messenger(ME)
+    mine.remove(group_map(ME).info[PEER])
+    here.inbox = [early_frame(101, seq, MAX_FRAME // 4) for seq in range(1, 9)]
+    mine.receive(-1)
+    assert MAX_EARLY_NBYTES // 2 < sum(nbytes for _, nbytes in mine._early) <= MAX_EARLY_NBYTES
+    mine.add(group_map(ME).info[PEER])
+    assert [m.generation for each in mine.receive(-1) for m in mine.accept(*each) if isinstance(m, Grant)] == [1, 2, 3]
+    assert not mine._early, "taken in, so not kept"
+
+
+def test_ranks_that_are_no_members_yet_fill_no_memory_together() -> None:
+    mine, here = messenger(ME)
+    for incarnation in range(1000, 1010):
+        here.inbox = [early_frame(incarnation, 1, MAX_FRAME - (1 << 20))]
+        mine.receive(-1)
+    kept = sum(nbytes for _, nbytes in mine._early)
+    assert MAX_ALL_EARLY_NBYTES // 2 < kept <= MAX_ALL_EARLY_NBYTES
+    assert mine._early[-1][0].incarnation == 1009, "the latest stay"
+    for incarnation in range(2000, 2000 + 2 * MAX_EARLY):
+        here.inbox = [early_frame(incarnation, 1, 8)]
+        mine.receive(-1)
+    assert len(mine._early) == MAX_EARLY
+
+
+@pytest.mark.parametrize(("nbytes", "most"), [(8, MAX_GREETINGS), (MAX_GREETINGS_NBYTES // 4, 3)])
+def test_greetings_fill_no_memory(nbytes: int, most: int, caplog: pytest.LogCaptureFixture) -> None:
+    mine, here = messenger(ME)
+    for again in (1, 2):
+        here.inbox = [GREETING + bytes(nbytes)] * (most + 2)
+        assert mine.receive(-1) == []
+        assert len(mine.take_greetings()) == most, "and when they have been taken there is room again"
+        assert mine.dropped == 2 * again
+    assert "no room for one more greeting" in caplog.text
 
 
 def test_frames_that_are_no_good_are_counted() -> None:

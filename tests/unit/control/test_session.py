@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchkv.control.session import ACK_DELAY, FIRST_RETRY, LAST_RETRY, RESENT, WINDOW, Session
-from torchkv.protocol.messages import Alive, ControlFrame, Message
+from torchkv.control.allowance import Allowance
+from torchkv.control.session import ACK_DELAY, EARLY_NBYTES, FIRST_RETRY, LAST_RETRY, RESENT, WINDOW, Session
+from torchkv.protocol.messages import Alive, ControlFrame, Grant, Message, message_nbytes
 
 A, B = 111, 222
 
@@ -199,3 +200,56 @@ def test_more_than_a_window_gets_through() -> None:
         now += LAST_RETRY
     assert got == list(range(count))
     assert one.idle
+
+
+def large(number: int) -> Message:
+    return Grant("r", number, 0, bytes(8 << 20), [0])
+
+
+def test_what_comes_too_early_is_kept_up_to_a_number_of_bytes_and_the_rest_comes_again() -> None:
+    one, other = both()
+    count = 4 * EARLY_NBYTES // message_nbytes(large(0)) // 2
+    for number in range(count):
+        one.send(large(number))
+    first, *rest = one.poll(0.0)
+    for frame in reversed(rest):
+        assert other.receive(frame) == []
+    kept = other._allowance.kept
+    assert EARLY_NBYTES // 2 < kept <= EARLY_NBYTES, "negative control: all of them are more"
+    assert sum(message_nbytes(frame.message) for frame in rest if frame.message) > EARLY_NBYTES
+    got = [m.generation for m in other.receive(first) if isinstance(m, Grant)]
+    assert other._allowance.kept == kept, "those that are kept come behind some that were dropped"
+    now = FIRST_RETRY
+    while not one.idle:
+        for frame in one.poll(now):
+            got += [m.generation for m in other.receive(frame) if isinstance(m, Grant)]
+        for frame in other.poll(now) + other.poll(now + ACK_DELAY):
+            one.receive(frame)
+        now += LAST_RETRY
+    assert got == list(range(count))
+    assert other._allowance.kept == 0
+
+
+def test_sessions_share_a_number_of_bytes_and_each_gets_the_next_message_all_the_same() -> None:
+    shared = Allowance(100)
+    greedy, modest = (Session(1, B, peer, shared) for peer in (A, A + 1))
+    for seq in range(2, 50):
+        greedy.receive(ControlFrame(0, A, B, seq, 0, message(seq)))
+    assert 90 < shared.kept <= 100
+    assert modest.receive(ControlFrame(2, A + 1, B, 2, 0, message(1))) == []
+    assert modest._early == {}
+    assert numbers(modest.receive(ControlFrame(2, A + 1, B, 1, 0, message(0)))) == [0]
+    assert numbers(modest.receive(ControlFrame(2, A + 1, B, 2, 0, message(1)))) == [1]
+    greedy.close()
+    greedy.close()
+    assert shared.kept == 0
+
+
+def test_a_message_that_comes_twice_counts_once() -> None:
+    shared = Allowance(100)
+    _, other = Session(0, A, B), Session(1, B, A, shared)
+    for _ in range(2):
+        other.receive(ControlFrame(0, A, B, 2, 0, message(2)))
+    assert shared.kept == message_nbytes(message(2))
+    assert numbers(other.receive(ControlFrame(0, A, B, 1, 0, message(1)))) == [1, 2]
+    assert shared.kept == 0

@@ -79,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def run(channel: FakeChannel, device: str = "cpu") -> tuple[Any, list[float]]:
     """The route afterwards, and how long each step took."""
-    connection: Any = SimpleNamespace(rank=1, channel=channel, costs=None)
+    connection: Any = SimpleNamespace(rank=1, name="rank 1", channel=channel, costs=None)
     source: Any = SimpleNamespace(index=3, nbytes=4 * MIB, device=torch.device(device))
     steps: Iterator[None] = probe.calibration(connection, source, 5, channel.progress)
     took = []

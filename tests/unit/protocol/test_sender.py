@@ -619,6 +619,25 @@ def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPa
     verb(machine, 5, request="other")
 
 
+def test_requests_to_one_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs must neither fill this rank's memory nor keep it from sending to others."""
+    monkeypatch.setattr(sender_module, "MAX_REQUESTS", 3)
+    machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
+    for name in ("a", "b", "c"):
+        verb(machine, 1, request=name)
+    with pytest.raises(ProtocolError, match="rank 1: 3 requests to it have not ended") as caught:
+        verb(machine, 1, request="d")
+    assert caught.value.retryable
+    with pytest.raises(ProtocolError, match="limit"):
+        machine.check_finish("d", 1, state_slot=None)
+    verb(machine, 1, request="a", start=1)
+    verb(machine, 1, request="d", dst=2)
+    machine.cancel("b", "cancel", 0.0)
+    verb(machine, 1, request="d")
+    with pytest.raises(ProtocolError, match="limit"):
+        verb(machine, 1, request="e")
+
+
 @pytest.mark.parametrize(
     "message",
     [
