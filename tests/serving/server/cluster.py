@@ -17,7 +17,7 @@ import httpx
 from tests.helpers.jobs import SECRET
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 60.0
+DEADLINE = 100.0
 
 
 class Cluster:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +28,8 @@ from tests.serving.server.cluster import Cluster, await_true
 
 PAGE, PAGE_NBYTES = 16, 4 * 2 * 16 * 4 * 16 * 4  # layers, K and V, tokens, heads, dim, float32
 LONG = 300
+pytestmark = pytest.mark.timeout(300)  # processes that import torch and transformers, on busy machines
+
 STARTED = ("prefill-a", "decode-a", "decode-b")
 
 # Of several steps of a prefill, of many pages, of whole pages, of one page; of one token, of which nothing is sent.
@@ -133,6 +141,42 @@ def test_who_has_no_secret_is_no_worker_and_reaches_none(cluster: Cluster) -> No
     assert cluster.client.post("/v1/completions", content=iter([b"x"])).status_code == 413
 
 
+def test_the_status_page_is_whole_in_itself(cluster: Cluster) -> None:
+    page = cluster.client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=|https?:|innerHTML", page.text), "nothing from elsewhere, no text taken for HTML"
+    status = cluster.status()
+    assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
+    for name in re.findall(r"status\.(\w+)", page.text):
+        assert name in status or name in {"workers", "requests"}, name
+    for name in re.findall(r"worker\.(\w+)", page.text):
+        assert all(name in worker for worker in status["workers"]), name
+
+
+def test_the_status_page_is_live_in_chromium(cluster: Cluster, tmp_path: Path) -> None:
+    if importlib.util.find_spec("PySide6") is None:
+        pytest.skip("no browser: pip install pyside6-webengine")
+    environment = {
+        **os.environ,
+        "QT_QPA_PLATFORM": "offscreen",
+        "QTWEBENGINE_DISABLE_SANDBOX": "1",  # which root cannot have
+        "QTWEBENGINE_CHROMIUM_FLAGS": "--disable-gpu",
+    }
+    picture = tmp_path / "status.png"
+    command = [sys.executable, str(Path(__file__).with_name("browser.py")), cluster.url, str(picture)]
+    with cluster.stream(PROMPTS[1], 1500) as events:
+        next(events)
+        seen = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60)
+    assert seen.returncode == 0, seen.stderr
+    before, after = seen.stdout.split("THEN\n")
+    for text in (before, after):
+        assert "live, " in text
+        for instance in cluster.workers():
+            assert f"\n{instance}\t" in text
+    assert picture.stat().st_size > 10_000
+
+
 def test_a_client_that_hangs_up_frees_its_pages(cluster: Cluster) -> None:
     cancelled = cluster.status()["requests"]["cancelled"]
     with cluster.stream(PROMPTS[0], LONG) as events:
@@ -195,9 +239,20 @@ def test_a_prefill_worker_stops_and_its_pages_are_quarantined(cluster: Cluster, 
     assert all(worker["quarantined"] == 0 for worker in cluster.workers().values())
 
 
+def test_a_worker_that_is_told_to_end_finishes_what_it_has(cluster: Cluster, expected: list[int]) -> None:
+    retried = cluster.status()["requests"]["retried"]
+    with cluster.stream(PROMPTS[1], LONG) as mine, cluster.stream(PROMPTS[1], LONG) as other:
+        streams = [[next(events)["choices"][0]["token_ids"][0]] for events in (mine, other)]
+        cluster.processes["decode-b"].terminate()
+        for tokens, events in zip(streams, (mine, other), strict=True):
+            tokens += [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert streams == [expected] * 2
+    assert cluster.processes.pop("decode-b").wait(60) == 0
+    assert "decode-b" not in cluster.workers()
+    assert cluster.status()["requests"]["retried"] == retried
+
+
 def test_without_a_decode_worker_requests_fail_and_say_so(cluster: Cluster, expected: list[int]) -> None:
-    cluster.kill("decode-b")
-    await_true(lambda: "decode-b" not in cluster.workers())
     with cluster.stream(PROMPTS[1], LONG) as events, ThreadPoolExecutor(1) as threads:
         next(events)
         cluster.kill("decode-a")
