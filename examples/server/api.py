@@ -94,6 +94,7 @@ def make_app(router: Router, signature: Signature, *, model: str, tokenizer: Tok
         watching = router.start(router.watch())
         yield
         watching.cancel()
+        await router.close()
 
     app = FastAPI(title="torchkv example server", lifespan=watched)
     signed = [Depends(signature.check)]

@@ -71,6 +71,9 @@ class Engine:
         It waits while the cache may not hold it all. Closing the generator cancels the request.
         """
         blocks = -(-(len(prompt) + limit) // self._page_size)
+        if blocks > self.blocks:
+            yield Step(error=f"{blocks} blocks are more than the {self.blocks} of this worker")
+            return
         async with self._room:
             await self._room.wait_for(lambda: self._reserved + blocks <= self.blocks)
             self._reserved += blocks

@@ -95,6 +95,9 @@ class Router:
                 if time.monotonic() > worker.seen + SILENCE:
                     self.drop(name, f"has not reported for {SILENCE:.0f} s")
 
+    async def close(self) -> None:
+        await self._client.aclose()
+
     @property
     def context(self) -> int:
         """Tokens that any worker takes for one request."""
@@ -155,6 +158,8 @@ class Router:
                         continue  # it is not needed any more
                     raise step
                 received, finished = True, step.finish is not None
+                if prefill is not None:
+                    prefill.attempts.discard(said)
                 yield step
         finally:  # nothing here waits: this may run while a handler is cancelled
             for worker in members:
