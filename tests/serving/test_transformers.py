@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,7 +13,10 @@ from tests.helpers.jobs import SECRET, new_secret_file
 
 pytest.importorskip("transformers", reason="the engine is that of transformers (extra 'demo')")
 
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
 from tests.helpers.ranks import batching
+from torchkv.integrations import transformers as adapter
 
 PREFILL, DECODE, ALONE = range(3)
 TOKENS = 6
@@ -103,6 +108,38 @@ def test_another_model_is_refused_and_prefilled_here(ranks: Ranks, address: str)
     ranks.run(batching.generate, {"w": PROMPTS["b"]}, TOKENS, other, ranks=[DECODE])
     assert ranks.run(batching.take_computed, ranks=[DECODE]) == [len(PROMPTS["b"]) + TOKENS - 1]
     ranks.run(batching.end, ranks=[ALONE])
+
+
+def test_prompts_that_do_not_fit_prefill_together_wait_for_one_another(
+    ranks: Ranks, address: str, golden: dict[str, list[int]]
+) -> None:
+    """Its 64 blocks hold one of them: the others wait until it has been received, and their tokens are right."""
+    ranks.run(batching.begin, "alone", "", ranks=[ALONE])
+    prompts = {name: [(k * i) % 500 + 3 for i in range(600)] for name, k in (("u", 7), ("v", 11), ("t", 13))}
+    (expected,) = ranks.run(batching.generate, prompts, TOKENS, ranks=[ALONE])
+    ranks.run(batching.end, ranks=[ALONE])
+    for name, prompt in prompts.items():
+        ranks.run(batching.add, name, prompt, 1, ranks=[PREFILL])
+    # One is computed, and keeps 38 blocks until it is sent; another one has begun.
+    ranks.run(batching.await_free, 3 / 64, ranks=[PREFILL])
+    assert ranks.run(batching.generate, prompts, TOKENS, address, ranks=[DECODE]) == [expected]
+    for name in prompts:
+        ranks.run(batching.result, name, ranks=[PREFILL])
+    assert ranks.run(batching.take_computed, ranks=[DECODE]) == [TOKENS * len(prompts)]
+
+
+def test_what_is_preempted_while_it_is_prefilled_is_neither_sent_nor_declined() -> None:
+    """transformers takes its blocks, calls it finished, and begins it anew under the same name."""
+    scheduler: Any = object.__new__(adapter._PrefillScheduler)
+    scheduler._kv, scheduler.cache, scheduler._sending = Mock(), Mock(), {}
+    scheduler._allocator = Mock(block_table={}, tokens_per_page=16)
+    state = RequestState(request_id="x", initial_tokens=list(range(100)), max_new_tokens=1)
+    state._status = RequestStatus.FINISHED
+    scheduler.active_requests = {"x": state}
+    scheduler.finish_request("x")
+    assert scheduler._kv.mock_calls == []
+    assert (scheduler.active_requests, scheduler._sending) == ({}, {})
+    scheduler.cache.free_blocks.assert_called_once_with("x")
 
 
 def _address() -> str:

@@ -31,26 +31,41 @@ class Endpoint:
     """This process as an instance of torchkv, from when transformers makes the scheduler until `close`.
 
     scheduler: for ``ContinuousBatchingConfig(scheduler_type=...)``. address: where others can reach this instance; or
-    the error with which it could not join.
+    the error with which it could not join. moved: bytes of the pages that it has sent, or received.
     """
 
     def __init__(self, instance: str, options: torchkv.Options | None) -> None:
         self.scheduler = f"torchkv:{instance}"
         self.address: Future[str] = Future()
+        self.moved = 0
         self._instance = instance
         self._options = options
         self._kv: KVMember | None = None
+        self._page_nbytes = 0  # in all layers
+
+    @property
+    def member(self) -> KVMember:
+        """This process among the instances. Not before `address` is known."""
+        assert self._kv is not None, "no scheduler has joined yet"
+        return self._kv
 
     def join(self, cache: Any) -> KVMember:
         """For the scheduler: adopts a ``PagedAttentionCache``."""
         assert self._kv is None, "one scheduler an endpoint"
         try:
-            self._kv = torchkv.join(_adopted(cache), self._instance, options=self._options)
+            adopted = _adopted(cache)
+            layout = adopted.layout
+            self._page_nbytes = len(layout.layers) * sum(layout.page_nbytes(c.name) for c in layout.components)
+            self._kv = torchkv.join(adopted, self._instance, options=self._options)
         except BaseException as error:
             self.address.set_exception(error)
             raise
         self.address.set_result(self._kv.address)
         return self._kv
+
+    def count(self, pages: int) -> None:
+        """For the scheduler: so many pages were sent or received."""
+        self.moved += pages * self._page_nbytes
 
     def close(self) -> None:
         """Leaves. To be called once the manager has stopped."""
@@ -86,6 +101,8 @@ def decode(instance: str, source: Callable[[str], str], *, options: torchkv.Opti
 class _PrefillScheduler(FIFOScheduler):
     def __init__(self, endpoint: Endpoint, **arguments: Any) -> None:
         self._sending: dict[str, KVWork] = {}
+        self._pages: dict[str, int] = {}  # of what is being sent, and has not failed
+        self._endpoint = endpoint
         super().__init__(**arguments)
         self._kv = endpoint.join(self.cache)
         (self._allocator,) = self.cache.cache_allocators.values()
@@ -96,13 +113,16 @@ class _PrefillScheduler(FIFOScheduler):
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         self._poll()
-        return super().schedule_batch(token_budget, cache_budget)
+        return _or_wait(self, super().schedule_batch(token_budget, cache_budget), bool(self._sending))
 
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.pop(request_id, None)
+        finished = state is not None and state.status.name == "FINISHED"
         if request_id in self._sending:
             log.warning("request %s was not sent: another one of this name is being sent", request_id)
-        elif state is not None and state.status.name == "FINISHED" and len(state.initial_tokens) > 1:
+        elif finished and not state.generated_tokens:
+            pass  # preempted, which frees its blocks: it is computed, and sent, later
+        elif finished and len(state.initial_tokens) > 1:
             self._send(request_id, len(state.initial_tokens) - 1)
             return
         else:
@@ -115,7 +135,7 @@ class _PrefillScheduler(FIFOScheduler):
             self._requests_to_cancel -= here
             dropped = set(self._requests_to_cancel)
         for request_id in here:
-            self._sending[request_id] = self._kv.cancel(request_id)
+            self._give_up(request_id)
         for request_id in dropped:
             self._kv.cancel(request_id, decline=True)
         return super().clear_cancelled_requests()
@@ -125,9 +145,15 @@ class _PrefillScheduler(FIFOScheduler):
         try:
             self._kv.send_pages(request_id, pages, None, origin="prompt")
             self._sending[request_id] = self._kv.finish(request_id, None)
+            self._pages[request_id] = len(pages)
         except KVError as error:
             log.warning("request %s was not sent: %s", request_id, error)
-            self._sending[request_id] = self._kv.cancel(request_id)
+            self._give_up(request_id)
+
+    def _give_up(self, request_id: str) -> None:
+        """Its blocks are kept until nothing reads them."""
+        self._pages.pop(request_id, None)
+        self._sending[request_id] = self._kv.cancel(request_id)
 
     def _poll(self) -> None:
         for request_id, work in list(self._sending.items()):
@@ -135,8 +161,9 @@ class _PrefillScheduler(FIFOScheduler):
                 continue
             if (error := work.exception()) is not None:
                 log.warning("request %s was not sent: %s", request_id, error)
-                self._sending[request_id] = self._kv.cancel(request_id)  # lasts until nothing reads its pages
+                self._give_up(request_id)
             else:
+                self._endpoint.count(self._pages.pop(request_id, 0))
                 del self._sending[request_id]
                 self.cache.free_blocks(request_id)
 
@@ -158,6 +185,7 @@ class _Arrival:
 class _DecodeScheduler(FIFOScheduler):
     def __init__(self, endpoint: Endpoint, source: Callable[[str], str], **arguments: Any) -> None:
         self._arrivals: dict[str, _Arrival] = {}
+        self._endpoint = endpoint
         super().__init__(**arguments)
         if self.cache.use_prefix_sharing:
             raise LayoutMismatch("torchkv receives into blocks of one request; set allow_block_sharing=False")
@@ -179,7 +207,7 @@ class _DecodeScheduler(FIFOScheduler):
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         self._poll()
-        return super().schedule_batch(token_budget, cache_budget)
+        return _or_wait(self, super().schedule_batch(token_budget, cache_budget), bool(self._arrivals))
 
     def clear_cancelled_requests(self) -> Any:
         with self._cancellation_lock:
@@ -246,6 +274,8 @@ class _DecodeScheduler(FIFOScheduler):
     def _admit(self, request_id: str, arrival: _Arrival) -> None:
         """It is scheduled as any other from now on: with its prompt, or without."""
         error = arrival.error if arrival.work is None else arrival.work.exception()
+        if arrival.work is not None and error is None:
+            self._endpoint.count(len(self._allocator.block_table[request_id]))
         if arrival.ended or error is not None:
             self.cache.free_blocks(request_id)
         if arrival.ended:
@@ -257,6 +287,15 @@ class _DecodeScheduler(FIFOScheduler):
         else:
             log.warning("request %s was not received, and is prefilled here: %s", request_id, error)
         self.waiting_requests_order.append(request_id)
+
+
+def _or_wait(scheduler: FIFOScheduler, scheduled: Any, transfers: bool) -> Any:
+    """``scheduled``; but without a batch, instead of no way to make one, if blocks come free when transfers end.
+
+    transfers: whether there are any. Of several active requests transformers preempts one instead.
+    """
+    batch, *others = scheduled
+    return ([], *others) if batch is None and transfers and len(scheduler.active_requests) < 2 else scheduled
 
 
 def _adopted(cache: Any) -> torchkv.KVCache:
