@@ -28,6 +28,7 @@ setup(
     ],
     extras_require={
         "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
+        "metrics": ["prometheus_client>=0.20"],
         # Engines bring themselves, in versions of their own: see docs/integrations.md.
         "vllm": [],
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
@@ -37,6 +38,7 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15,<3",
+            "prometheus_client>=0.20",
             "pre-commit>=4",
             "pytest>=8",
             "pytest-cov>=5",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
+    from torchkv.observe.recorder import Operation
 
 __all__ = ["KVWork", "LoopProgress", "drivers"]
 
@@ -91,6 +92,7 @@ class KVWork(dist.Work):
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
     _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
+    _recorded: Operation | None = None  # in the flight recorder
 
     def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
         dist.Work.__init__(self)  # half a microsecond faster than super()
@@ -113,6 +115,8 @@ class KVWork(dist.Work):
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         limit = limit or self._limit
         if not self._wait_done(limit):
+            if self._recorded is not None:
+                self._recorded[0].waited(self._recorded, limit)
             raise TransferTimeout(
                 f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
                 pages_safe=self._pages_safe or self._ended_safely,
@@ -316,6 +320,8 @@ class KVWork(dist.Work):
             for stream_wait in self._stream_waits:
                 stream_wait.open()
             self._stream_waits = ()
+        if (operation := self._recorded) is not None:
+            operation[0].settle(operation, self._ended, self.bytes, self._paths, self._error)
 
     def _announce(self) -> None:
         """Completes the future, if there is one. This runs its callbacks, which may call any verb."""
