@@ -703,6 +703,8 @@ def _settle(action: Settle) -> bool:
     """Completes one part of a work. Whether the work is complete."""
     if action.nbytes:
         action.work._account(action.nbytes, action.path)
+    if action.first is not None:
+        action.work._first = action.first
     return bool(action.work._settle(action.error, action.aux))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
-    from torchkv.observe.recorder import Operation
+    from torchkv.observe.recorder import FlightRecorder
 
 __all__ = ["KVWork", "LoopProgress", "drivers"]
 
@@ -92,7 +92,9 @@ class KVWork(dist.Work):
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
     _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
-    _recorded: Operation | None = None  # in the flight recorder
+    _recorder: FlightRecorder | None = None  # that this work is an operation of
+    _number = -1  # of the operation
+    _first: float | None = None  # of finish: when the request's first verb was called
 
     def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
         dist.Work.__init__(self)  # half a microsecond faster than super()
@@ -115,8 +117,8 @@ class KVWork(dist.Work):
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         limit = limit or self._limit
         if not self._wait_done(limit):
-            if self._recorded is not None:
-                self._recorded[0].waited(self._recorded, limit)
+            if self._recorder is not None:
+                self._recorder.waited(self._operation, limit)
             raise TransferTimeout(
                 f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
                 pages_safe=self._pages_safe or self._ended_safely,
@@ -320,8 +322,21 @@ class KVWork(dist.Work):
             for stream_wait in self._stream_waits:
                 stream_wait.open()
             self._stream_waits = ()
-        if (operation := self._recorded) is not None:
-            operation[0].settle(operation, self._ended, self.bytes, self._paths, self._error)
+        if self._recorder is not None:
+            self._record()
+
+    def _record(self) -> None:
+        """Tells the flight recorder how this work has ended. Under the engine's lock."""
+        recorder, ended = self._recorder, self._ended
+        assert recorder is not None
+        assert ended is not None
+        if self._error is not None:
+            recorder.failed(self._number, self._operation, self._error)
+            return
+        recorder.settle(self._number, ended, self.bytes, self._paths)
+        if self._first is not None:
+            recorder.sent(ended - self._first)
+            self._first = None
 
     def _announce(self) -> None:
         """Completes the future, if there is one. This runs its callbacks, which may call any verb."""

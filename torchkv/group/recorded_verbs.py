@@ -101,7 +101,8 @@ class RecordedVerbs(Verbs):
             if span is not None:
                 span.end()
         count = len(pages) if type(pages) is np.ndarray or type(pages) is list else size_of(pages)
-        work._recorded = self._recorder.begin(verb, request, dst, layers, count, work._began)
+        work._number = self._recorder.begin(verb, request, dst, layers, count, work._began)
+        work._recorder = self._recorder
         if work._is_done:
             self._settle(work)
         return work
@@ -121,22 +122,22 @@ class RecordedVerbs(Verbs):
         return self._seen("cancel", request, None, None, 0, partial(super().cancel, request, decline=decline))
 
     def refuse(self, request: str, src: Peers) -> None:
-        operation = self._recorder.begin("refuse", request, src, None, 0, time.perf_counter())
+        number = self._recorder.begin("refuse", request, src, None, 0, time.perf_counter())
         try:
             super().refuse(request, src)
         except KVError as error:
-            self._recorder.failed(operation, error)
+            self._recorder.failed(number, f"refuse({request!r})", error)
             raise
-        self._recorder.returned(operation)
+        self._recorder.returned(number)
 
     def prefix_tokens(self, request: str, dst: Peers | None) -> int:
-        operation = self._recorder.begin("prefix_tokens", request, dst, None, 0, time.perf_counter())
+        number = self._recorder.begin("prefix_tokens", request, dst, None, 0, time.perf_counter())
         try:
             tokens = super().prefix_tokens(request, dst)
         except KVError as error:
-            self._recorder.failed(operation, error)
+            self._recorder.failed(number, f"prefix_tokens({request!r})", error)
             raise
-        self._recorder.returned(operation)
+        self._recorder.returned(number)
         return tokens
 
     def _seen(
@@ -152,17 +153,16 @@ class RecordedVerbs(Verbs):
         finally:
             if span is not None:
                 span.end()
-        work._recorded = self._recorder.begin(verb, request, peers, layers, count, work._began)
+        work._number = self._recorder.begin(verb, request, peers, layers, count, work._began)
+        work._recorder = self._recorder
         if work._is_done:
             self._settle(work)
         return work
 
     def _settle(self, work: KVWork) -> None:
         """The work has completed: before it was recorded, or at this moment, when this comes second."""
-        assert work._recorded is not None
-        assert work._ended is not None
         with self.engine.lock:
-            self._recorder.settle(work._recorded, work._ended, work.bytes, work._paths, work._error)
+            work._record()
 
 
 class _RecordedGroupedVerbs(RecordedVerbs, GroupedVerbs):

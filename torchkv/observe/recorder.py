@@ -8,100 +8,118 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left
+from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from torchkv.errors import KVError, TransferCancelled
 from torchkv.observe.dump_format import Entry
-from torchkv.observe.histogram import BOUNDS, Histogram
+from torchkv.observe.histogram import Histogram
 
-__all__ = ["PHASES", "FlightRecorder", "Operation", "size_of"]
+__all__ = ["PHASES", "FlightRecorder", "size_of"]
 
-# What the duration of a verb's work is called among the latencies.
+# What the time from a verb to the end of its work is called among the latencies. See also `sent`.
 PHASES: Mapping[str, str] = {
     "recv_pages": "receive",  # from the grant to the verdict
     "finish": "verdict",  # from the seal to the verdict
     "cancel": "cancel",
     "withdraw": "cancel",
-    **dict.fromkeys(("send_layer", "send_slice", "send_pages", "staged_put", "send_state"), "send"),
 }
 MAX_TEXT = 500  # characters of an error that are kept
 MAX_LISTED = 8  # layers or peers that are listed one by one
 LONG_WAIT = 1.0  # seconds: a shorter `wait` that times out may be a poll, and is no failure
 
-# One call of a verb, as a list, because an object takes twice as long to make: the recorder, a number that grows, the
-# verb, the request, peers and layers as the caller named them, pages, when it began and ended as `time.perf_counter`
-# tells it (0.0: pending), bytes, paths, and the error's text.
-Operation: TypeAlias = list[Any]
-_NUMBER, _VERB, _REQUEST, _PEERS, _LAYERS, _COUNT, _BEGAN, _ENDED, _BYTES, _PATHS, _ERROR = range(1, 12)
 _NO_PATHS: frozenset[str] = frozenset()
 
 
 class FlightRecorder:
-    """The last ``size`` operations of one rank.
+    """The last ``size`` operations of one rank, each with a number that grows.
 
     on_failure: told why, when an operation fails other than by being cancelled, or is waited for in vain. Any thread
-    calls it, also under the engine's lock. phases: durations of all operations that have succeeded, by `PHASES`; read
-    it under the engine's lock.
+    calls it, also under the engine's lock. phases: durations of all requests and cancels that have succeeded; read it
+    under the engine's lock.
     """
 
     def __init__(self, size: int) -> None:
         self.on_failure: Callable[[str], None] | None = None
-        self.phases = {phase: Histogram() for phase in sorted(set(PHASES.values()))}
-        self._of_verb = {verb: self.phases[phase] for verb, phase in PHASES.items()}
-        self._ring: list[Operation | None] = [None] * size
+        self.phases = {phase: Histogram() for phase in sorted({*PHASES.values(), "send"})}
         self._size = size
         self._next = itertools.count().__next__
+        # A column for each field, written in turn. An object for each operation would be in nobody's cache by the time
+        # it is freed, 4,096 operations later, which costs a verb more than all else here.
+        self._numbers = array("q", [-1]) * size
+        self._verbs: list[str] = [""] * size
+        self._requests: list[str] = [""] * size
+        self._peers: list[Any] = [None] * size
+        self._layers: list[Any] = [None] * size
+        self._pages = array("q", [0]) * size
+        self._began = array("d", [0.0]) * size  # as `time.perf_counter` tells it
+        self._ended = array("d", [0.0]) * size  # 0.0: it goes on, and the columns below have no meaning
+        self._nbytes = array("q", [0]) * size
+        self._paths: list[frozenset[str]] = [_NO_PATHS] * size
+        self._errors: list[str] = [""] * size
 
-    def begin(self, verb: str, request: str, peers: Any, layers: Any, count: int, began: float) -> Operation:
-        """An operation that goes on. peers, layers: as the caller named them. count: of pages. Any thread."""
+    def begin(self, verb: str, request: str, peers: Any, layers: Any, num_pages: int, began: float) -> int:
+        """An operation that goes on; its number. Any thread. peers, layers: as the caller named them."""
         if type(layers) is not int and layers is not None:
             layers = _kept(layers)
         if type(peers) is not str and type(peers) is not int:
             peers = _kept(peers)
         number = self._next()
-        operation = [self, number, verb, request, peers, layers, count, began, 0.0, 0, _NO_PATHS, ""]
-        self._ring[number % self._size] = operation
-        return operation
+        at = number % self._size
+        self._numbers[at] = number
+        self._verbs[at] = verb
+        self._requests[at] = request
+        self._peers[at] = peers
+        self._layers[at] = layers
+        self._pages[at] = num_pages
+        self._began[at] = began
+        self._ended[at] = 0.0
+        return number
 
-    def refused(self, verb: str, request: Any, peers: Any, layers: Any, count: int, error: KVError) -> None:
-        """A verb has raised ``error``. No failure of a transfer: the caller knows."""
-        now = time.perf_counter()
-        operation = self.begin(verb, str(request)[:MAX_TEXT], peers, layers, count, now)
-        operation[_ENDED], operation[_ERROR] = now, _text(error)
-
-    def settle(
-        self, operation: Operation, ended: float, nbytes: int, paths: frozenset[str], error: KVError | None
-    ) -> None:
-        """It has ended. Under the engine's lock. What comes after the first call is ignored."""
-        if operation[_ENDED]:
+    def settle(self, number: int, ended: float, nbytes: int, paths: frozenset[str]) -> None:
+        """It has succeeded. Under the engine's lock. What comes after the first call is ignored."""
+        at = number % self._size
+        if self._numbers[at] != number or self._ended[at]:
             return
-        operation[_ENDED], operation[_BYTES], operation[_PATHS] = ended, nbytes, paths
-        if error is None:
-            histogram = self._of_verb[operation[_VERB]]
-            seconds = ended - operation[_BEGAN]
-            histogram.counts[bisect_left(BOUNDS, seconds)] += 1  # as `Histogram.add`, without the call
-            histogram.total += seconds
-        else:
-            self.failed(operation, error)
+        self._nbytes[at] = nbytes
+        self._paths[at] = paths
+        self._errors[at] = ""
+        self._ended[at] = ended
+        if (phase := PHASES.get(self._verbs[at])) is not None:
+            self.phases[phase].add(ended - self._began[at])
 
-    def failed(self, operation: Operation, error: KVError) -> None:
-        """It has ended with ``error``. Any thread."""
-        operation[_ENDED] = operation[_ENDED] or time.perf_counter()
-        operation[_ERROR] = _text(error)
+    def sent(self, seconds: float) -> None:
+        """A request has succeeded, so long after its first verb. Under the engine's lock."""
+        self.phases["send"].add(seconds)
+
+    def failed(self, number: int, operation: str, error: KVError) -> None:
+        """It has ended with ``error``. Any thread. operation: what it is in words, should it have left the ring."""
+        text = self._end(number, error)
         if not isinstance(error, TransferCancelled):
-            self._tell_failure(f"{operation[_VERB]}({operation[_REQUEST]!r}) failed: {operation[_ERROR]}")
+            self._tell_failure(f"{operation} failed: {text}")
 
-    def returned(self, operation: Operation) -> None:
+    def refused(self, verb: str, request: Any, peers: Any, layers: Any, num_pages: int, error: KVError) -> None:
+        """A verb has raised ``error``. No failure of a transfer: the caller knows."""
+        self._end(self.begin(verb, str(request)[:MAX_TEXT], peers, layers, num_pages, time.perf_counter()), error)
+
+    def returned(self, number: int) -> None:
         """A verb without a work has returned. Any thread."""
-        operation[_ENDED] = time.perf_counter()
+        self._end(number, None)
 
-    def waited(self, operation: Operation, seconds: float) -> None:
-        """The caller has waited so long for it, in vain. Any thread."""
+    def waited(self, operation: str, seconds: float) -> None:
+        """The caller has waited so long for an operation, in vain. Any thread."""
         if seconds >= LONG_WAIT:
-            text = f"{operation[_VERB]}({operation[_REQUEST]!r}): not complete after wait({seconds:g} s)"
-            self._tell_failure(text)
+            self._tell_failure(f"{operation}: not complete after wait({seconds:g} s)")
+
+    def _end(self, number: int, error: KVError | None) -> str:
+        """It has ended now. Returns the error's text."""
+        text = "" if error is None else f"{type(error).__name__}: {error}"[:MAX_TEXT]
+        at = number % self._size
+        if self._numbers[at] == number and not self._ended[at]:
+            self._nbytes[at], self._paths[at], self._errors[at] = 0, _NO_PATHS, text
+            self._ended[at] = time.perf_counter()
+        return text
 
     def _tell_failure(self, reason: str) -> None:
         if self.on_failure is not None:
@@ -109,9 +127,33 @@ class FlightRecorder:
 
     def entries(self) -> list[Entry]:
         """The operations, oldest first, as a dump has them. Any thread."""
-        kept = [operation for operation in list(self._ring) if operation is not None]
         offset = time.time_ns() - time.perf_counter_ns()
-        return [_entry(operation, offset) for operation in sorted(kept, key=lambda each: int(each[_NUMBER]))]
+        numbers = sorted(number for number in self._numbers.tolist() if number >= 0)
+        found = (self._entry(number, offset) for number in numbers)
+        return [entry for entry in found if entry is not None]
+
+    def _entry(self, number: int, offset: int) -> Entry | None:
+        """None if a newer operation has taken its place meanwhile."""
+        at = number % self._size
+        began, ended = self._began[at], self._ended[at]
+        error = self._errors[at] if ended else ""
+        entry = Entry(
+            record_id=number,
+            profiling_name=f"torchkv:{self._verbs[at]}",
+            request=self._requests[at],
+            peers=_listed(self._peers[at]),
+            layers=_listed(self._layers[at]),
+            num_pages=self._pages[at],
+            time_created_ns=int(began * 1e9) + offset,
+            time_discovered_completed_ns=int(ended * 1e9) + offset if ended else None,
+            duration_ms=(ended - began) * 1e3 if ended else None,
+            state="scheduled" if not ended else "failed" if error else "completed",
+            retired=bool(ended),
+            nbytes=self._nbytes[at] if ended else 0,
+            path="+".join(sorted((self._paths[at] if ended else _NO_PATHS) - {"none"})) or "none",
+            error=error,
+        )
+        return entry if self._numbers[at] == number else None
 
 
 def size_of(pages: Any) -> int:
@@ -134,32 +176,8 @@ def _kept(value: Any) -> Any:
         return repr(value)[:MAX_TEXT]
 
 
-def _text(error: KVError) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_TEXT]
-
-
 def _listed(value: Any) -> str:
     """What `FlightRecorder.begin` has kept, in words."""
     if isinstance(value, tuple):
         return ", ".join(str(each) for each in value)
     return "" if value is None else str(value)
-
-
-def _entry(operation: Operation, offset: int) -> Entry:
-    began, ended, error = operation[_BEGAN], operation[_ENDED], operation[_ERROR]
-    return Entry(
-        record_id=operation[_NUMBER],
-        profiling_name=f"torchkv:{operation[_VERB]}",
-        request=operation[_REQUEST],
-        peers=_listed(operation[_PEERS]),
-        layers=_listed(operation[_LAYERS]),
-        num_pages=operation[_COUNT],
-        time_created_ns=int(began * 1e9) + offset,
-        time_discovered_completed_ns=int(ended * 1e9) + offset if ended else None,
-        duration_ms=(ended - began) * 1e3 if ended else None,
-        state="scheduled" if not ended else "failed" if error else "completed",
-        retired=bool(ended),
-        nbytes=operation[_BYTES],
-        path="+".join(sorted(operation[_PATHS] - {"none"})) or "none",
-        error=error,
-    )

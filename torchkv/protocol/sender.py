@@ -420,7 +420,7 @@ class Sender:
         """The request has succeeded at its receiver, as a message or the loop says: ends it here."""
         assert req.finish is not None
         trace.debug("request %r to rank %d: verdict: success", req.request, req.dst)
-        self.actions.append(Settle(req.finish.work))
+        self.actions.append(Settle(req.finish.work, first=req.begun_at))
         self.counts.ended(None)
         self._end(req)
 

@@ -20,7 +20,8 @@ def settle(work: KVWork, error: Exception | None = None) -> None:
 def recorded(recorder: FlightRecorder, verb: str = "send_layer", request: str = "r") -> KVWork:
     work = KVWork(f"{verb}({request!r})")
     work._expect(1)
-    work._recorded = recorder.begin(verb, request, 1, 3, 16, work._began)
+    work._number = recorder.begin(verb, request, 1, 3, 16, work._began)
+    work._recorder = recorder
     return work
 
 
@@ -51,8 +52,33 @@ def test_an_operation_tells_how_it_ended() -> None:
     )
     assert before - 10_000_000 <= entry.time_created_ns <= (entry.time_discovered_completed_ns or 0)
     assert entry.duration_ms is not None
-    assert sum(recorder.phases["send"].counts) == 1
-    assert sum(recorder.phases["receive"].counts) == 0
+    assert not any(histogram.total for histogram in recorder.phases.values())
+
+
+def test_requests_are_timed_as_their_works_end() -> None:
+    recorder = FlightRecorder(8)
+    settle(recorded(recorder, "recv_pages"))
+    finish = recorded(recorder, "finish")
+    finish._first = finish._began - 7.0
+    settle(finish)
+    assert {phase: sum(each.counts) for phase, each in recorder.phases.items()} == {
+        "cancel": 0,
+        "receive": 1,
+        "send": 1,
+        "verdict": 1,
+    }
+    assert 7.0 < recorder.phases["send"].total < 8.0
+
+
+def test_an_operation_that_has_left_the_ring_changes_nothing_there() -> None:
+    recorder, told = FlightRecorder(2), list[str]()
+    recorder.on_failure = told.append
+    works = [recorded(recorder, request=f"r{number}") for number in range(4)]
+    works[0]._account(5, "staged")
+    settle(works[0])
+    settle(works[1], PeerLost("rank 1 has ended"))
+    assert [(entry.request, entry.state) for entry in recorder.entries()] == [("r2", "scheduled"), ("r3", "scheduled")]
+    assert told == ["send_layer('r1') failed: PeerLost: rank 1 has ended"]
 
 
 def test_failures_are_told_but_not_cancelled_or_refused_ones() -> None:
@@ -85,12 +111,13 @@ def test_a_long_wait_in_vain_is_told_and_a_poll_is_not(monkeypatch: pytest.Monke
 def test_an_operation_that_settles_twice_is_counted_once() -> None:
     """The thread that completes a work and the verb that records it may both find it complete."""
     recorder = FlightRecorder(8)
-    work = recorded(recorder)
+    work = recorded(recorder, "recv_pages")
     settle(work)
-    recorder.settle(work._recorded, 1.0, 7, frozenset({"staged"}), None)
+    work._account(7, "staged")
+    work._record()
     (entry,) = recorder.entries()
     assert (entry.nbytes, entry.path) == (0, "none")
-    assert sum(recorder.phases["send"].counts) == 1
+    assert sum(recorder.phases["receive"].counts) == 1
 
 
 def test_what_the_caller_may_change_is_copied() -> None:
