@@ -94,6 +94,9 @@ class KVWork(dist.Work):
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
+    _phase: str | None = (
+        None  # what the time until the end is called among the latencies; None: nothing, or not any more
+    )
     _first: float | None = None  # of finish: when the request's first verb was called
 
     def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
@@ -323,20 +326,26 @@ class KVWork(dist.Work):
                 stream_wait.open()
             self._stream_waits = ()
         if self._recorder is not None:
-            self._record()
+            if self._error is None and self._phase is None:  # of a verb that sends: one of many
+                self._recorder.settle(self._number, self._ended, self.bytes, self._paths)
+            else:
+                self._record()
 
     def _record(self) -> None:
-        """Tells the flight recorder how this work has ended. Under the engine's lock."""
+        """Tells the flight recorder how this work has ended. Under the engine's lock. Idempotent."""
         recorder, ended = self._recorder, self._ended
         assert recorder is not None
         assert ended is not None
+        phase, self._phase = self._phase, None
+        first, self._first = self._first, None
         if self._error is not None:
             recorder.failed(self._number, self._operation, self._error)
             return
         recorder.settle(self._number, ended, self.bytes, self._paths)
-        if self._first is not None:
-            recorder.sent(ended - self._first)
-            self._first = None
+        if phase is not None:
+            recorder.took(phase, ended - self._began)
+        if first is not None:
+            recorder.took("send", ended - first)
 
     def _announce(self) -> None:
         """Completes the future, if there is one. This runs its callbacks, which may call any verb."""

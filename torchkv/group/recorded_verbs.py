@@ -17,13 +17,15 @@ from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs
 from torchkv.observe.ranges import Range, profiled
-from torchkv.observe.recorder import FlightRecorder, size_of
+from torchkv.observe.recorder import PHASES, FlightRecorder, size_of
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache
     from torchkv.engine.engine import Engine
 
 __all__ = ["RecordedVerbs", "make_verbs"]
+
+_ARRAY = np.ndarray
 
 
 def make_verbs(
@@ -100,7 +102,7 @@ class RecordedVerbs(Verbs):
         finally:
             if span is not None:
                 span.end()
-        count = len(pages) if type(pages) is np.ndarray or type(pages) is list else size_of(pages)
+        count = len(pages) if type(pages) is _ARRAY else size_of(pages)
         work._number = self._recorder.begin(verb, request, dst, layers, count, work._began)
         work._recorder = self._recorder
         if work._is_done:
@@ -153,6 +155,7 @@ class RecordedVerbs(Verbs):
         finally:
             if span is not None:
                 span.end()
+        work._phase = PHASES.get(verb)
         work._number = self._recorder.begin(verb, request, peers, layers, count, work._began)
         work._recorder = self._recorder
         if work._is_done:

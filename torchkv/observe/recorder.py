@@ -18,7 +18,7 @@ from torchkv.observe.histogram import Histogram
 
 __all__ = ["PHASES", "FlightRecorder", "size_of"]
 
-# What the time from a verb to the end of its work is called among the latencies. See also `sent`.
+# What the time from a verb to the end of its work is called among the latencies, where it has a name.
 PHASES: Mapping[str, str] = {
     "recv_pages": "receive",  # from the grant to the verdict
     "finish": "verdict",  # from the seal to the verdict
@@ -56,8 +56,7 @@ class FlightRecorder:
         self._began = array("d", [0.0]) * size  # as `time.perf_counter` tells it
         self._ended = array("d", [0.0]) * size  # 0.0: it goes on, and the columns below have no meaning
         self._nbytes = array("q", [0]) * size
-        self._paths: list[frozenset[str]] = [_NO_PATHS] * size
-        self._errors: list[str] = [""] * size
+        self._results: list[frozenset[str] | str] = [_NO_PATHS] * size  # paths, or the error's text
 
     def begin(self, verb: str, request: str, peers: Any, layers: Any, num_pages: int, began: float) -> int:
         """An operation that goes on; its number. Any thread. peers, layers: as the caller named them."""
@@ -78,20 +77,16 @@ class FlightRecorder:
         return number
 
     def settle(self, number: int, ended: float, nbytes: int, paths: frozenset[str]) -> None:
-        """It has succeeded. Under the engine's lock. What comes after the first call is ignored."""
+        """It has succeeded. Any thread."""
         at = number % self._size
-        if self._numbers[at] != number or self._ended[at]:
-            return
-        self._nbytes[at] = nbytes
-        self._paths[at] = paths
-        self._errors[at] = ""
-        self._ended[at] = ended
-        if (phase := PHASES.get(self._verbs[at])) is not None:
-            self.phases[phase].add(ended - self._began[at])
+        if self._numbers[at] == number:
+            self._nbytes[at] = nbytes
+            self._results[at] = paths
+            self._ended[at] = ended
 
-    def sent(self, seconds: float) -> None:
-        """A request has succeeded, so long after its first verb. Under the engine's lock."""
-        self.phases["send"].add(seconds)
+    def took(self, phase: str, seconds: float) -> None:
+        """A phase of a request that has succeeded. Under the engine's lock."""
+        self.phases[phase].add(seconds)
 
     def failed(self, number: int, operation: str, error: KVError) -> None:
         """It has ended with ``error``. Any thread. operation: what it is in words, should it have left the ring."""
@@ -117,7 +112,7 @@ class FlightRecorder:
         text = "" if error is None else f"{type(error).__name__}: {error}"[:MAX_TEXT]
         at = number % self._size
         if self._numbers[at] == number and not self._ended[at]:
-            self._nbytes[at], self._paths[at], self._errors[at] = 0, _NO_PATHS, text
+            self._nbytes[at], self._results[at] = 0, text or _NO_PATHS
             self._ended[at] = time.perf_counter()
         return text
 
@@ -136,7 +131,8 @@ class FlightRecorder:
         """None if a newer operation has taken its place meanwhile."""
         at = number % self._size
         began, ended = self._began[at], self._ended[at]
-        error = self._errors[at] if ended else ""
+        result = self._results[at] if ended else _NO_PATHS
+        paths, error = (_NO_PATHS, result) if isinstance(result, str) else (result, "")
         entry = Entry(
             record_id=number,
             profiling_name=f"torchkv:{self._verbs[at]}",
@@ -150,7 +146,7 @@ class FlightRecorder:
             state="scheduled" if not ended else "failed" if error else "completed",
             retired=bool(ended),
             nbytes=self._nbytes[at] if ended else 0,
-            path="+".join(sorted((self._paths[at] if ended else _NO_PATHS) - {"none"})) or "none",
+            path="+".join(sorted(paths - {"none"})) or "none",
             error=error,
         )
         return entry if self._numbers[at] == number else None
