@@ -16,7 +16,7 @@ ENGINES ?= .venv-engines
 VLLM := $(ENGINES)/vllm-$(shell sha256sum requirements/vllm-cpu.txt | cut -c1-16)
 SGLANG := $(ENGINES)/sglang-$(shell sha256sum requirements/sglang-cpu.txt | cut -c1-16)
 
-.PHONY: setup unit test test-engines test-vllm test-sglang model coverage demo lint format bench doctor clean
+.PHONY: setup unit test test-engines test-vllm test-sglang package model coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
@@ -57,6 +57,10 @@ $(VLLM)/.ready $(SGLANG)/.ready:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
+
+# The sdist and the wheel, and the quickstart with that wheel in an empty environment. Under a minute once pip has its files.
+package: $(VENV)/.ready-unit
+	.ci/package $(BIN)/python '$(TORCH)'
 
 # Every order of events in small worlds of the protocol, larger ones than the tests visit. Ten minutes.
 model: $(VENV)/.ready-unit

@@ -28,6 +28,7 @@ setup(
     ],
     extras_require={
         "nvshmem": ["nvshmem4py-cu13>=0.4.1,<0.5; platform_system == 'Linux'"],
+        "metrics": ["prometheus_client>=0.20"],
         # Engines bring themselves, in versions of their own: see docs/integrations.md.
         "vllm": [],
         "sglang": [],
@@ -38,8 +39,10 @@ setup(
         "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],
         # What tests and linters need beyond torchkv itself.
         "dev": [
+            "build>=1.2",
             "hypothesis>=6.100",
             "mypy>=1.15,<3",
+            "prometheus_client>=0.20",
             "pre-commit>=4",
             "pytest>=8",
             "pytest-cov>=5",

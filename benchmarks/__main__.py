@@ -1,6 +1,7 @@
 """Benchmarks of the project itself, run from a checkout. Without names: those that need no GPU, except pipeline.
 
-On the host: plan, post, staged, request, instance, shared-prefix, prefix-lookup. On CUDA GPUs: layer, matmul, nixl.
+On the host: plan, post, staged, request, instance, observed, shared-prefix, prefix-lookup. On CUDA GPUs: layer,
+matmul, nixl.
 On either: pipeline, which comes alone and has options of its own: python -m benchmarks pipeline --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import instance, pipeline_table, plan, post, prefix_lookup, request, shared_prefix, staged
+from benchmarks import instance, observed, pipeline_table, plan, post, prefix_lookup, request, shared_prefix, staged
 from benchmarks.outcome import Outcome
 from torchkv.bench.machine import machine, torchkv_version
 
@@ -32,6 +33,7 @@ HOST: dict[str, Benchmark] = {
     "staged": staged.run,
     "request": request.run,
     "instance": instance.run,
+    "observed": observed.run,
     "shared-prefix": shared_prefix.run,
     "prefix-lookup": prefix_lookup.run,
 }

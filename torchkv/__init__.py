@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchkv.engine.work import KVWork
     from torchkv.group.functional import (
         cancel,
+        dump,
         explain,
         finish,
         granted,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         send_slice,
         send_state,
         staged_put,
+        stats,
         withdraw,
     )
     from torchkv.group.join import KVMember, join
@@ -76,6 +78,7 @@ __all__ = [
     "TransferTimeout",
     "TransportUnavailable",
     "cancel",
+    "dump",
     "explain",
     "finish",
     "granted",
@@ -91,6 +94,7 @@ __all__ = [
     "send_slice",
     "send_state",
     "staged_put",
+    "stats",
     "withdraw",
 ]
 
@@ -101,6 +105,7 @@ _HOMES = {
     "GraphGate": "torchkv.cuda.graph_gate",
     "KVWork": "torchkv.engine.work",
     "cancel": "torchkv.group.functional",
+    "dump": "torchkv.group.functional",
     "explain": "torchkv.group.functional",
     "finish": "torchkv.group.functional",
     "granted": "torchkv.group.functional",
@@ -114,6 +119,7 @@ _HOMES = {
     "send_slice": "torchkv.group.functional",
     "send_state": "torchkv.group.functional",
     "staged_put": "torchkv.group.functional",
+    "stats": "torchkv.group.functional",
     "withdraw": "torchkv.group.functional",
     "KVMember": "torchkv.group.join",
     "join": "torchkv.group.join",

@@ -33,6 +33,7 @@ from torchkv.transport.interface import load_transport, transport_names
 __all__ = ["Finding", "examine", "main"]
 
 LEVELS = ("ok", "warn", "FAIL")
+_TELL = "report it with the output of `python -m torchkv.doctor --json`"
 PAYLOAD = 16 << 20  # bytes of each test transfer
 PACKAGES = (
     *("torchkv", "ucxx-cu13", "libucx-cu13", "ucxx-cu12", "libucx-cu12", "ucx-py-cu12", "ucx-py-cu13"),
@@ -42,11 +43,15 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. level: one of `LEVELS`."""
+    """One line of the report. level: one of `LEVELS`. fix: what to do about it; empty only if it is ok."""
 
     level: str
     subject: str
     text: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.level == "ok" or self.fix, f"{self.subject}: a problem without its fix"
 
 
 def examine(*, transfers: bool = True) -> Iterator[Finding]:
@@ -55,9 +60,9 @@ def examine(*, transfers: bool = True) -> Iterator[Finding]:
     yield from _settings()
     yield from _gpus()
     yield from _transports()
-    yield _attempt("host memory", _shared_memory)
-    yield _attempt("liveness", _pidfd)
-    yield _attempt("listening", _listening)
+    yield _attempt("host memory", _shared_memory, "let processes of one user open /proc/PID/fd of each other")
+    yield _attempt("liveness", _pidfd, "use Linux 5.3 or later, and a sandbox that allows pidfd_open")
+    yield _attempt("listening", _listening, "set TORCHKV_INTERFACE to an address or interface of this host")
     if transfers:
         for case in CASES:
             if case.name.startswith(("pages 64", "slices")):
@@ -73,7 +78,8 @@ def main() -> int:
     for finding in examine(transfers=not args.quick):
         findings.append(finding)
         if not args.json:
-            sys.stdout.write(f"[{finding.level:4}] {finding.subject:24} {finding.text}\n")
+            fix = f"; fix: {finding.fix}" if finding.fix else ""
+            sys.stdout.write(f"[{finding.level:4}] {finding.subject:24} {finding.text}{fix}\n")
             sys.stdout.flush()
     if args.json:
         json.dump([asdict(finding) for finding in findings], sys.stdout, indent=1)
@@ -94,19 +100,20 @@ def _settings() -> Iterator[Finding]:
     try:
         options = Options()
     except KVError as error:
-        yield Finding("FAIL", "settings", str(error))
+        yield Finding("FAIL", "settings", str(error), "correct or unset that variable")
         return
     changed = [f.name for f in fields(Options) if PREFIX + f.name.upper() in os.environ]
     shown = ", ".join(f"{name}={getattr(options, name)!r} (environment)" for name in changed) or "all defaults"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_about_unknown_variables()
-    yield Finding("warn" if caught else "ok", "settings", "; ".join([shown, *(str(w.message) for w in caught)]))
+    level, fix = ("warn", "rename or unset what is not read") if caught else ("ok", "")
+    yield Finding(level, "settings", "; ".join([shown, *(str(w.message) for w in caught)]), fix)
     if not serves_fifos():
-        text = f"{num_queues()}: a stream that waits blocks others, so staging between GPUs is slower; unset it"
-        yield Finding("warn", "CUDA_DEVICE_MAX_CONNECTIONS", text)
+        text = f"{num_queues()}: a stream that waits blocks others, so staging between GPUs is slower"
+        yield Finding("warn", "CUDA_DEVICE_MAX_CONNECTIONS", text, "unset it, or set it to 32")
     if os.environ.get("TORCH_LOGS") == "":
-        yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import: unset it")
+        yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import", "unset it")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -116,7 +123,7 @@ def _gpus() -> Iterator[Finding]:
     try:
         gpus = ipc.gpu_facts()
     except KVError as error:
-        yield Finding("FAIL", "GPUs", str(error))
+        yield Finding("FAIL", "GPUs", str(error), "install cuda-bindings for the CUDA of this PyTorch, and its driver")
         return
     for gpu in gpus:
         apart = [i for i, reached in enumerate(gpu.peers) if not reached]
@@ -124,11 +131,16 @@ def _gpus() -> Iterator[Finding]:
             f"no peer access to {', '.join(f'cuda:{i}' for i in apart)}: transfers there are staged" if apart else ""
         )
         text = f"{gpu.name}, {gpu.total_nbytes / 2**30:.0f} GiB, {gpu.uuid}; {links or 'peer access to all others'}"
-        yield Finding("warn" if apart else "ok", f"cuda:{gpu.index}", text)
-    yield _attempt("device memory", _shared_device_memory)
-    yield _attempt("PyTorch's allocator", _allocator)
+        fix = "place ranks that talk to each other on GPUs with peer access, or take staging" if apart else ""
+        yield Finding("warn" if apart else "ok", f"cuda:{gpu.index}", text, fix)
+    yield _attempt("device memory", _shared_device_memory, "give the container the host's IPC and PID namespaces")
+    yield _attempt(
+        "PyTorch's allocator", _allocator, "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or use KVCache.empty"
+    )
     if "ucx" in transport_names():
-        yield _attempt("UCX on GPUs", _device_lane)
+        yield _attempt(
+            "UCX on GPUs", _device_lane, "install a UCX with CUDA, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+        )
 
 
 def _shared_device_memory() -> str:
@@ -156,7 +168,7 @@ def _device_lane() -> str:
 def _transports() -> Iterator[Finding]:
     names = transport_names()
     if "ucx" not in names:
-        yield Finding("FAIL", "transport ucx", "not installed: reinstall torchkv, its entry points are missing")
+        yield Finding("FAIL", "transport ucx", "its entry point is missing", "reinstall torchkv: pip install torchkv")
     for name in names:
         try:
             cls = load_transport(name)
@@ -167,7 +179,8 @@ def _transports() -> Iterator[Finding]:
             devices = ", ".join(sorted(cls.capabilities.devices))
             yield Finding("ok", f"transport {name}", f"works on {devices} memory")
         else:
-            yield Finding("FAIL" if name == "ucx" else "warn", f"transport {name}", reason)
+            fix = "pip install --force-reinstall torchkv" if name == "ucx" else f"nothing, unless you need {name}"
+            yield Finding("FAIL" if name == "ucx" else "warn", f"transport {name}", reason, fix)
 
 
 def _shared_memory() -> str:
@@ -195,12 +208,12 @@ def _listening() -> str:
     return f"control channel and UCX bind {address} ({name}) only; TORCHKV_INTERFACE changes it"
 
 
-def _attempt(subject: str, check: Callable[[], str]) -> Finding:
-    """Runs ``check``, which returns what works, or raises an error that says what does not."""
+def _attempt(subject: str, check: Callable[[], str], fix: str) -> Finding:
+    """Runs ``check``, which returns what works, or raises an error that says what does not. fix: in that case."""
     try:
         return Finding("ok", subject, check())
     except (KVError, OSError) as error:
-        return Finding("warn", subject, str(error))
+        return Finding("warn", subject, str(error), fix)
 
 
 def _transfer(case: Case) -> Finding:
@@ -208,9 +221,9 @@ def _transfer(case: Case) -> Finding:
     try:
         result = run_case(case, nbytes=PAYLOAD, repeats=3)
     except KVError as error:
-        return Finding("FAIL", name, str(error).strip().splitlines()[-1])
+        return Finding("FAIL", name, str(error).strip().splitlines()[-1], f"{_TELL}, or try another Options.transport")
     if result.wrong:
-        return Finding("FAIL", name, f"{result.wrong} wrong bytes over {result.lane}")
+        return Finding("FAIL", name, f"{result.wrong} wrong bytes over {result.lane}", f"{_TELL}; do not use this lane")
     return Finding("ok", name, f"{result.gbps:.2f} GB/s over {result.lane}, path {result.path}, every byte right")
 
 

@@ -32,6 +32,8 @@ MAX_HEARTBEAT = 3600.0  # seconds
 # Variables that are not fields of Options.
 _OTHER = ("INTERFACE", "SECRET_FILE")
 
+MAX_RECORDED = 1 << 20  # operations
+
 T = TypeVar("T")
 
 
@@ -49,6 +51,10 @@ def _text_or_none(text: str) -> str | None:
 
 def _float_or_none(text: str) -> float | None:
     return float(text) if text else None
+
+
+def _int_or_none(text: str) -> int | None:
+    return int(text) if text else None
 
 
 def _setting(name: str, default: T, parse: Callable[[str], T]) -> T:
@@ -93,6 +99,12 @@ class Options:
     checksum: whether to verify bytes end to end; every transfer then takes the staged path.
     require: a path, such as ``"direct"``, by which every peer must be reachable, else ``register`` raises.
     min_gbps: the lowest rate, in GB/s (1e9 bytes/s), that ``register`` must measure to every peer, else it raises.
+    flight_recorder: how many of this rank's last operations are kept for dumps; 0: none.
+    dump_dir: folder to write a dump of the flight recorder to, when a request fails or is waited for in vain, and on
+    SIGUSR2; None: nowhere.
+    metrics_port: this rank answers Prometheus at ``127.0.0.1``, at this port plus its rank; 0: at any free port, which
+    is logged; None: nowhere. Needs ``prometheus_client``.
+    nvtx: whether verbs are NVTX ranges. For PyTorch's profiler they are ranges in any case, while it is on.
 
     Raises ``ProtocolError`` for a value that is not allowed.
     """
@@ -108,6 +120,10 @@ class Options:
     checksum: bool = _setting("checksum", False, _flag)
     require: str | None = _setting("require", None, _text_or_none)
     min_gbps: float | None = _setting("min_gbps", None, _float_or_none)
+    flight_recorder: int = _setting("flight_recorder", 4096, int)
+    dump_dir: str | None = _setting("dump_dir", None, _text_or_none)
+    metrics_port: int | None = _setting("metrics_port", None, _int_or_none)
+    nvtx: bool = _setting("nvtx", False, _flag)
 
     def __post_init__(self) -> None:
         for name in ("timeout", "grant_timeout", "heartbeat"):
@@ -127,13 +143,26 @@ class Options:
             raise ProtocolError(f"Options.transport={self.transport!r} must be the name of a transport, or 'auto'")
         if self.min_gbps is not None and not (isinstance(self.min_gbps, int | float) and self.min_gbps > 0):
             raise ProtocolError(f"Options.min_gbps={self.min_gbps!r} must be positive, or None to measure nothing")
-        if not isinstance(self.checksum, bool):
-            raise ProtocolError(f"Options.checksum={self.checksum!r} must be a bool")
+        for name in ("checksum", "nvtx"):
+            if not isinstance(getattr(self, name), bool):
+                raise ProtocolError(f"Options.{name}={getattr(self, name)!r} must be a bool")
+        self._check_observation()
         if self.checksum and self.path not in (None, "staged"):
             raise ProtocolError(
                 f"Options.checksum: only the staged path computes checksums, but Options.path={self.path!r}; leave one "
                 "of them out"
             )
+
+    def _check_observation(self) -> None:
+        size, port = self.flight_recorder, self.metrics_port
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_RECORDED:
+            raise ProtocolError(f"Options.flight_recorder={size!r} must be an int from 0 to {MAX_RECORDED}")
+        if self.dump_dir is not None and not isinstance(self.dump_dir, str):
+            raise ProtocolError(f"Options.dump_dir={self.dump_dir!r} must be the path of a folder, a str, or None")
+        if self.dump_dir is not None and not size:
+            raise ProtocolError("Options.dump_dir: nothing is recorded, because Options.flight_recorder=0; raise that")
+        if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16):
+            raise ProtocolError(f"Options.metrics_port={port!r} must be a port, 0 for any that is free, or None")
 
     @property
     def forced_path(self) -> str | None:

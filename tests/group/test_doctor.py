@@ -30,6 +30,7 @@ def test_it_finds_what_this_machine_has(capsys: pytest.CaptureFixture[str], monk
     for subject in ("versions", "settings", "GPUs", "host memory", "liveness", "listening"):
         assert found[subject]["level"] == "ok", found[subject]
     assert "torch " in found["versions"]["text"]
+    assert all(finding["level"] == "ok" or finding["fix"] for finding in found.values())
     assert code == max(doctor.LEVELS.index(finding["level"]) for finding in found.values())
     _, table = run(capsys, monkeypatch)
     assert len(table.splitlines()) == len(found)
@@ -59,3 +60,22 @@ def test_too_few_queues_for_streams_are_named(
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in found) is warns
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     assert num_queues() == 8
+
+
+@pytest.mark.parametrize(("levels", "code"), [(["ok"], 0), (["ok", "warn"], 1), (["warn", "FAIL", "ok"], 2)])
+def test_the_worst_finding_is_the_exit_code(
+    levels: list[str], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = [doctor.Finding(level, "subject", "text", "" if level == "ok" else "do this") for level in levels]
+    monkeypatch.setattr(doctor, "examine", lambda *, transfers: iter(findings))
+    found, out = run(capsys, monkeypatch)
+    assert found == code
+    assert out.count("; fix: do this") == len(levels) - levels.count("ok")
+    found, out = run(capsys, monkeypatch, "--json")
+    assert found == code
+    assert [each["level"] for each in json.loads(out)] == levels
+
+
+def test_a_problem_has_its_fix() -> None:
+    with pytest.raises(AssertionError, match="without its fix"):
+        doctor.Finding("warn", "subject", "text")

@@ -34,6 +34,12 @@ FROM_ENVIRONMENT = [
     ("require", "direct", "direct"),
     ("min_gbps", "0.5", 0.5),
     ("min_gbps", "", None),
+    ("flight_recorder", "0", 0),
+    ("dump_dir", "/tmp/dumps", "/tmp/dumps"),
+    ("dump_dir", "", None),
+    ("metrics_port", "9400", 9400),
+    ("metrics_port", "", None),
+    ("nvtx", "on", True),
 ]
 
 
@@ -76,6 +82,11 @@ def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatc
         ("checksum", "perhaps"),
         ("min_gbps", "fast"),
         ("min_gbps", "0"),
+        ("flight_recorder", "many"),
+        ("flight_recorder", "-1"),
+        ("metrics_port", "65536"),
+        ("metrics_port", "http"),
+        ("nvtx", "perhaps"),
     ],
 )
 def test_wrong_variables_are_refused_by_name(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +113,12 @@ def test_wrong_variables_are_refused_by_name(name: str, text: str, monkeypatch: 
         {"min_gbps": -2.0},
         {"min_gbps": "1"},
         {"transport": 5},
+        {"flight_recorder": True},
+        {"flight_recorder": 1 << 21},
+        {"dump_dir": 5},
+        {"metrics_port": -1},
+        {"metrics_port": "9400"},
+        {"nvtx": 1},
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
@@ -116,6 +133,11 @@ def test_checksums_take_the_staged_path() -> None:
     assert Options(checksum=True).forced_path == Options(checksum=True, path="staged").forced_path == "staged"
     with pytest.raises(ProtocolError, match=r"Options\.checksum.*Options\.path='direct'"):
         Options(checksum=True, path="direct")
+
+
+def test_without_a_recorder_there_is_nothing_to_dump() -> None:
+    with pytest.raises(ProtocolError, match=r"Options\.dump_dir.*flight_recorder=0"):
+        Options(dump_dir="/tmp/dumps", flight_recorder=0)
 
 
 def test_options_are_immutable_and_keyword_only() -> None:

@@ -67,6 +67,8 @@ VERBS: dict[str, Expected] = {
     "cancel": ([("request", EMPTY)], [("decline", False)]),
     "explain": ([("peer", EMPTY)], []),
     "quarantined": ([], [("slots", False), ("layer_group", None)]),
+    "stats": ([], []),
+    "dump": ([("folder", None)], []),
     "register": ([("cache", EMPTY), ("instance", None)], []),
 }
 
@@ -95,6 +97,10 @@ OPTIONS = {
     "checksum": False,
     "require": None,
     "min_gbps": None,
+    "flight_recorder": 4096,
+    "dump_dir": None,
+    "metrics_port": None,
+    "nvtx": False,
 }
 
 

@@ -56,6 +56,7 @@ class ControlMessenger:
 
     def __init__(self, group_map: GroupMap, key: bytes, control: ControlChannel) -> None:
         self.dropped = 0
+        self._repeats = 0  # of sessions that are over
         self.dead: set[int] = set()
         self._left: set[int] = set()
         self._rank = group_map.rank
@@ -91,7 +92,9 @@ class ControlMessenger:
         self.dead.discard(info.rank)
         self._left.discard(info.rank)
         self._active.discard(info.rank)
-        self._sessions.pop(info.rank).close()
+        session = self._sessions.pop(info.rank)
+        self._repeats += session.repeats
+        session.close()
         del self._by_incarnation[info.incarnation]
 
     def abandon(self, info: RankInfo, endpoint: str) -> None:
@@ -115,6 +118,11 @@ class ControlMessenger:
         peer.next_farewell = now + FAREWELL_INTERVAL
         for each in peer.session.unacknowledged():
             self._control.greet(peer.endpoint, encode_frame(each, self._key))
+
+    @property
+    def repeats(self) -> int:
+        """Frames that were sent again."""
+        return self._repeats + sum(session.repeats for session in self._sessions.values())
 
     def reaches(self, rank: int) -> bool:
         """Whether messages to ``rank`` are not dropped."""

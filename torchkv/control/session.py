@@ -57,6 +57,7 @@ class Session:
         self._retry_at = float("inf")
         self._retry_after = FIRST_RETRY
         self._resent = 0  # the number of the last message that was sent again
+        self.repeats = 0  # frames that were sent again
         self._received = 0  # all messages up to this number were delivered
         self._early: dict[int, tuple[Message, int]] = {}  # received, but an earlier one is missing; with its bytes
         self._allowance = Allowance(EARLY_NBYTES, early)
@@ -142,6 +143,7 @@ class Session:
             frames = [self._frame(seq, message) for seq, message in islice(self._unacked, RESENT)]
             unsent = min(self._unsent, len(self._unacked) - len(frames))
             self._resent = frames[-1].seq
+            self.repeats += len(frames)
             self._retry_after = min(self._retry_after * 2, LAST_RETRY)
             self._retry_at = now + self._retry_after
         elif self._unsent:

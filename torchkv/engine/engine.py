@@ -304,6 +304,24 @@ class Engine:
         return self._messenger.dropped
 
     @property
+    def retries(self) -> dict[str, int]:
+        """What was done again; see `Stats`. Under the lock."""
+        taken_back = self.sender.counts.taken_back + self.receiver.counts.taken_back
+        return {"frames": self._messenger.repeats, "transfers": self._scheduler.restarts, "from loop": taken_back}
+
+    @property
+    def queues(self) -> dict[str, int]:
+        """What waits or is under way; see `Stats`. Under the lock."""
+        return {
+            "ops awaiting grants": sum(len(req.queue) for req in self.sender.requests),
+            "pages awaiting grants": self.sender.queued_pages,
+            "transfers": self._scheduler.pending,
+            "loop flows": sum(req.flow is not None for req in self.sender.requests)
+            + sum(req.flow is not None for req in self.receiver.requests),
+            "scatters": sum(len(req.scattering) for req in self.receiver.requests),
+        }
+
+    @property
     def sync_words(self) -> SyncWords | None:
         """The words through which CUDA streams wait for works; None if the cache lies in host memory."""
         return None if self.gpu is None else self.gpu.sync_words
@@ -685,6 +703,8 @@ def _settle(action: Settle) -> bool:
     """Completes one part of a work. Whether the work is complete."""
     if action.nbytes:
         action.work._account(action.nbytes, action.path)
+    if action.first is not None:
+        action.work._first = action.first
     return bool(action.work._settle(action.error, action.aux))
 
 

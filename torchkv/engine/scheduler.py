@@ -145,6 +145,7 @@ class TransferScheduler:
         self._by_op: dict[SendOp, Transfer] = {}  # queued and active
         self._moved_at: dict[Transfer, float] = {}  # active -> when it last made progress
         self._posting = 0  # how many of these need the transport's progress
+        self.restarts = 0  # transfers that were begun again on another path
         self._tables: BaseAddressTables | None = None  # of a rank on a GPU
 
     @property
@@ -525,6 +526,7 @@ class TransferScheduler:
         if isinstance(transfer.error, RingExhausted) and chose_path and transfer.flushed and not transfer.truncated:
             # The staged path was chosen, not forced: start again on another one. Pages that arrived are written again.
             self._gated.append(_Gated(transfer.op, transfer.grant, may_stage=False))
+            self.restarts += 1
             return
         with self._lock:
             self._sender.op_finished(transfer.op, transfer.error, flushed=transfer.flushed, now=now)

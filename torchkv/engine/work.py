@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
+    from torchkv.observe.recorder import FlightRecorder
 
 __all__ = ["KVWork", "LoopProgress", "drivers"]
 
@@ -91,6 +92,12 @@ class KVWork(dist.Work):
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
     _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
+    _recorder: FlightRecorder | None = None  # that this work is an operation of
+    _number = -1  # of the operation
+    _phase: str | None = (
+        None  # what the time until the end is called among the latencies; None: nothing, or not any more
+    )
+    _first: float | None = None  # of finish: when the request's first verb was called
 
     def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
         dist.Work.__init__(self)  # half a microsecond faster than super()
@@ -113,6 +120,8 @@ class KVWork(dist.Work):
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         limit = limit or self._limit
         if not self._wait_done(limit):
+            if self._recorder is not None:
+                self._recorder.waited(self._operation, limit)
             raise TransferTimeout(
                 f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
                 pages_safe=self._pages_safe or self._ended_safely,
@@ -316,6 +325,27 @@ class KVWork(dist.Work):
             for stream_wait in self._stream_waits:
                 stream_wait.open()
             self._stream_waits = ()
+        if self._recorder is not None:
+            if self._error is None and self._phase is None:  # of a verb that sends: one of many
+                self._recorder.settle(self._number, self._ended, self.bytes, self._paths)
+            else:
+                self._record()
+
+    def _record(self) -> None:
+        """Tells the flight recorder how this work has ended. Under the engine's lock. Idempotent."""
+        recorder, ended = self._recorder, self._ended
+        assert recorder is not None
+        assert ended is not None
+        phase, self._phase = self._phase, None
+        first, self._first = self._first, None
+        if self._error is not None:
+            recorder.failed(self._number, self._operation, self._error)
+            return
+        recorder.settle(self._number, ended, self.bytes, self._paths)
+        if phase is not None:
+            recorder.took(phase, ended - self._began)
+        if first is not None:
+            recorder.took("send", ended - first)
 
     def _announce(self) -> None:
         """Completes the future, if there is one. This runs its callbacks, which may call any verb."""

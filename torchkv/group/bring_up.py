@@ -16,6 +16,7 @@ from torchkv.engine.peer_metadata import MAX_METADATA, PeerMetadata
 from torchkv.engine.progress import ProgressThread
 from torchkv.engine.registration import Registration, choose_transport, failure_metadata, new_incarnation
 from torchkv.errors import PeerLost, ProtocolError
+from torchkv.group.observation import check_observation
 from torchkv.host.processes import this_process
 from torchkv.options import Options
 from torchkv.transport.interface import Transport
@@ -114,6 +115,7 @@ def bring_up(
     def choose() -> tuple[type[Transport], bytes | None]:
         transport = choose_transport(options.transport)
         check(transport)
+        check_observation(options, exchange.rank)
         return transport, secret()
 
     def start() -> ProgressThread:

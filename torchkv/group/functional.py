@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation
 from torchkv.group.kv_verbs import KVVerbs, current
 from torchkv.group.process_group import current_group
+from torchkv.observe.stats import Stats
 
 __all__ = [
     "cancel",
+    "dump",
     "explain",
     "finish",
     "granted",
@@ -29,6 +32,7 @@ __all__ = [
     "send_slice",
     "send_state",
     "staged_put",
+    "stats",
     "withdraw",
 ]
 
@@ -165,3 +169,13 @@ def quarantined(
 def explain(peer: int, *, group: Group = None) -> Explanation:
     """`KVVerbs.explain` on ``group``, or on the default group."""
     return current(group).explain(peer)
+
+
+def stats(*, group: Group = None) -> Stats:
+    """`KVVerbs.stats` on ``group``, or on the default group."""
+    return current(group).stats()
+
+
+def dump(folder: str | None = None, *, group: Group = None) -> Path:
+    """`KVVerbs.dump` on ``group``, or on the default group."""
+    return current(group).dump(folder)

@@ -106,7 +106,7 @@ class KVMember(KVVerbs):
             engine, running.registration, running.thread.control, running.cards, secret=running.secret
         )
         engine.group_map.seek = self._seek
-        self._attach(running, cache)
+        self._attach(running, cache, name=instance)
         # Greetings that have come before now are still there.
         engine.newcomers = self._membership
         running.thread.waker.wake()

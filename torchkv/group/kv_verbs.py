@@ -6,15 +6,18 @@ import os
 import weakref
 from abc import abstractmethod
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
 from torchkv.engine.work import KVWork
-from torchkv.errors import ProtocolError
+from torchkv.errors import KVError, ProtocolError
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation, explain
-from torchkv.group.layer_groups import make_verbs
+from torchkv.group.observation import Observation, new_recorder
+from torchkv.group.recorded_verbs import make_verbs
+from torchkv.group.snapshot import stats
 from torchkv.group.verbs import Verbs
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from torchkv.engine.progress import ProgressThread
     from torchkv.engine.registration import Registration
     from torchkv.group.bring_up import Running
+    from torchkv.observe.stats import Stats
 
 __all__ = ["KVVerbs", "current"]
 
@@ -33,17 +37,27 @@ class KVVerbs:
         self._verbs: Verbs | None = None  # while verbs may be called
         self._thread: ProgressThread | None = None
         self._registration: Registration | None = None
+        self._observation: Observation | None = None
         self._notes: list[str] = []  # for explain
         self._forked = False  # whether this process is a forked child of the one that made this
         _all.add(self)
 
-    def _attach(self, running: Running, cache: KVCache | None) -> None:
-        """From now on verbs may be called."""
+    def _attach(self, running: Running, cache: KVCache | None, *, name: str) -> None:
+        """From now on verbs may be called. name: of the group, for metrics. Raises ``TransportUnavailable``."""
         self._thread, self._registration = running.thread, running.registration
-        self._verbs = make_verbs(running.engine, cache, wake=running.thread.waker.wake)
+        recorder = new_recorder(running.engine.options)
+        verbs = make_verbs(running.engine, cache, wake=running.thread.waker.wake, recorder=recorder)
+        try:
+            self._observation = Observation(verbs, recorder, group=name)
+        except KVError:
+            self._stop()
+            raise
+        self._verbs = verbs
 
     def _stop(self) -> None:
         """Fails what is pending, and ends the thread. Idempotent."""
+        if self._observation is not None:
+            self._observation.close()
         if self._thread is not None:
             assert self._registration is not None
             self._thread.stop()
@@ -288,6 +302,21 @@ class KVVerbs:
             raise ProtocolError(f"explain: peer={peer!r} names ranks {list(ranks)}; name one")
         return explain(self._thread, engine, self._registration, ranks[0], notes=self._notes)
 
+    def stats(self) -> Stats:
+        """What this rank has counted since it registered, and how things stand: requests, bytes, latencies, queues."""
+        verbs = self._verbs or self._unregistered("stats")
+        return stats(verbs, recorder=None if self._observation is None else self._observation.recorder)
+
+    def dump(self, folder: str | None = None) -> Path:
+        """Writes the flight record of this rank: its last operations, and its requests that have not ended, as JSON.
+
+        folder: None stands for ``Options.dump_dir``. Returns the file's path; ``python -m torchkv.trace`` reads it, and
+        those of other ranks. Raises ``OSError``, and ``ProtocolError`` if nothing is recorded or no folder is given.
+        """
+        verbs = self._verbs or self._unregistered("dump")
+        assert self._observation is not None
+        return self._observation.dump(verbs, folder)
+
 
 _all: weakref.WeakSet[KVVerbs] = weakref.WeakSet()
 
@@ -296,7 +325,7 @@ def _after_fork_in_child() -> None:
     """A forked child has no verbs: it has no progress thread, and peers would take it for its parent."""
     for each in _all:
         each._forked = True
-        each._verbs = each._thread = None
+        each._verbs = each._thread = each._observation = None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -45,17 +45,9 @@ if TYPE_CHECKING:
     from torchkv.cache import KVCache
     from torchkv.engine.engine import Engine
 
-__all__ = ["GroupedVerbs", "make_verbs"]
+__all__ = ["GroupedVerbs"]
 
 _NO_PAGES: Int64Array = np.zeros(0, dtype=np.int64)
-
-
-def make_verbs(
-    engine: Engine, cache: KVCache | None, *, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
-) -> Verbs:
-    """The verbs of a rank, for its layout."""
-    grouped = cache is not None and cache.layout.groups
-    return (GroupedVerbs if grouped else Verbs)(engine, cache, wake=wake, clock=clock)
 
 
 @dataclass(slots=True)

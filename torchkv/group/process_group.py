@@ -131,7 +131,7 @@ class KVProcessGroup(KVVerbs, dist.ProcessGroup):
                 check=lambda _: self._check_register(cache, name),
                 join_heap=lambda transport: self._join_heap(transport, cache_device(cache)),
             )
-            self._attach(running, cache)
+            self._attach(running, cache, name=self.group_name)
 
     def _check_register(self, cache: KVCache | None, instance: str) -> None:
         check_instance("register", cache, instance)

@@ -152,7 +152,8 @@ class Scatter:
 class Settle:
     """Complete one part of ``work``, with ``error`` or successfully. aux: the sender's bytes, for a receive.
 
-    nbytes, path: as in `Account`, what it moved that has not been added yet.
+    nbytes, path: as in `Account`, what it moved that has not been added yet. first: of a request that has succeeded at
+    its receiver, when its first verb was called.
     """
 
     work: Work
@@ -160,6 +161,7 @@ class Settle:
     aux: bytes = b""
     nbytes: int = 0
     path: str = "none"
+    first: float | None = None
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ from torchkv.layout.pair_plan import PairPlan, seal_matches
 from torchkv.layout.pieces import Piece, PieceLayout, check_piece
 from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Signal
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Work
+from torchkv.protocol.counts import SEVERAL, Counts
 from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.leases import Leases, Wanted
 from torchkv.protocol.messages import (
@@ -116,6 +117,7 @@ class Receiver:
         self._named: dict[str, dict[int, ReceiverRequest]] = {}  # all, by name and generation
         self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots, pools=pools)
         self.actions: list[Action] = []
+        self.counts = Counts()
 
     # ---------------------------------------------------------------- calls of this rank's user
 
@@ -304,6 +306,11 @@ class Receiver:
                 self._end_if_quiescent(req)
         return pending
 
+    @property
+    def requests(self) -> list[ReceiverRequest]:
+        """All that have not ended, for reports."""
+        return list(self._requests.values())
+
     def layer_done(self, req: ReceiverRequest, layer: int) -> bool:
         """Whether every byte of ``layer`` (a global id) is here, of all parts. Raises the request's error."""
         if not req.parts:
@@ -331,6 +338,7 @@ class Receiver:
         req, writer = found
         writer.cover(message.layers, message.lo, min(message.hi, req.num_tokens), state=message.state)
         self.actions.append(Account(req.work, message.nbytes, message.path))
+        self.counts.moved(src, message.path, message.nbytes)
         req.progress_at = now
         self._complete_if_covered(req, now)
 
@@ -354,7 +362,12 @@ class Receiver:
         """The loop has seen everything arrive, and has told the writers. Their aux is known already."""
         for rank in req.writers:
             self._credits.mark_quiescent(rank, req.generation, now)
+        self._count_loop(req, nbytes)
         self._succeed(req, by_loop=nbytes)
+
+    def _count_loop(self, req: ReceiverRequest, nbytes: int) -> None:
+        """Counts what has arrived through the loop, which does not tell the shares of several writers."""
+        self.counts.moved(next(iter(req.writers)) if len(req.writers) == 1 else SEVERAL, "direct", nbytes)
 
     def taken_back(
         self, req: ReceiverRequest, nbytes: int, now: float, *, untold: Iterable[int] = (), unposted: bool = False
@@ -368,6 +381,8 @@ class Receiver:
             self._tell_post(req)
         trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)
         self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
+        self.counts.taken_back += 1
+        self._count_loop(req, nbytes)
         if nbytes:
             req.progress_at = now
         for rank, writer in req.writers.items():
@@ -567,6 +582,7 @@ class Receiver:
         lo, hi = job.piece.start * page_size, (job.piece.start + job.piece.num_pages) * page_size
         req.writers[job.src].cover(job.piece.layers, lo, min(hi, req.num_tokens), state=job.state)
         self.actions.append(Account(req.work, job.layout.payload, "staged"))
+        self.counts.moved(job.src, "staged", job.layout.payload)
         req.progress_at = now
         self._complete_if_covered(req, now)
 
@@ -643,6 +659,7 @@ class Receiver:
         if by_loop is None:
             verdict = Verdict(req.generation)
             self.actions.extend(Tell(rank, verdict) for rank in req.writers)
+        self.counts.ended(None)
         self._end(req)
         self.actions.append(Settle(req.work, aux=req.aux, nbytes=by_loop or 0, path="direct" if by_loop else "none"))
 
@@ -661,6 +678,7 @@ class Receiver:
             return
         error._pages_safe = lambda: req.all_ended
         req.error = error
+        self.counts.ended(error)
         trace.debug("request %r: failed, generation %d: %s", req.request, req.generation, error)
         for job in req.scattering:
             job.stopped = True

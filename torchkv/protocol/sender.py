@@ -54,6 +54,7 @@ from torchkv.errors import (
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan, largest_grant, seal_matches
 from torchkv.protocol.actions import Account, Action, BoundGrant, Halt, SendOp, Settle, Split, Start, Tell, Work
+from torchkv.protocol.counts import Counts
 from torchkv.protocol.coverage import LayerCoverage
 from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.messages import (
@@ -121,6 +122,7 @@ class Sender:
         self._undrainable: set[tuple[int, int]] = set()
         self._queued_pages = 0
         self.actions: list[Action] = []
+        self.counts = Counts()
 
     # ---------------------------------------------------------------- verbs of this rank's user
 
@@ -185,6 +187,16 @@ class Sender:
                 f"try again once some have, or cancel those that have failed",
                 retryable=True,
             )
+
+    @property
+    def requests(self) -> list[SenderRequest]:
+        """All that have not ended, for reports."""
+        return list(self._requests.values())
+
+    @property
+    def queued_pages(self) -> int:
+        """Pages that wait for grants."""
+        return self._queued_pages
 
     def is_on_loop(self, request: str, dst: int) -> bool:
         """Whether the resident loop serves the request, so that a verb need not know what the loop has done."""
@@ -375,6 +387,7 @@ class Sender:
         req = self._requests[(op.request, op.dst)]
         assert req.grant is not None
         self.actions.append(Account(op.work, nbytes, path))
+        self.counts.moved(op.dst, path, nbytes)
         if req.error is None and layers and op.num_pages:
             page_size = req.grant.plan.src_page_size
             lo, hi = op.start * page_size, (op.start + op.num_pages) * page_size
@@ -413,6 +426,7 @@ class Sender:
         trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, nbytes)
         del req.running[op]
         self.actions.append(Settle(op.work, nbytes=nbytes, path="direct" if nbytes else "none"))
+        self.counts.moved(op.dst, "direct", nbytes)
         if req.finish is not None and not req.running:
             req.sealed_at = req.progress_at = now
 
@@ -420,7 +434,8 @@ class Sender:
         """The request has succeeded at its receiver, as a message or the loop says: ends it here."""
         assert req.finish is not None
         trace.debug("request %r to rank %d: verdict: success", req.request, req.dst)
-        self.actions.append(Settle(req.finish.work))
+        self.actions.append(Settle(req.finish.work, first=req.begun_at))
+        self.counts.ended(None)
         self._end(req)
 
     def on_grant(self, src: int, message: Grant, now: float) -> None:
@@ -789,6 +804,7 @@ class Sender:
         req.grant = grant
         req.progress_at = now
         self._by_generation[(req.dst, grant.generation)] = req
+        self.counts.grants.add(now - req.begun_at)
         trace.debug("request %r to rank %d: bound to its grant, generation %d", req.request, req.dst, grant.generation)
         waiting, req.queue = req.queue, deque()
         problem: KVError | None = None
@@ -900,6 +916,7 @@ class Sender:
         sealed = self._flows.take_back_send(req)
         if sealed is None:
             return
+        self.counts.taken_back += 1
         trace.debug("request %r to rank %d: taken back from the resident loop", req.request, req.dst)
         if req.grant is None:
             self._flows.heed_grants(True)
@@ -1020,6 +1037,7 @@ class Sender:
         assert req.error is None
         error._pages_safe = lambda: all(other.drained for other in self._requests_of(req.request, req))
         req.error = error
+        self.counts.ended(error)
         trace.debug("request %r to rank %d: failed: %s", req.request, req.dst, error)
         self._queued_pages -= sum(op.num_pages for op in req.queue)
         self.actions.extend(Settle(op.work, error) for op in req.queue)

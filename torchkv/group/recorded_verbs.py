@@ -1,0 +1,172 @@
+"""Verbs that the flight recorder sees, and that are ranges for profilers. `make_verbs` makes those of a rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError
+from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
+from torchkv.group.layer_groups import GroupedVerbs
+from torchkv.group.verbs import Verbs
+from torchkv.observe.ranges import Range, profiled
+from torchkv.observe.recorder import PHASES, FlightRecorder, size_of
+
+if TYPE_CHECKING:
+    from torchkv.cache import KVCache
+    from torchkv.engine.engine import Engine
+
+__all__ = ["RecordedVerbs", "make_verbs"]
+
+_ARRAY = np.ndarray
+
+
+def make_verbs(
+    engine: Engine,
+    cache: KVCache | None,
+    *,
+    wake: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+    recorder: FlightRecorder | None = None,
+) -> Verbs:
+    """The verbs of a rank, for its layout. recorder: of its operations, if there is one."""
+    grouped = cache is not None and cache.layout.groups
+    if recorder is None:
+        return (GroupedVerbs if grouped else Verbs)(engine, cache, wake=wake, clock=clock)
+    made = _RecordedGroupedVerbs if grouped else RecordedVerbs
+    return made(engine, cache, wake=wake, clock=clock, recorder=recorder)
+
+
+class RecordedVerbs(Verbs):
+    """See `Verbs`, and the module."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache | None,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        recorder: FlightRecorder,
+    ) -> None:
+        super().__init__(engine, cache, wake=wake, clock=clock)
+        self._recorder = recorder
+        self._nvtx = engine.options.nvtx and torch.cuda.is_available()
+
+    def recv_pages(
+        self,
+        request: str,
+        pages: Pages,
+        src: Peers,
+        *,
+        prefix_tokens: int = 0,
+        state_slot: StateSlot = None,
+        timeout: float | timedelta | None = None,
+    ) -> KVWork:
+        verb = partial(
+            super().recv_pages,
+            request,
+            pages,
+            src,
+            prefix_tokens=prefix_tokens,
+            state_slot=state_slot,
+            timeout=timeout,
+        )
+        return self._seen("recv_pages", request, src, None, size_of(pages), verb)
+
+    def _send(
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        origin: Origin,
+    ) -> KVWork:
+        # As `_seen`, without its calls: this is the critical path of a sender.
+        span = Range(verb, request, nvtx=self._nvtx) if self._nvtx or profiled() else None
+        try:
+            work = super()._send(verb, request, layers, pages, dst, start, event, origin)
+        except KVError as error:
+            self._recorder.refused(verb, request, dst, layers, size_of(pages), error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
+        count = len(pages) if type(pages) is _ARRAY else size_of(pages)
+        work._number = self._recorder.begin(verb, request, dst, layers, count, work._began)
+        work._recorder = self._recorder
+        if work._is_done:
+            self._settle(work)
+        return work
+
+    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
+        verb = partial(super().send_states, request, layers, state_slot, dst, event)
+        return self._seen("send_state", request, dst, layers, 1, verb)
+
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+        verb = partial(super().finish, request, dst, aux=aux, state_slot=state_slot)
+        return self._seen("finish", request, dst, None, 0, verb)
+
+    def withdraw(self, request: str) -> KVWork:
+        return self._seen("withdraw", request, None, None, 0, partial(super().withdraw, request))
+
+    def cancel(self, request: str, *, decline: bool = False) -> KVWork:
+        return self._seen("cancel", request, None, None, 0, partial(super().cancel, request, decline=decline))
+
+    def refuse(self, request: str, src: Peers) -> None:
+        number = self._recorder.begin("refuse", request, src, None, 0, time.perf_counter())
+        try:
+            super().refuse(request, src)
+        except KVError as error:
+            self._recorder.failed(number, f"refuse({request!r})", error)
+            raise
+        self._recorder.returned(number)
+
+    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
+        number = self._recorder.begin("prefix_tokens", request, dst, None, 0, time.perf_counter())
+        try:
+            tokens = super().prefix_tokens(request, dst)
+        except KVError as error:
+            self._recorder.failed(number, f"prefix_tokens({request!r})", error)
+            raise
+        self._recorder.returned(number)
+        return tokens
+
+    def _seen(
+        self, verb: str, request: str, peers: Peers | None, layers: Layers, count: int, call: Callable[[], KVWork]
+    ) -> KVWork:
+        """Calls a verb. count: of pages."""
+        span = Range(verb, request, nvtx=self._nvtx) if self._nvtx or profiled() else None
+        try:
+            work = call()
+        except KVError as error:
+            self._recorder.refused(verb, request, peers, layers, count, error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
+        work._phase = PHASES.get(verb)
+        work._number = self._recorder.begin(verb, request, peers, layers, count, work._began)
+        work._recorder = self._recorder
+        if work._is_done:
+            self._settle(work)
+        return work
+
+    def _settle(self, work: KVWork) -> None:
+        """The work has completed: before it was recorded, or at this moment, when this comes second."""
+        with self.engine.lock:
+            work._record()
+
+
+class _RecordedGroupedVerbs(RecordedVerbs, GroupedVerbs):
+    """The same, where the layout has layer groups."""
