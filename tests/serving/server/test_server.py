@@ -1,4 +1,7 @@
-"""The example server over real HTTP: right tokens, clients that hang up, workers that are killed, stop, and join."""
+"""The example server over real HTTP: right tokens, clients that hang up, workers that are killed, stop, and join.
+
+Its processes take seconds to start, so all tests share them. Those that end workers come last and build on one another.
+"""
 
 from __future__ import annotations
 
