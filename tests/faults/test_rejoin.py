@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.harness import Ranks, ask
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.helpers.ranks import member
-from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, footprint, leave
+from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, footprint, footprint_within, leave
 from tests.helpers.resident import resident_kib
 from torchkv import PeerLost
 
