@@ -1,4 +1,4 @@
-"""What the flight recorder and metrics cost a verb, a request and a rate: with and without, in turns in one process."""
+"""What the flight recorder and metrics cost a verb, a request and a rate: with and without, in turns."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
 from torchkv.bench.check import count_wrong
 from torchkv.bench.pair import fill
-from torchkv.bench.processes import run_two
+from torchkv.bench.processes import run_ranks
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
-from torchkv.group.process_group import KVProcessGroup, current_group
-from torchkv.group.verbs import Verbs
+from torchkv.group.process_group import current_group
 from torchkv.layout.layout import KVLayout
+from torchkv.options import Options
 from torchkv.protocol.counts import Counts
 
 __all__ = ["ObservedResult", "observed_cost", "run"]
 
-ROUNDS = 40  # of two measurements without and two with
+ROUNDS = 24  # of two measurements without and two with
 REQUESTS = 25  # a measurement
 LAYERS = 16
 PAGES = 16  # of 1 KiB
 BULK_LAYERS = 8
 BULK_PAGES = 64  # of 64 KiB
-BULK_ROUNDS = 40
+BULK_ROUNDS = 20
 GATE_US = 1.0  # a verb
 GATE_RATE = 0.02
-PORT = 0  # any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,30 @@ def run(repeats: int) -> Iterator[Outcome]:
 
 
 def observed_cost() -> ObservedResult:
-    """Measures in two fresh processes, over shared memory. Both watch, or neither does."""
-    environment = {"TORCHKV_METRICS_PORT": str(PORT)}
-    sent, (recv_us, recv_more_us) = run_two(_write_requests, _read_requests, environment=environment)
-    rates, wrong = run_two(_write_bulk, _read_bulk, environment=environment)
-    return ObservedResult(recv_us=recv_us, recv_more_us=recv_more_us, wrong=wrong, **sent, **rates)
+    """Measures two pairs of fresh processes over shared memory, of which one pair watches, in turns.
+
+    Not one pair that watches at times: CPython adapts its code to the types that it meets, so it would be slower for
+    whatever it met less.
+    """
+    written, (recv,), plain_written, (plain_recv,) = run_ranks((_write_requests, _read_requests) * 2)
+    verbs = [_difference(plain, with_it) for plain, with_it in zip(plain_written, written, strict=True)]
+    recv_us, recv_more_us = _difference(plain_recv, recv)
+    bulk, wrong, plain_bulk, plain_wrong = run_ranks((_write_bulk, _read_bulk) * 2)
+    (send_us, send_more_us), (finish_us, finish_more_us), (request_us, request_more_us) = verbs
+    return ObservedResult(
+        send_us=send_us,
+        send_more_us=send_more_us,
+        finish_us=finish_us,
+        finish_more_us=finish_more_us,
+        recv_us=recv_us,
+        recv_more_us=recv_more_us,
+        request_us=request_us,
+        request_more=request_more_us / request_us,
+        bulk_gbps=statistics.median(plain_bulk["rates"]),
+        bulk_less=1 - statistics.median(np.divide(bulk["rates"], plain_bulk["rates"])),
+        scrape_ms=1e3 * statistics.median(bulk["scrapes"]),
+        wrong=wrong + plain_wrong,
+    )
 
 
 class _Uncounted(Counts):
@@ -103,57 +122,52 @@ class _Uncounted(Counts):
 
 
 class _Side:
-    """One of the two ranks, which verbs without a recorder can be had of, too."""
+    """One of the four ranks. The first two watch."""
 
-    def __init__(self, instance: str, *, layers: int, head_dim: int, num_pages: int) -> None:
+    def __init__(self, *, layers: int, head_dim: int, num_pages: int) -> None:
         layout = KVLayout.gqa(num_layers=layers, num_kv_heads=4, head_dim=head_dim, page_size=16, dtype=torch.bfloat16)
-        self.kv: KVProcessGroup = current_group(None)
+        self.watches = dist.get_rank() < 2
+        watching, plain = Options(metrics_port=0), Options(flight_recorder=0)
+        groups = [
+            dist.new_group(ranks, backend="torchkv", pg_options=options)
+            for ranks, options in (([0, 1], watching), ([2, 3], plain))
+        ]
+        self.kv = current_group(groups[0 if self.watches else 1])
         self.cache = KVCache.empty(layout, num_pages, device="cpu")
-        self.kv.register(self.cache, instance=instance)
-        watched = self.kv._verbs
-        observation = self.kv._observation
-        assert watched is not None
-        assert observation is not None
-        assert observation._service is not None
-        self._url = f"http://127.0.0.1:{observation._service.port}/metrics"
-        self._both = {
-            False: Verbs(watched.engine, self.cache, wake=watched._wake),
-            True: watched,
-        }
-        self._counts: dict[Any, Counts] = {}
-        for machine in (watched.engine.sender, watched.engine.receiver):
-            self._counts[machine, True], self._counts[machine, False] = machine.counts, _Uncounted()
-
-    def turn(self, watches: bool) -> None:
-        """From now on the group's verbs are recorded, and its requests are counted; or not."""
-        verbs = self.kv._verbs = self._both[watches]
-        for machine in (verbs.engine.sender, verbs.engine.receiver):
-            machine.counts = self._counts[machine, watches]
-        dist.barrier()
+        self.kv.register(self.cache)
+        if not self.watches:
+            assert self.kv._verbs is not None
+            engine = self.kv._verbs.engine
+            engine.sender.counts, engine.receiver.counts = _Uncounted(), _Uncounted()
 
     def scrape(self) -> float:
         """Seconds."""
+        observation = self.kv._observation
+        assert observation is not None
+        assert observation._service is not None
         began = time.perf_counter()
-        with urllib.request.urlopen(self._url) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{observation._service.port}/metrics") as answer:
             assert b"torchkv_requests_total" in answer.read()
         return time.perf_counter() - began
 
-
-def _paired(rounds: int, measure: Callable[[bool, int], Any]) -> list[tuple[Any, Any]]:
-    """What was measured without and with, round by round. Each round is without, with, with, without, or the other
-    way round, so that what drifts, or depends on what came before, falls out.
-    """
-    pairs = []
-    gc.disable()
-    for number in range(rounds):
-        first = number % 2 == 1
-        got: dict[bool, list[Any]] = {False: [], True: []}
-        for place, watches in enumerate((first, not first, not first, first)):
-            got[watches].append(np.asarray(measure(watches, 4 * number + place)))
-        pairs.append((sum(got[False]) / 2, sum(got[True]) / 2))
-        gc.collect()
-    gc.enable()
-    return pairs
+    def in_turns(self, rounds: int, measure: Callable[[int], Any]) -> list[Any]:
+        """What this pair measures in each round, on average. The pairs take turns: first, second, second, first, or
+        the other way round, so that what drifts falls out.
+        """
+        found = []
+        gc.disable()
+        for number in range(rounds):
+            first = number % 2 == 1
+            got = []
+            for place, watches in enumerate((first, not first, not first, first)):
+                dist.barrier()
+                if watches == self.watches:
+                    got.append(np.asarray(measure(4 * number + place)))
+            found.append(np.mean(got, axis=0).tolist())
+            gc.collect()
+        gc.enable()
+        dist.barrier()
+        return found
 
 
 def _undisturbed(seconds: list[float]) -> float:
@@ -161,32 +175,31 @@ def _undisturbed(seconds: list[float]) -> float:
     return float(np.percentile(seconds, 25))
 
 
-def _difference(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """Microseconds without, and more with."""
-    without = statistics.median(pair[0] for pair in pairs)
-    return 1e6 * without, 1e6 * statistics.median(pair[1] - pair[0] for pair in pairs)
+def _difference(plain: list[float], watched: list[float]) -> tuple[float, float]:
+    """Microseconds without, and more with: medians over rounds."""
+    return 1e6 * statistics.median(plain), 1e6 * statistics.median(np.subtract(watched, plain))
 
 
-def _small(instance: str) -> _Side:
-    return _Side(instance, layers=LAYERS, head_dim=8, num_pages=PAGES)
+def _small() -> _Side:
+    return _Side(layers=LAYERS, head_dim=8, num_pages=PAGES)
 
 
-def _large(instance: str) -> _Side:
-    return _Side(instance, layers=BULK_LAYERS, head_dim=512, num_pages=BULK_PAGES)
+def _large() -> _Side:
+    return _Side(layers=BULK_LAYERS, head_dim=512, num_pages=BULK_PAGES)
 
 
-def _write_requests() -> dict[str, float]:
-    side = _small("writer")
+def _write_requests() -> list[list[float]]:
+    """By round: of ``send_layer``, ``finish`` and whole requests."""
+    side = _small()
     kv, clock = side.kv, time.perf_counter
 
-    def requests(watches: bool, number: int) -> tuple[float, float, float]:
-        side.turn(watches)
+    def requests(number: int) -> tuple[float, float, float]:
         sends: list[float] = []
         finishes: list[float] = []
         wholes: list[float] = []
         pages = np.arange(PAGES)
         for turn in range(REQUESTS):
-            request = f"{watches}{number}.{turn}"
+            request = f"{number}.{turn}"
             kv.prefix_tokens(request, 1)
             began, at = clock(), time.thread_time()
             for layer in range(LAYERS):
@@ -199,86 +212,70 @@ def _write_requests() -> dict[str, float]:
             wholes.append(clock() - began)
         return _undisturbed(sends), _undisturbed(finishes), _undisturbed(wholes)
 
-    requests(True, -1)  # the first requests load code
-    measured = _paired(ROUNDS, requests)
-    send_us, send_more_us = _difference([(a[0], b[0]) for a, b in measured])
-    finish_us, finish_more_us = _difference([(a[1], b[1]) for a, b in measured])
-    return {
-        "send_us": send_us,
-        "send_more_us": send_more_us,
-        "finish_us": finish_us,
-        "finish_more_us": finish_more_us,
-        "request_us": 1e6 * statistics.median(a[2] for a, _ in measured),
-        "request_more": statistics.median(b[2] / a[2] for a, b in measured) - 1,
-    }
+    requests(-1)  # the first requests load code
+    return [list(column) for column in zip(*side.in_turns(ROUNDS, requests), strict=True)]
 
 
-def _read_requests() -> tuple[float, float]:
-    side = _small("reader")
+def _read_requests() -> list[list[float]]:
+    """By round: of ``recv_pages``."""
+    side = _small()
     kv = side.kv
 
-    def requests(watches: bool, number: int) -> float:
-        side.turn(watches)
+    def requests(number: int) -> float:
         posts: list[float] = []
         pages = np.arange(PAGES)[::-1].copy()
         for turn in range(REQUESTS):
             at = time.thread_time()
-            work = kv.recv_pages(f"{watches}{number}.{turn}", pages, 0)
+            work = kv.recv_pages(f"{number}.{turn}", pages, 0)
             posts.append(time.thread_time() - at)
             work.wait()
         return _undisturbed(posts)
 
-    requests(True, -1)
-    return _difference(_paired(ROUNDS, requests))
+    requests(-1)
+    return [side.in_turns(ROUNDS, requests)]
 
 
-def _write_bulk() -> dict[str, float]:
-    side = _large("writer")
+def _write_bulk() -> dict[str, list[float]]:
+    side = _large()
     kv, clock = side.kv, time.perf_counter
 
-    def bulk(watches: bool, number: int) -> float:
-        side.turn(watches)
-        request = f"bulk{watches}{number}"
+    def bulk(number: int) -> float:
+        request = f"bulk{number}"
         fill(side.cache, seed=number + 1)
         kv.prefix_tokens(request, 1)
-        dist.barrier()
+        dist.barrier(kv)
         began = clock()
         works = [kv.send_layer(request, layer, _order(number), 1) for layer in range(BULK_LAYERS)]
         kv.finish(request, 1).wait()
         seconds = clock() - began
         return sum(work.bytes for work in works) / seconds / 1e9
 
-    bulk(True, -1)
-    rates = _paired(BULK_ROUNDS, bulk)
-    return {
-        "bulk_gbps": statistics.median(a for a, _ in rates),
-        "bulk_less": 1 - statistics.median(b / a for a, b in rates),
-        "scrape_ms": 1e3 * statistics.median(side.scrape() for _ in range(20)),
-    }
+    bulk(-1)
+    rates = side.in_turns(BULK_ROUNDS, bulk)
+    return {"rates": rates, "scrapes": [side.scrape() for _ in range(20)] if side.watches else []}
 
 
 def _read_bulk() -> int:
-    side = _large("reader")
+    side = _large()
     kv, wrong = side.kv, 0
     source = KVCache.empty(side.cache.layout, BULK_PAGES, device="cpu")
 
-    def bulk(watches: bool, number: int) -> int:
+    def bulk(number: int) -> int:
         nonlocal wrong
-        side.turn(watches)
         for storage in side.cache.storages:
             storage.fill_(0xDD)
         pages = _order(number + 1000)
-        work = kv.recv_pages(f"bulk{watches}{number}", pages, 0)
-        dist.barrier()
+        work = kv.recv_pages(f"bulk{number}", pages, 0)
+        dist.barrier(kv)
         work.wait()
         fill(source, seed=number + 1)
         wrong += count_wrong(source, side.cache, torch.from_numpy(_order(number)), torch.from_numpy(pages))
         return wrong
 
-    bulk(True, -1)
-    _paired(BULK_ROUNDS, bulk)
+    bulk(-1)
+    side.in_turns(BULK_ROUNDS, bulk)
     return wrong
 
 
-def _order(seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _order(seed: int) -> Int64Array:
     return np.random.default_rng(seed + 1).permutation(BULK_PAGES)

@@ -32,7 +32,8 @@ MAX_HEARTBEAT = 3600.0  # seconds
 # Variables that are not fields of Options.
 _OTHER = ("INTERFACE", "SECRET_FILE")
 
-MAX_RECORDED = 1 << 20  # operations
+RECORDED = 4096  # operations that a flight recorder keeps by default
+MAX_RECORDED = 1 << 20
 
 T = TypeVar("T")
 
@@ -99,12 +100,13 @@ class Options:
     checksum: whether to verify bytes end to end; every transfer then takes the staged path.
     require: a path, such as ``"direct"``, by which every peer must be reachable, else ``register`` raises.
     min_gbps: the lowest rate, in GB/s (1e9 bytes/s), that ``register`` must measure to every peer, else it raises.
-    flight_recorder: how many of this rank's last operations are kept for dumps; 0: none.
+    flight_recorder: how many of this rank's last operations are kept for dumps; 0: none; None: 4,096 if ``dump_dir``,
+    ``metrics_port`` or ``nvtx`` is set, else none.
     dump_dir: folder to write a dump of the flight recorder to, when a request fails or is waited for in vain, and on
     SIGUSR2; None: nowhere.
     metrics_port: this rank answers Prometheus at ``127.0.0.1``, at this port plus its rank; 0: at any free port, which
     is logged; None: nowhere. Needs ``prometheus_client``.
-    nvtx: whether verbs are NVTX ranges. For PyTorch's profiler they are ranges in any case, while it is on.
+    nvtx: whether verbs are NVTX ranges. With a flight recorder they are ranges for PyTorch's profiler in any case.
 
     Raises ``ProtocolError`` for a value that is not allowed.
     """
@@ -120,7 +122,7 @@ class Options:
     checksum: bool = _setting("checksum", False, _flag)
     require: str | None = _setting("require", None, _text_or_none)
     min_gbps: float | None = _setting("min_gbps", None, _float_or_none)
-    flight_recorder: int = _setting("flight_recorder", 4096, int)
+    flight_recorder: int | None = _setting("flight_recorder", None, _int_or_none)
     dump_dir: str | None = _setting("dump_dir", None, _text_or_none)
     metrics_port: int | None = _setting("metrics_port", None, _int_or_none)
     nvtx: bool = _setting("nvtx", False, _flag)
@@ -155,14 +157,22 @@ class Options:
 
     def _check_observation(self) -> None:
         size, port = self.flight_recorder, self.metrics_port
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_RECORDED:
-            raise ProtocolError(f"Options.flight_recorder={size!r} must be an int from 0 to {MAX_RECORDED}")
+        if isinstance(size, bool) or not isinstance(size, int | None) or not 0 <= (size or 0) <= MAX_RECORDED:
+            raise ProtocolError(f"Options.flight_recorder={size!r} must be an int from 0 to {MAX_RECORDED}, or None")
         if self.dump_dir is not None and not isinstance(self.dump_dir, str):
             raise ProtocolError(f"Options.dump_dir={self.dump_dir!r} must be the path of a folder, a str, or None")
-        if self.dump_dir is not None and not size:
+        if self.dump_dir is not None and size == 0:
             raise ProtocolError("Options.dump_dir: nothing is recorded, because Options.flight_recorder=0; raise that")
         if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16):
             raise ProtocolError(f"Options.metrics_port={port!r} must be a port, 0 for any that is free, or None")
+
+    @property
+    def recorded(self) -> int:
+        """How many operations the flight recorder keeps; 0: there is none."""
+        if self.flight_recorder is not None:
+            return self.flight_recorder
+        asked = self.dump_dir is not None or self.metrics_port is not None or self.nvtx
+        return RECORDED if asked else 0
 
     @property
     def forced_path(self) -> str | None:

@@ -35,6 +35,7 @@ FROM_ENVIRONMENT = [
     ("min_gbps", "0.5", 0.5),
     ("min_gbps", "", None),
     ("flight_recorder", "0", 0),
+    ("flight_recorder", "", None),
     ("dump_dir", "/tmp/dumps", "/tmp/dumps"),
     ("dump_dir", "", None),
     ("metrics_port", "9400", 9400),
@@ -133,6 +134,13 @@ def test_checksums_take_the_staged_path() -> None:
     assert Options(checksum=True).forced_path == Options(checksum=True, path="staged").forced_path == "staged"
     with pytest.raises(ProtocolError, match=r"Options\.checksum.*Options\.path='direct'"):
         Options(checksum=True, path="direct")
+
+
+def test_operations_are_recorded_where_something_is_made_of_them() -> None:
+    assert Options().recorded == Options(flight_recorder=0, nvtx=True).recorded == 0
+    assert Options(flight_recorder=7).recorded == 7
+    for asked in ({"dump_dir": "dumps"}, {"metrics_port": 0}, {"nvtx": True}):
+        assert Options(**asked).recorded == 4096
 
 
 def test_without_a_recorder_there_is_nothing_to_dump() -> None:

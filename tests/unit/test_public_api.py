@@ -97,7 +97,7 @@ OPTIONS = {
     "checksum": False,
     "require": None,
     "min_gbps": None,
-    "flight_recorder": 4096,
+    "flight_recorder": None,
     "dump_dir": None,
     "metrics_port": None,
     "nvtx": False,

@@ -32,7 +32,7 @@ def check_observation(options: Options, rank: int) -> None:
 
 def new_recorder(options: Options) -> FlightRecorder | None:
     """The flight recorder that ``options`` ask for."""
-    return FlightRecorder(options.flight_recorder) if options.flight_recorder else None
+    return FlightRecorder(options.recorded) if options.recorded else None
 
 
 class Observation:
@@ -60,7 +60,7 @@ class Observation:
         """See `KVVerbs.dump`."""
         folder = verbs.engine.options.dump_dir if folder is None else folder
         if self.recorder is None:
-            raise ProtocolError("dump: nothing is recorded, because Options.flight_recorder=0")
+            raise ProtocolError("dump: nothing is recorded; set Options.flight_recorder, or Options.dump_dir")
         if folder is None:
             raise ProtocolError("dump: give a folder, or set Options.dump_dir")
         return write_dump(Path(folder), self._name, snapshot.dump(verbs, "asked for", recorder=self.recorder))

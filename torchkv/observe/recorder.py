@@ -1,4 +1,4 @@
-"""The flight recorder: the last operations of a rank, in a ring of fixed size. A verb pays less than a microsecond.
+"""The flight recorder: the last operations of a rank, in a ring of fixed size.
 
 An operation is a call of a verb. It is recorded when the verb returns, and once more when its work completes, as far as
 Python sees that: of a request on the resident loop, when somebody asks.

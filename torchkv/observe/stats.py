@@ -23,7 +23,7 @@ class Stats:
     phases: durations of what has succeeded, as histograms: ``grant`` (a sender's first verb until the grant, of
     requests that the resident loop does not bind), ``send`` (a sender's first verb until the verdict), ``verdict``
     (``finish`` until the verdict), ``receive`` (the whole ``recv_pages``) and ``cancel``. All end when Python has seen
-    the end. All but ``grant`` are empty without ``Options.flight_recorder``.
+    the end. All but ``grant`` are empty without a flight recorder.
     open_sends, open_receives: state -> how many requests: those of `torchkv.observe.dump_format`.
     queues: ``ops awaiting grants``, ``pages awaiting grants``, ``transfers`` (in Python: gated, queued or under way),
     ``loop flows`` (requests on the resident loop), ``scatters`` (stages that are being unpacked).
