@@ -132,6 +132,18 @@ class SenderRequest:
         self.pages = LayerCoverage()
         self.num_pages = 0
 
+    def sent_all_of(self, layers: tuple[int, ...]) -> bool:
+        """Whether every page up to the highest one was sent of all these layers, in verbs that each sent all pages.
+
+        So are nearly all requests, and this costs a verb less than to ask `sent`, which says it of all others.
+        """
+        covered: set[int] = set()
+        for held, lo, hi in self.chunks:
+            if lo or hi != self.num_pages:
+                return False
+            covered.update(held)
+        return covered.issuperset(layers)
+
     def sent(self) -> LayerCoverage:
         """Which of this rank's pages were sent, by layer, counted after the prefix."""
         spans: dict[tuple[int, int], list[int]] = {}

@@ -904,6 +904,8 @@ class Sender:
         Of a request that waits for its grant. Windows may allow less: then Python looks again once the grant is there.
         """
         plan = self._likely_plan(req.request, req.dst)
+        if req.sent_all_of(plan.layers):
+            return True
         pages = [(0, req.num_pages * plan.src_page_size)]
         return req.num_pages > 0 and req.sent().first_gap([(plan.layers, pages)], unit=plan.src_page_size) is None
 
@@ -962,6 +964,8 @@ class Sender:
             fits = seal_matches(num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
             if fits:
                 limit = min(limit, num_pages * plan.src_page_size)
+        if fits and req is not None and req.sent_all_of(plan.layers):
+            return None
         sent = LayerCoverage() if req is None else req.sent()
         gap = sent.first_gap(plan.owed(granted, limit), unit=plan.src_page_size)
         if gap is not None:

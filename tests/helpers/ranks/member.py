@@ -139,7 +139,7 @@ def footprint() -> tuple[int, int, int]:
 
 def footprint_within(limits: tuple[int, int, int]) -> tuple[int, int, int]:
     """`footprint`, once no part of it is above its limit: the kernel and ZeroMQ close in their own time."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 40
     found = footprint()
     while any(part > limit for part, limit in zip(found, limits, strict=True)):
         assert time.monotonic() < until, f"{found}, of at most {limits}"
