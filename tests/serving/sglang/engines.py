@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.serving.sglang.host import Finished, Setup
 
-__all__ = ["DEADLINE", "ENVIRONMENT", "Engine", "free_port"]
+__all__ = ["DEADLINE", "ENVIRONMENT", "Engine", "end", "free_port"]
 
 DEADLINE = 180.0  # seconds: two engines share two cores with other tests
 ROOT = Path(__file__).parents[3]
@@ -35,6 +35,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def end(process: subprocess.Popen[bytes], *, seconds: float) -> None:
+    """Waits until a process and all others of its session have ended; kills those that have not by then."""
+    until = time.monotonic() + seconds
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class Engine:
@@ -151,11 +163,7 @@ class Engine:
 
     def close(self) -> None:
         self._pipe.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
-        with suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        self.process.wait()
+        end(self.process, seconds=20)
         if self._left_behind is not None:
             self._left_behind.unlink(missing_ok=True)
 

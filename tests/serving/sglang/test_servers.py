@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.serving.sglang.conftest import OPTIONS, TOKENS
-from tests.serving.sglang.engines import DEADLINE, ENVIRONMENT, free_port
+from tests.serving.sglang.engines import DEADLINE, ENVIRONMENT, end, free_port
 from tests.serving.sglang.host import ARGUMENTS
 from tests.serving.vllm.models import PROMPTS
 
@@ -81,8 +80,9 @@ def servers(scratch: Path, llama: str) -> Iterator[tuple[int, int, int]]:
         yield prefill, decode, bootstrap
     finally:
         for server in started:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+            server.terminate()
+        for server in started:
+            end(server, seconds=20)
 
 
 def test_the_two_commands(servers: tuple[int, int, int], golden: list[list[int]]) -> None:
