@@ -14,7 +14,7 @@ _CHUNK = st.tuples(_LAYERS, st.integers(0, 2), st.integers(0, 3))
 
 def sent(chunks: list[tuple[tuple[int, ...], int, int]]) -> SenderRequest:
     """chunks: layers, first page, number of pages of each verb."""
-    req = SenderRequest("r", 1, 0.0)
+    req = SenderRequest("r", 1, "rank 1", 0.0)
     for layers, start, count in chunks:
         req.add_sent(SendOp("r", 1, {}, layers, start, count, None))
     return req
