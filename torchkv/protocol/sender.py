@@ -324,8 +324,8 @@ class Sender:
     def withdraw(self, request: str, work: Work, now: float) -> list[Work]:
         """As if no verb of the requests of this name had been called: stops their ops. The requests go on.
 
-        Returns ``work`` once for each op that may still read its source pages; the end of each completes one part of
-        it. Raises ``ProtocolError`` if one of the requests is finished.
+        Returns ``work`` once for each op that has not ended; the end of each completes one part of it. Raises
+        ``ProtocolError`` if one of the requests is finished.
         """
         found = [self._requests.get((request, dst)) for dst in (*self._group_map.info, ANYBODY)]
         reqs = [req for req in found if req is not None and req.error is None]
@@ -337,7 +337,9 @@ class Sender:
             if not self._stop(req):
                 continue
             self._queued_pages -= sum(op.num_pages for op in req.queue)
-            self.actions.extend(Settle(op.work, _withdrawn(req)) for op in req.queue)
+            for op in req.queue:
+                self.actions += [Settle(op.work, _withdrawn(req)), Settle(work)]
+                pending.append(work)
             req.queue.clear()
             req.forget_sent()
             req.states.clear()
@@ -409,14 +411,14 @@ class Sender:
         del req.running[op]
         req.undrainable |= not flushed
         stopped = op.withdrawn is not None and flushed and error is not None
-        if op.withdrawn is not None:
+        goes_on = req.error is None and (error is None or stopped)
+        outcome = (_withdrawn(req) if stopped else None) if goes_on else req.error or error
+        self.actions.append(Settle(op.work, outcome))
+        if op.withdrawn is not None:  # after the op's own work: who has waited for the withdrawal may look at that
             self.actions.append(Settle(op.withdrawn))
-        if req.error is None and (error is None or stopped):
-            self.actions.append(Settle(op.work, _withdrawn(req) if stopped else None))
+        if goes_on:
             self._seal_if_done(req, now)
-            return
-        self.actions.append(Settle(op.work, req.error or error))
-        if req.error is None and error is not None:
+        elif req.error is None and error is not None:
             self._fail(req, error)
         else:
             self._after_drain(req)

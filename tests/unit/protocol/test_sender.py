@@ -12,7 +12,7 @@ from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.protocol import sender as sender_module
 from torchkv.protocol import unmet
-from torchkv.protocol.actions import SendOp
+from torchkv.protocol.actions import SendOp, Settle
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
 from torchkv.protocol.send_request import SenderRequest
 from torchkv.protocol.sender import Sender
@@ -54,6 +54,28 @@ def test_a_grant_waits_for_the_first_verb() -> None:
     assert Acts(machine).all == []
     op = verb(machine, 2)
     assert Acts(machine).started == [op]
+
+
+def settled(machine: Sender) -> list[str]:
+    """The works that a sender settles now, in order."""
+    taken, machine.actions = machine.actions, []
+    return [action.work for action in taken if isinstance(action, Settle)]
+
+
+def test_a_withdrawal_completes_after_the_works_that_it_fails() -> None:
+    """Who has waited for it may look at them."""
+    machine = sender()
+    verb(machine, 1)
+    assert machine.withdraw("r", "withdrawal", 0.0) == ["withdrawal"]
+    assert settled(machine) == ["send", "withdrawal"]
+    machine.on_grant(1, grant(5, 6), 0.0)
+    stopped, late = verb(machine, 1, work="stopped"), verb(machine, 1, work="late")
+    machine.actions.clear()
+    assert machine.withdraw("r", "another", 0.0) == ["another", "another"]
+    machine.op_finished(stopped, TransferCancelled("stopped"), flushed=True, now=0.0)
+    assert settled(machine) == ["stopped", "another"]
+    machine.op_finished(late, None, flushed=True, now=0.0)
+    assert settled(machine) == ["late", "another"]
 
 
 def test_seal_comes_after_the_last_transfer_and_the_verdict_ends_the_request() -> None:
