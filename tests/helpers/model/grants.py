@@ -33,6 +33,7 @@ NAME = "r"
 LATE = 1000.0  # seconds: all deadlines have passed
 _SKIP = frozenset(
     {"_group_map", "group_map", "plan", "_requester", "_credits", "flows", "lost", "others", "guard", "_pages_safe"}
+    | {"counts"}  # for reports
 )
 
 

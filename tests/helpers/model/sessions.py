@@ -15,7 +15,7 @@ __all__ = ["Sessions"]
 
 # Incarnations: of the reader, and of the two lives of the writer.
 READER, FIRST, SECOND = 1, 2, 3
-_SKIP = frozenset({"_retry_at", "_retry_after", "_ack_at"})  # every poll here is a late one
+_SKIP = frozenset({"_retry_at", "_retry_after", "_ack_at", "repeats"})  # every poll here is a late one
 
 
 class Sessions:
