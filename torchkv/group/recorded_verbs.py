@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RecordedVerbs", "make_verbs"]
 
 _ARRAY = np.ndarray
+T = TypeVar("T")
 
 
 def make_verbs(
@@ -124,23 +125,21 @@ class RecordedVerbs(Verbs):
         return self._seen("cancel", request, None, None, 0, partial(super().cancel, request, decline=decline))
 
     def refuse(self, request: str, src: Peers) -> None:
-        number = self._recorder.begin("refuse", request, src, None, 0, time.perf_counter())
-        try:
-            super().refuse(request, src)
-        except KVError as error:
-            self._recorder.failed(number, f"refuse({request!r})", error)
-            raise
-        self._recorder.returned(number)
+        self._returning("refuse", request, src, partial(super().refuse, request, src))
 
     def prefix_tokens(self, request: str, dst: Peers | None) -> int:
-        number = self._recorder.begin("prefix_tokens", request, dst, None, 0, time.perf_counter())
+        return self._returning("prefix_tokens", request, dst, partial(super().prefix_tokens, request, dst))
+
+    def _returning(self, verb: str, request: str, peers: Peers | None, call: Callable[[], T]) -> T:
+        """Calls a verb that has no work: its return is its end."""
+        number = self._recorder.begin(verb, request, peers, None, 0, time.perf_counter())
         try:
-            tokens = super().prefix_tokens(request, dst)
+            value = call()
         except KVError as error:
-            self._recorder.failed(number, f"prefix_tokens({request!r})", error)
+            self._recorder.failed(number, f"{verb}({request!r})", error)
             raise
         self._recorder.returned(number)
-        return tokens
+        return value
 
     def _seen(
         self, verb: str, request: str, peers: Peers | None, layers: Layers, count: int, call: Callable[[], KVWork]

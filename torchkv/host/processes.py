@@ -45,9 +45,14 @@ class ProcessId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def process_started(pid: int) -> int:
     """When process ``pid`` of this host started, in clock ticks. Raises ``OSError`` if there is none."""
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of proc(5)'s stat that follow the command name. Raises ``OSError`` if there is no such process."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        # The command name, in parentheses, may contain anything, so fields are counted from its closing parenthesis.
-        return int(file.read().rpartition(")")[2].split()[19])
+        # The name, in parentheses, may contain anything, so fields are counted from its closing parenthesis.
+        return file.read().rpartition(")")[2].split()
 
 
 def this_process() -> ProcessId:
@@ -135,8 +140,7 @@ def is_ending(process: ProcessId) -> bool:
     if has_ended(process):
         return True
     try:
-        with open(f"/proc/{process.pid}/stat", encoding="utf-8", errors="replace") as file:
-            return bool(int(file.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
+        return bool(int(_stat(process.pid)[6]) & _PF_EXITING)
     except OSError:  # it has ended since
         return True
 

@@ -947,10 +947,12 @@ class Sender:
         Of a request that waits for its grant. Windows may allow less: then Python looks again once the grant is there.
         """
         plan = self._likely_plan(req.request, req.dst)
+        if not req.num_pages:
+            return False
         if req.sent_all_of(plan.layers):
             return True
         pages = [(0, req.num_pages * plan.src_page_size)]
-        return req.num_pages > 0 and req.sent().first_gap([(plan.layers, pages)], unit=plan.src_page_size) is None
+        return req.sent().first_gap([(plan.layers, pages)], unit=plan.src_page_size) is None
 
     def _stalled(self, req: SenderRequest, now: float) -> KVError | None:
         """The error of a request whose ops have made no progress on the loop for too long; else tells the receiver."""
