@@ -488,3 +488,31 @@ def to_itself() -> None:
 
 def test_to_itself_and_round_in_a_ring(three: Ranks) -> None:
     three.run(to_itself)
+
+
+# ---------------------------------------------------------------------- what it costs those that wait
+
+
+def wakes() -> None:
+    """Python serves the request: the resident loop never has it, and whoever waits for a work is woken for its end."""
+    with kv_group(path="staged") as kv:
+        kv.register(random_cache())
+        engine = kv._verbs.engine
+        for turn in range(3):
+            dist.barrier(kv)
+            before = engine.news
+            if kv.rank() == 0:
+                kv.recv_pages(f"r{turn}", TARGETS, 1).wait(PATIENCE)
+                assert 1 <= engine.news - before <= 2  # its end, and once more if a thread took in an event meanwhile
+            elif kv.rank() == 1:
+                kv.prefix_tokens(f"r{turn}", 0)
+                before = engine.news
+                kv.send_pages(f"r{turn}", PAGES, 0)
+                kv.finish(f"r{turn}", 0).wait(PATIENCE)
+                assert 1 <= engine.news - before <= 3  # the ends of both works
+        assert engine.sender.counts.taken_back == 0
+        dist.barrier(kv)
+
+
+def test_who_waits_for_a_staged_request_is_woken_for_its_end_only(three: Ranks) -> None:
+    three.run(wakes)

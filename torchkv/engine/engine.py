@@ -169,6 +169,7 @@ class Engine:
         self._settled: deque[Settle] = deque()  # works to complete when peers have been told
         self._announced: deque[KVWork] = deque()  # completed; their futures are still to be
         self._news = False  # whether threads that wait for ``changed`` should look again
+        self._awaiting_change = 0  # threads in `wait_change`
         self.layer_stream_waits = LayerStreamWaits()
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
         self.needs_gil: Callable[[], None] = lambda: None  # the driver serves requests itself from now on
@@ -186,6 +187,7 @@ class Engine:
                 local=memory.pages,
                 connections=self.connections,
                 kernels=memory.kernels or (None if core.device is None else GpuKernels(self._scheduler, core.device)),
+                direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
                 clock=weakly(self._clock),
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
@@ -557,12 +559,14 @@ class Engine:
             if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
                 self._announced.append(work)
         self.layer_stream_waits.release()
-        self.notify()
+        self.changed.notify_all()
+        self.wake_waiters()  # others may have found nothing left to take in before this was done
 
     def notify(self) -> None:
-        """Wakes the threads that wait for a grant, a layer, a failure or the end of a work. Under the lock."""
+        """Wakes the threads that wait for a grant, a layer or a failure. Under the lock."""
         self.changed.notify_all()
-        self.wake_waiters()
+        if self._awaiting_change:  # else it would wake those that wait for the end of a work, for nothing
+            self.wake_waiters()
 
     def wait_change(self, seen: int, seconds: float) -> bool:
         """Waits, without the lock, for what `notify` tells of, or the loop. False if there is no time left.
@@ -573,11 +577,13 @@ class Engine:
             return self.changed.wait(seconds)
         if seconds <= 0:
             return False
+        self._awaiting_change += 1
         self.lock.release()
         try:
             self.flows.core.wait(seen, seconds)
         finally:
             self.lock.acquire()
+            self._awaiting_change -= 1
         return True
 
     def wait(self, seen: int, seconds: float) -> None:
@@ -587,7 +593,7 @@ class Engine:
 
     @property
     def news(self) -> int:
-        """Changes when a work may have completed, and with `notify`: see `wait`. Without a loop, 0."""
+        """Changes when a work may have completed, and with `notify` where that is awaited: see `wait`. 0 without a loop."""
         return 0 if self.flows is None else self.flows.core.news
 
     def make_eager(self) -> None:
@@ -618,11 +624,11 @@ class Engine:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
         if self._settled:
             with self.lock:  # callers complete works too: see `catch_up`
-                while self._settled:
-                    action = self._settled.popleft()
-                    if _settle(action):
-                        self._announced.append(action.work)
-                self.wake_waiters()
+                completed = [action.work for action in self._settled if _settle(action)]
+                self._settled.clear()
+                if completed:
+                    self._announced.extend(completed)
+                    self.wake_waiters()
         while self._announced:
             self._announced.popleft()._announce()
         if self._news:

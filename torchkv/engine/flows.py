@@ -109,7 +109,8 @@ class _Route:
 class Flows:
     """One rank's requests on the resident loop, and the rounds of the instance that it leads.
 
-    connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU.
+    connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. direct:
+    False where no peer is expected to write straight into these pages, so that the loop cannot serve receives.
     """
 
     def __init__(
@@ -123,9 +124,11 @@ class Flows:
         local: LocalPages,
         connections: Mapping[int, PeerConnection],
         kernels: Kernels | None = None,
+        direct: bool = True,
         clock: Callable[[], float],
     ) -> None:
         self.core = core
+        self._direct = direct
         self._group_map = group_map
         self._sender = sender
         self._receiver = receiver
@@ -145,6 +148,10 @@ class Flows:
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     # ------------------------------------------------------------------ sends
+
+    def serves(self, op: SendOp) -> bool:
+        source: SourcePages = op.source_pages
+        return not op.state and source.path in (None, "direct")
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self._route(req.dst, plan)
@@ -195,7 +202,7 @@ class Flows:
         source: SourcePages = op.source_pages
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
         gate, route, pages = self._gate(source.event), self._route(req.dst, plan), source.pages
-        if op.state or source.path not in (None, "direct") or gate is None or route is None:
+        if gate is None or route is None or not self.serves(op):
             return False
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
             return False
@@ -301,7 +308,7 @@ class Flows:
     # ------------------------------------------------------------------ receives
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
-        if not num_pages or not 0 < len(plans) <= MAX_WRITERS:
+        if not self._direct or not num_pages or not 0 < len(plans) <= MAX_WRITERS:
             return None
         # Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
         # reasons. If it has not after all, the request is taken back with its first message.

@@ -24,11 +24,14 @@ __all__ = ["InstanceRounds", "RequestFlows"]
 class RequestFlows(Protocol):
     """The requests of one rank that the resident loop serves. ``flow`` of a request is not None while it does."""
 
+    def serves(self, op: SendOp) -> bool:
+        """Whether the loop can do ops of this kind. A request that begins with another one is not handed over."""
+
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         """Hands over a request that has just begun, if the loop can serve it under a grant to these writers."""
 
     def open_send(self, req: SenderRequest) -> None:
-        """Hands over a request that has just been bound, if the loop can serve it."""
+        """Hands over a request that is bound, and of which no op has begun, if the loop can serve it."""
 
     def heed_grants(self, heeds: bool) -> None:
         """Whether requests wait for grants in Python, so that it has to be told of each grant at once."""

@@ -67,6 +67,7 @@ class SenderRequest:
     undrainable: bool = False  # a channel broke during a transfer: bytes may still land after it, unseen by this rank
     cancels: list[Work] = field(default_factory=list)  # works of ``cancel`` calls, complete when the request ends
     ended: bool = False
+    fresh: bool = False  # bound by Python, and no op has begun since
     # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
     flow: int | None = None
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.

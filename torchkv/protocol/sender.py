@@ -827,14 +827,17 @@ class Sender:
             self.actions.extend(Settle(op.work, problem) for op in waiting)
             self._fail(req, problem)
             return
-        if self.flows is not None:
-            self.flows.open_send(req)
+        req.fresh = True
         for op in waiting:
             self._start(req, op, grant, now)
         if req.finish is not None:
             self._finish(req, now)
 
     def _start(self, req: SenderRequest, op: SendOp, grant: BoundGrant, now: float) -> None:
+        if req.fresh:
+            req.fresh = False
+            if self.flows is not None and self.flows.serves(op):
+                self.flows.open_send(req)
         req.running[op] = None
         if req.flow is None:
             self.actions.append(Start(op, grant.of_state() if op.state else grant))
@@ -846,7 +849,8 @@ class Sender:
     def _await_grant(self, req: SenderRequest, op: SendOp, *, begun: bool) -> None:
         """An op waits for the grant: on the loop, if its request began with an op, and the loop can do all of them."""
         begun |= req.dst == ANYBODY or self._unmet.refuses((req.request, ANYBODY))
-        if not begun and not self._unmet.refuses((req.request, req.dst)) and not self._prefixed(req):
+        begun |= self._unmet.refuses((req.request, req.dst)) or not self._flows.serves(op)
+        if not begun and not self._prefixed(req):
             group_map = self._group_map.of(req.request)
             writers = group_map.contributing(group_map.siblings, req.dst)
             self._flows.await_grant(req, group_map.plan(group_map.rank, writers, req.dst), writers)

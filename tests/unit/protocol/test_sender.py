@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, group_map, moved, pair, sender, verb
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
+from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol import sender as sender_module
 from torchkv.protocol import unmet
 from torchkv.protocol.actions import SendOp, Settle
@@ -773,12 +774,23 @@ def test_cancels_and_revocations_look_up_what_they_need() -> None:
 
 
 class OnTheLoop:
-    """A resident loop that takes every request, and never tells anything."""
+    """A resident loop that takes every request, and copies at once. opened: requests that it was given."""
+
+    def __init__(self, *, serves: bool = True) -> None:
+        self.opened: list[SenderRequest] = []
+        self._serves = serves
 
     def heed_grants(self, heeds: bool) -> None:
         pass
 
+    def serves(self, op: SendOp) -> bool:
+        return self._serves
+
+    def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
+        raise AssertionError("this test's grants come first")
+
     def open_send(self, req: SenderRequest) -> None:
+        self.opened.append(req)
         req.flow = 0
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
@@ -790,24 +802,44 @@ class OnTheLoop:
     def moved(self, req: SenderRequest) -> int:
         return 0
 
+    def gated(self, req: SenderRequest) -> int:
+        return 0
+
     def take_back_send(self, req: SenderRequest) -> bool | None:
         req.flow = None
         return req.finish is not None and not req.running
 
 
-@pytest.mark.parametrize("granted_first", [True, False])
-def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(granted_first: bool) -> None:
-    """Also one that had nothing to send, and was finished before its grant came."""
+@pytest.mark.parametrize("finished_first", [True, False])
+def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(finished_first: bool) -> None:
     machine = sender()
-    machine.flows = OnTheLoop()  # the half that senders ask
-    if granted_first:
-        machine.on_grant(1, grant(), 0.0)
-    finish(machine)
-    if not granted_first:
-        machine.on_grant(1, grant(), 0.0)
+    machine.flows = loop = OnTheLoop()  # the half that senders ask
+    machine.on_grant(1, grant(5, 6), 0.0)
+    verb(machine, 2)
+    (req,) = loop.opened
+    (op,) = req.running
+    if finished_first:
+        finish(machine)
+    machine.copied(req, op, 8, 0.0)
+    if not finished_first:
+        finish(machine)
     assert machine.tick(TIMEOUT - 0.1) is False
     assert machine.tick(TIMEOUT + 0.1) is True
     assert "has not reported its verdict" in str(Acts(machine).error("finish"))
+
+
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_a_request_of_ops_that_the_loop_cannot_do_is_never_handed_over(granted_first: bool) -> None:
+    """To take it back, the loop would have to stand still, which a verb would wait for."""
+    machine = sender()
+    machine.flows = loop = OnTheLoop(serves=False)
+    if granted_first:
+        machine.on_grant(1, grant(5, 6), 0.0)
+    verb(machine, 2)
+    if not granted_first:
+        machine.on_grant(1, grant(5, 6), 0.0)
+    assert loop.opened == []
+    assert len(Acts(machine).started) == 1
 
 
 def test_a_request_to_anybody_waits_until_the_earlier_one_of_its_name_has_drained() -> None:
