@@ -72,7 +72,10 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One row of the table. flight: requests at once. nixl: NIXL in torchkv's place."""
+    """One row of the table. flight: requests at once. nixl: NIXL in torchkv's place.
+
+    apart: the processes map none of each other's memory and exchange bytes over TCP, as if on two hosts.
+    """
 
     case: EngineCase
     device: str
@@ -81,6 +84,7 @@ class Setup:
     busy: bool = False
     nixl: bool = False
     requests: int = 40
+    apart: bool = False
 
     @property
     def slots(self) -> int:
@@ -239,7 +243,8 @@ def run_engine(
 ) -> EngineResult:
     """Runs one row in two fresh processes. write, read: the two sides, if not torchkv's. Raises ``KVError``."""
     write, read = write or _write, read or _read
-    (requests, lost, copy, each), wrong = run_two(write, read, setup, int(time.time_ns() & 0xFFFFFFFF))
+    seed, tls = int(time.time_ns() & 0xFFFFFFFF), {"UCX_TLS": "tcp"} if setup.apart else {}
+    (requests, lost, copy, each), wrong = run_two(write, read, setup, seed, environment=tls, apart=setup.apart)
     return EngineResult(
         setup=setup,
         p50=float(np.percentile(requests, 50)),

@@ -39,6 +39,8 @@ def run(argv: Sequence[str]) -> int:
     say(f"# torchkv bench engine: {machine(args.device)}; 32 layers, steps of 200 us, every byte checked")
     say("# floor_us: the loop's steps or the copy of the bytes; lost_us: by which steps took longer than alone")
     say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads, without NIXL")
+    if args.apart:
+        say("# both processes are of this host, but over TCP on loopback, as if on two; the copy is memcpy all the same")
     if nixl is None:
         say("# NIXL is not installed, so it is not compared; pip install 'torchkv[bench]'")
     say(HEADER)
@@ -70,6 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--busy", action="store_true", help="also with a second thread that computes in Python")
     parser.add_argument("--requests", type=int, default=40, help="requests of each row (default 40)")
     parser.add_argument("--only", default="", help="run only requests with this in their name")
+    parser.add_argument("--apart", action="store_true", help="over TCP, and no memory mapped, as if on two hosts")
     parser.add_argument("--no-nixl", action="store_true", help="leave NIXL out though it is installed")
     parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
     parser.add_argument("--plot", type=Path, help="draw p50 of the rows with one request in flight (SVG or PNG)")
@@ -100,6 +103,7 @@ def _setups(args: argparse.Namespace) -> Iterator[Setup]:
                             flight=flight,
                             busy=busy,
                             requests=args.requests,
+                            apart=args.apart,
                         )
 
 
