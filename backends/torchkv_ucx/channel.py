@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,10 +14,10 @@ import torch
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
 from torchkv.transport import Batch
-from torchkv_ucx import pump
+from torchkv_ucx import pump, sockets
 from torchkv_ucx.libucp import HOST, LibUCP
 from torchkv_ucx.operation import FlushOperation, Link, PutOperation, VectoredPut
-from torchkv_ucx.process import LocalProcess
+from torchkv_ucx.process import LocalProcess, read_memory
 from torchkv_ucx.queue_channel import QueueChannel
 from torchkv_ucx.spans import LocalRegions, resolve
 from torchkv_ucx.wire import AddressBlob, RegionBlob
@@ -27,7 +28,12 @@ __all__ = ["UCXChannel"]
 # that to its end before it reports the endpoint as failed, and closes it. Over cma the writer's own process stores;
 # over cuda_ipc a stream of that process copies, and the driver destroys it with the process. These rounds of progress
 # let UCX finish what it has deferred: discarding lanes, purging requests.
+#
+# UCX does not notice the end of a process whose sockets another one has inherited. If the kernel reports that end, this
+# side closes the endpoint itself, and waits until no TCP connection within this host holds bytes that it has not read:
+# an ended process sends no others, and those who have inherited the connection run no UCX.
 _ROUNDS_AFTER_DEATH = 3
+_LOOK_SECONDS = 0.02  # between two looks at the sockets
 _SMALL = 32 << 10  # average bytes per span below which system calls dominate the time of a put (measured)
 _CLOSE_SECONDS = 5.0  # limit for UCX to return requests after a forced close; it takes milliseconds
 
@@ -54,9 +60,12 @@ class UCXChannel(QueueChannel):
         self._link = Link(library.functions, worker, self._handle, lambda *failure: channel._describe(*failure))
         self._lane_texts: dict[str, str] = {}
         self._rounds_after_death = 0
+        self._severed = False  # the peer's process has ended, and its endpoint was closed here
+        self._look_at = 0.0  # when to look whether its last bytes have been read; infinite once they have
         self._probe_rkeys = np.zeros(len(peer.probes), dtype=np.int64)
         # Opened before the greeting: if that succeeds, the peer was alive, so this pid is the peer's.
         self._process = _local_process(peer.pid)
+        self._sees_end = self._process is not None and _is_seen(peer)
         self._unpack_rkeys(peer, regions)
         # UCX connects on the first traffic, and notices the peer's death only on a connected endpoint.
         self._greeting = FlushOperation(self._link, f"connecting to {self._peer}")
@@ -133,15 +142,33 @@ class UCXChannel(QueueChannel):
 
     @property
     def drained(self) -> bool:
+        if self._sees_end and self._alive and self._process is not None and self._process.ended:
+            self._sever()
         return self._rounds_after_death >= _ROUNDS_AFTER_DEATH
+
+    def _sever(self) -> None:
+        """The peer's process has ended, and UCX may never notice: ends the requests towards it."""
+        self._severed = True
+        self._fail(PeerLost(f"{self._peer} has ended"))
+        self._close_endpoint()
 
     @property
     def _alive(self) -> bool:
-        return self._endpoint is not None and bool(self._endpoint.alive)
+        return not self._severed and self._endpoint is not None and bool(self._endpoint.alive)
+
+    def _has_read_all(self) -> bool:
+        """Whether UCX has read everything that the peer had sent when its process ended."""
+        if not self._severed or self._look_at == math.inf:
+            return True
+        if (now := time.monotonic()) < self._look_at:
+            return False
+        quiet = not sockets.has_unread_bytes()
+        self._look_at = math.inf if quiet else now + _LOOK_SECONDS
+        return quiet
 
     def note_round(self) -> None:
         """Called once per round of progress, after all channels have been stepped; `drained` counts the rounds."""
-        if self._failure is not None and self.idle and not self._alive and not self._closed:
+        if self._failure is not None and self.idle and not self._alive and not self._closed and self._has_read_all():
             self._rounds_after_death = min(self._rounds_after_death + 1, _ROUNDS_AFTER_DEATH)
 
     @property
@@ -158,9 +185,8 @@ class UCXChannel(QueueChannel):
             return
         self._closed = True
         self._fail(PeerLost(f"the channel to {self._peer} was closed"))
-        # A forced close, which waits for no peer, because the endpoint was made with error handling. It ends the
-        # requests; remote keys and sources must live until they have ended.
-        self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
+        # Remote keys and sources must live until the requests have ended.
+        self._close_endpoint()
         deadline = time.monotonic() + _CLOSE_SECONDS
         while not self.idle and time.monotonic() < deadline:
             pump.advance(self._link.functions, self._link.worker, 100_000)
@@ -170,6 +196,18 @@ class UCXChannel(QueueChannel):
             self._process.close()
         self._views.close()
         self._endpoint = None  # it holds a reference to UCXX's worker, and so to UCX's file descriptors
+
+    def _close_endpoint(self) -> None:
+        """A forced close, which waits for no peer, because the endpoint was made with error handling: ends requests."""
+        self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
+
+
+def _is_seen(peer: AddressBlob) -> bool:
+    """Whether the process with the peer's pid is the peer, so that its end is seen, and its sockets are, too."""
+    try:
+        return sockets.same_network(peer.pid) and read_memory(peer.pid, peer.token_at, len(peer.token)) == peer.token
+    except OSError:
+        return False
 
 
 def _local_process(pid: int) -> LocalProcess | None:

@@ -162,11 +162,11 @@ OUTCOMES = (
         ),
     ),
     Outcome(
-        "a forked child of a dead writer lives on, same host, without UCX",
+        "a forked child of a dead rank lives on, same host",
         "`PeerLost`",
-        "free when the kernel has reported the writer's end",
+        "free when the kernel has reported the rank's end, and no connection holds bytes of it",
         "go on",
-        ("tests/faults/test_kill.py::test_a_forked_child_of_a_dead_writer_keeps_no_pages_in_quarantine",),
+        ("tests/faults/test_kill.py::test_a_forked_child_of_the_dead_keeps_no_pages",),
     ),
     Outcome(
         "an instance leaves",

@@ -281,23 +281,42 @@ def test_killed_in_the_middle_of_puts_over_tcp(
     ranks.run(usable, SURVIVOR, BYSTANDER)
 
 
-def write_half_and_fork(pid_file: str) -> None:
-    """The child inherits every descriptor, and outlives its parent."""
+# What carries the bytes, and the pages: enough that a kill falls among puts that are on their way.
+LANES = {
+    "no UCX": ({}, False),
+    "UCX, mapped memory": ({"UCX_TLS": "all"}, False),
+    "UCX, cma": ({"UCX_TLS": "all", "TORCHKV_PATH": "runs"}, False),
+    "UCX, TCP": ({"UCX_TLS": "tcp", "TORCHKV_PATH": "slices"}, True),
+}
+
+
+def forks(pid_file: str, run: Callable[[], None]) -> None:
+    """As ``run``. A child inherits every descriptor, and outlives its parent."""
     if (child := os.fork()) == 0:
         time.sleep(3 * PATIENCE)
         os._exit(0)
     Path(pid_file).write_text(str(child), encoding="ascii")
-    write_half(PAGES)
+    run()
 
 
-def test_a_forked_child_of_a_dead_writer_keeps_no_pages_in_quarantine(
-    new_ranks: Callable[[dict[str, str]], Ranks], tmp_path: Path
+@pytest.mark.parametrize("victim_writes", [True, False], ids=["writer", "receiver"])
+@pytest.mark.parametrize("lane", LANES)
+def test_a_forked_child_of_the_dead_keeps_no_pages(
+    lane: str, victim_writes: bool, new_ranks: Callable[[dict[str, str]], Ranks], tmp_path: Path
 ) -> None:
+    env, big = LANES[lane]
+    pages = BIG_PAGES if big else PAGES
+    victim, survivor = (write_half, receive_half) if victim_writes else (read, send_half)
     pid_file = tmp_path / "child"
-    ranks = new_ranks({})
-    ranks.run(join, ALONE, False)
+    ranks = new_ranks(env)
+    ranks.run(join, ALONE, big)
     try:
-        scenario(ranks, functools.partial(write_half_and_fork, str(pid_file)), functools.partial(receive_half, PAGES))
+        scenario(
+            ranks,
+            functools.partial(forks, str(pid_file), functools.partial(victim, pages)),
+            functools.partial(survivor, pages),
+        )
+        ranks.run(usable, SURVIVOR, BYSTANDER)
     finally:
         child = int(pid_file.read_text(encoding="ascii"))
         os.kill(child, signal.SIGKILL)  # it is there: the test has shown something

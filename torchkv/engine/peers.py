@@ -226,12 +226,12 @@ class Peers:
 
     def _is_drained(self, rank: int) -> bool:
         """Whether none of the writes of ``rank`` can land here, and none of this rank's is under way there."""
+        connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
+        # All are asked, and first: a channel may find out now that its peer has ended, which ends what is under way.
+        drained = [connection.channel is None or connection.channel.drained for connection in connections]
         if self._moves_to(rank) or not self._sender.is_drained(rank):
             return False
-        if rank in self._left:
-            return True
-        connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
-        return rank not in self._unwatched and all(c.channel is None or c.channel.drained for c in connections)
+        return rank in self._left or (rank not in self._unwatched and all(drained))
 
     def _on_drained(self, rank: int, now: float) -> None:
         self.undrained.discard(rank)
