@@ -40,9 +40,7 @@ def run(argv: Sequence[str]) -> int:
     say("# floor_us: the loop's steps or the copy of the bytes; lost_us: by which steps took longer than alone")
     say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads, without NIXL")
     if args.apart:
-        say(
-            "# both processes are of this host, but use TCP on loopback as if on two; the copy is memcpy all the same"
-        )
+        say("# both processes are of this host, but use TCP on loopback as if on two; the copy is memcpy all the same")
     if nixl is None:
         say("# NIXL is not installed, so it is not compared; pip install 'torchkv[bench]'")
     say(HEADER)

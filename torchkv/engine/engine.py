@@ -593,7 +593,7 @@ class Engine:
 
     @property
     def news(self) -> int:
-        """Changes when a work may have completed, and with `notify` if that is awaited: see `wait`. 0 without a loop."""
+        """Changes when a work may have completed, and with `notify` if that is awaited: see `wait`. Else 0."""
         return 0 if self.flows is None else self.flows.core.news
 
     def make_eager(self) -> None:
