@@ -1,4 +1,4 @@
-"""Campaigns of the fault lab: the resident loop of ranks of one host.
+"""Campaigns of the fault lab: the resident loop. About half of all, in a file of their own, so that two workers share them.
 
 ``python -m torchkv.faultlab`` runs the same with any seeds, and repeats one schedule.
 """
@@ -12,7 +12,7 @@ from tests.helpers.simulation.campaigns import batches, check
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    batches("loop"),
+    batches("loop", "gpu"),
     ids=lambda value: value if isinstance(value, str) else f"{value.start}:{value.stop}",
 )
 def test_nothing_breaks_in_short_schedules(name: str, batch: range) -> None:

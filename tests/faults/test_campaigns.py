@@ -12,7 +12,7 @@ from tests.helpers.simulation.campaigns import CAMPAIGNS, batches, check
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    batches(*(CAMPAIGNS.keys() - {"loop"})),
+    batches(*(CAMPAIGNS.keys() - {"loop", "gpu"})),
     ids=lambda value: value if isinstance(value, str) else f"{value.start}:{value.stop}",
 )
 def test_nothing_breaks_in_short_schedules(name: str, batch: range) -> None:
