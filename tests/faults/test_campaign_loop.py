@@ -1,4 +1,4 @@
-"""Campaigns of the fault lab: the resident loop. About half of all, in a file of their own, so that two workers share them.
+"""Campaigns of the fault lab: the resident loop. Half of all, in a file of their own: two workers share them.
 
 ``python -m torchkv.faultlab`` runs the same with any seeds, and repeats one schedule.
 """

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +10,17 @@ from torch import nn
 
 import torchkv
 from tests.helpers.harness import Ranks, kv_group
-from tests.helpers.layer_groups import GROUPS, Views, check_received, hybrid, shared_cache, views
+from tests.helpers.layer_groups import GROUPS, hybrid, shared_cache
+from tests.helpers.ranks.grouped_transfer import (
+    ABSENT,
+    COUNT,
+    NUM_PAGES,
+    check,
+    copied,
+    filled,
+    some_lists,
+    transfer,
+)
 from tests.helpers.ranks.small_cache import Never, meet
 from torchkv import (
     KVCache,
@@ -25,92 +32,6 @@ from torchkv import (
     State,
     TransferCancelled,
 )
-
-NUM_PAGES = 32
-COUNT, PREFIX = 6, 8  # pages of four tokens; tokens
-ABSENT = {"full": 0, "near": 4, "far": 3}  # the most that windows of 5 and 9 tokens allow, of six pages
-AUX = b"first token: 42"
-
-Make = Callable[[KVLayout, int], KVCache]
-
-
-def separate_cache(layout: KVLayout, num_pages: int) -> KVCache:
-    return KVCache.empty(layout, num_pages, "cpu")
-
-
-def filled(make: Make, layout: KVLayout) -> KVCache:
-    cache = make(layout, NUM_PAGES)
-    for array in views(cache).values():
-        array[...] = np.random.default_rng().integers(0, 256, array.shape, dtype=np.uint8)
-    return cache
-
-
-def copied(cache: KVCache) -> Views:
-    return {key: array.copy() for key, array in views(cache).items()}
-
-
-def some_lists(absent: dict[str, int]) -> dict[str, list[int]]:
-    """Page lists of which no two name the same page, as engines give them that share one block among groups."""
-    ids = iter(np.random.default_rng().permutation(NUM_PAGES).tolist())
-    return {group: [-1] * absent[group] + [next(ids) for _ in range(COUNT - absent[group])] for group in GROUPS}
-
-
-def check(kv: KVProcessGroup, cache: KVCache | None, lists: Any, before: Views | None) -> None:
-    """All ranks: tells the sources, and compares what a receiver got with the slow reference. before: of receivers."""
-    mine = None if cache is None or before is not None else (cache.layout, copied(cache), lists)
-    everyone: list[Any] = [None] * kv.size()
-    dist.all_gather_object(everyone, mine, group=kv)
-    if cache is None or before is None:
-        return
-    sources = {rank: source for rank, source in enumerate(everyone) if source is not None}
-    assert check_received(cache, before, lists, sources) == []
-    held = {page for ids in lists.values() for page in ids}
-    for key, array in views(cache).items():  # canaries: what the request does not name keeps its bytes
-        group = cache.layout.component(key[0]).group
-        mine_too = held if len(set(cache.pools.values())) < 6 else set(lists[group])
-        rest = [page for page in range(NUM_PAGES) if page not in mine_too]
-        assert np.array_equal(array[rest], before[key][rest])
-    wrong = {group: [page if page == -1 else (page + 1) % NUM_PAGES for page in ids] for group, ids in lists.items()}
-    assert check_received(cache, before, wrong, sources)  # negative control
-
-
-# ---------------------------------------------------------------------- bytes
-
-
-def transfer(
-    writers: tuple[int, ...], readers: tuple[int, ...], shared: bool, path: str | None, anybody: bool, prompt: bool
-) -> None:
-    make = shared_cache if shared else separate_cache
-    with kv_group(path=path) as kv:
-        rank, cache = kv.rank(), None
-        side = writers if rank in writers else readers
-        if rank in side:
-            order = "HND" if rank in readers and path != "runs" else "NHD"
-            cache = filled(make, hybrid(tp_rank=side.index(rank), tp_size=len(side), order=order))
-        kv.register(cache, instance="prefill" if rank in writers else "decode" if rank in readers else None)
-        lists = None if cache is None else some_lists(ABSENT if rank in readers else {**ABSENT, "near": 2})
-        before = None
-        if rank in readers:
-            before = copied(cache)
-            rx = kv.recv_pages("r", lists, "prefill", prefix_tokens=PREFIX)
-            for layer in range(6):
-                rx.wait_layer(layer, 30)
-            rx.wait(30)
-            assert rx.aux == AUX
-            assert kv.quarantined() == {}
-        elif rank in writers:
-            dst = None if anybody else "decode"
-            where = {"start": PREFIX // 4, "origin": "prompt"} if prompt else {}
-            if not prompt:
-                assert kv.prefix_tokens("r", dst) == PREFIX == kv.granted("r", dst)
-            works = [
-                kv.send_slice("r", [0, 3], lists["near"], dst, **where),
-                kv.send_slice("r", [2, 1, 4, 5], lists, dst, **where),
-                kv.finish("r", dst, aux=AUX),
-            ]
-            for work in works:
-                assert work.wait(30)
-        check(kv, cache, lists, before)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one block", "memory of their own"])
@@ -140,7 +61,7 @@ def stages() -> None:
     with kv_group() as kv:
         rank = kv.rank()
         layers = {0: range(6), 2: (0, 1, 3, 4), 3: (2, 5)}.get(rank)
-        cache = None if layers is None else filled(separate_cache, hybrid(layers=layers))
+        cache = None if layers is None else filled(KVCache.empty, hybrid(layers=layers))
         kv.register(cache, instance="prefill" if rank == 0 else "decode" if cache is not None else None)
         lists = some_lists(ABSENT)
         before = None
@@ -218,7 +139,7 @@ def unlike_groups() -> None:
     with kv_group() as kv:
         groups = {"full": (2, 5), "near": (0, 1, 3, 4)} if kv.rank() == 1 else GROUPS
         with pytest.raises(LayoutMismatch, match=r"rank [01]"):
-            kv.register(filled(separate_cache, hybrid(groups=groups)))
+            kv.register(filled(KVCache.empty, hybrid(groups=groups)))
         meet(kv)
 
 

@@ -29,7 +29,7 @@ def hybrid(**changes: Any) -> KVLayout:
     return KVLayout.gqa(**{**settings, "groups": GROUPS, "windows": WINDOWS, **changes})
 
 
-def shared_cache(layout: KVLayout, num_pages: int, _num_slots: int = 0) -> KVCache:
+def shared_cache(layout: KVLayout, num_pages: int, device: str | torch.device = "cpu") -> KVCache:
     """As engines lay out hybrid models: one block of memory a page, with the n-th layer of every group on one place.
 
     So all groups share their memory, page for page, and a page id may be in use by one group at a time. Between blocks
@@ -42,7 +42,7 @@ def shared_cache(layout: KVLayout, num_pages: int, _num_slots: int = 0) -> KVCac
         for layer in layout.component_layers(component.name):
             rows[component.group].append((component, layer, layout.page_nbytes(component.name)))
     block = max(sum(nbytes for *_, nbytes in row) for row in rows.values()) + 16
-    memory = allocate(block * num_pages, torch.device("cpu")).view(num_pages, block)
+    memory = allocate(block * num_pages, torch.device(device)).view(num_pages, block)
     found: dict[tuple[str, int], torch.Tensor] = {}
     for row in rows.values():
         at = 0
@@ -58,7 +58,7 @@ def shared_cache(layout: KVLayout, num_pages: int, _num_slots: int = 0) -> KVCac
 
 
 def views(cache: KVCache) -> Views:
-    """Each (component or state, layer) as [pages or slots, bytes of one], aliasing the cache's memory."""
+    """Each (component or state, layer) as [pages or slots, bytes of one]: the cache's memory, a copy if on a GPU."""
     layout, found = cache.layout, {}
     named = [(c.name, cache[c.name]) for c in layout.components] + [
         (s.name, cache.state(s.name)) for s in layout.states
@@ -66,7 +66,7 @@ def views(cache: KVCache) -> Views:
     for name, tensors in named:
         for layer, tensor in zip(layout.layers, tensors, strict=True):
             if tensor is not None:
-                found[name, layer] = tensor.flatten(1).view(torch.uint8).numpy()
+                found[name, layer] = tensor.flatten(1).view(torch.uint8).cpu().numpy()
     return found
 
 
