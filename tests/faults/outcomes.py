@@ -88,7 +88,10 @@ OUTCOMES = (
         "`PeerLost` each time",
         "free when the kernel has reported its end",
         "go on",
-        ("tests/faults/test_rejoin.py::test_nothing_is_left_of_many_lives",),
+        (
+            "tests/faults/test_rejoin.py::test_nothing_is_left_of_many_lives",
+            "tests/gpu/test_join_gpu.py::test_nothing_is_left_of_many_lives",
+        ),
     ),
     Outcome(
         "a writer hangs (SIGSTOP)",
