@@ -93,16 +93,16 @@ class _Route:
             ),
         )
         self._position = {layer: position for position, layer in enumerate(plan.layers)}
-        self._positions: dict[tuple[int, ...], Int64Array] = {}
+        self.known: dict[tuple[int, ...], Int64Array] = {}  # what `positions` has returned
 
     def positions(self, layers: tuple[int, ...]) -> Int64Array:
         """The positions of ``layers`` in the plan, ascending; those that it does not owe are left out."""
-        known = self._positions.get(layers)
+        known = self.known.get(layers)
         if known is None:
-            if len(self._positions) >= MAX_LAYER_SETS:
-                self._positions.clear()
+            if len(self.known) >= MAX_LAYER_SETS:
+                self.known.clear()
             found = sorted(self._position[layer] for layer in set(layers) if layer in self._position)
-            known = self._positions[layers] = np.array(found, dtype=np.int64)
+            known = self.known[layers] = np.array(found, dtype=np.int64)
         return known
 
 
@@ -150,8 +150,8 @@ class Flows:
     # ------------------------------------------------------------------ sends
 
     def serves(self, op: SendOp) -> bool:
-        source: SourcePages = op.source_pages
-        return not op.state and source.path in (None, "direct")
+        path = op.source_pages.path
+        return (path is None or path == "direct") and not op.state
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self._route(req.dst, plan)
@@ -201,12 +201,20 @@ class Flows:
         assert req.flow is not None
         source: SourcePages = op.source_pages
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
-        gate, route, pages = self._gate(source.event), self._route(req.dst, plan), source.pages
-        if gate is None or route is None or not self.serves(op):
+        # The critical path of a verb: what is usual is done here, without a call.
+        route = self._routes.get((req.dst, id(plan)))
+        if route is None or route.connection.closed or route.connection is not self._connections.get(req.dst):
+            route = self._route(req.dst, plan)
+        gate = NO_GATE if self._kernels is None and source.event is None else self._gate(source.event)
+        if gate is None or route is None or not self.serves(op) or (self._kernels is not None and self.core.broken):
             return False
+        pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
             return False
-        index = self.core.start_op(req.flow, route.positions(op.layers), pages, op.start, gate)
+        positions = route.known.get(op.layers)
+        if positions is None:
+            positions = route.positions(op.layers)
+        index = self.core.start_op(req.flow, positions, pages, op.start, gate)
         if index is None:
             return False
         self._ops[index] = req, op

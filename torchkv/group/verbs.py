@@ -63,6 +63,8 @@ class Verbs:
         self.cache = cache
         self.forced_path = engine.options.forced_path
         self._layout = None if cache is None else cache.layout
+        layers = () if cache is None else cache.layout.layers
+        self._one_layer: dict[int, tuple[int, ...]] = {layer: (layer,) for layer in layers}
         self._wake = wake
         self.clock = clock
         # For works that the resident loop completes.
@@ -172,7 +174,8 @@ class Verbs:
         event: Any = None,
         origin: Origin = "prefix",
     ) -> KVWork:
-        arguments.check_one_layer("send_layer", request, layer)
+        if type(layer) is not int:
+            arguments.check_one_layer("send_layer", request, layer)
         return self._send("send_layer", request, layer, pages, dst, start, event, origin)
 
     def send_slice(
@@ -237,7 +240,9 @@ class Verbs:
         else:
             graph_gate.refuse_capture(operation, gpu.index)
             ids = arguments.as_send_pages(pages, num_pages=engine.group_map.me.num_pages, gpu=gpu, operation=operation)
-        held = arguments.as_layers(layers, layout, operation=operation)
+        held = self._one_layer.get(layers) if type(layers) is int else None
+        if held is None:
+            held = arguments.as_layers(layers, layout, operation=operation)
         if type(start) is not int or start:
             start = arguments.as_count(start, operation=operation, name="start")
         from_prompt = origin != "prefix" and arguments.as_origin(origin, operation=operation)

@@ -123,7 +123,8 @@ class SenderRequest:
         end = op.start + op.num_pages
         # Not added to `pages` here: this is the critical path of a verb, and only `finish` reads them.
         self.chunks.append((op.layers, op.start, end))
-        self.num_pages = max(self.num_pages, end)
+        if end > self.num_pages:
+            self.num_pages = end
 
     def forget_sent(self) -> None:
         """Forgets what `add_sent` has recorded."""
