@@ -1,4 +1,4 @@
-"""For MkDocs: pages of the site that lie outside ``docs/``, and links as they are right on GitHub.
+"""For MkDocs: pages of the site that lie outside ``docs/``, the examples, and links as they are right on GitHub.
 
 Every page is written for its place in the repository: ``README.md`` links to ``docs/design.md``, which links back to
 ``../SECURITY.md``. Here both the pages and the links get the names that they have on the site.
@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT_PAGES = {
     "README.md": "index.md",
     "examples/README.md": "examples.md",
+    "examples/template_backend/README.md": "template-backend.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -29,7 +30,8 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
-    for home, page in ROOT_PAGES.items():
+    examples = {f"examples/{path.name}": f"examples/{path.name}" for path in sorted(root.glob("examples/*.py"))}
+    for home, page in {**ROOT_PAGES, **examples}.items():
         files.append(File.generated(config, page, abs_src_path=str(root / home)))
     return files
 

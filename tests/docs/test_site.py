@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 def copy(tmp_path: Path) -> Path:
     """A copy of all that the site is made of."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    (tmp_path / "examples").mkdir()
-    for page in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "examples" / "README.md"):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for page in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml"):
         shutil.copy(page, tmp_path / page.relative_to(ROOT))
     for folder in ("torchkv", "backends"):
         (tmp_path / folder).symlink_to(ROOT / folder)
@@ -44,6 +44,7 @@ def test_it_is_built_with_the_pages_outside_docs(copy: Path) -> None:
     assert 'href="design.html"' in home
     assert 'href="security.html"' in home
     assert 'src="engine-loop.svg"' in home
+    assert (site / "examples" / "quickstart.py").read_bytes() == (ROOT / "examples" / "quickstart.py").read_bytes()
     verbs = (site / "api" / "verbs.html").read_text(encoding="utf-8")
     assert "<li><code>prefix_tokens</code>: tokens of the prompt that this rank already holds" in verbs
 
