@@ -37,6 +37,7 @@ PAGES = {
     "docs/pipeline.md": Page(2, 1),
     "docs/porting-mooncake.md": Page(2, 4, {"needs Mooncake": 4}),
     "docs/porting-nixl.md": Page(2, 4, {"needs NIXL": 4}),
+    "docs/transports.md": Page(1, 1),
     "docs/tuning.md": Page(2, 3),
     "examples/template_backend/README.md": Page(1, 0, {"needs this package, installed": 1}),
 }
