@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 import torchkv
-from torchkv.options import Options
+from torchkv.options import _OTHER, PREFIX, Options
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -21,9 +21,9 @@ PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
 FUNCTIONS = {name for name in torchkv.__all__ if hasattr(torchkv.KVProcessGroup, name)}
 
 
-def rows(page: str) -> dict[str, str]:
+def rows(page: Path) -> dict[str, str]:
     """First cell of each table's row, if it is code -> second cell."""
-    return dict(re.findall(r"^\| `([^`|]+)` \| ([^|]*) \|", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE))
+    return dict(re.findall(r"^\| `([^`|]+)` \| ([^|]*) \|", page.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -33,12 +33,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(FUNCTIONS) == 17
 
 
-def test_the_tuning_page_has_every_setting_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = rows("tuning.md")
+@pytest.mark.parametrize("page", [DOCS / "tuning.md", ROOT / "README.md"], ids=lambda page: page.stem)
+def test_every_setting_is_there_with_its_default(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = rows(page)
     for field in fields(Options):
         monkeypatch.delenv(f"TORCHKV_{field.name.upper()}", raising=False)
         assert shown(getattr(Options(), field.name)) == table[field.name].strip("`"), field.name
-    assert {"TORCHKV_INTERFACE", "TORCHKV_SECRET_FILE"} <= set(table)
+    assert all(f"`{PREFIX}{name}`" in page.read_text(encoding="utf-8") for name in _OTHER)
 
 
 def shown(value: object) -> str:
