@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,10 +46,11 @@ PAGES = {
 MISSING = {"needs NIXL": "nixl_cu13", "needs Mooncake": "mooncake", "needs transformers": "transformers"}
 
 
-def pages() -> list[str]:
-    """Those that have a Python block, measurements aside."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
-    return sorted(str(page.relative_to(ROOT)) for page in found if visible_blocks(page))
+LANGUAGES = {"", "python", "sh"}  # of blocks; no other name of Python's would be seen
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
 
 def expected(page: Page) -> tuple[int, Mapping[str, int]]:
@@ -59,7 +61,13 @@ def expected(page: Page) -> tuple[int, Mapping[str, int]]:
 
 
 def test_every_page_with_a_python_block_is_run() -> None:
-    assert pages() == sorted(PAGES)
+    assert [str(page.relative_to(ROOT)) for page in pages() if visible_blocks(page)] == sorted(PAGES)
+
+
+def test_blocks_name_no_other_languages() -> None:
+    for page in pages():
+        fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert {fence.strip() for fence in fences} <= LANGUAGES, page
 
 
 @pytest.mark.parametrize("name", PAGES)
