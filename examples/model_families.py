@@ -165,7 +165,7 @@ def decode(engine: Engine) -> tuple[bool, str]:
     ok, verdict = judge(engine, first)
     if wrong:
         ok, verdict = False, f"{verdict}; WRONG pages or slots were written: {', '.join(wrong)}"
-    return ok, f"{engine.name}: {verdict}"
+    return ok, f"{engine.name}: {received.bytes} bytes received, {verdict}"
 
 
 def judge(engine: Engine, first: int) -> tuple[bool, str]:

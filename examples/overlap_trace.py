@@ -374,7 +374,8 @@ def run(args: argparse.Namespace, device: torch.device) -> bool:
         report(args, measured)
         control = f"; the flipped value was {'noticed' if noticed else 'NOT noticed'}" if args.corrupt else ""
         word = "PASS" if equal and noticed else "FAIL"
-        print(f"{word} bytes {'equal' if equal else 'DIFFER'} after every pass{control}", flush=True)
+        sent = f"{measured[0].nbytes} bytes {'equal' if equal else 'DIFFER'}"
+        print(f"{word} {sent} after each of {len(WAYS) * (args.warmups + 1)} passes{control}", flush=True)
     return equal and noticed
 
 

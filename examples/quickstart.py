@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 examples/quickstart.py
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -11,7 +13,7 @@ import torchkv
 LAYERS = 32
 
 
-def main() -> None:
+def main() -> int:
     dist.init_process_group("torchkv")
     kv = dist.group.WORLD
     layout = torchkv.KVLayout.gqa(num_layers=LAYERS, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
@@ -30,13 +32,16 @@ def main() -> None:
         rx = kv.recv_pages("request-1", [5, 6, 41], "prefill")
         rx.wait()
     dist.broadcast(sent, 0)  # any collective works on the same group
+    same = True
     if kv.rank() == 1:
         got = torch.stack([cache.k[layer][[5, 6, 41]].double().sum() for layer in range(LAYERS)])
         same = bool(torch.equal(got, sent))
-        print(f"{rx.bytes} bytes over path {rx.path}, aux {rx.aux!r}, {'equal' if same else 'DIFFERENT'}")
+        word, sums = ("PASS", "equal") if same else ("FAIL", "DIFFERENT")
+        print(f"{word} {rx.bytes} bytes over path {rx.path}, aux {rx.aux!r}, {sums}")
     dist.barrier()
     dist.destroy_process_group()
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

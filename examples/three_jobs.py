@@ -3,7 +3,7 @@
 python examples/three_jobs.py
 
 This process is the router: it starts the jobs with torchrun, and hands out requests through a TCPStore, in which the
-jobs also find each other.
+jobs also find each other. The last line says PASS or FAIL.
 """
 
 from __future__ import annotations
@@ -130,18 +130,21 @@ def main() -> None:
     router.start("prefill", 2)
     router.start_decode("decode-a")
     router.start_decode("decode-b")
-    for _ in range(2):
-        router.request("decode-a")
-        router.request("decode-b")
+    served = [router.request(dst) for dst in ("decode-a", "decode-b", "decode-a", "decode-b")]
     router.kill("decode-b")
     print("decode-b was killed")
-    router.request("decode-b")
-    router.request("decode-a")
+    lost = router.request("decode-b")
+    served.append(router.request("decode-a"))
     router.start_decode("decode-b")
     print("decode-b was started again")
-    router.request("decode-b")
-    router.request("decode-a")
+    served += [router.request(dst) for dst in ("decode-b", "decode-a")]
     router.end()
+    equal = sum(outcome.startswith("equal") for outcome in served)
+    ok = equal == len(served) and lost.startswith("PeerLost")
+    told = "PeerLost" if lost.startswith("PeerLost") else "NO PeerLost"
+    verdict = f"{equal} of {len(served)} requests equal, {told} for 1 to an instance that was killed"
+    print(f"{'PASS' if ok else 'FAIL'} {verdict}")
+    sys.exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

@@ -12,5 +12,5 @@ def test_the_example_shows_the_race_and_passes() -> None:
     command = [sys.executable, str(EXAMPLES / "abort_race.py")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "PASS"
+    assert run.stdout.splitlines()[-1].startswith("PASS with torchkv 0 of 40 requests were corrupted")
     assert " 0 of 40" in run.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from tests.helpers.ranks.member import (
     layout,
     leave,
 )
-from tests.helpers.torchrun import DEADLINE, EXAMPLES
 from torchkv import (
     KVCache,
     LayoutMismatch,
@@ -256,18 +253,3 @@ def test_bad_arguments_are_refused() -> None:
         torchkv.join(cache, "p", options=torchkv.Options(min_gbps=1.0))
     with pytest.raises(TransportUnavailable):
         torchkv.join(cache, "p", options=torchkv.Options(transport="none such"))
-
-
-# ------------------------------------------------------------------ the example
-
-
-def test_the_example_of_three_torchrun_jobs(secret: Path) -> None:
-    """One is killed and started again, while the others serve."""
-    found = subprocess.run(
-        [sys.executable, str(EXAMPLES / "three_jobs.py")], capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    requests = [line for line in found.stdout.splitlines() if line.startswith("request ")]
-    assert len(requests) == 8
-    assert "PeerLost" in requests.pop(4)
-    assert all(": equal after" in line for line in requests)
