@@ -85,20 +85,20 @@ class GroupMap:
 
         Of two instances of one name, the later one has it.
         """
-        instances: dict[str, tuple[int, ...]] = {}
-        lives: dict[str, int] = {}
+        lives: dict[tuple[str, int], list[int]] = {}
+        latest: dict[str, int] = {}
         for info in sorted(members.values(), key=lambda info: info.rank):
-            others = instances.get(info.instance, ()) if lives.get(info.instance) == info.life else ()
-            instances[info.instance] = (*others, info.rank)
-            lives[info.instance] = info.life
+            lives.setdefault((info.instance, info.life), []).append(info.rank)
+            latest[info.instance] = info.life
         self.info: Mapping[int, RankInfo] = members
-        self.instances: Mapping[str, tuple[int, ...]] = instances
+        self._lives = {life: tuple(ranks) for life, ranks in lives.items()}  # by name and life
+        self.instances: Mapping[str, tuple[int, ...]] = {name: self._lives[name, life] for name, life in latest.items()}
         self._targets: dict[int | str, tuple[int, ...]] = {}
 
     def siblings_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the instance of ``rank``, ascending."""
         mine = self.info[rank]
-        return tuple(r for r, i in self.info.items() if (i.instance, i.life) == (mine.instance, mine.life))
+        return self._lives[mine.instance, mine.life]
 
     def add(self, members: Sequence[RankInfo]) -> None:
         """Members have come. Raises ``LayoutMismatch`` if the layout of one and this rank's are incompatible."""
