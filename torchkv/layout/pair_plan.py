@@ -165,24 +165,28 @@ def compile_plan(writer: int, writers: Mapping[int, KVLayout], reader: KVLayout)
     `LayoutMismatch` if the layout of any writer cannot be reconciled with the reader's.
     """
     ranks = sorted(writers)
-    for rank in ranks:
-        difference = _difference(writers[rank], reader)
-        if difference is not None:
-            field, ours, theirs = difference
-            raise LayoutMismatch(
-                f"rank {rank} cannot write to this receiver: {field} is {ours!r} on rank {rank} and {theirs!r} on "
-                "the receiver; register layouts of the same model"
-            )
-    return _compile(ranks.index(writer), tuple(enumerate(writers[rank] for rank in ranks)), reader)
+    try:
+        return _compile(ranks.index(writer), tuple(enumerate(writers[rank] for rank in ranks)), reader)
+    except _Unlike as unlike:
+        number, (field, ours, theirs) = unlike.args
+        rank = ranks[number]
+        raise LayoutMismatch(
+            f"rank {rank} cannot write to this receiver: {field} is {ours!r} on rank {rank} and {theirs!r} on "
+            "the receiver; register layouts of the same model"
+        ) from None
 
 
-_difference = lru_cache(maxsize=1024)(first_difference)
+class _Unlike(Exception):
+    """The layout of a writer, by its number, cannot be reconciled with the reader's: their `first_difference`."""
 
 
 @lru_cache(maxsize=1024)
 def _compile(writer: int, writers: _Writers, reader: KVLayout) -> PairPlan:
     """writer: its number among ``writers``, which are numbered from 0."""
     mine = writers[writer][1]
+    for number, layout in writers:
+        if (difference := first_difference(layout, reader)) is not None:
+            raise _Unlike(number, difference)
     senders = [layout for _, layout in writers if _intersects(layout, reader)]
     # The same for all writers, whose page sizes may differ: so they agree on who owes which tokens.
     unit = max([reader.page_size, *(layout.page_size for layout in senders)])
