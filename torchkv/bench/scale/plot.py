@@ -90,6 +90,7 @@ def _cpu(study: Study, axes: Any) -> None:
 
 def _known(study: Study, axes: Any) -> None:
     _line(axes, ((k.peers, k.calls) for k in study.known), "calls of functions")
+    _line(axes, ((k.peers, k.strangers) for k in study.known), "calls, all ranks used, first requests", "-.")
     _line(axes, ((k.peers, 1e6 * k.cpu) for k in study.known), "CPU, us", "--")
     _axes(axes, "one request among 8 ranks that know so many", "known ranks", log=False)
 

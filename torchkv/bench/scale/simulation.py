@@ -220,7 +220,7 @@ class Simulation:
     def _admit(self, decode: tuple[int, ...]) -> None:
         """Begins requests as long as the instance has pages for them."""
         pages, waiting = self.workload.pages, self._waiting[decode]
-        while waiting and len(self._free[decode[0]]) >= pages:
+        while waiting and all(len(self._free[rank]) >= pages for rank in decode):
             self._begin(waiting.popleft())
 
     def _begin(self, request: _Request) -> None:

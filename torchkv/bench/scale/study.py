@@ -20,16 +20,21 @@ __all__ = ["LOADS", "Known", "Study", "calibrated", "known_peers", "message_prob
 LOADS = {LONG.name: (1.0, 2.0, 4.0, 6.0, 8.0, 12.0), SHORT.name: (1.0, 8.0, 32.0, 64.0, 96.0, 128.0)}
 BUSY = 8  # ranks that serve requests while all know `Known.peers`
 COUNTED = 60  # requests
+RARE = 0.01  # times the workload's requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """The same requests among `BUSY` ranks that know ``peers`` ranks. calls: functions of torchkv that one request
     calls, of all ranks together. cpu: measured seconds of one. digest: of all that has happened.
+
+    strangers: as calls, in a cluster of ``peers`` ranks that are all used, by so few requests that nearly each is the
+    first between two instances; and so seldom that no acknowledgement travels with another message.
     """
 
     peers: int
     calls: float
+    strangers: float
     cpu: float
     digest: str
 
@@ -79,6 +84,18 @@ def known_peers(peers: Sequence[int], workload: Workload, model: LinkModel, *, r
         idle = count - BUSY
         run = Simulation(Shape(BUSY), workload, requests=requests, seed=seed, model=model, idle=idle).run()
         counted = Simulation(Shape(BUSY), workload, requests=COUNTED, seed=seed, model=model, idle=idle)
-        calls = sum(count_calls(counted.run).values()) / COUNTED
-        found.append(Known(peers=count, calls=calls, cpu=run.cpu_per_request, digest=run.digest))
+        strangers = Simulation(Shape(count), workload, requests=COUNTED, seed=seed, model=model, load=RARE)
+        found.append(
+            Known(
+                peers=count,
+                calls=_calls(counted),
+                strangers=_calls(strangers),
+                cpu=run.cpu_per_request,
+                digest=run.digest,
+            )
+        )
     return found
+
+
+def _calls(simulation: Simulation) -> float:
+    return sum(count_calls(simulation.run).values()) / COUNTED

@@ -123,10 +123,11 @@ def _known(study: Study, args: argparse.Namespace, say: Say) -> None:
     if not peers:
         return
     say(f"\n# The same requests among {BUSY} ranks that know more and more; calls: of torchkv's functions, a request")
-    say(f"{'known':>6} {'calls':>8} {'CPU us':>7}")
+    say("# new pairs: calls where all ranks are used, and nearly each request is the first between its two instances")
+    say(f"{'known':>6} {'calls':>8} {'CPU us':>7} {'new pairs':>9}")
     study.known += known_peers(peers, LONG, study.model, requests=args.least, seed=args.seed)
     for known in study.known:
-        say(f"{known.peers:6} {known.calls:8.1f} {1e6 * known.cpu:7.0f}")
+        say(f"{known.peers:6} {known.calls:8.1f} {1e6 * known.cpu:7.0f} {known.strangers:9.0f}")
 
 
 def _loads(study: Study, args: argparse.Namespace, say: Say) -> None:
