@@ -94,5 +94,5 @@ def test_broken_loops_are_caught(name: str) -> None:
     command = [sys.executable, "-m", "tests.helpers.simulation.broken_loops", "break", name]
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    # A broken loop may have kernels read what was freed: whether a run tells, or the process dies first, is chance.
+    # A loop that is broken in these ways may corrupt its process: some seeds kill it before any tells what is wrong.
     assert done.returncode in (0, -signal.SIGSEGV), done.stdout + done.stderr

@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gbytes", type=float, default=50.0, help="GB/s of each NIC, each way (default 50)")
     parser.add_argument("--cpu-us", type=float, help="of a rank's thread for a frame or verb (default: measured)")
     parser.add_argument("--at", type=int, default=64, help="ranks of the runs with more and more load (default 64)")
-    parser.add_argument("--real", type=_sizes, default=(2, 4, 8), help="real ranks to measure (default 2,4,8)")
+    parser.add_argument("--real", type=_sizes, default=(2, 4, 8, 16), help="real ranks to measure (default 2,4,8,16)")
     parser.add_argument("--no-real", action="store_true", help="measure no real ranks")
     parser.add_argument("--no-loops", action="store_true", help="leave out the resident loop")
     parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
