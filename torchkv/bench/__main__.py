@@ -1,6 +1,7 @@
 """Transfer rates of torchkv's paths between two processes of this host, byte-checked.
 
-``python -m torchkv.bench engine`` measures what a request takes in the loop of a serving engine; see its --help.
+``python -m torchkv.bench engine`` measures what a request takes in the loop of a serving engine, and ``python -m
+torchkv.bench simulate`` what one costs in clusters of up to thousands of ranks; see their --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
 """
@@ -30,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchkv.bench import engine_table
 
         return engine_table.run(arguments[1:])
+    if arguments and arguments[0] == "simulate":
+        from torchkv.bench.scale import table as scale_table
+
+        return scale_table.run(arguments[1:])
     if arguments and (moved := _elsewhere(arguments[0])) is not None:
         return _refuse(arguments[0], moved)
     args = _parse(arguments)

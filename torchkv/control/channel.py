@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import select
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torchkv.control.curve import CurveKeys
 from torchkv.control.unix_datagrams import UnixDatagramChannel
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.host.network import job_interface
-from torchkv.host.processes import ProcessId, process_ended, unwatch, watch_shared
+from torchkv.host.processes import ProcessId, unwatch, watch_shared
 from torchkv.host.shared_memory import host_identity
 from torchkv.protocol.messages import MAX_FRAME
 
@@ -108,12 +109,13 @@ class ControlChannel(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """What is known of a peer. name: of the connection to it. pidfd: None for a process of another host.
+    """What is known of a peer, ``rank``. name: of the connection. pidfd: None for a process of another host.
 
     connected: whether ZeroMQ has been told to connect, with this ``key``. An idle peer of this host needs no
     connection: datagrams reach it, and the pidfd shows its end.
     """
 
+    rank: int
     name: bytes
     address: bytes
     key: str
@@ -124,6 +126,13 @@ class _Peer:
     replaced: bool = False  # another peer has the address now: it will not be connected again
     ended_at: float | None = None  # when its process was seen to have ended
     state: PeerState = PeerState.FOUND
+
+    @property
+    def settled(self) -> bool:
+        """Whether its state stays what it is until something happens, however long that takes."""
+        if self.ended_at is not None:
+            return self.state is PeerState.DEAD
+        return self.state is (PeerState.FOUND if self.down_since is None else PeerState.LOST)
 
 
 class ZmqControlChannel:
@@ -142,6 +151,11 @@ class ZmqControlChannel:
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._peers: dict[int, _Peer] = {}
         self._by_address: dict[bytes, list[_Peer]] = {}
+        # Only what happens costs time, however many peers there are: `events` looks at those that are not settled, and
+        # one file descriptor tells of the end of any process.
+        self._unsettled: dict[int, _Peer] = {}
+        self._ends = select.epoll()
+        self._by_pidfd: dict[int, list[_Peer]] = {}  # of processes that have not ended; several may share one
         self._closed = False
         self._next_look = 0.0
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -162,6 +176,7 @@ class ZmqControlChannel:
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._datagrams.fd, zmq.POLLIN)
+        self._poller.register(self._ends.fileno(), zmq.POLLIN)
         self.fds: tuple[int, ...] = (self._datagrams.fd, self._inbox.fileno())
 
     def _listen(self) -> str:
@@ -183,10 +198,13 @@ class ZmqControlChannel:
     def connect(self, rank: int, endpoint: str, process: ProcessId, *, idle: bool = False) -> None:
         address, _, rest = endpoint.partition(" ")
         datagrams, _, key = rest.partition(" ")
-        peer = _Peer(b"rank %d" % rank, address.encode(), key, process, watch_shared(process))
+        peer = _Peer(rank, b"rank %d" % rank, address.encode(), key, process, watch_shared(process))
         self._peers[rank] = peer
         if peer.pidfd is not None:
-            self._poller.register(peer.pidfd, zmq.POLLIN)
+            sharing = self._by_pidfd.setdefault(peer.pidfd, [])
+            if not sharing:
+                self._ends.register(peer.pidfd, select.EPOLLIN)
+            sharing.append(peer)
         if datagrams and process.host == host_identity().hex():
             self._datagrams.open(rank, datagrams)
         if not idle or peer.pidfd is None or not datagrams:
@@ -198,6 +216,7 @@ class ZmqControlChannel:
             self._connect(peer)
             # If it hangs, there will be no connection that could break.
             peer.down_since = time.monotonic() + (MISSED_HEARTBEATS - 1) * self._heartbeat
+            self._unsettled[rank] = peer
 
     def _connect(self, peer: _Peer) -> None:
         self._keys.visit(self._outbox, peer.key)
@@ -209,6 +228,7 @@ class ZmqControlChannel:
         for earlier in there:
             earlier.replaced = True
             earlier.down_since = earlier.down_since or time.monotonic()
+            self._unsettled[earlier.rank] = earlier
         there.append(peer)
 
     def greet(self, endpoint: str, data: bytes) -> None:
@@ -224,6 +244,7 @@ class ZmqControlChannel:
 
     def disconnect(self, rank: int) -> None:
         peer = self._peers.pop(rank)
+        self._unsettled.pop(rank, None)
         self._datagrams.forget(rank)
         if peer.connected:
             there = self._by_address[peer.address]
@@ -233,7 +254,9 @@ class ZmqControlChannel:
                 self._outbox.disconnect(peer.address.decode())
         if peer.pidfd is not None:
             if peer.ended_at is None:
-                self._poll_no_more(peer.pidfd)
+                self._by_pidfd[peer.pidfd].remove(peer)
+                if not self._by_pidfd[peer.pidfd]:
+                    self._watch_no_more(peer.pidfd)
             unwatch(peer.pidfd)
 
     def send(self, rank: int, frames: Sequence[bytes]) -> None:
@@ -272,26 +295,38 @@ class ZmqControlChannel:
         return frames
 
     def events(self, now: float) -> list[PeerEvent]:
-        # A check costs a system call per peer, so a busy progress loop does not check in every step.
+        # A check costs system calls, so a busy progress loop does not check in every step.
         if now < self._next_look:
             return []
         self._next_look = now + PEER_CHECK_INTERVAL
         found: list[PeerEvent] = []
         self._read_monitor(now)
-        for rank, peer in self._peers.items():
-            if peer.pidfd is not None and peer.ended_at is None and process_ended(peer.pidfd):
-                peer.ended_at = now
-                self._poll_no_more(peer.pidfd)
+        self._note_ends(now)
+        for rank, peer in sorted(self._unsettled.items()):
             state, reason = self._judge(peer, now)
             if state is not peer.state:
                 peer.state = state
                 found.append(PeerEvent(rank, state, reason))
+            if peer.settled:
+                del self._unsettled[rank]
         return found
+
+    def _note_ends(self, now: float) -> None:
+        """Notes which processes have ended."""
+        for pidfd, _ in self._ends.poll(0):
+            for peer in self._by_pidfd[pidfd]:
+                peer.ended_at = now
+                self._unsettled[peer.rank] = peer
+            self._watch_no_more(pidfd)
+
+    def _watch_no_more(self, pidfd: int) -> None:
+        self._ends.unregister(pidfd)
+        del self._by_pidfd[pidfd]
 
     def sleep(self, seconds: float, also: Iterable[int]) -> None:
         waiting = any(
             p.down_since is not None or p.ended_at is not None
-            for p in self._peers.values()
+            for p in self._unsettled.values()
             if p.state is PeerState.FOUND
         )
         limit = min(seconds, GRACE / 2) if waiting else seconds
@@ -326,12 +361,8 @@ class ZmqControlChannel:
         self._outbox.close(1000)
         self._inbox.close(0)
         self._datagrams.close()
+        self._ends.close()
         self._context.term()
-
-    def _poll_no_more(self, pidfd: int) -> None:
-        """One of the peers in a process has ended or is forgotten: others may live in the same process."""
-        if all(peer.pidfd != pidfd or peer.ended_at is not None for peer in self._peers.values()):
-            self._poller.unregister(pidfd)
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:
         interval = max(1, int(self._heartbeat * 1000))
@@ -355,6 +386,7 @@ class ZmqControlChannel:
                     peer.down_since = None
                 elif peer.down_since is None:
                     peer.down_since = now
+                self._unsettled[peer.rank] = peer
 
     def _judge(self, peer: _Peer, now: float) -> tuple[PeerState, str]:
         if peer.ended_at is not None and now >= peer.ended_at + GRACE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections import deque
@@ -72,7 +73,11 @@ class ControlMessenger:
             if info.rank != group_map.rank:
                 self.add(info)
         self._abandoned: dict[int, _Abandoned] = {}  # by incarnation
-        self._active: set[int] = set()  # ranks whose sessions may have something to send
+        # Ranks whose sessions may have something to send now; and when others have, unless something happens before.
+        # So what a step costs depends on what it sends, and not on how many peers still owe an acknowledgement.
+        self._active: set[int] = set()
+        self._timers: list[tuple[float, int]] = []  # a heap of times and ranks; counts only what `_timer_of` has, too
+        self._timer_of: dict[int, float] = {}
         self._greetings: list[bytes] = []
         self._greetings_nbytes = 0
         self._next_warning = 0.0
@@ -92,6 +97,7 @@ class ControlMessenger:
         self.dead.discard(info.rank)
         self._left.discard(info.rank)
         self._active.discard(info.rank)
+        self._timer_of.pop(info.rank, None)
         session = self._sessions.pop(info.rank)
         self._repeats += session.repeats
         session.close()
@@ -138,6 +144,7 @@ class ControlMessenger:
         """The process of ``rank`` has ended: nothing more is sent there."""
         self.dead.add(rank)
         self._active.discard(rank)
+        self._timer_of.pop(rank, None)
 
     def mark_left(self, rank: int) -> None:
         """``rank`` has sent its last message: it is sent acknowledgements only, so that it knows that it was heard."""
@@ -217,13 +224,32 @@ class ControlMessenger:
         frames: FramesByRank = []
         while ranks is None and self._unsent:
             frames.append(self._unsent.popleft())
-        for rank in list(self._active if ranks is None else ranks):
+        if ranks is None:
+            self._wake_timers(now)
+            ranks = list(self._active)
+        for rank in ranks:
             session = self._sessions[rank]
             if these := session.poll(now):
                 frames.append((rank, these))
-            elif session.idle:
+            if session.idle:
                 self._active.discard(rank)
+            elif (due := session.next_poll) > now:
+                self._active.discard(rank)
+                self._set_timer(rank, due)
         return frames
+
+    def _set_timer(self, rank: int, due: float) -> None:
+        """The session of ``rank`` is to be polled then; earlier, if it has been said so before."""
+        if due < self._timer_of.get(rank, float("inf")):
+            self._timer_of[rank] = due
+            heapq.heappush(self._timers, (due, rank))
+
+    def _wake_timers(self, now: float) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            due, rank = heapq.heappop(self._timers)
+            if self._timer_of.get(rank) == due:
+                del self._timer_of[rank]
+                self._active.add(rank)
 
     def send(self, frames: FramesByRank) -> None:
         """Sends ``frames``. Progress thread only."""
@@ -240,7 +266,9 @@ class ControlMessenger:
     def next_poll(self) -> float:
         """When there is something to send, unless something is told or received before."""
         earliest = 0.0 if self._ready else float("inf")
-        # A copy, because other threads add to the set; list() makes it in one step under the GIL.
+        # Copies, because other threads change them; list() and a slice make one in one step under the GIL.
         for rank in list(self._active):
             earliest = min(earliest, self._sessions[rank].next_poll)
+        for due, _ in self._timers[:1]:
+            earliest = min(earliest, due)
         return earliest

@@ -24,6 +24,7 @@ from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
 from torchkv.engine.gpu_kernels import GpuKernels
 from torchkv.engine.layer_wait import LayerStreamWaits, LayerWait
+from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
@@ -34,37 +35,23 @@ from torchkv.layout.layer_groups import UNGROUPED
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Split, Start, Tell
-from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import (
-    Abort,
     Alive,
-    Attest,
-    Exempt,
     Grant,
-    InstanceVerdict,
     Left,
     Mailbox,
     Message,
-    Outcome,
-    Post,
-    Quiesced,
-    Refused,
-    Revoke,
     Seal,
     StageAsk,
     Staged,
-    StageDenied,
     StageGrant,
     Verdict,
-    Withdraw,
-    Withdrawn,
 )
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.sender import Sender
 from torchkv.protocol.stage_allocator import StagingRing
 from torchkv.protocol.staging_credits import StagingCredits
-from torchkv.protocol.staging_requester import StagingRequester
 from torchkv.staging.packer import Staging
 from torchkv.staging.unpacker import StageUnpacker
 from torchkv.transfer.peer_connection import PeerConnection
@@ -121,12 +108,15 @@ class Engine:
         self.gpu = memory.gpu
         self.staging = memory.staging
         self.credits = _staging_credits(memory.staging, options.timeout)
-        self._requester = StagingRequester()
-        timeouts = {"timeout": options.timeout, "grant_timeout": options.grant_timeout}
-        self.sender = Sender(group_map, **timeouts, requester=self._requester)
-        pools = UNGROUPED if memory.pages is None else memory.pages.pools
-        self.receiver = Receiver(group_map, **timeouts, credits=self.credits, pools=pools)
-        self._leader = InstanceLeader(group_map, grant_timeout=options.grant_timeout)
+        self._machines = Machines(
+            group_map,
+            timeout=options.timeout,
+            grant_timeout=options.grant_timeout,
+            credits=self.credits,
+            pools=UNGROUPED if memory.pages is None else memory.pages.pools,
+        )
+        self.sender, self.receiver = self._machines.sender, self._machines.receiver
+        self._leader = self._machines.leader
         self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
         self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
         self.newcomers: Newcomers | None = None  # where instances come and go
@@ -139,7 +129,7 @@ class Engine:
             lock=self.lock,
             options=options,
             memory=memory,
-            requester=self._requester,
+            requester=self._machines.requester,
             connection=weakly(self.connection),
             on_broken=weakly(self._drop_connection),
             send_stage_messages=weakly(self._send_stage_messages),
@@ -222,9 +212,7 @@ class Engine:
             if self.newcomers is not None:
                 self.newcomers.tick(now)
             with self.lock:
-                self._news |= self.sender.tick(now)
-                self.receiver.tick(now)
-                self._leader.tick(now)
+                self._news |= self._machines.tick(now)
             busy |= self._settle(now)
         return busy
 
@@ -259,7 +247,7 @@ class Engine:
     def _send_stage_messages(self) -> None:
         """Sends messages about stages in the middle of a step, because a stage is idle until its peer knows of it."""
         with self.lock:
-            for rank, message in self._take_stage_messages():
+            for rank, message in self._machines.take_stage_messages():
                 self._tell(rank, message, self._now)
             frames = self._messenger.frames(self._now)
         self._messenger.send(frames)
@@ -477,61 +465,21 @@ class Engine:
     def _handle(self, src: int, message: Message, now: float) -> None:
         if isinstance(message, LATENCY_CRITICAL):
             self.spin_until = now + REPLY_SPIN
-        match message:
-            case Grant():
-                self.sender.on_grant(src, message, now)
-            case Attest():
-                self.receiver.on_attest(src, message, now)
-            case Seal():
-                self.receiver.on_seal(src, message, now)
-            case Verdict():
-                self.spin_until = now
-                self.sender.on_verdict(src, message)
-            case Revoke():
-                self.sender.on_revoke(src, message, now)
-            case Alive(to_writer=True):
-                self.sender.on_alive(src, message, now)
-            case Alive():
-                self.receiver.on_alive(src, message, now)
-            case Abort():
-                self.receiver.on_abort(src, message)
-            case Quiesced():
-                self.receiver.on_quiesced(src, message, now)
-            case Post():
-                self._leader.on_post(src, message, now)
-            case Outcome():
-                self._leader.on_outcome(src, message, now)
-            case InstanceVerdict():
-                self.receiver.on_instance_verdict(src, message)
-            case StageAsk():
-                self.receiver.on_stage_ask(src, message, now)
-            case Staged():
-                self.receiver.on_staged(src, message, now)
-            case Withdraw():
-                self.receiver.on_withdraw(src, message)
-            case StageGrant():
-                peer = self.group_map.info[src]
-                self._requester.on_grant(src, message, peer.staging, peer.signals)
-            case StageDenied():
-                self._requester.on_denied(src, message, self.group_map.info[src].staging)
-            case Withdrawn():
-                self._requester.on_withdrawn(src, message.generation)
-            case Mailbox():
-                if self.flows is not None:
-                    self.flows.on_mailbox(src, message.slot)
-            case Refused():
-                self.sender.on_refused(src, message, now)
-            case Exempt():
-                self.sender.on_exempt(src, message, now)
-            case Left():
-                self.peers.on_left(src, now)
+        elif isinstance(message, Verdict):
+            self.spin_until = now
+        if self._machines.handle(src, message, now):
+            return
+        if isinstance(message, Left):
+            self.peers.on_left(src, now)
+        elif isinstance(message, Mailbox) and self.flows is not None:
+            self.flows.on_mailbox(src, message.slot)
 
     # ------------------------------------------------------------------ actions
 
     def _perform(self, now: float) -> bool:
         """Carries out the state machines' actions until there are no more. Under the lock."""
         performed = False
-        while (actions := self._take_actions()) or self._to_self:
+        while (actions := self._machines.take_actions()) or self._to_self:
             performed = True
             for action in actions:
                 self._act(action, now)
@@ -610,15 +558,7 @@ class Engine:
     @property
     def has_actions(self) -> bool:
         """Whether the driver has something to carry out. Under the lock."""
-        return bool(
-            self.sender.actions
-            or self.receiver.actions
-            or self._leader.actions
-            or self._to_self
-            or self._requester.outbox
-            or self.credits.outbox
-            or self._announced
-        )
+        return bool(self._machines.has_actions or self._to_self or self._announced)
 
     def _announce(self) -> None:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
@@ -636,22 +576,6 @@ class Engine:
             with self.lock:
                 self.layer_stream_waits.release()
                 self.notify()
-
-    def _take_actions(self) -> list[Action]:
-        taken: list[Action] = []
-        if self._requester.outbox or self.credits.outbox:
-            # First: the receiver must know of the last stage before it reads the seal.
-            taken += [Tell(rank, message) for rank, message in self._take_stage_messages()]
-        for machine in (self.sender, self.receiver, self._leader):
-            if machine.actions:
-                taken += machine.actions
-                machine.actions = []
-        return taken
-
-    def _take_stage_messages(self) -> list[tuple[int, Message]]:
-        messages = [*self._requester.outbox, *self.credits.outbox]
-        self._requester.outbox, self.credits.outbox = [], []
-        return messages
 
     def _act(self, action: Action, now: float) -> None:
         match action:

@@ -63,7 +63,8 @@ class GroupMap:
         self.rank = rank
         self.seek: Callable[[str, str], str] | None = None
         self._meets = False  # whether instances that were launched apart have come: then numbers alone name nobody
-        self._set_members({info.rank: info for info in members})
+        self._lives: dict[tuple[str, int], tuple[int, ...]] = {}  # the ranks of each instance, by its name and life
+        self._set_members(members)
         self.me = self.info[rank]
         self.siblings: tuple[int, ...] = tuple(
             r for r in self.instances[self.me.instance] if self.info[r].layout is not None
@@ -80,25 +81,28 @@ class GroupMap:
         self.gap = lru_cache(maxsize=4096)(self._gap)
         self.exempt = lru_cache(maxsize=4096)(self._exempt)
 
-    def _set_members(self, members: dict[int, RankInfo]) -> None:
-        """Makes new mappings, because other threads may be reading the old ones.
+    def _set_members(self, members: Iterable[RankInfo], *, rest: bool = False) -> None:
+        """These are the members. rest: those who are here stay, and have lower numbers; nobody looks at them then.
 
-        Of two instances of one name, the later one has it.
+        Makes new mappings, because other threads may be reading the old ones. Of two instances of one name, the later
+        one has it.
         """
-        instances: dict[str, tuple[int, ...]] = {}
-        lives: dict[str, int] = {}
-        for info in sorted(members.values(), key=lambda info: info.rank):
-            others = instances.get(info.instance, ()) if lives.get(info.instance) == info.life else ()
-            instances[info.instance] = (*others, info.rank)
-            lives[info.instance] = info.life
-        self.info: Mapping[int, RankInfo] = members
+        info: dict[int, RankInfo] = dict(self.info) if rest else {}
+        instances: dict[str, tuple[int, ...]] = dict(self.instances) if rest else {}
+        lives: dict[tuple[str, int], tuple[int, ...]] = dict(self._lives) if rest else {}
+        for member in sorted(members, key=lambda info: info.rank):
+            info[member.rank] = member
+            life = member.instance, member.life
+            instances[member.instance] = lives[life] = (*lives.get(life, ()), member.rank)
+        self.info: Mapping[int, RankInfo] = info
         self.instances: Mapping[str, tuple[int, ...]] = instances
-        self._targets: dict[int | str, tuple[int, ...]] = {}
+        self._lives = lives
+        self._targets: dict[int | str, tuple[int, ...]] = {}  # of the present members
 
     def siblings_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the instance of ``rank``, ascending."""
         mine = self.info[rank]
-        return tuple(r for r, i in self.info.items() if (i.instance, i.life) == (mine.instance, mine.life))
+        return self._lives[mine.instance, mine.life]
 
     def add(self, members: Sequence[RankInfo]) -> None:
         """Members have come. Raises ``LayoutMismatch`` if the layout of one and this rank's are incompatible."""
@@ -107,7 +111,7 @@ class GroupMap:
             self._meets |= info.number is not None
             if self.me.layout is not None and info.layout is not None:
                 check_compatible(self.me.layout, info.layout, rank_a=self.rank, rank_b=info.rank)
-        self._set_members({**self.info, **{info.rank: info for info in members}})
+        self._set_members(members, rest=True)
         for group, part in self.parts.items():
             part.add([_of_group(info, group) for info in members])
 
@@ -129,7 +133,7 @@ class GroupMap:
     def remove(self, rank: int) -> None:
         """A member has gone."""
         assert rank != self.rank
-        self._set_members({other: info for other, info in self.info.items() if other != rank})
+        self._set_members([info for other, info in self.info.items() if other != rank])
         for part in self.parts.values():
             part.remove(rank)
 
@@ -202,7 +206,7 @@ class GroupMap:
     def targets(self, peers: int | str | Sequence[int] | None, operation: str) -> tuple[int, ...]:
         """The ranks of ``dst`` to which this rank owes anything: `resolve`, then `owed`. None stands for nobody yet."""
         plain = type(peers) is int or type(peers) is str
-        targets = self._targets  # of the present members
+        targets = self._targets
         if plain and (known := targets.get(peers)) is not None:  # type: ignore[arg-type]  # just checked
             return known
         if peers is None:

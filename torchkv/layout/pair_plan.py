@@ -2,9 +2,9 @@
 
 `compile_plan` intersects the layouts of a writer and a reader. The result, a `PairPlan`, consists of a few
 `PlanSegment`: (page pairs) x (rows) x (bytes of a row), never a list of all pages. It is computed once for each pair of
-ranks and serves every request; page ids are added when a request is sent. Tokens and pages are counted from the end of
-the prefix that the reader holds already. For transports that need a list of byte ranges, `torchkv.layout.descriptors`
-makes one from a segment and page ids.
+layouts and serves every request; page ids are added when one is sent. Tokens and pages are counted from the end of the
+prefix that the reader holds already. For transports that need a list of byte ranges, `torchkv.layout.descriptors` makes
+one from a segment and page ids.
 
 **Example: tensor parallelism 4 to 2.** A model has 8 kv heads of dim 128 in bfloat16 (256 bytes per token and head).
 Pages hold 16 tokens in the order NHD on both sides. Writer 3 of 4 holds heads 6 and 7, in pages of
@@ -49,7 +49,7 @@ __all__ = [
     "seal_matches",
 ]
 
-_Writers = tuple[tuple[int, KVLayout], ...]  # (group rank, layout), in rank order
+_Writers = tuple[tuple[int, KVLayout], ...]  # (number, layout), in rank order
 
 
 @dataclass(frozen=True)
@@ -160,23 +160,33 @@ def _intervals(stripes: Sequence[Stripe], granted_tokens: int, limit_tokens: int
 def compile_plan(writer: int, writers: Mapping[int, KVLayout], reader: KVLayout) -> PairPlan:
     """What rank ``writer`` owes ``reader`` when all of ``writers`` (group rank -> layout) send to it.
 
-    The other writers matter where several hold the same heads. Cached. Raises `LayoutMismatch` if the layout of any
-    writer cannot be reconciled with the reader's.
+    The other writers matter where several hold the same heads; of their ranks only the order does. So plans are cached
+    by that and the layouts: as many are compiled, and kept, for one pair of instances as for a thousand alike. Raises
+    `LayoutMismatch` if the layout of any writer cannot be reconciled with the reader's.
     """
-    return _compile(writer, tuple(sorted(writers.items())), reader)
+    ranks = sorted(writers)
+    try:
+        return _compile(ranks.index(writer), tuple(enumerate(writers[rank] for rank in ranks)), reader)
+    except _Unlike as unlike:
+        number, (field, ours, theirs) = unlike.args
+        rank = ranks[number]
+        raise LayoutMismatch(
+            f"rank {rank} cannot write to this receiver: {field} is {ours!r} on rank {rank} and {theirs!r} on "
+            "the receiver; register layouts of the same model"
+        ) from None
+
+
+class _Unlike(Exception):
+    """The layout of a writer, by its number, cannot be reconciled with the reader's: their `first_difference`."""
 
 
 @lru_cache(maxsize=1024)
 def _compile(writer: int, writers: _Writers, reader: KVLayout) -> PairPlan:
-    mine = dict(writers)[writer]
-    for rank, layout in writers:
-        difference = first_difference(layout, reader)
-        if difference is not None:
-            field, ours, theirs = difference
-            raise LayoutMismatch(
-                f"rank {rank} cannot write to this receiver: {field} is {ours!r} on rank {rank} and {theirs!r} on "
-                "the receiver; register layouts of the same model"
-            )
+    """writer: its number among ``writers``, which are numbered from 0."""
+    mine = writers[writer][1]
+    for number, layout in writers:
+        if (difference := first_difference(layout, reader)) is not None:
+            raise _Unlike(number, difference)
     senders = [layout for _, layout in writers if _intersects(layout, reader)]
     # The same for all writers, whose page sizes may differ: so they agree on who owes which tokens.
     unit = max([reader.page_size, *(layout.page_size for layout in senders)])

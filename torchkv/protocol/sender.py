@@ -113,6 +113,8 @@ class Sender:
         self._timeout = timeout
         self._grant_timeout = grant_timeout
         self._requests: dict[tuple[str, int], SenderRequest] = {}  # by name and receiver
+        # The same by name, then by receiver: what happens to one name must not look at every peer.
+        self._named: dict[str, dict[int, SenderRequest]] = {}
         self._open: Counter[int] = Counter()  # how many of these, by receiver
         self._by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
         self._unmet = Unmet(grant_timeout)
@@ -296,17 +298,10 @@ class Sender:
         pending: list[Work] = []
         if self._addressed.get(request) == ():
             del self._addressed[request]
-        for dst in (*self._group_map.info, ANYBODY):
-            key = request, dst
-            if (req := self._requests.get(key)) is None:
-                if dst == ANYBODY:
-                    break
-                if (grant := self._unmet.take(key)) is not None:
-                    text = f"{self.named(self._group_map.rank)} cancelled request {request!r}"
-                    self._tell_abort(grant, TransferCancelled(text))
-                self._unmet.take_revocation(key)
-                continue
-            if not self._stop(req):
+        reqs = self._requests_named(request)
+        for req in reqs:
+            key = request, req.dst
+            if req.ended or not self._stop(req):
                 continue
             req.cancels.append(work)
             pending.append(work)
@@ -319,7 +314,19 @@ class Sender:
                 self._fail(req, error)
             else:
                 self._after_drain(req)
+        self._forget_unmet(request, {req.dst for req in reqs})
         return pending
+
+    def _forget_unmet(self, request: str, begun: set[int]) -> None:
+        """A cancelled name: refuses grants of it that no request has taken. begun: to these there are requests."""
+        for grant in self._unmet.named(request):
+            if grant.dst not in begun:
+                self._unmet.take((request, grant.dst))
+                text = f"{self.named(self._group_map.rank)} cancelled request {request!r}"
+                self._tell_abort(grant, TransferCancelled(text))
+        for dst in self._unmet.revoked(request):
+            if dst not in begun:
+                self._unmet.take_revocation((request, dst))
 
     def withdraw(self, request: str, work: Work, now: float) -> list[Work]:
         """As if no verb of the requests of this name had been called: stops their ops. The requests go on.
@@ -327,8 +334,7 @@ class Sender:
         Returns ``work`` once for each op that has not ended; the end of each completes one part of it. Raises
         ``ProtocolError`` if one of the requests is finished.
         """
-        found = [self._requests.get((request, dst)) for dst in (*self._group_map.info, ANYBODY)]
-        reqs = [req for req in found if req is not None and req.error is None]
+        reqs = [req for req in self._requests_named(request) if req.error is None]
         for req in reqs:
             if req.finish is not None:
                 raise ProtocolError(f"withdraw({request!r}): it is finished towards {req.receiver}; cancel it instead")
@@ -354,8 +360,7 @@ class Sender:
 
     def decline(self, request: str, now: float) -> None:
         """This rank will not begin the next request of this name: refuses its grant. Nothing if it has begun."""
-        begun = any((request, dst) in self._requests for dst in (*self._group_map.info, ANYBODY))
-        if begun or request in self._addressed or self._unmet.take_exemption(request) is not None:
+        if request in self._named or request in self._addressed or self._unmet.take_exemption(request) is not None:
             return
         if self._unmet.take_revocation((request, ANYBODY)) is not None:
             return
@@ -654,10 +659,14 @@ class Sender:
 
     # ---------------------------------------------------------------- inside
 
+    def _requests_named(self, request: str) -> list[SenderRequest]:
+        """All requests of this name, by receiver, that to anybody last."""
+        named = self._named.get(request, {})
+        return sorted(named.values(), key=lambda req: (req.dst == ANYBODY, req.dst))
+
     def _requests_of(self, request: str, req: SenderRequest) -> list[SenderRequest]:
         """All requests of this name, and ``req`` even if it has ended: they may read the same source pages."""
-        found = (self._requests.get((request, dst)) for dst in self._group_map.info)
-        return [req, *(other for other in found if other is not None)]
+        return [req, *(other for dst, other in self._named.get(request, {}).items() if dst != ANYBODY)]
 
     def _meet_revocation(self, request: str, dst: int) -> None:
         """Raises the error for which the grant of the request that is about to begin was revoked, if it was.
@@ -675,8 +684,8 @@ class Sender:
         if (revocation := self._unmet.take_revocation(key)) is None:
             return
         revoked_at, error = revocation
-        req = self._requests[key] = SenderRequest(request, dst, self.named(dst), revoked_at, grant_spent=True)
-        self._open[dst] += 1
+        req = SenderRequest(request, dst, self.named(dst), revoked_at, grant_spent=True)
+        self._add(req)
         self._fail(req, error)
         raise error
 
@@ -733,13 +742,14 @@ class Sender:
         ranks = self._instance(request, src)
         trace.debug("request %r: granted by rank %d, so it goes to ranks %s", request, src, ranks)
         reqs = [SenderRequest(request, rank, self.named(rank), now) for rank in ranks]
-        waiting = self._requests.pop((request, ANYBODY), None)
-        self._requests.update({(request, req.dst): req for req in reqs})
-        self._open.update(ranks)
+        waiting = self._requests.get((request, ANYBODY))
+        if waiting is not None:
+            self._remove(waiting)
+        for req in reqs:
+            self._add(req)
         if ranks or waiting is None or waiting.finish is None:
             self._addressed[request] = ranks
         if waiting is not None:
-            self._count_ended(ANYBODY)
             waiting.ended = True
             self._hand_on(waiting, reqs)
         for req in reqs:
@@ -790,8 +800,8 @@ class Sender:
         """The request of this name and receiver; begins one, and binds its grant if that has come."""
         req = self._requests.get((request, dst))
         if req is None:
-            req = self._requests[(request, dst)] = SenderRequest(request, dst, self.named(dst), now)
-            self._open[dst] += 1
+            req = SenderRequest(request, dst, self.named(dst), now)
+            self._add(req)
             if (grant := self._unmet.take((request, dst))) is not None:
                 self._bind(req, grant, now)
         return req
@@ -1068,15 +1078,24 @@ class Sender:
             req.cancels = []
             self._end(req)
 
-    def _count_ended(self, dst: int) -> None:
-        self._open[dst] -= 1
-        if not self._open[dst]:
-            del self._open[dst]
+    def _add(self, req: SenderRequest) -> None:
+        self._requests[req.request, req.dst] = req
+        self._named.setdefault(req.request, {})[req.dst] = req
+        self._open[req.dst] += 1
+
+    def _remove(self, req: SenderRequest) -> None:
+        del self._requests[req.request, req.dst]
+        named = self._named[req.request]
+        del named[req.dst]
+        if not named:
+            del self._named[req.request]
+        self._open[req.dst] -= 1
+        if not self._open[req.dst]:
+            del self._open[req.dst]
 
     def _end(self, req: SenderRequest) -> None:
         req.ended = True
-        del self._requests[(req.request, req.dst)]
-        self._count_ended(req.dst)
+        self._remove(req)
         addressed = self._addressed.get(req.request, ())
         if addressed and not any((req.request, rank) in self._requests for rank in addressed):
             del self._addressed[req.request]

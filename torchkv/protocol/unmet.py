@@ -38,6 +38,7 @@ class Unmet:
         self._waiting: dict[int, tuple[int, int]] = {}  # by receiver: how many grants, and pages of these
         self._names: dict[tuple[int, int], str] = {}  # of the grants, by receiver and generation
         self._revocations: dict[Key, tuple[float, KVError]] = {}  # when, and why
+        self._revokers: dict[str, dict[int, None]] = {}  # of these: by name, the receivers
         self._refusals: dict[Key, deque[float]] = {}  # until when each refuses one grant
         self._exemptions: dict[str, tuple[float, int]] = {}  # by name: when, and who told
 
@@ -88,9 +89,10 @@ class Unmet:
         """Forgets what was remembered of a receiver whose process has ended."""
         for name in [name for name, named in self._grants.items() if dst in named]:
             self.take((name, dst))
-        for remembered in (self._revocations, self._refusals):
-            for key in [key for key in remembered if key[1] == dst]:
-                del remembered[key]
+        for key in [key for key in self._revocations if key[1] == dst]:
+            self._take_revocation(key)
+        for key in [key for key in self._refusals if key[1] == dst]:
+            del self._refusals[key]
         for name in [name for name, (_, source) in self._exemptions.items() if source == dst]:
             del self._exemptions[name]
 
@@ -106,16 +108,31 @@ class Unmet:
 
     def refused(self, key: Key, error: KVError, now: float) -> None:
         """A receiver grants nothing to the next request of this name, which is told ``error``."""
-        _make_room(self._revocations)
+        if len(self._revocations) >= MAX_REMEMBERED:
+            self._take_revocation(next(iter(self._revocations)))
         self._revocations[key] = now, error
+        self._revokers.setdefault(key[0], {})[key[1]] = None
+
+    def _take_revocation(self, key: Key) -> tuple[float, KVError] | None:
+        taken = self._revocations.pop(key, None)
+        if taken is not None:
+            named = self._revokers[key[0]]
+            del named[key[1]]
+            if not named:
+                del self._revokers[key[0]]
+        return taken
 
     def take_revocation(self, key: Key) -> tuple[float, KVError] | None:
         """When and why the grant of the request that now begins was revoked, which is forgotten; None if it was not."""
         if key[1] != ANYBODY:
-            return self._revocations.pop(key, None)
+            return self._take_revocation(key)
         # All of them: the ranks of one instance have given up together.
-        taken = [self._revocations.pop(other) for other in list(self._revocations) if other[0] == key[0]]
+        taken = [self._take_revocation((key[0], dst)) for dst in self.revoked(key[0])]
         return taken[0] if taken else None
+
+    def revoked(self, request: str) -> list[int]:
+        """The receivers whose revocations wait for the next request of this name."""
+        return list(self._revokers.get(request, ()))
 
     # ---------------------------------------------------------------- refusals of grants that are still to come
 
@@ -160,7 +177,7 @@ class Unmet:
         for key in [key for key, until in self._refusals.items() if until[-1] <= now]:
             del self._refusals[key]
         for key in [key for key, (at, _) in self._revocations.items() if now >= at + self._lifetime]:
-            del self._revocations[key]
+            self._take_revocation(key)
         for name in [name for name, (at, _) in self._exemptions.items() if now >= at + self._lifetime]:
             del self._exemptions[name]
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.loops import TOKENS, Pair
 from tests.helpers.simulation.scenario import Scenario
+from torchkv.bench.scale.loops import TOKENS, Pair
 from torchkv.core import copies, grants, launching, loop, mailbox, receiving, rounds, sending
 from torchkv.core.core import Core
 from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN

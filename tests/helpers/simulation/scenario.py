@@ -493,7 +493,7 @@ class Scenario:
                 "transfers": engine._scheduler.pending,
                 "live receives": list(engine.receiver._live),
                 "stages of its own": engine.staging.sending.ring.stages,
-                "asks for stages": list(engine._requester._queues),
+                "asks for stages": list(engine._machines.requester._queues),
                 "flows": flows_left(rank.engine),
                 "stages of others": [owner for owner in self._stage_owners(rank) if not self._unknown(owner.src, rank)],
             }

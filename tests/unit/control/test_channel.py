@@ -249,3 +249,26 @@ control = ZmqControlChannel(heartbeat=0.2, secret={_SECRET!r})
 print(control.endpoint, flush=True)
 input()
 """
+
+
+def test_peers_that_do_nothing_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when events are asked for nor before sleeping, however many there are; the one that ends is."""
+    judged: list[int] = []
+    judge = ZmqControlChannel._judge
+    monkeypatch.setattr(
+        ZmqControlChannel, "_judge", lambda self, peer, now: (judged.append(peer.rank), judge(self, peer, now))[1]
+    )
+    control = ZmqControlChannel(heartbeat=5.0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        ended = ProcessId(this_process().host, other.pid, process_started(other.pid))
+        for rank in range(1, 100):
+            control.connect(rank, "tcp://127.0.0.1:9 nobody", ended if rank == 50 else this_process(), idle=True)
+        for number in range(10):
+            assert control.events(float(number)) == []
+            control.sleep(0.0, ())
+        assert judged == []
+        other.kill()
+    assert events_of(control, 1) == [(50, PeerState.DEAD)]
+    assert set(judged) == {50}
+    assert not control._unsettled
+    control.close()

@@ -19,6 +19,7 @@ from torchkv.control.messenger import (
     WARNING_INTERVAL,
     ControlMessenger,
 )
+from torchkv.control.session import FIRST_RETRY, Session
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import MAX_FRAME, Alive, ControlFrame, Grant, Message, encode_frame
@@ -193,3 +194,43 @@ def test_it_knows_when_there_will_be_something_to_send() -> None:
     mine.send(mine.frames(5.0))
     assert 5.0 < mine.next_poll < float("inf"), "it will be sent again unless it is acknowledged"
     assert [rank for rank, _ in mine.frames(mine.next_poll)] == [PEER]
+
+
+def test_a_step_polls_only_the_sessions_that_have_something_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many peers still owe an acknowledgement."""
+    mine, _ = messenger(ME)
+    peers = range(3, 203)
+    for rank in peers:
+        mine.add(RankInfo(rank=rank, incarnation=rank, instance="i", layout=None, num_pages=0, num_slots=0))
+        mine.tell(rank, send_now(1))
+    now = 10.0
+    assert len(mine.frames(now)) == len(peers)
+    polls: list[float] = []
+    poll = Session.poll
+    monkeypatch.setattr(Session, "poll", lambda self, now: (polls.append(now), poll(self, now))[1])
+    for step in range(50):
+        mine.tell(PEER, send_now(step))
+        assert [rank for rank, _ in mine.frames(now)] == [PEER]
+    assert len(polls) == 50
+    assert mine.next_poll == now + FIRST_RETRY
+    assert len(mine.frames(now + FIRST_RETRY)) == len(peers) + 1, "nobody has acknowledged anything"
+
+
+def test_a_session_has_few_timers() -> None:
+    (mine, here), (theirs, there) = messenger(ME), messenger(PEER)
+    now = 0.0
+    for number in range(1000):
+        now += 0.01
+        mine.tell(PEER, send_now(number))
+        mine.send(mine.frames(now))
+        there.inbox = [data for _, frames in here.sent for data in frames]
+        here.sent.clear()
+        assert [m for each in theirs.receive(-1) for m in theirs.accept(*each)] == [send_now(number)]
+        theirs.send(theirs.frames(now))
+        here.inbox = [data for _, frames in there.sent for data in frames]
+        there.sent.clear()
+        for each in mine.receive(-1):
+            mine.accept(*each)
+    assert len(mine._timers) < 10
+    assert len(theirs._timers) < 10
+    assert mine.repeats == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.loops import PAGE, TOKENS, Pair
+from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core import mailbox
 from torchkv.core.records import (
     BOUND,

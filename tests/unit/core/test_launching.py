@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, LoopGpu, fake_kernels
-from tests.helpers.loops import PAGE, TOKENS, Pair
+from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.records import BOUND, BROKEN, IDS, MAX_FLYING, MAX_GPU_SENDS, OP_DONE, RECEIVED, SENT

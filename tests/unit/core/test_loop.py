@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.loops import PAGE, TOKENS, Pair
+from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core import posting
 from torchkv.core.core import Core
 from torchkv.core.receiving import cover

@@ -19,6 +19,7 @@ from tests.helpers.layouts import divides, group, instances, mla
 from tests.helpers.plans import check, owed_of
 from tests.helpers.references.page_transfer import compare, gqa, held_heads, held_layers, holders_of, one_segment
 from torchkv.errors import LayoutMismatch
+from torchkv.layout import pair_plan
 from torchkv.layout.descriptors import page_pairs
 from torchkv.layout.layout import Component, KVLayout, State
 from torchkv.layout.pair_plan import PairPlan, compile_plan, contributing, coverage_gap
@@ -445,3 +446,17 @@ def test_held_layers_agree_with_the_reference() -> None:
         [Component("k", 1, 1, torch.uint8, layers=(5, 1, 9))], num_layers=4, page_size=1, layers=(9, 1, 2)
     )
     assert list(layout.component_layers("k")) == held_layers(layout, "k") == [1, 9]
+
+
+def test_instances_of_the_same_layouts_share_their_plans() -> None:
+    """Of ranks only their order matters, so a cluster has as many plans as one pair of instances."""
+    before = pair_plan._compile.cache_info().misses
+    writers = [gqa(rank, 4, num_layers=7) for rank in range(4)]
+    reader = gqa(1, 2, num_layers=7)
+    plans = {
+        id(compile_plan(base + rank, {base + n: layout for n, layout in enumerate(writers)}, reader))
+        for base in range(0, 4000, 4)
+        for rank in range(4)
+    }
+    assert len(plans) == 4
+    assert pair_plan._compile.cache_info().misses == before + 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -773,6 +773,51 @@ def test_cancels_and_revocations_look_up_what_they_need() -> None:
     assert len(machine._requests) == 1  # what was bound ends when its op has
 
 
+class Lookups(dict):  # type: ignore[type-arg]
+    """The members of a group, which counts how often one of them is looked at."""
+
+    seen = 0
+
+    def __iter__(self) -> Any:
+        for key in super().__iter__():
+            self.seen += 1
+            yield key
+
+    def __getitem__(self, key: int) -> Any:
+        self.seen += 1
+        return super().__getitem__(key)
+
+    def values(self) -> Any:
+        return (self[key] for key in self)
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)
+
+
+def members_seen(peers: int) -> int:
+    """How many members are looked at by a request with all that may happen to it, in a group of so many peers."""
+    view = group_map(0, ("p", gqa()), *((f"d{rank}", gqa()) for rank in range(1, peers)))
+    members = Lookups(view.info)
+    view.info = members
+    machine = sender(view)
+    machine.flows = cast(Any, OnTheLoop())
+    for name in ("r", "withdrawn", "cancelled"):
+        verb(machine, 2, request=name)
+    machine.on_grant(1, grant(5, 6, prefix=8), 0.0)  # behind a prefix: all requests of this name must hold the same
+    machine.withdraw("withdrawn", "work", 0.0)
+    assert machine.cancel("cancelled", "work", 0.0)
+    machine.decline("declined", 0.0)
+    assert machine._requests["r", 1].drained or machine.cancel("r", "work", 0.0)
+    machine.submit(SendOp("anyone", unmet.ANYBODY, {}, (0, 1), 0, 2, "work"), 0.0)
+    machine.on_grant(1, grant(7, 8, request="anyone", generation=2), 0.0)
+    assert machine.receivers("anyone", 0.0) == (1,)
+    return members.seen
+
+
+def test_a_request_looks_at_no_more_members_in_a_larger_group() -> None:
+    assert 0 < members_seen(100) == members_seen(2)
+
+
 class OnTheLoop:
     """A resident loop that takes every request, and copies at once. opened: requests that it was given."""
 
@@ -792,6 +837,8 @@ class OnTheLoop:
     def open_send(self, req: SenderRequest) -> None:
         self.opened.append(req)
         req.flow = 0
+
+    await_grant = settle = lambda self, *args: None
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         return True

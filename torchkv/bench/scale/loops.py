@@ -9,8 +9,8 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core import mailbox
-from torchkv.core.core import Core, Notice
-from torchkv.core.records import ALONE, Record
+from torchkv.core.core import TURN, Core, Notice
+from torchkv.core.records import ALONE, MAILBOX_RECORDS, Record
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]
@@ -31,8 +31,8 @@ def flat_geometry(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> Int64
 class Pair:
     """Loops of a writer and a reader, with random pages on one side and poisoned ones on the other."""
 
-    def __init__(self, *, layers: int = 3, pages: int = 8, **limits: int) -> None:
-        self.writer, self.reader = Core(0, **limits), Core(1, **limits)
+    def __init__(self, *, layers: int = 3, pages: int = 8, turn: int = TURN, window: int = MAILBOX_RECORDS) -> None:
+        self.writer, self.reader = (Core(rank, turn=turn, window=window) for rank in (0, 1))
         self.writer.connect(1, self.reader.descriptor())
         self.reader.connect(0, self.writer.descriptor())
         self.layers = layers
