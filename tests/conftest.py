@@ -7,11 +7,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers.gpu_lock import gpus
 
 # Before anything imports torch: test processes and their ranks share a few cores, and idle OpenMP threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("torchkv", deadline=None)  # timing decides no test
+settings.load_profile("torchkv")
 
 
 def pytest_collection_finish() -> None:

@@ -142,8 +142,12 @@ class UCXChannel(QueueChannel):
 
     @property
     def drained(self) -> bool:
-        if self._sees_end and self._alive and self._process is not None and self._process.ended:
-            self._sever()
+        # Of a channel without work this is asked when the peer is known to have ended in another way.
+        if self._failure is None and not self._closed:
+            if not self._alive:
+                self.working[self] = None  # the next round of progress notices
+            elif self._sees_end and self._process is not None and self._process.ended:
+                self._sever()
         return self._rounds_after_death >= _ROUNDS_AFTER_DEATH
 
     def _sever(self) -> None:
@@ -174,8 +178,9 @@ class UCXChannel(QueueChannel):
     @property
     def wants_progress(self) -> bool:
         """Whether progress has work that no event of UCX announces."""
-        copying = self._on_device and not self.idle
-        return self._unstepped or copying or (self._failure is not None and not self._closed and not self.drained)
+        if not self._closed and (not self.drained if self._failure is not None else not self._alive):
+            return True
+        return self._unstepped or (self._on_device and not self.idle)
 
     def _describe(self, status: int, what: str) -> KVError:
         return self._library.error(status, what, peer_alive=self._alive)

@@ -23,7 +23,8 @@ __all__ = ["QueueChannel"]
 class QueueChannel(Channel):
     """Operations begin in the order in which they were queued, each once the one before is posted.
 
-    peer: names it in messages. device: see `PeerViews`.
+    peer: names it in messages. device: see `PeerViews`. working: the transport's channels that have something to do;
+    this one adds itself.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class QueueChannel(Channel):
         device: Callable[[], torch.device],
     ) -> None:
         self._peer = peer
+        self.working: dict[QueueChannel, None] = {}
         self._local = local
         self._views = PeerViews(regions, device, peer)
         self._failure: KVError | None = None
@@ -112,9 +114,15 @@ class QueueChannel(Channel):
         self._posted = [operation for operation in self._posted if not operation.done]
         return moved
 
+    @property
+    def works(self) -> bool:
+        """Whether rounds of progress have something to do for it."""
+        return not self.idle or (self._failure is not None and not self._closed and not self.drained)
+
     def _enqueue(self, operation: Operation) -> None:
         self._queue.append(operation)
         self._unstepped = True
+        self.working[self] = None
 
     def _settle(self, operation: Operation) -> None:
         """Fails the channel if ``operation`` has failed: a later flush could not tell what has arrived."""
@@ -124,6 +132,7 @@ class QueueChannel(Channel):
 
     def _fail(self, failure: KVError) -> None:
         self._failure = failure
+        self.working[self] = None
         for operation in (*self._posted, *self._queue):
             operation.stop(failure)
 

@@ -97,6 +97,8 @@ class UCXTransport(Transport):
         self._probes: dict[torch.device, tuple[int, bytes]] = {}  # memory handle and remote key of `gpu.probe_memory`
         self._tables = LocalRegions()
         self._channels: list[QueueChannel] = []
+        # Those with something to do: what a round costs depends on them, and not on how many peers were ever used.
+        self._working: dict[QueueChannel, None] = {}
         self._busy = True
         self._closed = False
 
@@ -186,7 +188,7 @@ class UCXTransport(Transport):
         self._require_open()
         if self._regions.get(region.index) is not region:
             raise ProtocolError(f"region {region.index} is not registered with this transport")
-        if any(channel.uses_local(region.index) for channel in self._channels):
+        if any(channel.uses_local(region.index) for channel in self._working):
             raise ProtocolError(f"region {region.index} cannot be deregistered: a put of it is still pending")
         self._release(self._regions.pop(region.index))
 
@@ -213,6 +215,8 @@ class UCXTransport(Transport):
         channel = self._connect_local(peer, blobs) if local else self._connect_ucx(peer, blobs)
         # Those of peers that are gone are forgotten here, where it costs no round of `progress` anything.
         self._channels = [*(known for known in self._channels if not known.over), channel]
+        channel.working = self._working
+        self._working[channel] = None
         self._busy = True
         return channel
 
@@ -249,11 +253,14 @@ class UCXTransport(Transport):
         moved = bool(self._local) and self._note_ends()
         if self._worker is not None:
             moved = bool(pump.advance(self._library.functions, self._worker_handle, _ROUND_NS)) or moved
-        active = sum(not channel.idle for channel in self._channels)
-        for channel in self._channels:
+        working = list(self._working)
+        active = sum(not channel.idle for channel in working)
+        for channel in working:
             moved = channel.step(_ROUND_NS // max(1, active)) or moved
-        for channel in self._channels:
+        for channel in working:
             channel.note_round()
+            if not channel.works:
+                del self._working[channel]
         self._busy = moved
         return moved
 
@@ -263,6 +270,7 @@ class UCXTransport(Transport):
         for fd in ended:
             for channel in self._local.pop(fd):
                 channel.end()
+                self._working[channel] = None
         return bool(ended)
 
     def arm(self) -> int | None:
@@ -270,7 +278,7 @@ class UCXTransport(Transport):
         # Lanes that copy inside progress() (cma) cause no event: sleep only after a round in which nothing moved.
         if self._busy:
             return None
-        for channel in self._channels:  # a loop, because a generator would be made in every round
+        for channel in self._working:  # a loop, because a generator would be made in every round
             if channel.wants_progress:
                 return None
         if self._worker is None:
@@ -289,6 +297,7 @@ class UCXTransport(Transport):
         for channel in self._channels:
             channel.close()
         self._channels.clear()
+        self._working.clear()
         self._local.clear()
         if self._worker is not None:
             self._settle()

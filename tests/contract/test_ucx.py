@@ -274,3 +274,55 @@ def test_a_put_that_needs_emulation_is_refused_not_slow(shared_memory_only: Ends
     assert error is not None
     assert error[0] == "TransportUnavailable"
     assert pair.received() == pair.target
+
+
+# -- progress ---------------------------------------------------------------------------------------------------
+
+MANY_CHANNELS = """
+import collections
+import torch
+import torchkv_ucx
+from torchkv.transport import Batch
+from torchkv_ucx.queue_channel import QueueChannel
+
+stepped = collections.Counter()
+step = QueueChannel.step
+
+def counted(channel, budget):
+    stepped[channel] += 1
+    return step(channel, budget)
+
+QueueChannel.step = counted
+a, b = torchkv_ucx.UCXTransport(), torchkv_ucx.UCXTransport()
+regions = [each.register(torch.zeros(64, dtype=torch.uint8)) for each in (a, b)]
+address, descriptor = b.address(), regions[1].descriptor()
+channels = [a.connect(address, [descriptor]) for _ in range(20)]
+
+def rounds(until):
+    for _ in range(100_000):
+        a.progress(), b.progress()
+        if until():
+            return
+    raise AssertionError("not yet")
+
+rounds(lambda: all(channel.idle for channel in channels))
+rounds(lambda: not a._working)
+stepped.clear()
+a.progress()
+assert not stepped, "no channel has anything to do"
+put = channels[3].put(Batch.one(local_region=0, local_offset=0, remote_region=0, remote_offset=0, length=64))
+a.progress()
+assert set(stepped) == {channels[3]}
+flush = channels[3].flush()
+rounds(lambda: put.done and flush.done)
+assert (put.error, flush.error) == (None, None)
+a.close(), b.close()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("tls", ["all", "tcp"])
+def test_a_round_of_progress_steps_the_channels_that_have_work(tls: str) -> None:
+    """However many peers there are with whom nothing is under way."""
+    done = run_python(MANY_CHANNELS, UCX_TLS=tls)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

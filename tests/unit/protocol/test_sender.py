@@ -10,7 +10,6 @@ import pytest
 from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, group_map, moved, pair, sender, verb
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
-from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol import sender as sender_module
 from torchkv.protocol import unmet
 from torchkv.protocol.actions import SendOp, Settle
@@ -830,9 +829,6 @@ class OnTheLoop:
 
     def serves(self, op: SendOp) -> bool:
         return self._serves
-
-    def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
-        raise AssertionError("this test's grants come first")
 
     def open_send(self, req: SenderRequest) -> None:
         self.opened.append(req)
