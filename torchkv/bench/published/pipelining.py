@@ -71,6 +71,7 @@ def _row(result: PipelineResult, rate: float | None) -> dict[str, Any]:
     prefill, exposed, ttft = (result.once.median(name) for name in ("prefill", "exposed", "ttft"))
     milliseconds = {
         "prefill": prefill,
+        "prefill_pipelined": result.pipelined.median("prefill"),
         "exposed_once": exposed,
         "exposed_pipelined": result.pipelined.median("exposed"),
         "ttft_once": ttft,
@@ -90,6 +91,7 @@ def _row(result: PipelineResult, rate: float | None) -> dict[str, Any]:
         **{f"{name}_ms": 1e3 * seconds for name, seconds in milliseconds.items()},
         "delta": result.ratio - 1,
         "noise": result.noise / ttft,
+        "disturbed": result.disturbed,  # the part of the prefill's time in which another program had its core
         "wrong": result.wrong,
     }
 

@@ -36,6 +36,7 @@ COLUMNS = {
         "link": "link",
         "tokens": "tokens",
         "prefill_ms": "prefill, ms",
+        "prefill_pipelined_ms": "pipelined, ms",
         "transfer_ms": "transfer, ms",
         "group_size": "layers a group",
         "exposed_once_ms": "exposed at the end, ms",
@@ -44,6 +45,7 @@ COLUMNS = {
         "ttft_pipelined_ms": "pipelined, ms",
         "limit_ms": "limit, ms",
         "noise": "between quartiles",
+        "disturbed": "core taken by others",
         "passes": "passes",
         "wrong": "#wrong",
     },
@@ -98,7 +100,7 @@ def _text(name: str, row: Row) -> str:
     value = row[name]
     if value is None:
         return "-"
-    if name == "noise":
+    if name in ("noise", "disturbed"):
         return f"{100 * value:.0f}%"
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
