@@ -28,7 +28,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for key, result in document["results"].items():
-        figure, axes = pyplot.subplots(1, PANELS[key], figsize=(4.5 * PANELS[key] + 1, 3.8), squeeze=False)
+        figure, axes = pyplot.subplots(1, PANELS[key], figsize=(4.7 * PANELS[key] + 1, 4.2), squeeze=False)
         PLOTS[key](axes[0], result["rows"])
         figure.suptitle(f"{RESULTS[key].title}\n{document['machine']}", fontsize=9)
         figure.tight_layout()
@@ -46,7 +46,12 @@ def _bars(axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float 
         shown = [(index, value) for index, value in enumerate(values) if value is not None]
         axes.bar([index + number * width for index, _ in shown], [value for _, value in shown], width, label=label)
     axes.set_xticks([index + 0.4 - width / 2 for index in range(len(groups))], groups)
-    axes.legend(fontsize=8)
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """Below, where it hides nothing."""
+    axes.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, columnspacing=1, frameon=False)
 
 
 def _planning(axes: Any, rows: Sequence[Row]) -> None:
@@ -65,7 +70,7 @@ def _planning(axes: Any, rows: Sequence[Row]) -> None:
     for name in planners:
         relative[name] += [at[count, name]["ttft_ms"] / at[count, "loops"]["ttft_ms"] for count in whole]
     _bars(first, ["published", *(f"ours, {count}" for count in whole)], relative)
-    first.set_ylabel("time to the first token, of that with loops")
+    first.set_ylabel("first token's time, of that with loops")
     first.set_ylim(0.5, 1.05)
 
 
@@ -79,9 +84,9 @@ def _staging(axes: Any, rows: Sequence[Row]) -> None:
             seconds.plot(x, y, style, color=f"C{color}", marker="o", markersize=3, label=f"{way}, {name}")
     seconds.set_xscale("log", base=2)
     seconds.set_yscale("log")
-    seconds.set_xlabel("tokens")
-    seconds.set_ylabel("until all bytes are in their pages, ms")
-    seconds.legend(fontsize=7)
+    seconds.set_xticks(sorted({row["tokens"] for row in rows}), sorted({str(row["tokens"]) for row in rows}, key=int))
+    seconds.set_ylabel("by tokens: ms until all bytes are there")
+    _legend(seconds)
     tokens = list(dict.fromkeys(row["tokens"] for row in rows))
     first = rows[0]["link"]
     count = {(row["tokens"], row["way"]): row["writes"] for row in rows if row["link"] == first}
@@ -111,23 +116,22 @@ def _lengths(axes: Any, rows: Sequence[Row]) -> None:
     plot.plot(tokens, [100 * (row["limit_ms"] / row["ttft_once_ms"] - 1) for row in rows], "k:", label="our limit")
     plot.set_xscale("log", base=2)
     plot.set_xticks(tokens, [str(count) for count in tokens])
-    plot.set_xlabel("tokens")
-    plot.set_ylabel("time to the first token, change in %")
-    plot.legend(fontsize=8)
+    plot.set_ylabel("by tokens: change of the first token's time, %")
+    _legend(plot)
 
 
 def _layer_by_layer(axes: Any, rows: Sequence[Row]) -> None:
     (plot,) = axes
     _bars(
         plot,
-        ["published\n3500", "published\n16000", *(f"ours\n{row['tokens']}\n{row['link']}" for row in rows)],
+        ["published, 3500", "16000", *(f"ours, {row['link']}" for row in rows)],
         {
             "at the end": [1.0] * (2 + len(rows)),
             "layer by layer": [316.69 / 370.74, 913.47 / 1074.93, *(1 + row["delta"] for row in rows)],
             "limit": [None, None, *(row["limit_ms"] / row["ttft_once_ms"] for row in rows)],
         },
     )
-    plot.set_ylabel("time to the first token, of that at the end")
+    plot.set_ylabel("first token's time, of that at the end")
 
 
 def _prefixes(axes: Any, rows: Sequence[Row]) -> None:
@@ -142,7 +146,7 @@ def _prefixes(axes: Any, rows: Sequence[Row]) -> None:
             "limit": [None, ours["limit_ms"] / whole["ttft_ms"]],
         },
     )
-    plot.set_ylabel("mean time to the first token, of that with whole prompts")
+    plot.set_ylabel("first token's mean time, of that with whole prompts")
 
 
 PANELS = {"a": 2, "b": 2, "c": 1, "d": 1, "e": 1}
