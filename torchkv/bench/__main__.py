@@ -21,7 +21,8 @@ ELSEWHERE = (
     *("post", "request", "prefix-lookup"),
     *("pipeline", "layer", "matmul", "nixl"),
 )
-RENAMED = {"one layer": "layer", "prefix lookup": "prefix-lookup"}
+RENAMED = {"one layer": "layer", "shared prefix": "shared-prefix", "prefix lookup": "prefix-lookup"}
+PUBLISHED = {"plan": "a", "staged": "b", "shared-prefix": "e"}  # name -> its letter in the published results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,13 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _elsewhere(name: str) -> str | None:
-    """What the benchmark ``name`` is called in ``python -m benchmarks``, or None if that has none of this name."""
+    """The command that runs the benchmark ``name`` today, or None if there is none of this name."""
     name = RENAMED.get(name, name)
-    return name if name in ELSEWHERE else None
+    if name in PUBLISHED:
+        return f"`python -m torchkv.bench published --only {PUBLISHED[name]}`"
+    return f"`python -m benchmarks {name}` in a checkout of torchkv" if name in ELSEWHERE else None
 
 
-def _refuse(asked: str, name: str) -> int:
-    _tell(f"{asked!r} is not part of this command; run `python -m benchmarks {name}` in a checkout of torchkv")
+def _refuse(asked: str, command: str) -> int:
+    _tell(f"{asked!r} is not part of this command; run {command}")
     return 2
 
 

@@ -115,6 +115,14 @@ def test_what_moved_is_named_in_one_line(name: str, option: bool, capsys: pytest
     assert f"run `python -m benchmarks {now}` in a checkout" in line
 
 
+@pytest.mark.parametrize(("name", "letter"), [("plan", "a"), ("staged", "b"), ("shared prefix", "e")])
+def test_what_became_a_published_result_is_named_too(
+    name: str, letter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main([name]) == 2
+    assert f"run `python -m torchkv.bench published --only {letter}`" in capsys.readouterr().err
+
+
 def test_without_a_gpu_cases_on_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
