@@ -196,14 +196,14 @@ def _write(settings: Planning) -> list[dict[str, Any]]:
                 "prefill_ms": 1e3 * prefill,
                 "send_ms": 1e3 * send,
                 # Of the medians: prefills of one kind differ by more than all that planning takes.
-                "ttft_ms": 1e3 * (prefill_of(times, tokens) + send),
+                "ttft_ms": 1e3 * (_prefill_of(times, tokens) + send),
                 "lane": max(lanes, key=lambda lane: lanes[lane].nbytes),
             }
         )
     return found
 
 
-def prefill_of(times: dict[tuple[int, str], list[tuple[float, float]]], tokens: int) -> float:
+def _prefill_of(times: dict[tuple[int, str], list[tuple[float, float]]], tokens: int) -> float:
     """The median prefill of so many tokens, whichever planner came after it: none had begun."""
     return statistics.median(prefill for (of, _), passes in times.items() if of == tokens for prefill, _ in passes)
 
