@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from torchkv.bench.prefill.decoder import Decoder, ModelSize
+from torchkv.bench.prefill.gates import PipelineResult, Way
 from torchkv.bench.prefill.memories import Behind, Plain, rows
 from torchkv.bench.published import command, link, pipelining, planning, plots, prefixes, staging, tables
 from torchkv.bench.published.findings import RESULTS, Finding, Row, findings
@@ -59,6 +60,7 @@ def pipelined(tokens: int, delta: float, name: str = "50 MB/s") -> Row:
         "ttft_pipelined_ms": 100.0 * (1 + delta),
         "limit_ms": 75.0,
         "delta": delta,
+        "delta_disturbed": delta + 0.01,
         "group_size": 1,
         "passes": 3,
         "noise": 0.04,
@@ -173,6 +175,36 @@ def test_lengths_without_a_published_figure_are_not_judged() -> None:
 )
 def test_what_cannot_be_hidden(prefill: float, transfer: float, least: float) -> None:
     assert pipelining.least_exposed(prefill, transfer, 8) == pytest.approx(least)
+
+
+def test_what_other_programs_take_of_the_core_does_not_count() -> None:
+    once = Way(prefill=(0.1, 0.1), exposed=(0.02, 0.02), ttft=(0.12, 0.12), waited=(0.0, 0.0))
+    pipelined = Way(prefill=(0.13, 0.1), exposed=(0.002, 0.002), ttft=(0.132, 0.102), waited=(0.03, 0.0))
+    result = PipelineResult(
+        device="cpu",
+        tp="1:1",
+        tokens=256,
+        layers=8,
+        nbytes=1,
+        path="runs",
+        lane="tcp/lo",
+        once=once,
+        pipelined=pipelined,
+        group_sizes=(1, 1),
+        unlike_groups=0,
+        transfer=0.02,
+        group_transfer=0.003,
+        round_trip=1e-4,
+        wrong=0,
+    )
+    row = pipelining._row(result, None)
+    assert row["delta"] == pytest.approx(0.102 / 0.12 - 1)
+    assert row["delta_disturbed"] == pytest.approx((0.132 + 0.102) / 2 / 0.12 - 1)
+    assert row["noise"] == pytest.approx(0)
+    assert row["ttft_pipelined_ms"] == pytest.approx(102)
+    assert row["prefill_pipelined_ms"] == pytest.approx(100)
+    assert row["disturbed"] == pytest.approx(0.03 / 0.43)
+    assert row["limit_ms"] == pytest.approx(102.5)
 
 
 # ---------------------------------------------------------------------- tables, plots, the command

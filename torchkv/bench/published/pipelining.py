@@ -6,14 +6,15 @@ TCP, one request at a time. Real forwards of a small decoder, which another proc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from torchkv.bench.prefill.cores import first_two
 from torchkv.bench.prefill.decoder import ModelSize
-from torchkv.bench.prefill.gates import PipelineResult
+from torchkv.bench.prefill.gates import PipelineResult, Way
 from torchkv.bench.prefill.pipelined import Setup, pipelined_prefill
 from torchkv.bench.published.link import link, link_name
 
@@ -68,14 +69,15 @@ def measure(settings: Pipelining) -> list[dict[str, Any]]:
 
 
 def _row(result: PipelineResult, rate: float | None) -> dict[str, Any]:
-    prefill, exposed, ttft = (result.once.median(name) for name in ("prefill", "exposed", "ttft"))
+    once, pipelined = _undisturbed(result.once), _undisturbed(result.pipelined)
+    prefill, exposed, ttft = (once.median(name) for name in ("prefill", "exposed", "ttft"))
     milliseconds = {
         "prefill": prefill,
-        "prefill_pipelined": result.pipelined.median("prefill"),
+        "prefill_pipelined": pipelined.median("prefill"),
         "exposed_once": exposed,
-        "exposed_pipelined": result.pipelined.median("exposed"),
+        "exposed_pipelined": pipelined.median("exposed"),
         "ttft_once": ttft,
-        "ttft_pipelined": result.pipelined.median("ttft"),
+        "ttft_pipelined": pipelined.median("ttft"),
         "transfer": result.transfer,
         "limit": ttft - exposed + least_exposed(prefill, result.transfer, result.layers),
     }
@@ -87,13 +89,26 @@ def _row(result: PipelineResult, rate: float | None) -> dict[str, Any]:
         "lane": result.lane,
         "path": result.path,
         "group_size": result.group_size,
-        "passes": len(result.once.ttft),
+        "passes": len(once.ttft),
         **{f"{name}_ms": 1e3 * seconds for name, seconds in milliseconds.items()},
-        "delta": result.ratio - 1,
-        "noise": result.noise / ttft,
-        "disturbed": result.disturbed,  # the part of the prefill's time in which another program had its core
+        # Of neighbouring passes, which a change of the machine's speed reaches alike.
+        "delta": statistics.median(one / other for one, other in zip(pipelined.ttft, once.ttft, strict=True)) - 1,
+        "delta_disturbed": result.ratio - 1,
+        "noise": replace(result, once=once, pipelined=pipelined).noise / ttft,
+        "disturbed": result.disturbed,
         "wrong": result.wrong,
     }
+
+
+def _undisturbed(way: Way) -> Way:
+    """Without the time in which another program had the core that the prefill is pinned to.
+
+    A pipelined prefill would seem slower than it is: while its pages leave, the other core is busier, and the scheduler
+    moves other programs to the prefill's.
+    """
+    net = {name: zip(getattr(way, name), way.waited, strict=True) for name in ("prefill", "ttft")}
+    prefill, ttft = (tuple(time - waited for time, waited in pairs) for pairs in net.values())
+    return replace(way, prefill=prefill, ttft=ttft)
 
 
 def least_exposed(prefill: float, transfer: float, layers: int) -> float:

@@ -44,6 +44,8 @@ COLUMNS = {
         "ttft_once_ms": "first token at the end, ms",
         "ttft_pipelined_ms": "pipelined, ms",
         "limit_ms": "limit, ms",
+        "delta": "change",
+        "delta_disturbed": "with what others took",
         "noise": "between quartiles",
         "disturbed": "core taken by others",
         "passes": "passes",
@@ -100,7 +102,7 @@ def _text(name: str, row: Row) -> str:
     value = row[name]
     if value is None:
         return "-"
-    if name in ("noise", "disturbed"):
+    if name in ("delta", "delta_disturbed", "noise", "disturbed"):
         return f"{100 * value:.0f}%"
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 1 else f"{value:.1f}"
