@@ -35,7 +35,7 @@ setup(
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
         # Of examples/server.
         "server": ["fastapi>=0.115", "httpx>=0.27", "transformers>=5.0,<6", "uvicorn>=0.30"],
-        # The rival of `python -m torchkv.bench engine`, and its plot.
+        # The rival of `python -m torchkv.bench engine`, and the plots.
         "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],
         # The documentation site.
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],

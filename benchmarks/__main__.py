@@ -1,11 +1,11 @@
 """Benchmarks of the project itself, run from a checkout. Without names: those that need no GPU, except pipeline.
 
-On the host: plan, post, staged, request, instance, observed, shared-prefix, prefix-lookup. On CUDA GPUs: layer,
-matmul, nixl.
+On the host: post, request, instance, observed, prefix-lookup. On CUDA GPUs: layer, matmul, nixl.
 On either: pipeline, which comes alone and has options of its own: python -m benchmarks pipeline --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
-The rates of all paths, which the package's users can measure too: python -m torchkv.bench.
+What the package's users can measure too: the rates of all paths with python -m torchkv.bench; planning, staging and
+shared prefixes with python -m torchkv.bench published.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import instance, observed, pipeline_table, plan, post, prefix_lookup, request, shared_prefix, staged
+from benchmarks import instance, observed, pipeline_table, post, prefix_lookup, request
 from benchmarks.outcome import Outcome
 from torchkv.bench.machine import machine, torchkv_version
 
@@ -28,13 +28,10 @@ __all__ = ["NAMES", "main"]
 Benchmark = Callable[[int], Iterator[Outcome]]
 
 HOST: dict[str, Benchmark] = {
-    "plan": plan.run,
     "post": post.run,
-    "staged": staged.run,
     "request": request.run,
     "instance": instance.run,
     "observed": observed.run,
-    "shared-prefix": shared_prefix.run,
     "prefix-lookup": prefix_lookup.run,
 }
 GPU = ("layer", "matmul", "nixl")
@@ -82,7 +79,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: all of the host)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs, in staged, nixl (default 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs, in nixl (default 9)")
     parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
     parser.add_argument("--report-only", action="store_true", help="missed gates do not fail; wrong bytes still do")
     args = parser.parse_args(arguments)

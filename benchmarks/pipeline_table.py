@@ -20,18 +20,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.cores import first_two
-from benchmarks.gates import Gate, PipelineResult
-from benchmarks.pipelined import MODELS, Setup, pipelined_prefill
 from torchkv.bench.machine import machine
+from torchkv.bench.prefill.cores import first_two
+from torchkv.bench.prefill.gates import Gate, PipelineResult
+from torchkv.bench.prefill.pipelined import MODELS, Setup, pipelined_prefill
+from torchkv.bench.published.findings import PUBLISHED_LENGTHS
 
 __all__ = ["run"]
 
 TOKENS = {"cpu": "256,1024,2048", "cuda": "256,1024,2048,4096,8192,16384"}
 SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim")
 
-# Of SGLang's layer-wise transfer (pull request 23515), by prompt tokens.
-PUBLISHED = {256: "+18", 1024: "-48..-68", 2048: "-48..-68", 4096: "-68", 8192: "-48..-68", 16384: "-14"}
 NOTES = (
     "# published: changes of TTFT reported for SGLang's layer-wise transfer (pull request 23515; a 72B model, TP 4,",
     "# 16 H20 GPUs, 4 x 400 Gbit/s RDMA): another system, other machines, another load. All other figures are ours.",
@@ -84,10 +83,11 @@ def lines(r: PipelineResult) -> list[str]:
     """The row of the table, a line of further figures, and a line for each gate."""
     once, pipelined = ([1e3 * way.median(name) for name in ("exposed", "ttft")] for way in (r.once, r.pipelined))
     group = "once" if r.group_size >= r.layers else f"{r.group_size}/{r.layers}"
+    published = f"{100 * PUBLISHED_LENGTHS[r.tokens]:+.0f}" if r.tokens in PUBLISHED_LENGTHS else "-"
     row = (
         f"{r.tokens:6} {r.tp:>3} {r.nbytes / 1e6:7.1f} {r.path:>11} {r.lane:>11} {1e3 * r.once.median('prefill'):8.2f} "
         f"{once[0]:8.2f} {pipelined[0]:9.2f} {group:>7} {once[1]:8.2f} {pipelined[1]:9.2f} {100 * (r.ratio - 1):+7.1f} "
-        f"{1e5 * r.noise / once[1]:5.1f} {PUBLISHED.get(r.tokens, '-'):>11} {r.wrong:7}"
+        f"{1e5 * r.noise / once[1]:5.1f} {published:>11} {r.wrong:7}"
     )
     parts = (
         f"  prefill {1e3 * r.pipelined.median('prefill'):.2f} when pipelined; all layers in one verb "

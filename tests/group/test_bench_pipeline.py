@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import pipeline_table, pipelined
-from benchmarks.decoder import ModelSize
-from benchmarks.memories import rows
+from benchmarks import pipeline_table
+from torchkv.bench.prefill import pipelined
+from torchkv.bench.prefill.decoder import ModelSize
+from torchkv.bench.prefill.memories import rows
 from torchkv.bench.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,8 @@
 """Transfer rates of torchkv's paths between two processes of this host, byte-checked.
 
-``python -m torchkv.bench engine`` measures what a request takes in the loop of a serving engine, and ``python -m
-torchkv.bench simulate`` what one costs in clusters of up to thousands of ranks; see their --help.
+``python -m torchkv.bench engine`` measures what a request takes in the loop of a serving engine, ``rivals`` compares
+with NIXL, Mooncake, gloo, NCCL and plain copies, ``published`` measures what others have published about moving KV
+caches, and ``simulate`` what a request costs in clusters of up to thousands of ranks; see their --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
 """
@@ -18,10 +19,11 @@ __all__ = ["main"]
 
 # Benchmarks of the project itself. This command ran them once; they are not installed with the package.
 ELSEWHERE = (
-    *("plan", "post", "staged", "request", "shared-prefix", "prefix-lookup"),
+    *("post", "request", "prefix-lookup"),
     *("pipeline", "layer", "matmul", "nixl"),
 )
 RENAMED = {"one layer": "layer", "shared prefix": "shared-prefix", "prefix lookup": "prefix-lookup"}
+PUBLISHED = {"plan": "a", "staged": "b", "shared-prefix": "e"}  # name -> its letter in the published results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchkv.bench.scale import table as scale_table
 
         return scale_table.run(arguments[1:])
+    if arguments and arguments[0] == "published":
+        from torchkv.bench.published import command
+
+        return command.run(arguments[1:])
     if arguments and (moved := _elsewhere(arguments[0])) is not None:
         return _refuse(arguments[0], moved)
     args = _parse(arguments)
@@ -57,13 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _elsewhere(name: str) -> str | None:
-    """What the benchmark ``name`` is called in ``python -m benchmarks``, or None if that has none of this name."""
+    """The command that runs the benchmark ``name`` today, or None if there is none of this name."""
     name = RENAMED.get(name, name)
-    return name if name in ELSEWHERE else None
+    if name in PUBLISHED:
+        return f"`python -m torchkv.bench published --only {PUBLISHED[name]}`"
+    return f"`python -m benchmarks {name}` in a checkout of torchkv" if name in ELSEWHERE else None
 
 
-def _refuse(asked: str, name: str) -> int:
-    _tell(f"{asked!r} is not part of this command; run `python -m benchmarks {name}` in a checkout of torchkv")
+def _refuse(asked: str, command: str) -> int:
+    _tell(f"{asked!r} is not part of this command; run {command}")
     return 2
 
 

@@ -104,7 +104,7 @@ def test_gpu_cases_have_a_row_for_each_number_of_blocks(
     assert bench.main([*only, "--report-only"]) == 0
 
 
-@pytest.mark.parametrize("name", [*bench.ELSEWHERE, "one layer", "shared prefix", "prefix lookup"])
+@pytest.mark.parametrize("name", [*bench.ELSEWHERE, "one layer", "prefix lookup"])
 @pytest.mark.parametrize("option", [False, True])
 def test_what_moved_is_named_in_one_line(name: str, option: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--only", name] if option else [name]) == 2
@@ -113,6 +113,14 @@ def test_what_moved_is_named_in_one_line(name: str, option: bool, capsys: pytest
     (line,) = err.splitlines()
     now = {"one layer": "layer"}.get(name, name.replace(" ", "-"))
     assert f"run `python -m benchmarks {now}` in a checkout" in line
+
+
+@pytest.mark.parametrize(("name", "letter"), [("plan", "a"), ("staged", "b"), ("shared prefix", "e")])
+def test_what_became_a_published_result_is_named_too(
+    name: str, letter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main([name]) == 2
+    assert f"run `python -m torchkv.bench published --only {letter}`" in capsys.readouterr().err
 
 
 def test_without_a_gpu_cases_on_gpus_are_refused(
@@ -147,10 +155,10 @@ def test_without_names_all_benchmarks_of_the_host_are_run(
 ) -> None:
     assert benchmarks.main(["--repeats", "4"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [f"line of {name}" for name in outcomes]
-    assert benchmarks.main(["request", "plan", "--repeats", "4", "--json"]) == 0
+    assert benchmarks.main(["request", "post", "--repeats", "4", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)[1:] == [{"name": "request"}, {"name": "plan"}]
-    assert err.splitlines()[1:] == ["line of request", "line of plan"]
+    assert json.loads(out)[1:] == [{"name": "request"}, {"name": "post"}]
+    assert err.splitlines()[1:] == ["line of request", "line of post"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_without_names_all_benchmarks_of_the_host_are_run(
 def test_missed_gates_and_wrong_bytes_decide(
     outcome: Outcome, arguments: list[str], code: int, outcomes: dict[str, Outcome]
 ) -> None:
-    outcomes["staged"] = outcome
+    outcomes["request"] = outcome
     assert benchmarks.main(["--repeats", "4", *arguments]) == code
 
 
@@ -172,9 +180,9 @@ def test_missed_gates_and_wrong_bytes_decide(
     ("arguments", "reason"),
     [
         (["nothing"], "there is no benchmark 'nothing'"),
-        (["plan", "pipeline"], "pipeline must be the first name"),
+        (["post", "pipeline"], "pipeline must be the first name"),
         (["--repeats", "0"], "must be at least 1, not 0"),
-        (["plan", "nixl"], "nixl needs at least one CUDA GPU"),
+        (["post", "nixl"], "nixl needs at least one CUDA GPU"),
     ],
 )
 def test_arguments_without_meaning_are_refused(

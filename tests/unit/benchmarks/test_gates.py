@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import pipeline_table, pipelined
-from benchmarks.cores import first_two, pin, two_cores, waited
-from benchmarks.decoder import Decoder, ModelSize
-from benchmarks.gates import Gate, PipelineResult, Way, median_error
-from benchmarks.memories import Paged, Received, rows
+from benchmarks import pipeline_table
 from torchkv.bench import processes
+from torchkv.bench.prefill import pipelined
+from torchkv.bench.prefill.cores import first_two, pin, two_cores, waited
+from torchkv.bench.prefill.decoder import Decoder, ModelSize
+from torchkv.bench.prefill.gates import Gate, PipelineResult, Way, median_error
+from torchkv.bench.prefill.memories import Behind, Held, Paged, Plain, Received, rows
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
 
@@ -147,10 +148,11 @@ def test_the_error_of_a_median_is_what_repeating_the_measurement_shows() -> None
 def test_the_row_says_what_is_published_and_what_was_missed() -> None:
     row, parts, gate = pipeline_table.lines(result(saved=0.4))
     assert row.split()[:2] == ["2048", "1:1"]
-    assert row.split()[-2:] == ["-48..-68", "0"]
+    assert row.split()[-2:] == ["-", "0"]
+    assert pipeline_table.lines(result(tokens=4096))[0].split()[-2:] == ["-68", "0"]
     assert "1/8" in row.split()
     assert gate.endswith("0.400 (gate >= 0.5) MISSED")
-    assert pipeline_table.lines(result(tokens=300, group_sizes=(8, 8, 8)))[0].split()[-2:] == ["-", "0"]
+    assert "once" in pipeline_table.lines(result(tokens=300, group_sizes=(8, 8, 8)))[0].split()
     assert "another size" not in parts
     assert "had the prefill's core" in parts
     row, parts = pipeline_table.lines(result(tp="2:1", unlike_groups=2))
@@ -252,6 +254,31 @@ def test_a_decoded_token_is_what_the_whole_sequence_would_have_given() -> None:
     other[0] = (other[0] + 1) % 1000
     assert not torch.allclose(model(tokens, Grown()), model(other, Grown())), "attention sees the first token"
     assert not torch.allclose(model(tokens, Grown()), model(tokens.flip(0), Grown())), "and where it stands"
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["plain", "in pages"])
+def test_a_question_behind_a_prefix_is_what_the_whole_prompt_would_have_given(held: bool) -> None:
+    model = Decoder(SIZE, device=HOST, seed=3)
+    tokens = torch.randint(1000, (33,))
+    prefix, whole = Plain(), Plain()
+    model(tokens[:16], prefix)
+    prefix.num_tokens = 16
+    question = Behind(prefix)
+    found, wanted = model(tokens[16:32], question), model(tokens[:32], whole)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for key, (k, v) in question.layers.items():
+        for one, other in zip((k, v), whole.layers[key], strict=True):
+            torch.testing.assert_close(one, other[16:], rtol=1e-4, atol=1e-4)
+    assert all(len(k) == 16 for k, _ in prefix.layers.values()), "the prefix is only read"
+    whole.num_tokens = 32
+    memory: Plain | Held = whole
+    if held:
+        cache = KVCache.empty(SIZE.layout(16), 3, device="cpu")
+        slots = torch.arange(16, 48)
+        for (layer, _), (k, v) in whole.layers.items():
+            rows(cache, "k", layer)[slots], rows(cache, "v", layer)[slots] = k, v
+        memory = Held(cache, slots)
+    torch.testing.assert_close(model(tokens[32:], memory), model(tokens, Grown()), rtol=1e-4, atol=1e-4)
 
 
 def test_both_processes_draw_the_same_model_and_fresh_prompts() -> None:

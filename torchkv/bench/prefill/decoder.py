@@ -81,7 +81,7 @@ class _Shard(nn.Module):
         q, k, v = torch.split(qkv, self._heads, dim=1)
         k, v = memory.extend(layer, number, _rotate(k, rotation), v)
         q, k, v = (t.transpose(0, 1) for t in (_rotate(q, rotation), k, v))
-        # New tokens are either a whole prompt, with nothing before it, or one token after all others.
+        # New tokens are a whole prompt, the rest of one behind its prefix, or one token after all others.
         y = _attend_causally(q, k, v) if n > 1 else _attend_to_all(q, k, v)
         return F.linear(y.transpose(0, 1).reshape(n, -1), self.out)
 
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
             self.layers.append(_Layer(number, [shards[shard] for shard in held], reduce))
 
     def forward(self, tokens: torch.Tensor, memory: Memory) -> torch.Tensor:
-        """Logits of the last token. tokens: int64 [n], a whole prompt if ``memory`` is empty, else one token."""
+        """Logits of the last token. tokens: int64 [n], those behind what ``memory`` holds."""
         x = F.embedding(tokens, self.embedding)
         positions = memory.num_tokens + torch.arange(len(tokens), device=tokens.device, dtype=torch.float32)
         steps = torch.arange(0, self._head_dim, 2, device=tokens.device, dtype=torch.float32) / self._head_dim
@@ -153,9 +153,14 @@ class Decoder(nn.Module):
 
 
 def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q: [heads, n, head_dim]; k, v: [kv heads, n, head_dim]."""
+    """q: [heads, n, head_dim]; k, v: [kv heads, tokens, head_dim], of which the last n belong to the queries."""
+    queries, tokens, grouped = q.shape[1], k.shape[1], len(q) != len(k)
+    mask = None
+    if queries < tokens:
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
     q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).squeeze(0)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return attended.squeeze(0)
 
 
 def _attend_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

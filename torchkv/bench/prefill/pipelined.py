@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.cores import pin, two_cores, waited
-from benchmarks.decoder import VOCABULARY, Decoder, ModelSize, Reduce
-from benchmarks.gates import PipelineResult, Way
-from benchmarks.memories import Paged, Plain, Received, rows, shard_of
 from torchkv.arrays import Int64Array
+from torchkv.bench.prefill.cores import pin, two_cores, waited
+from torchkv.bench.prefill.decoder import VOCABULARY, Decoder, ModelSize, Reduce
+from torchkv.bench.prefill.gates import PipelineResult, Way
+from torchkv.bench.prefill.memories import Paged, Plain, Received, rows, shard_of
 from torchkv.bench.processes import run_ranks
 from torchkv.cache import KVCache
 from torchkv.group.process_group import KVProcessGroup
@@ -41,7 +41,7 @@ WARM_UPS = 3
 # gate applies to short prompts there.
 LONG, MORE = {"cpu": 2048, "cuda": 4096}, 16
 ROUND_TRIPS = 20
-ALONE = 3  # times that layers are sent with nothing else going on
+ALONE = 3
 CANARIES = 8  # pages that no request is granted
 POISON = 0xDD
 DEADLINE = 900.0
@@ -66,6 +66,8 @@ class Setup:
     then can bytes be compared. repeats: measured passes of each way, where prompts are long. cores: on a CPU, the core
     of the prefill and the core of everything else; None: no pinning. crossed: the ranks that decode share two GPUs with
     the ranks that prefill, each on the other GPU than the rank whose heads it has, and begin when the prefill ends.
+    group_size: layers that `torchkv.pipeline` sends at a time; None: as many as it finds best. warm_ups: passes of each
+    way before the measured ones. alone: times that layers are sent with nothing else going on, for comparison.
     """
 
     device: str
@@ -75,6 +77,9 @@ class Setup:
     page_size: int = 16
     cores: tuple[int, int] | None = None
     crossed: bool = False
+    group_size: int | None = None
+    warm_ups: int = WARM_UPS
+    alone: int = ALONE
     seed: int = field(default_factory=lambda: secrets.randbits(48))
 
     @property
@@ -96,14 +101,14 @@ class Setup:
     def turns(self, num_tokens: int) -> Iterator[tuple[int, str]]:
         """Every pass as (number, way), the number being unique. The way that goes first alternates."""
         more = max(1, min(MORE, LONG[self.device] // num_tokens))
-        for turn in range(WARM_UPS + more * self.repeats):
+        for turn in range(self.warm_ups + more * self.repeats):
             for second, way in enumerate(WAYS if turn % 2 else reversed(WAYS)):
                 yield 2 * turn + second, way
 
     @property
     def first_measured(self) -> int:
         """The number of the first measured pass."""
-        return 2 * WARM_UPS
+        return 2 * self.warm_ups
 
 
 def pipelined_prefill(setup: Setup, tokens: Sequence[int]) -> list[PipelineResult]:
@@ -256,7 +261,8 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
             rank.synchronize()
             before, began = waited(), time.monotonic()
             if way == "pipelined":
-                with pipeline(rank.model, kv, request, pages, "decode") as sending:
+                size = rank.setup.group_size
+                with pipeline(rank.model, kv, request, pages, "decode", group_size=size) as sending:
                     logits, computed, after = _forward(rank, prompt, cache)
                 works, group_size = sending.works, len(sending.groups[0])
             else:
@@ -281,8 +287,8 @@ def _prefill_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
         num_layers = rank.setup.model.layers
         size = statistics.median_low(out["group_sizes"])
         last = num_layers % size or size
-        out["transfer"] = _alone(kv, "all", pages, num_layers, num_layers)
-        out["group_transfer"] = _alone(kv, "last", pages, num_layers, last)
+        out["transfer"] = _alone(kv, "all", pages, num_layers, num_layers, rank.setup.alone)
+        out["group_transfer"] = _alone(kv, "last", pages, num_layers, last, rank.setup.alone)
         counters = [c for other in rank.setup.instances["decode"] for c in kv.explain(other).lanes.items()]
         out["lane"], _ = max(counters, key=lambda counter: counter[1].nbytes)
     return out
@@ -304,10 +310,10 @@ def _round_trip(kv: KVProcessGroup) -> float:
     return statistics.median(seconds)
 
 
-def _alone(kv: KVProcessGroup, name: str, pages: Int64Array, num_layers: int, number: int) -> float:
+def _alone(kv: KVProcessGroup, name: str, pages: Int64Array, num_layers: int, number: int, times: int) -> float:
     """Seconds to send the last ``number`` of ``num_layers`` layers in one verb, with nothing else going on."""
     seconds = []
-    for turn in range(ALONE):
+    for turn in range(times):
         request = f"{name} {turn}"
         kv.prefix_tokens(request, "decode")
         if number < num_layers:
@@ -354,7 +360,7 @@ def _decode_length(rank: _Rank, num_tokens: int) -> dict[str, Any]:
         for number in range(ROUND_TRIPS):
             kv.recv_pages(f"empty {number}", [], "prefill").wait()
         for name in ("all", "last"):
-            for turn in range(ALONE):
+            for turn in range(rank.setup.alone):
                 kv.recv_pages(f"{name} {turn}", pages, "prefill").wait()
     return out
 

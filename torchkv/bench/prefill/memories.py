@@ -10,7 +10,7 @@ import torch
 from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
 
-__all__ = ["Paged", "Plain", "Received", "rows", "shard_of"]
+__all__ = ["Behind", "Held", "Paged", "Plain", "Received", "rows", "shard_of"]
 
 
 class Paged:
@@ -74,6 +74,34 @@ class Plain:
             self.layers[layer, shard] = k, v
             return k, v
         old_k, old_v = self.layers[layer, shard]
+        return torch.cat((old_k, k)), torch.cat((old_v, v))
+
+
+class Behind:
+    """Keeps keys and values of tokens behind a prefix that was computed before. layers: as those of `Plain`."""
+
+    def __init__(self, prefix: Plain) -> None:
+        """prefix: with ``num_tokens`` set. It is only read, so that several prompts may share it."""
+        self.num_tokens = prefix.num_tokens
+        self.layers: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._prefix = prefix
+
+    def extend(self, layer: int, shard: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.layers[layer, shard] = k, v
+        old_k, old_v = self._prefix.layers[layer, shard]
+        return torch.cat((old_k, k)), torch.cat((old_v, v))
+
+
+class Held:
+    """Reads a sequence out of the pages of a cache, and keeps no further tokens: for one decoding step. One shard."""
+
+    def __init__(self, cache: KVCache, slots: torch.Tensor) -> None:
+        """slots: of the sequence's tokens in the cache's rows, int64 [tokens]."""
+        self.num_tokens = len(slots)
+        self._cache, self._slots = cache, slots
+
+    def extend(self, layer: int, shard: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        old_k, old_v = (rows(self._cache, name, layer)[self._slots] for name in ("k", "v"))
         return torch.cat((old_k, k)), torch.cat((old_v, v))
 
 
