@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from benchmarks.outcome import Outcome
 from torchkv.bench.check import count_wrong
+from torchkv.bench.limits import serve_python_puts, time_python_puts
 from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
-from torchkv.bench.rivals import serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
 from torchkv.group.process_group import KVProcessGroup
