@@ -1,7 +1,6 @@
 """Benchmarks of the project itself, run from a checkout. Without names: those that need no GPU, except pipeline.
 
-On the host: plan, post, staged, request, instance, observed, shared-prefix, prefix-lookup. On CUDA GPUs: layer,
-matmul, nixl.
+On the host: plan, post, staged, request, instance, observed, shared-prefix, prefix-lookup. On CUDA GPUs: layer, matmul.
 On either: pipeline, which comes alone and has options of its own: python -m benchmarks pipeline --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
@@ -37,7 +36,7 @@ HOST: dict[str, Benchmark] = {
     "shared-prefix": shared_prefix.run,
     "prefix-lookup": prefix_lookup.run,
 }
-GPU = ("layer", "matmul", "nixl")
+GPU = ("layer", "matmul")
 NAMES = (*HOST, *GPU, "pipeline")
 
 
@@ -72,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _benchmark(name: str) -> Benchmark:
     if name in HOST:
         return HOST[name]
-    from benchmarks import layer, matmul, nixl  # only here, because they need Triton
+    from benchmarks import layer, matmul  # only here, because they need Triton
 
-    return {"layer": layer.run, "matmul": matmul.run, "nixl": nixl.run}[name]
+    return {"layer": layer.run, "matmul": matmul.run}[name]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -82,7 +81,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: all of the host)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs, in staged, nixl (default 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="timed runs, in staged (default 9)")
     parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
     parser.add_argument("--report-only", action="store_true", help="missed gates do not fail; wrong bytes still do")
     args = parser.parse_args(arguments)

@@ -1,6 +1,7 @@
 """Transfer rates of torchkv's paths between two processes of this host, byte-checked.
 
-``python -m torchkv.bench engine`` measures what a request takes in the loop of a serving engine; see its --help.
+``python -m torchkv.bench engine`` measures what a request takes in the loop of a serving engine, and
+``python -m torchkv.bench rivals`` compares with NIXL, Mooncake, gloo, NCCL and plain copies; see their --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
 """
@@ -18,7 +19,7 @@ __all__ = ["main"]
 # Benchmarks of the project itself. This command ran them once; they are not installed with the package.
 ELSEWHERE = (
     *("plan", "post", "staged", "request", "shared-prefix", "prefix-lookup"),
-    *("pipeline", "layer", "matmul", "nixl"),
+    *("pipeline", "layer", "matmul"),
 )
 RENAMED = {"one layer": "layer", "shared prefix": "shared-prefix", "prefix lookup": "prefix-lookup"}
 
@@ -30,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchkv.bench import engine_table
 
         return engine_table.run(arguments[1:])
+    if arguments and arguments[0] == "rivals":
+        from torchkv.bench.rivals import table as rivals_table
+
+        return rivals_table.run(arguments[1:])
     if arguments and (moved := _elsewhere(arguments[0])) is not None:
         return _refuse(arguments[0], moved)
     args = _parse(arguments)

@@ -8,14 +8,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torchkv.errors import KVError
 from torchkv.host import shared_memory
 from torchkv.options import Options
 
-__all__ = ["run_ranks", "run_two", "serving_ranks"]
+__all__ = ["Processes", "run_ranks", "run_two", "serving_ranks"]
 
 DEADLINE = 300.0
 
@@ -57,11 +57,10 @@ def run_ranks(
     traceback of the process that failed first.
     """
     start = _Start(environment=dict(environment or {}), path=path, apart=apart, deadline=deadline)
-    with _Processes(functions, args, start) as processes:
+    with Processes(functions, args, start) as processes:
         return processes.answers()
 
 
-@contextmanager
 def serving_ranks(
     functions: Sequence[Callable[..., Callable[[Any], Any]]],
     *args: Any,
@@ -69,42 +68,59 @@ def serving_ranks(
     backend: str = "torchkv",
     apart: bool = False,
     deadline: float = DEADLINE,
-) -> Iterator[Callable[[Any], list[Any]]]:
-    """As `run_ranks`, but what ``functions[rank](*args)`` returns is a function, and its process stays to call it.
+) -> Processes:
+    """As `run_ranks`, but what ``functions[rank](*args)`` returns is a function, which its process stays to call.
 
-    Yields ``ask``: ``ask(message)`` calls each process's function with ``message`` and returns what they return, in
-    order of ranks. Between two calls the processes wait. backend: of the process group, "torchkv" or "gloo".
-    deadline: seconds, of the start and of each ``ask``. Raises ``KVError`` as `run_ranks` does, ``ask`` too.
+    Returns a context, on entering which all have started. backend: of the process group, "torchkv" or "gloo". deadline:
+    seconds, for the start and for each `Processes.ask`. The context raises ``KVError`` as `run_ranks` does.
     """
     environment = dict(environment or {})
     start = _Start(environment=environment, backend=backend, apart=apart, deadline=deadline, serve=True)
-    with _Processes(functions, args, start) as processes:
-        processes.answers()
-        yield processes.ask
+    return Processes(functions, args, start)
 
 
-class _Processes:
-    """The processes of one group."""
+class Processes:
+    """The processes of one group. A context: they run until it is left."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], args: tuple[Any, ...], start: _Start) -> None:
-        self._start = start
+        self._functions, self._args, self._start = functions, args, start
         self._ends: list[Connection] = []
         self._processes: list[SpawnProcess] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="torchkv-bench-")
-        context = get_context("spawn")
-        for rank, function in enumerate(functions):
-            ours, theirs = context.Pipe()
-            mine = replace(start, rank=rank, size=len(functions), store=f"file://{self._folder.name}/store")
-            process = context.Process(target=_entry, args=(mine, function, args, theirs))
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
 
-    def __enter__(self) -> _Processes:
+    def __enter__(self) -> Self:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="torchkv-bench-")
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            for rank, function in enumerate(self._functions):
+                ours, theirs = context.Pipe()
+                store = f"file://{self._folder.name}/store"
+                mine = replace(self._start, rank=rank, size=len(self._functions), store=store)
+                process = context.Process(target=_entry, args=(mine, function, self._args, theirs))
+                process.start()
+                theirs.close()
+                self._ends.append(ours)
+                self._processes.append(process)
+            if self._start.serve:
+                self.answers()
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def answers(self) -> list[Any]:
+        """What each process says next, in order of ranks. Raises ``KVError`` if one fails or takes too long."""
+        return _answers(self._ends, self._start.deadline)
+
+    def ask(self, message: Any) -> list[Any]:
+        """Calls each process's function with ``message``: what they return. Raises ``KVError`` as `answers` does."""
+        for end in self._ends:
+            with suppress(OSError):  # of a process that has died: its answer tells
+                end.send(message)
+        return self.answers()
+
+    def _end(self) -> None:
         if self._start.serve:  # closing ends a process that waits for a message
             for end in self._ends:
                 end.close()
@@ -113,15 +129,6 @@ class _Processes:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
-
-    def answers(self) -> list[Any]:
-        return _answers(self._ends, self._start.deadline)
-
-    def ask(self, message: Any) -> list[Any]:
-        for end in self._ends:
-            with suppress(OSError):  # of a process that has died: its answer tells
-                end.send(message)
-        return self.answers()
 
 
 def _answers(ends: Sequence[Connection], deadline: float) -> list[Any]:

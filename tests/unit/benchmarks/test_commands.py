@@ -174,7 +174,7 @@ def test_missed_gates_and_wrong_bytes_decide(
         (["nothing"], "there is no benchmark 'nothing'"),
         (["plan", "pipeline"], "pipeline must be the first name"),
         (["--repeats", "0"], "must be at least 1, not 0"),
-        (["plan", "nixl"], "nixl needs at least one CUDA GPU"),
+        (["plan", "layer"], "layer needs at least one CUDA GPU"),
     ],
 )
 def test_arguments_without_meaning_are_refused(
