@@ -1,7 +1,7 @@
 """Mooncake's TransferEngine over TCP: one write for each page, or for each token of a slice.
 
 The two processes meet by its "P2PHANDSHAKE", which needs no metadata server. Its TCP transport queues no more than
-2,048 writes to a peer and refuses the rest, so a request goes in batches.
+2,048 writes to a peer and refuses the rest, so a request goes in batches. Its wheels need a system with libibverbs1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchkv.bench.rivals.cases import Case
-from torchkv.bench.rivals.side import PagedSide, Rival, Spans
+from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, load_error
 from torchkv.errors import KVError
 
 __all__ = ["MOONCAKE"]
@@ -59,13 +59,7 @@ def _check(call: str, status: int) -> None:
 def _why_not(device: str) -> str | None:
     if device != "cpu":
         return "measured over TCP, from host memory only"
-    if importlib.util.find_spec("mooncake") is None:
-        return "not installed; pip install 'torchkv[bench]'"
-    try:
-        importlib.import_module("mooncake.engine")
-    except ImportError as error:
-        return f"does not load: {error}"
-    return None
+    return INSTALL if importlib.util.find_spec("mooncake") is None else load_error("mooncake.engine")
 
 
 MOONCAKE = Rival(

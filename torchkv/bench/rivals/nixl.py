@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from torchkv.bench.rivals.cases import Case
-from torchkv.bench.rivals.side import PagedSide, Rival, Spans
+from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, load_error
 from torchkv.errors import KVError
 
 __all__ = ["NIXL", "new_agent", "nixl_package", "rows"]
@@ -93,13 +93,7 @@ def _check_time(until: float) -> None:
 
 def _why_not(device: str) -> str | None:
     package = nixl_package()
-    if package is None:
-        return "not installed; pip install 'torchkv[bench]'"
-    try:
-        importlib.import_module(f"{package}._api")
-    except ImportError as error:
-        return f"does not load: {error}"
-    return None
+    return INSTALL if package is None else load_error(f"{package}._api")
 
 
 def _environment(case: Case) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from torchkv.bench.check import count_wrong
 from torchkv.bench.rivals.cases import Case
 from torchkv.cache import KVCache
 
-__all__ = ["PagedSide", "Rival", "Side", "Spans"]
+__all__ = ["INSTALL", "POISON", "PagedSide", "Rival", "Side", "Spans", "load_error"]
 
 POISON = 0xDD
+INSTALL = "not installed; pip install 'torchkv[bench]'"
 
 
 class Side(ABC):
@@ -60,6 +62,15 @@ class Rival:
     ranks: int = 2
     backend: str = "gloo"
     environment: Callable[[Case], Mapping[str, str]] = field(default=lambda case: {})
+
+
+def load_error(module: str) -> str | None:
+    """Why an installed module cannot be imported, or None."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"does not load: {error}"
+    return None
 
 
 class PagedSide(Side):

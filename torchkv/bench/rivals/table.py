@@ -173,11 +173,9 @@ def _read(path: Path, wanted: Sequence[Case], nbytes: int) -> Run:
     before = results.load(path)
     sizes = {case.name: case.nbytes for case in before.cases}
     for case in wanted:
-        if sizes.get(case.name, case.payload(nbytes)) != case.payload(nbytes):
-            moved = sizes[case.name]
-            raise ValueError(
-                f"{path} has {case.name!r} with requests of {moved} bytes, not {case.payload(nbytes)}: --mib"
-            )
+        size = case.payload(nbytes)
+        if (moved := sizes.get(case.name, size)) != size:
+            raise ValueError(f"{path}: requests of {case.name!r} have {moved} bytes there, {size} here; see --mib")
     return before
 
 
