@@ -80,7 +80,7 @@ def _finish(args: argparse.Namespace, whole: Run) -> int:
         verdict = "met" if one.met else "missed"
         if one.times.low < one.gate.factor < one.times.high:
             verdict += ", within the interval"
-        _say(f"gate: {one.gate.case}: at least {one.gate.factor:g} x {one.gate.rival}: {_three(one.times)}: {verdict}")
+        _say(f"gate: {one.gate.case}: at least {one.gate.factor:g} x {one.gate.rival}: {_text(one.times)}: {verdict}")
     if args.before is not None:
         _compare(args.before, whole, args.baseline)
     if args.json is not None:
@@ -97,8 +97,8 @@ def _rows(case: CaseResult, baseline: str) -> None:
         if rival.failed is not None:
             _say(f"{row}failed: {rival.failed}")
             continue
-        ratio = _three(case.ratio(name, baseline)) if case.measured(baseline) else f"{'-':27}"
-        _say(f"{row}{_three(case.rate(name))} {ratio} {rival.wrong:7} {rival.way}")
+        ratio = _column(case.ratio(name, baseline)) if case.measured(baseline) else f"{'-':27}"
+        _say(f"{row}{_column(case.rate(name))} {ratio} {rival.wrong:7} {rival.way}")
 
 
 def _compare(before: Run, now: Run, baseline: str) -> None:
@@ -107,14 +107,21 @@ def _compare(before: Run, now: Run, baseline: str) -> None:
     for change in results.changes(before, now, baseline):
         unit = f"x {change.to}" if change.to is not None else "GB/s"
         _say(
-            f"compared: {change.case:20} {change.rival:10} {change.verdict:6} {_three(change.now)} {unit}, "
-            f"was {_three(change.before)}"
+            f"compared: {change.case:20} {change.rival:10} {change.verdict:6} {_text(change.now)} {unit}, "
+            f"was {_text(change.before)}"
         )
 
 
-def _three(value: Interval) -> str:
-    low, high = f"{value.low:.3g}", f"{value.high:.3g}"
-    return f"{value.median:8.3g} {f'[{low}, {high}]':18}"
+def _column(value: Interval) -> str:
+    return f"{value.median:8.3g} {_ends(value):18}"
+
+
+def _text(value: Interval) -> str:
+    return f"{value.median:.3g} {_ends(value)}"
+
+
+def _ends(value: Interval) -> str:
+    return f"[{value.low:.3g}, {value.high:.3g}]"
 
 
 def _versions() -> dict[str, str]:
