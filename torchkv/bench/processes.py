@@ -128,6 +128,7 @@ class Processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join()
         self._folder.cleanup()
 
 

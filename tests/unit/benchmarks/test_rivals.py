@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchkv.bench import machine
 from torchkv.bench.rivals import messages, mooncake, nixl, results, round_robin, table
 from torchkv.bench.rivals.cases import CASES, GATES, Case, cases
 from torchkv.bench.rivals.catalogue import RIVALS
@@ -33,7 +35,7 @@ PAGES_64 = CASES[0]
 
 def measured(seconds: Mapping[str, Sequence[float]], *, name: str = PAGES_64.name, nbytes: int = 10**9) -> CaseResult:
     rivals = {rival: RivalResult(seconds=list(times), way="some") for rival, times in seconds.items()}
-    return CaseResult(name=name, nbytes=nbytes, rivals=rivals)
+    return CaseResult(name=name, nbytes=nbytes, others=0.25, rivals=rivals)
 
 
 def a_run(*found: CaseResult, **changes: Any) -> Run:
@@ -196,7 +198,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             else RivalResult(seconds=found[name], wrong=found["wrong"] if name == "gloo" else 0, way=f"by {name}")
             for name in names
         }
-        return CaseResult(name=case.name, nbytes=case.payload(nbytes), rivals=rivals)
+        return CaseResult(name=case.name, nbytes=case.payload(nbytes), others=0.5, rivals=rivals)
 
     monkeypatch.setattr(table, "run_case", run_case)
     for rival in ("nixl", "mooncake"):
@@ -216,7 +218,8 @@ def test_every_rival_has_a_row_or_a_reason(rounds: dict[str, Any], capsys: pytes
     assert "6 rounds, intervals of 96.9%; x: of memcpy's rate" in out[1]
     for case in cases("cpu"):
         rows = [line for line in out[2:] if line.startswith(f"{case.name:20} ")]
-        assert [row[20:].split()[1] for row in rows] == list(run)
+        assert [row[20:].split()[1] for row in rows[:-1]] == list(run)
+        assert rows[-1].endswith("# beside something else, which kept 0.50 cores busy")
     (first,) = (line for line in out if line.startswith(f"{PAGES_64.name:20} ") and " torchkv " in line)
     rate = PAGES_64.payload(8 << 20) / 1e9
     assert f"{rate / 1.1:.3g} [{rate / 1.2:.3g}, {rate:.3g}]" in first
@@ -365,6 +368,17 @@ def test_a_rival_that_fails_is_left_out_and_torchkv_is_not(monkeypatch: pytest.M
     failing = {"torchkv"}
     with pytest.raises(KVError, match="it broke"):
         run_case(PAGES_64, ["torchkv", "nixl"], nbytes=1 << 18, repeats=3)
+
+
+def test_the_cores_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat, tick = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    clock, own = iter([100.0, 110.0]), iter([(1.0, 1.0, 0.0, 0.0, 7.0), (3.0, 2.0, 5.0, 2.0, 9.0)])
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(machine, "os", SimpleNamespace(times=lambda: next(own), sysconf=os.sysconf))
+    stat.write_text("cpu  10 0 10 500 7 1 1 1 0 0\ncpu0 1\n", encoding="ascii")
+    others = machine.CoresOfOthers(stat)
+    stat.write_text(f"cpu  {10 + 25 * tick} 0 10 99999 99999 1 1 1 0 0\n", encoding="ascii")
+    assert others() == pytest.approx(1.5), "25 s in 10, of which this process and its children have taken 10"
 
 
 # ---------------------------------------------------------------------- why a rival is left out

@@ -31,10 +31,11 @@ class RivalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """nbytes: of a request. rivals: by name."""
+    """nbytes: of a request. others: how many cores were busy with something else meanwhile. rivals: by name."""
 
     name: str
     nbytes: int
+    others: float
     rivals: dict[str, RivalResult]
 
     def rate(self, rival: str) -> Interval:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch.distributed as dist
 
+from torchkv.bench.machine import CoresOfOthers
 from torchkv.bench.processes import Processes, serving_ranks
 from torchkv.bench.rivals.cases import Case
 from torchkv.bench.rivals.catalogue import RIVALS
@@ -62,13 +63,14 @@ def run_case(case: Case, names: Sequence[str], *, nbytes: int, repeats: int) -> 
 
     A rival that fails is left out from then on, with its error as the reason. Raises ``KVError`` if torchkv fails.
     """
+    others = CoresOfOthers()
     with ExitStack() as stack:
         contenders = {name: stack.enter_context(_Contender(RIVALS[name], case, nbytes)) for name in names}
         for number in range(WARM + repeats):
             for index in np.random.default_rng(number).permutation(len(names)):
                 contenders[names[index]].turn(number, counts=number >= WARM)
     found = {name: contender.result() for name, contender in contenders.items()}
-    return CaseResult(name=case.name, nbytes=case.payload(nbytes), rivals=found)
+    return CaseResult(name=case.name, nbytes=case.payload(nbytes), others=others(), rivals=found)
 
 
 class _Contender:

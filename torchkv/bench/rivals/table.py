@@ -99,6 +99,7 @@ def _rows(case: CaseResult, baseline: str) -> None:
             continue
         ratio = _column(case.ratio(name, baseline)) if case.measured(baseline) else f"{'-':27}"
         _say(f"{row}{_column(case.rate(name))} {ratio} {rival.wrong:7} {rival.way}")
+    _say(f"{case.name:20} {'':10} # beside something else, which kept {case.others:.2f} cores busy")
 
 
 def _compare(before: Run, now: Run, baseline: str) -> None:
