@@ -35,8 +35,13 @@ setup(
         "demo": ["transformers>=5.0,<6", "accelerate>=1.0", "matplotlib>=3.8"],
         # Of examples/server.
         "server": ["fastapi>=0.115", "httpx>=0.27", "transformers>=5.0,<6", "uvicorn>=0.30"],
-        # The rival of `python -m torchkv.bench engine`, and the plots.
-        "bench": ["nixl-cu13>=1.5; platform_system == 'Linux'", "matplotlib>=3.8"],
+        # Rivals of `python -m torchkv.bench engine` and `rivals`, and plots. Mooncake's wheels need a system with
+        # libibverbs1. Those with CUDA install the same module as this one, which has none and is measured over TCP.
+        "bench": [
+            "nixl-cu13>=1.5; platform_system == 'Linux'",
+            "mooncake-transfer-engine-non-cuda>=0.3.13; platform_system == 'Linux'",
+            "matplotlib>=3.8",
+        ],
         # The documentation site.
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         # What tests and linters need beyond torchkv itself.

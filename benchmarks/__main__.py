@@ -1,6 +1,6 @@
 """Benchmarks of the project itself, run from a checkout. Without names: those that need no GPU, except pipeline.
 
-On the host: post, request, instance, observed, prefix-lookup. On CUDA GPUs: layer, matmul, nixl.
+On the host: post, request, instance, observed, prefix-lookup. On CUDA GPUs: layer, matmul.
 On either: pipeline, which comes alone and has options of its own: python -m benchmarks pipeline --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
@@ -24,8 +24,7 @@ from torchkv.bench.machine import machine, torchkv_version
 
 __all__ = ["NAMES", "main"]
 
-# repeats -> what was measured
-Benchmark = Callable[[int], Iterator[Outcome]]
+Benchmark = Callable[[], Iterator[Outcome]]
 
 HOST: dict[str, Benchmark] = {
     "post": post.run,
@@ -34,7 +33,7 @@ HOST: dict[str, Benchmark] = {
     "observed": observed.run,
     "prefix-lookup": prefix_lookup.run,
 }
-GPU = ("layer", "matmul", "nixl")
+GPU = ("layer", "matmul")
 NAMES = (*HOST, *GPU, "pipeline")
 
 
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = [{"machine": where}]
     missed = wrong = False
     for name in args.names:
-        for outcome in _benchmark(name)(args.repeats):
+        for outcome in _benchmark(name)():
             say(outcome.line)
             rows.append(outcome.row)
             missed |= not outcome.passed
@@ -69,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _benchmark(name: str) -> Benchmark:
     if name in HOST:
         return HOST[name]
-    from benchmarks import layer, matmul, nixl  # only here, because they need Triton
+    from benchmarks import layer, matmul  # only here, because they need Triton
 
-    return {"layer": layer.run, "matmul": matmul.run, "nixl": nixl.run}[name]
+    return {"layer": layer.run, "matmul": matmul.run}[name]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -79,12 +78,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run (default: all of the host)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs, in nixl (default 9)")
     parser.add_argument("--json", action="store_true", help="print results as JSON on stdout")
     parser.add_argument("--report-only", action="store_true", help="missed gates do not fail; wrong bytes still do")
     args = parser.parse_args(arguments)
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, not {args.repeats}")
     args.names = args.names or list(HOST)
     if "pipeline" in args.names:
         parser.error("pipeline must be the first name, and comes alone: it has options of its own")

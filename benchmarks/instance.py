@@ -29,8 +29,7 @@ WARM_UP = 20  # requests
 POISON = 0xDD
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     for polled in (False, True):
         ranks = run_ranks([partial(_serve, rank) for rank in range(3)], polled)
         began, ended = np.array(ranks[0]["began"]), np.max([rank["ended"] for rank in ranks], axis=0)

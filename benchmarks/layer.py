@@ -57,8 +57,7 @@ class LayerResult:
         return self.wrong == 0 and self.ratio <= 2.0 and self.post_us <= 15.0
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     layer = layer_cost()
     line = (
         f"one layer of {layer.nbytes} B, K and V in shuffled pages: {layer.kernel_us:.1f} us of device time, the copy "

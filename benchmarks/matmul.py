@@ -82,8 +82,7 @@ class MatmulResult:
         return self.wrong == 0 and (by_bytes is None or by_bytes <= BY_BYTES)
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     for case in (case for case in CASES if case.name in NAMES):
         for result in slowdowns(case):
             row = {"matmul": asdict(result), "wrong": result.wrong, "passed": result.passed}

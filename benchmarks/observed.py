@@ -70,8 +70,7 @@ class ObservedResult:
         return not self.wrong and verbs <= GATE_US and rates <= GATE_RATE
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     r = observed_cost()
     line = (
         f"observed: with flight recorder and metrics, send_layer takes {r.send_more_us:+.2f} us of "

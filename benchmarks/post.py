@@ -39,8 +39,7 @@ class PostResult:
     list_us: float
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     post = post_cost()
     line = (
         f"post: send_layer of {post.pages} pages returns in p50 {post.array_us:.1f} us (int64 array, gate 20 us), "

@@ -44,8 +44,7 @@ class PrefixResult:
         return self.wrong == 0 and self.match_us <= GATE_US
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     for r in lookup_times():
         line = (
             f"prefix lookup: page size {r.page_size}, ids in {'an' if r.kind == 'array' else 'a'} {r.kind}, {r.cached} "

@@ -63,8 +63,7 @@ class RequestResult:
         return self.wrong == 0 and self.p50_us <= GATE_US
 
 
-def run(repeats: int) -> Iterator[Outcome]:
-    """repeats: not used."""
+def run() -> Iterator[Outcome]:
     r = request_cost()
     line = (
         f"request: recv_pages, grant, one layer of {r.nbytes} bytes ({r.lane}), finish and verdict in "

@@ -20,7 +20,7 @@ __all__ = ["main"]
 # Benchmarks of the project itself. This command ran them once; they are not installed with the package.
 ELSEWHERE = (
     *("post", "request", "prefix-lookup"),
-    *("pipeline", "layer", "matmul", "nixl"),
+    *("pipeline", "layer", "matmul"),
 )
 RENAMED = {"one layer": "layer", "shared prefix": "shared-prefix", "prefix lookup": "prefix-lookup"}
 PUBLISHED = {"plan": "a", "staged": "b", "shared-prefix": "e"}  # name -> its letter in the published results
@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchkv.bench.published import command
 
         return command.run(arguments[1:])
+    if arguments and arguments[0] == "rivals":
+        from torchkv.bench.rivals import table as rivals_table
+
+        return rivals_table.run(arguments[1:])
     if arguments and (moved := _elsewhere(arguments[0])) is not None:
         return _refuse(arguments[0], moved)
     args = _parse(arguments)

@@ -19,7 +19,7 @@ class Case:
 
     page_size: tokens of a page. head_dim: elements of a head, bfloat16. heads_read: kv heads (of 8) that the reader
     holds. path: the forced path, or None if the cost model chooses. tls: ``UCX_TLS`` of both processes, or None for
-    UCX's default. limit: what the rate is compared with, "memcpy" or "python puts" (see `rivals`). gate: the least
+    UCX's default. limit: what the rate is compared with, "memcpy" or "python puts" (see `limits`). gate: the least
     acceptable ratio to the limit, or None if the ratio is only reported.
     """
 

@@ -5,8 +5,6 @@ A request's transfers carry its name as NIXL's notification; its last one ends i
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
 from typing import Any
 
@@ -16,18 +14,14 @@ import torch.distributed as dist
 
 from torchkv.bench.engine import LAYERS, PAGE_NBYTES, Pages, Setup, copy_seconds, rounds, summary
 from torchkv.bench.engine_loop import Loop, Pending, busy_thread
+from torchkv.bench.rivals.nixl import new_agent
+from torchkv.bench.rivals.nixl import rows as nixl_rows
 from torchkv.errors import KVError
 
-__all__ = ["nixl_package", "read", "write"]
+__all__ = ["read", "write"]
 
-_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _NUMBER = np.dtype("<i8")
 _LOOK_EVERY = 50e-6  # seconds between two questions for notifications, whoever asks
-
-
-def nixl_package() -> str | None:
-    """The name of the installed NIXL package, or None."""
-    return next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
 
 
 class _Side:
@@ -38,15 +32,13 @@ class _Side:
         cache = self.pages.cache
         device = cache.device.index or 0
         self.kind = "VRAM" if cache.device.type == "cuda" else "DRAM"
-        api: Any = importlib.import_module(f"{nixl_package()}._api")
-        self.agent = api.nixl_agent(f"rank{rank}", api.nixl_agent_config(backends=["UCX"]))
+        self.agent = new_agent(rank, progress_thread=True)
         storages = [(s.data_ptr(), s.nbytes, device, "") for s in cache.storages]
         self.agent.register_memory(storages, mem_type=self.kind)
         bases = np.array([[t.data_ptr() for t in (cache.k[n], cache.v[n]) if t is not None] for n in range(LAYERS)])
         # [slot, layer, page, k or v]
         address = bases[None, :, None, :] + self.pages.ids[:, None, :, None] * PAGE_NBYTES
-        flat = address.reshape(-1)
-        self.rows = np.stack([flat, np.full(len(flat), PAGE_NBYTES), np.full(len(flat), device)], axis=1)
+        self.rows = nixl_rows(address.reshape(-1), PAGE_NBYTES, device)
         self.per_layer = 2 * setup.case.pages
 
     def indices(self, slot: int, first: int, count: int) -> np.ndarray[Any, Any]:

@@ -16,7 +16,8 @@ from typing import Any
 from torchkv.bench import engine_nixl
 from torchkv.bench.engine import CASES, EngineResult, Setup, run_engine
 from torchkv.bench.machine import machine
-from torchkv.errors import TransportUnavailable
+from torchkv.bench.plotting import pyplot
+from torchkv.bench.rivals.nixl import nixl_package
 
 __all__ = ["run"]
 
@@ -30,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     """Exit code: 1 if a byte was wrong, or a gate was missed and ``--report-only`` is not given."""
     args = _parse(argv)
     out = sys.stderr if args.json else sys.stdout
-    nixl = engine_nixl.nixl_package()
+    nixl = nixl_package()
 
     def say(line: str) -> None:
         out.write(line + "\n")
@@ -124,20 +125,14 @@ def _line(r: EngineResult, rival: EngineResult | None) -> str:
 
 def plot(results: list[EngineResult], path: Path, where: str) -> None:
     """Bars of p50 in ms, polled, one request in flight, beside the floor. Raises ``TransportUnavailable``."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise TransportUnavailable(f"--plot needs matplotlib: {error}; pip install 'torchkv[bench]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    draw = pyplot()
     shown = [r for r in results if r.setup.polled and r.setup.flight == 1 and not r.setup.busy]
     names = list(dict.fromkeys(r.setup.case.name for r in shown))
     series: dict[str, dict[str, float]] = {"floor": {r.setup.case.name: 1e3 * r.floor for r in shown}}
     for r in shown:
         series.setdefault("NIXL" if r.setup.nixl else "torchkv", {})[r.setup.case.name] = 1e3 * r.p50
     figure: Any
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    figure, axes = draw.subplots(figsize=(9, 4.5))
     width = 0.8 / len(series)
     for number, (label, values) in enumerate(series.items()):
         places = [index + number * width for index in range(len(names))]

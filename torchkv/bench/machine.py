@@ -1,13 +1,15 @@
-"""Words for what a benchmark ran on."""
+"""What a benchmark ran on, and who else did meanwhile."""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
+from pathlib import Path
 
 import torch
 
-__all__ = ["machine", "torchkv_version"]
+__all__ = ["CoresOfOthers", "machine", "torchkv_version"]
 
 
 def machine(device: str) -> str:
@@ -23,3 +25,22 @@ def torchkv_version() -> str:
     import torchkv  # here, because the package's top stands above this module
 
     return torchkv.__version__
+
+
+class CoresOfOthers:
+    """How many cores were busy on average with what is not this process, nor a child of it that has ended."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._began, self._first = time.monotonic(), self._seconds()
+
+    def __call__(self) -> float:
+        """Since this was made. Call it when all children have ended: their time counts for this process then."""
+        return max(0.0, self._seconds() - self._first) / (time.monotonic() - self._began)
+
+    def _seconds(self) -> float:
+        """Of all cores' time, what was neither idle nor this process's."""
+        # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user. In ticks.
+        ticks = [int(word) for word in self._stat.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        busy = sum(ticks) - sum(ticks[3:5])
+        return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])

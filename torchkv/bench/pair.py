@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from torchkv.bench.cases import Case
 from torchkv.bench.check import count_wrong
+from torchkv.bench.limits import Memcpy, serve_python_puts, time_python_puts
 from torchkv.bench.processes import run_two
-from torchkv.bench.rivals import Memcpy, serve_python_puts, time_python_puts
 from torchkv.cache import KVCache
 from torchkv.group.process_group import current_group
 

@@ -9,11 +9,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.context import SpawnProcess
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torchkv.errors import KVError
 from torchkv.host import shared_memory
 from torchkv.options import Options
 
-__all__ = ["run_ranks", "run_two"]
+__all__ = ["Processes", "run_ranks", "run_two", "serving_ranks"]
 
 DEADLINE = 300.0
 
@@ -54,33 +56,80 @@ def run_ranks(
     itself for a host of its own, so that none maps another's memory. deadline: seconds. Raises ``KVError`` with the
     traceback of the process that failed first.
     """
-    context = get_context("spawn")
-    ends: list[Connection] = []
-    processes = []
-    with tempfile.TemporaryDirectory(prefix="torchkv-bench-") as folder:
-        for rank, function in enumerate(functions):
-            ours, theirs = context.Pipe()
-            start = _Start(
-                rank=rank,
-                size=len(functions),
-                store=f"file://{folder}/store",
-                environment=dict(environment or {}),
-                path=path,
-                apart=apart,
-                deadline=deadline,
-            )
-            process = context.Process(target=_entry, args=(start, function, args, theirs))
-            process.start()
-            theirs.close()
-            ends.append(ours)
-            processes.append(process)
-        try:
-            return _answers(ends, deadline)
-        finally:
-            for process in processes:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
+    start = _Start(environment=dict(environment or {}), path=path, apart=apart, deadline=deadline)
+    with Processes(functions, args, start) as processes:
+        return processes.answers()
+
+
+def serving_ranks(
+    functions: Sequence[Callable[..., Callable[[Any], Any]]],
+    *args: Any,
+    environment: Mapping[str, str] | None = None,
+    backend: str = "torchkv",
+    apart: bool = False,
+    deadline: float = DEADLINE,
+) -> Processes:
+    """As `run_ranks`, but what ``functions[rank](*args)`` returns is a function, which its process stays to call.
+
+    Returns a context, on entering which all have started. backend: of the process group, "torchkv" or "gloo". deadline:
+    seconds, for the start and for each `Processes.ask`. The context raises ``KVError`` as `run_ranks` does.
+    """
+    environment = dict(environment or {})
+    start = _Start(environment=environment, backend=backend, apart=apart, deadline=deadline, serve=True)
+    return Processes(functions, args, start)
+
+
+class Processes:
+    """The processes of one group. A context: they run until it is left."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], args: tuple[Any, ...], start: _Start) -> None:
+        self._functions, self._args, self._start = functions, args, start
+        self._ends: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+
+    def __enter__(self) -> Self:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="torchkv-bench-")
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            for rank, function in enumerate(self._functions):
+                ours, theirs = context.Pipe()
+                store = f"file://{self._folder.name}/store"
+                mine = replace(self._start, rank=rank, size=len(self._functions), store=store)
+                process = context.Process(target=_entry, args=(mine, function, self._args, theirs))
+                process.start()
+                theirs.close()
+                self._ends.append(ours)
+                self._processes.append(process)
+            if self._start.serve:
+                self.answers()
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def answers(self) -> list[Any]:
+        """What each process says next, in order of ranks. Raises ``KVError`` if one fails or takes too long."""
+        return _answers(self._ends, self._start.deadline)
+
+    def ask(self, message: Any) -> list[Any]:
+        """Calls each process's function with ``message``: what they return. Raises ``KVError`` as `answers` does."""
+        for end in self._ends:
+            with suppress(OSError):  # of a process that has died: its answer tells
+                end.send(message)
+        return self.answers()
+
+    def _end(self) -> None:
+        if self._start.serve:  # closing ends a process that waits for a message
+            for end in self._ends:
+                end.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
 
 
 def _answers(ends: Sequence[Connection], deadline: float) -> list[Any]:
@@ -107,15 +156,17 @@ def _answer(end: Connection) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What a process needs to join the group; see `run_ranks`."""
+    """What a process needs to join the group; see `run_ranks` and `serving_ranks`."""
 
-    rank: int
-    size: int
-    store: str
     environment: Mapping[str, str]
-    path: str | None
     apart: bool
     deadline: float
+    path: str | None = None
+    backend: str = "torchkv"
+    serve: bool = False
+    rank: int = 0
+    size: int = 0
+    store: str = ""
 
 
 def _entry(start: _Start, function: Callable[..., Any], args: tuple[Any, ...], end: Connection) -> None:
@@ -128,16 +179,31 @@ def _entry(start: _Start, function: Callable[..., Any], args: tuple[Any, ...], e
         import torchkv  # noqa: F401 - registers the backend in this process
 
         dist.init_process_group(
-            "torchkv",
+            start.backend,
             init_method=start.store,
             rank=start.rank,
             world_size=start.size,
             timeout=timedelta(seconds=start.deadline),
-            pg_options=Options(path=start.path),
+            pg_options=Options(path=start.path) if start.backend == "torchkv" else None,
         )
         value = function(*args)
+        if start.serve:
+            _serve(value, end)
         dist.barrier()
         dist.destroy_process_group()
-        end.send((True, value))
+        if not start.serve:
+            end.send((True, value))
     except BaseException:  # noqa: BLE001 - the parent raises it
-        end.send((False, traceback.format_exc()))
+        with suppress(OSError):  # the parent no longer listens
+            end.send((False, traceback.format_exc()))
+
+
+def _serve(function: Callable[[Any], Any], end: Connection) -> None:
+    """Answers the parent's messages until it closes its end."""
+    end.send((True, None))
+    while True:
+        try:
+            message = end.recv()
+        except EOFError:
+            return
+        end.send((True, function(message)))

@@ -60,7 +60,7 @@ class _MapParams(ctypes.Structure):
     )
 
 
-class _Rival:
+class _Worker:
     """A UCX worker with one registered buffer, made with UCXX and ctypes as a Python program without torchkv would."""
 
     def __init__(self, nbytes: int) -> None:
@@ -104,7 +104,7 @@ class _Rival:
         if request == 0:
             return
         if -100 < request < 0:
-            raise TransportUnavailable(f"the rival's put failed with UCX status {request}")
+            raise TransportUnavailable(f"a plain UCX put failed with UCX status {request}")
         while (status := self.ucp.ucp_request_check_status(request)) == 1:
             self.worker.progress()
         self.ucp.ucp_request_free(request)
@@ -116,7 +116,7 @@ class _Rival:
 
     def _check(self, status: int) -> None:
         if status:
-            raise TransportUnavailable(f"the rival's UCX call failed with status {status}")
+            raise TransportUnavailable(f"a plain UCX call failed with status {status}")
 
 
 def time_python_puts(run: int, count: int = PUTS) -> float:
@@ -124,38 +124,38 @@ def time_python_puts(run: int, count: int = PUTS) -> float:
 
     In 1e9 bytes/s, median of `REPEATS`.
     """
-    rival = _Rival(2 * count * run)
-    endpoint, rkey, remote = rival.connect(_receive_metadata())
-    params, flush = _PutParams(mask=1 << 8, memh=rival.memh.value), _PutParams()
-    handle, local = int(endpoint.handle), rival.buffer.ctypes.data
-    put, reference = rival.ucp.ucp_put_nbx, ctypes.byref(params)
+    ucx = _Worker(2 * count * run)
+    endpoint, rkey, remote = ucx.connect(_receive_metadata())
+    params, flush = _PutParams(mask=1 << 8, memh=ucx.memh.value), _PutParams()
+    handle, local = int(endpoint.handle), ucx.buffer.ctypes.data
+    put, reference = ucx.ucp.ucp_put_nbx, ctypes.byref(params)
     offsets = [2 * run * int(i) for i in np.random.default_rng().permutation(count)]
     seconds: list[float] = []
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
         requests = [put(handle, local + offset, run, remote + offset, rkey, reference) for offset in offsets]
         for request in requests:
-            rival.finish(request)
-        rival.finish(rival.ucp.ucp_ep_flush_nbx(handle, ctypes.byref(flush)))
+            ucx.finish(request)
+        ucx.finish(ucx.ucp.ucp_ep_flush_nbx(handle, ctypes.byref(flush)))
         seconds.append(time.perf_counter() - began)
-    rival.ucp.ucp_rkey_destroy(rkey)
+    ucx.ucp.ucp_rkey_destroy(rkey)
     endpoint.close_blocking(period=1_000_000, max_attempts=1000)
-    rival.close()
+    ucx.close()
     dist.barrier()
     return count * run / statistics.median(seconds[1:]) / 1e9
 
 
 def serve_python_puts(run: int, count: int = PUTS) -> None:
     """Rank 1's half: registers a buffer that rank 0 writes to, and progresses UCX until rank 0 is done."""
-    rival = _Rival(2 * count * run)
-    for part in rival.metadata():
+    ucx = _Worker(2 * count * run)
+    for part in ucx.metadata():
         dist.broadcast(torch.tensor([len(part)]), 1)
         dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 1)
     done = dist.barrier(async_op=True)
     assert done is not None
     while not done.is_completed():
-        rival.worker.progress()
-    rival.close()
+        ucx.worker.progress()
+    ucx.close()
 
 
 def _receive_metadata() -> list[bytes]:
