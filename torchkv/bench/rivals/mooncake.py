@@ -10,10 +10,8 @@ import importlib
 import importlib.util
 from typing import Any
 
-import torch.distributed as dist
-
 from torchkv.bench.rivals.cases import Case
-from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, load_error
+from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, from_reader, load_error
 from torchkv.errors import KVError
 
 __all__ = ["MOONCAKE"]
@@ -32,9 +30,9 @@ class _Side(PagedSide):
         _check("initialize", self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""))
         for storage in self.cache.storages:
             _check("register_memory", self._engine.register_memory(storage.data_ptr(), storage.nbytes))
-        said: list[Any] = [(f"{HOST}:{self._engine.get_rpc_port()}", self._spans.addresses)]
-        dist.broadcast_object_list(said, src=1)
-        self._peer, self._there = said[0]
+        name = f"{HOST}:{self._engine.get_rpc_port()}".encode()
+        peer, self._there = from_reader(name, self._spans.addresses)
+        self._peer = peer.decode()
 
     def move(self) -> None:
         if self.rank:

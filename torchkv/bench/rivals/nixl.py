@@ -13,10 +13,9 @@ import time
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from torchkv.bench.rivals.cases import Case
-from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, load_error
+from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, from_reader, load_error
 from torchkv.errors import KVError
 
 __all__ = ["NIXL", "new_agent", "nixl_package", "rows"]
@@ -53,10 +52,9 @@ class _Side(PagedSide):
         storages = [(s.data_ptr(), s.nbytes, device, "") for s in self.cache.storages]
         self._agent.register_memory(storages, mem_type=kind)
         here = rows(self._spans.addresses, self._spans.nbytes, device)
-        said: list[Any] = [(self._agent.get_agent_metadata(), here)]
-        dist.broadcast_object_list(said, src=1)
+        metadata, numbers = from_reader(self._agent.get_agent_metadata(), here.view(np.int64).ravel())
+        there = numbers.view(np.uint64).reshape(-1, 3)
         if rank == 0:
-            metadata, there = said[0]
             peer = self._agent.add_remote_agent(metadata)
             self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, kind)
             self._theirs = self._agent.prep_xfer_dlist(peer, there, kind)

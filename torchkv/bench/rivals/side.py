@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from torchkv.arrays import Int64Array
 from torchkv.bench import gpu, pair
@@ -16,7 +17,7 @@ from torchkv.bench.check import count_wrong
 from torchkv.bench.rivals.cases import Case
 from torchkv.cache import KVCache
 
-__all__ = ["INSTALL", "POISON", "PagedSide", "Rival", "Side", "Spans", "load_error"]
+__all__ = ["INSTALL", "POISON", "PagedSide", "Rival", "Side", "Spans", "from_reader", "load_error"]
 
 POISON = 0xDD
 INSTALL = "not installed; pip install 'torchkv[bench]'"
@@ -149,3 +150,15 @@ class Spans:
         """Of the spans of these pages, in ``addresses``."""
         pages = np.arange(self._count)[:, None] * self._num_pages + ids
         return (pages[:, :, None] * self._per_page + np.arange(self._per_page)).reshape(-1)
+
+
+def from_reader(data: bytes, numbers: Int64Array) -> tuple[bytes, Int64Array]:
+    """Both ranks call it, and get what rank 1 has given: bytes, and numbers of one dimension."""
+    sizes = torch.tensor([len(data), len(numbers)])
+    dist.broadcast(sizes, 1)
+    said, listed = np.zeros(int(sizes[0]), dtype=np.uint8), np.zeros(int(sizes[1]), dtype=np.int64)
+    if dist.get_rank() == 1:
+        said[:], listed[:] = np.frombuffer(data, dtype=np.uint8), numbers
+    dist.broadcast(torch.from_numpy(said), 1)
+    dist.broadcast(torch.from_numpy(listed), 1)
+    return said.tobytes(), listed
