@@ -29,7 +29,9 @@ def hybrid(**changes: Any) -> KVLayout:
     return KVLayout.gqa(**{**settings, "groups": GROUPS, "windows": WINDOWS, **changes})
 
 
-def shared_cache(layout: KVLayout, num_pages: int, device: str | torch.device = "cpu") -> KVCache:
+def shared_cache(
+    layout: KVLayout, num_pages: int, _num_slots: int = 0, *, device: str | torch.device = "cpu"
+) -> KVCache:
     """As engines lay out hybrid models: one block of memory a page, with the n-th layer of every group on one place.
 
     So all groups share their memory, page for page, and a page id may be in use by one group at a time. Between blocks

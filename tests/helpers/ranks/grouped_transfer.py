@@ -21,11 +21,11 @@ COUNT, PREFIX = 6, 8  # pages of four tokens; tokens
 ABSENT = {"full": 0, "near": 4, "far": 3}  # the most that windows of 5 and 9 tokens allow, of six pages
 AUX = b"first token: 42"
 
-Make = Callable[[KVLayout, int, str], KVCache]
+Make = Callable[..., KVCache]
 
 
 def filled(make: Make, layout: KVLayout, device: str = "cpu") -> KVCache:
-    cache = make(layout, NUM_PAGES, device)
+    cache = make(layout, NUM_PAGES, device=device)
     for storage in cache.storages:
         storage.random_(0, 256)
     if cache.device.type == "cuda":
