@@ -182,7 +182,7 @@ def test_the_status_page_is_live_in_chromium(cluster: Cluster, tmp_path: Path) -
 
 def test_a_client_that_hangs_up_frees_its_pages(cluster: Cluster) -> None:
     cancelled = cluster.status()["requests"]["cancelled"]
-    with cluster.stream(PROMPTS[0], 1500) as events:  # longer than workers take to report their pages
+    with cluster.stream(PROMPTS[0], 1400) as events:  # longer than workers take to report their pages
         next(events)
         await_true(lambda: any(worker["free"] < worker["blocks"] for worker in cluster.workers().values()))
     cluster.await_idle()
