@@ -17,7 +17,7 @@ from torchkv.transport import Batch
 from torchkv_ucx import pump, sockets
 from torchkv_ucx.libucp import HOST, LibUCP
 from torchkv_ucx.operation import FlushOperation, Link, PutOperation, VectoredPut
-from torchkv_ucx.process import LocalProcess, read_memory
+from torchkv_ucx.process import LocalProcess, holds
 from torchkv_ucx.queue_channel import QueueChannel
 from torchkv_ucx.spans import LocalRegions, resolve
 from torchkv_ucx.wire import AddressBlob, RegionBlob
@@ -178,9 +178,8 @@ class UCXChannel(QueueChannel):
     @property
     def wants_progress(self) -> bool:
         """Whether progress has work that no event of UCX announces."""
-        if not self._closed and (not self.drained if self._failure is not None else not self._alive):
-            return True
-        return self._unstepped or (self._on_device and not self.idle)
+        cut_off = self._failure is None and not self._closed and not self._alive  # which the next step notices
+        return self._unstepped or cut_off or self._draining or (self._on_device and not self.idle)
 
     def _describe(self, status: int, what: str) -> KVError:
         return self._library.error(status, what, peer_alive=self._alive)
@@ -210,7 +209,7 @@ class UCXChannel(QueueChannel):
 def _is_seen(peer: AddressBlob) -> bool:
     """Whether the process with the peer's pid is the peer, so that its end is seen, and its sockets are, too."""
     try:
-        return sockets.same_network(peer.pid) and read_memory(peer.pid, peer.token_at, len(peer.token)) == peer.token
+        return sockets.same_network(peer.pid) and holds(peer.pid, peer.token_at, peer.token)
     except OSError:
         return False
 

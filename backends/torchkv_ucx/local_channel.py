@@ -23,7 +23,7 @@ from torchkv.transport import Batch
 from torchkv_ucx import environment
 from torchkv_ucx.libucp import FUNCTIONS
 from torchkv_ucx.operation import Link, Operation, PutOperation, Spans, VectoredPut
-from torchkv_ucx.process import LocalProcess, read_memory
+from torchkv_ucx.process import LocalProcess, holds, read_memory
 from torchkv_ucx.queue_channel import QueueChannel
 from torchkv_ucx.spans import LocalRegions, resolve
 from torchkv_ucx.wire import AddressBlob, RegionBlob
@@ -160,11 +160,11 @@ def _open(peer: AddressBlob, name: str) -> LocalProcess:
     except OSError as error:
         raise TransportUnavailable(f"{name} is no process of this host that can be seen: {error}; {remedy}") from error
     try:
-        found = read_memory(peer.pid, peer.token_at, TOKEN_NBYTES)
+        same = holds(peer.pid, peer.token_at, peer.token)
     except OSError as error:
         process.close()
         raise TransportUnavailable(f"the kernel lets nobody here write to {name}: {error}; {remedy}") from error
-    if found != peer.token:
+    if not same:
         process.close()
         raise TransportUnavailable(f"{name} has another number in this PID namespace; {remedy}")
     return process

@@ -11,7 +11,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
 from torchkv.host.processes import open_pidfd, unwatch
 
-__all__ = ["LocalProcess", "read_memory"]
+__all__ = ["LocalProcess", "holds", "read_memory"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,6 +31,11 @@ def read_memory(pid: int, address: int, nbytes: int) -> bytes:
         code = ctypes.get_errno() or errno.EFAULT
         raise OSError(code, os.strerror(code))
     return buffer.raw
+
+
+def holds(pid: int, address: int, data: bytes) -> bool:
+    """Whether process ``pid`` has these bytes there. Raises ``OSError`` as `read_memory` does."""
+    return read_memory(pid, address, len(data)) == data
 
 
 class LocalProcess:

@@ -117,7 +117,12 @@ class QueueChannel(Channel):
     @property
     def works(self) -> bool:
         """Whether rounds of progress have something to do for it."""
-        return not self.idle or (self._failure is not None and not self._closed and not self.drained)
+        return not self.idle or self._draining
+
+    @property
+    def _draining(self) -> bool:
+        """Whether it has failed, and what its peer has sent may still land."""
+        return self._failure is not None and not self._closed and not self.drained
 
     def _enqueue(self, operation: Operation) -> None:
         self._queue.append(operation)

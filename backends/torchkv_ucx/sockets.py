@@ -12,6 +12,7 @@ from typing import NamedTuple
 __all__ = ["Connection", "connections", "has_unread_bytes", "is_quiet", "same_network"]
 
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in a socket of IPv6, whose other end may be of IPv4
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -44,7 +45,8 @@ def connections() -> Table:
         for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
             _, local, remote, _, queues, _, _, _, _, inode, *_ = line.split()
             unsent, _, unread = queues.partition(":")
-            found[local, remote] = Connection(int(unsent, 16), int(unread, 16), int(inode))
+            ends = local.removeprefix(_MAPPED), remote.removeprefix(_MAPPED)
+            found[ends] = Connection(int(unsent, 16), int(unread, 16), int(inode))
     return found
 
 

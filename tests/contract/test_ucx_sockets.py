@@ -13,15 +13,18 @@ from torchkv_ucx.sockets import Connection, is_quiet
 MINE, OTHERS = 7, 8  # inodes
 
 
-@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6, None], ids=["IPv4", "IPv6", "IPv4 to IPv6"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A TCP connection: one end is kept, the other one is what a peer writes to."""
-    loopback = "127.0.0.1" if request.param == socket.AF_INET else "::1"
+    loopback = "::1" if request.param == socket.AF_INET6 else "127.0.0.1"
     try:
-        server = socket.create_server((loopback, 0), family=request.param)
+        if request.param is None:
+            server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            server = socket.create_server((loopback, 0), family=request.param)
     except OSError as error:
         pytest.skip(f"no {loopback}: {error}")
-    with server, socket.create_connection(server.getsockname()[:2]) as theirs:
+    with server, socket.create_connection((loopback, server.getsockname()[1])) as theirs:
         ours, _ = server.accept()
         with ours:
             yield ours, theirs

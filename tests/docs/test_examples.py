@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.torchrun import DEADLINE, EXAMPLES
+from tests.helpers.torchrun import EXAMPLES, run_command
 
 PAGE = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| \[(\w+\.py)\]\(\1\) \| [^|]+ \| `([^`|]+)` \|$", re.MULTILINE)
@@ -27,23 +24,8 @@ def run(command: str, folder: Path) -> tuple[int, list[str]]:
     """Exit code and lines of all output. In an empty folder, with a secret of its own; every process is killed late."""
     launcher, *arguments = shlex.split(command)
     arguments = [str(EXAMPLES.parent / each) if each.startswith("examples/") else each for each in arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(folder / "config")}
-    process = subprocess.Popen(
-        [*LAUNCHERS[launcher], *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"{command} did not end within {DEADLINE:.0f} s; it printed:\n{output}")
-    return process.returncode, output.splitlines()
+    environment = {"XDG_CONFIG_HOME": str(folder / "config")}
+    return run_command([*LAUNCHERS[launcher], *arguments], command, folder=folder, environment=environment)
 
 
 def verdicts(lines: list[str]) -> list[str]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.harness import Ranks, ask
+from tests.helpers.harness import Ranks
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.helpers.ranks import member
-from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, footprint, footprint_within, leave
-from tests.helpers.resident import resident_kib
-from torchkv import PeerLost
+from tests.helpers.ranks.member import await_forgotten, await_peer, connect, leave, lose, owned
 
 STAYS, COMES = 0, 1  # tags of the instances' bytes
 MEASURED = 10  # times in a test
@@ -29,23 +26,6 @@ def exchange(name: str, writers: Ranks, readers: Ranks, src: str, dst: str, tag:
     writers.start(member.send, name, dst, tag, 4)
     readers.join([0])
     writers.join([0])
-
-
-def lose_a_request() -> None:
-    """Its writer is killed while it is awaited."""
-    rx = Member.kv.recv_pages("doomed", [1, 2], "comes")
-    ask("kill now")
-    with pytest.raises(PeerLost):
-        rx.wait(20)
-
-
-def owned(limits: tuple[int, int, int] | None) -> tuple[int, ...]:
-    """limits: see `footprint_within`."""
-    verbs = Member.kv._verbs
-    assert verbs is not None
-    transport: Any = verbs.engine._transport
-    found = footprint() if limits is None else footprint_within(limits)
-    return (*found, len(transport._channels), resident_kib())
 
 
 @pytest.fixture
@@ -67,7 +47,7 @@ def test_nothing_is_left_of_many_lives(lives: int, secret: dict[str, str], tmp_p
         stays.run(await_peer, "comes")
         exchange("there", comes, stays, "comes", "stays", COMES)
         exchange("back", stays, comes, "stays", "comes", STAYS)
-        stays.start(lose_a_request)
+        stays.start(lose, ["comes"])
         stays.hear(0)
         comes.kill(0)
         stays.tell(0)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.harness import Ranks, ask
+from tests.helpers.harness import Ranks
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
 from tests.helpers.ranks import member
 from tests.helpers.ranks.gpu_pair import needs_gpus
-from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, footprint, leave
-from tests.helpers.resident import resident_kib
-from torchkv import PeerLost
+from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, leave, lose, owned
 
 STAYS, ONE, TWO, THREE = range(4)
 SLACK = 64 << 20  # bytes that the driver keeps
@@ -73,11 +70,8 @@ def test_memory_of_killed_jobs_is_released(jobs: Jobs) -> None:
     jobs.run("stays", leave)
 
 
-def left() -> tuple[int, ...]:
-    """Descriptors, threads, shared mappings, channels, resident KiB, and free bytes of the GPU."""
-    assert Member.kv._verbs is not None
-    transport: Any = Member.kv._verbs.engine._transport
-    return (*footprint(), len(transport._channels), resident_kib(), free_nbytes())
+def owned_and_free() -> tuple[int, ...]:
+    return (*owned(), free_nbytes())
 
 
 def exchange_and_die(stays: Ranks, comes: Ranks, address: str, first: int, size: int, scratch: Path) -> None:
@@ -105,15 +99,6 @@ def exchange_and_die(stays: Ranks, comes: Ranks, address: str, first: int, size:
     stays.run(await_forgotten)
 
 
-def lose(names: list[str]) -> None:
-    """A request of each is awaited when it is killed."""
-    works = [Member.kv.recv_pages(f"doomed by {name}", [1 + number], name) for number, name in enumerate(names)]
-    ask("kill now")
-    for work in works:
-        with pytest.raises(PeerLost):
-            work.wait(20)
-
-
 @pytest.mark.parametrize(
     ("cycles", "size"), [(3, 2), pytest.param(25, 8, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
@@ -125,7 +110,7 @@ def test_nothing_is_left_of_many_lives(cycles: int, size: int, tmp_path: Path) -
     seen = []
     for cycle in range(cycles):
         exchange_and_die(stays, Ranks(size, env=env, world=False), address, cycle * size, size, tmp_path)
-        seen += stays.run(left)
+        seen += stays.run(owned_and_free)
         print("after", (cycle + 1) * size, "lives: descriptors, threads, mappings, channels, KiB, free:", seen[-1])
     first, last = seen[cycles // 3], seen[-1]
     assert last[:4] == first[:4], seen

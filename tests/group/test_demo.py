@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import sys
@@ -79,6 +80,7 @@ def _fork(main: Callable[[], int], rank: int, output: int) -> int:
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.dump_traceback_later(DEADLINE - 15, exit=True)  # a rank that hangs says where
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         code = main()
     except BaseException:  # noqa: BLE001 - whatever it was, this process must not return into its parent's program

@@ -9,18 +9,15 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from torchkv.bench.engine import LAYERS, PAGE_NBYTES, Pages, Setup, copy_seconds, rounds, summary
 from torchkv.bench.engine_loop import Loop, Pending, busy_thread
-from torchkv.bench.rivals.nixl import new_agent
+from torchkv.bench.rivals.nixl import new_agent, of_reader
 from torchkv.bench.rivals.nixl import rows as nixl_rows
 from torchkv.errors import KVError
 
 __all__ = ["read", "write"]
 
-_NUMBER = np.dtype("<i8")
 _LOOK_EVERY = 50e-6  # seconds between two questions for notifications, whoever asks
 
 
@@ -121,11 +118,10 @@ class _Read(Pending):
 def write(setup: Setup, seed: int) -> tuple[list[float], float, float, float]:
     """Rank 0; see `torchkv.bench.engine`."""
     side = _Side(setup, 0)
-    size = int(_broadcast(None, (1,))[0])
-    peer = side.agent.add_remote_agent(_broadcast(None, (size,)).astype(np.uint8).tobytes())
-    rows = _broadcast(None, side.rows.shape)
-    ours = side.agent.prep_xfer_dlist("NIXL_INIT_AGENT", side.rows.astype(np.uint64), side.kind)
-    theirs = side.agent.prep_xfer_dlist(peer, rows.astype(np.uint64), side.kind)
+    metadata, rows = of_reader(side.agent, side.rows)
+    peer = side.agent.add_remote_agent(metadata)
+    ours = side.agent.prep_xfer_dlist("NIXL_INIT_AGENT", side.rows, side.kind)
+    theirs = side.agent.prep_xfer_dlist(peer, rows, side.kind)
 
     def begin(number: int) -> Pending:
         return _Write(side, (ours, theirs), f"request {number}", number % setup.slots, setup.case.by_layer)
@@ -139,10 +135,7 @@ def write(setup: Setup, seed: int) -> tuple[list[float], float, float, float]:
 def read(setup: Setup, seed: int) -> int:
     """Rank 1: bytes that were wrong."""
     side = _Side(setup, 1)
-    metadata = np.frombuffer(side.agent.get_agent_metadata(), dtype=np.uint8)
-    _broadcast(np.array([len(metadata)]), (1,))
-    _broadcast(metadata, metadata.shape)
-    _broadcast(side.rows, side.rows.shape)
+    of_reader(side.agent, side.rows)
     arrived = _Notifications(side.agent)
     wrong = 0
 
@@ -154,10 +147,3 @@ def read(setup: Setup, seed: int) -> int:
     with busy_thread(on=setup.busy):
         rounds(setup, loop, lambda number: side.pages.poison(), after)
     return wrong
-
-
-def _broadcast(values: np.ndarray[Any, Any] | None, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Numbers of rank 1, on both ranks."""
-    tensor = torch.zeros(shape, dtype=torch.int64) if values is None else torch.from_numpy(values.astype(_NUMBER))
-    dist.broadcast(tensor, 1)
-    return tensor.numpy()

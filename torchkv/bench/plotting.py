@@ -16,6 +16,7 @@ def pyplot() -> Any:
     except ImportError as error:
         raise TransportUnavailable(f"--plot needs matplotlib: {error}; pip install 'torchkv[bench]'") from error
     mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "torchkv"  # the same figures make the same file
     from matplotlib import pyplot as found
 
     return found

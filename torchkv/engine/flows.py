@@ -74,6 +74,21 @@ log = logging.getLogger(__name__)
 MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
 
 
+class _Positions(dict[tuple[int, ...], Int64Array]):
+    """Layers -> their positions in the plan, ascending; those that it does not owe are left out. Made when asked."""
+
+    def __init__(self, plan: PairPlan) -> None:
+        super().__init__()
+        self._position = {layer: position for position, layer in enumerate(plan.layers)}
+
+    def __missing__(self, layers: tuple[int, ...]) -> Int64Array:
+        if len(self) >= MAX_LAYER_SETS:
+            self.clear()
+        found = sorted(self._position[layer] for layer in set(layers) if layer in self._position)
+        positions = self[layers] = np.array(found, dtype=np.int64)
+        return positions
+
+
 class _Route:
     """A plan towards a peer whose pages are mapped, as the loop reads it. launches: of pages on a GPU."""
 
@@ -92,18 +107,7 @@ class _Route:
                 connection.placements[component, layer].page_stride,
             ),
         )
-        self._position = {layer: position for position, layer in enumerate(plan.layers)}
-        self.known: dict[tuple[int, ...], Int64Array] = {}  # what `positions` has returned
-
-    def positions(self, layers: tuple[int, ...]) -> Int64Array:
-        """The positions of ``layers`` in the plan, ascending; those that it does not owe are left out."""
-        known = self.known.get(layers)
-        if known is None:
-            if len(self.known) >= MAX_LAYER_SETS:
-                self.known.clear()
-            found = sorted(self._position[layer] for layer in set(layers) if layer in self._position)
-            known = self.known[layers] = np.array(found, dtype=np.int64)
-        return known
+        self.positions = _Positions(plan)
 
 
 class Flows:
@@ -211,10 +215,7 @@ class Flows:
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
             return False
-        positions = route.known.get(op.layers)
-        if positions is None:
-            positions = route.positions(op.layers)
-        index = self.core.start_op(req.flow, positions, pages, op.start, gate)
+        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate)
         if index is None:
             return False
         self._ops[index] = req, op

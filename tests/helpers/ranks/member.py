@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import torchkv
-from torchkv import KVCache, KVLayout, ProtocolError
+from tests.helpers.harness import ask
+from tests.helpers.resident import resident_kib
+from torchkv import KVCache, KVLayout, PeerLost, ProtocolError
 
 NUM_PAGES = 24
 HEADS = 4
@@ -152,3 +154,24 @@ def await_forgotten() -> None:
     while Member.kv.peers():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def owned(limits: tuple[int, int, int] | None = None) -> tuple[int, ...]:
+    """The `footprint`, the transport's channels, and resident KiB. limits: see `footprint_within`."""
+    verbs = Member.kv._verbs
+    assert verbs is not None
+    transport: Any = verbs.engine._transport
+    found = footprint() if limits is None else footprint_within(limits)
+    return (*found, len(transport._channels), resident_kib())
+
+
+def lose(names: list[str]) -> None:
+    """A request of each of these instances is awaited when they are killed."""
+    works = [
+        Member.kv.recv_pages(f"doomed by {name}", [1 + 2 * number, 2 + 2 * number], name)
+        for number, name in enumerate(names)
+    ]
+    ask("kill now")
+    for work in works:
+        with pytest.raises(PeerLost):
+            work.wait(20)

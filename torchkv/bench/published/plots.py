@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchkv.bench.plotting import pyplot
 from torchkv.bench.published.findings import PUBLISHED_LENGTHS, RESULTS, Row
-from torchkv.errors import TransportUnavailable
 
 __all__ = ["draw"]
 
@@ -17,24 +17,17 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
 
     Raises ``TransportUnavailable`` without matplotlib.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise TransportUnavailable(f"--plot needs matplotlib: {error}; pip install 'torchkv[bench]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    mpl.rcParams["svg.hashsalt"] = "torchkv"  # the same figures make the same file
+    plots = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for key, result in document["results"].items():
-        figure, axes = pyplot.subplots(1, PANELS[key], figsize=(4.7 * PANELS[key] + 1, 4.2), squeeze=False)
+        figure, axes = plots.subplots(1, PANELS[key], figsize=(4.7 * PANELS[key] + 1, 4.2), squeeze=False)
         PLOTS[key](axes[0], result["rows"])
         figure.suptitle(f"{RESULTS[key].title}\n{document['machine']}", fontsize=9)
         figure.tight_layout()
         path = folder / f"{key}.svg"
         figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+        plots.close(figure)
         written.append(path)
     return written
 

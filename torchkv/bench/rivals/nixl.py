@@ -18,7 +18,7 @@ from torchkv.bench.rivals.cases import Case
 from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, from_reader, load_error
 from torchkv.errors import KVError
 
-__all__ = ["NIXL", "new_agent", "nixl_package", "rows"]
+__all__ = ["NIXL", "new_agent", "nixl_package", "of_reader", "rows"]
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 DEADLINE = 120.0
@@ -42,6 +42,12 @@ def rows(addresses: np.ndarray[Any, Any], nbytes: int, device: int) -> np.ndarra
     return np.stack([addresses, np.full(count, nbytes), np.full(count, device)], axis=1).astype(np.uint64)
 
 
+def of_reader(agent: Any, mine: np.ndarray[Any, Any]) -> tuple[bytes, np.ndarray[Any, Any]]:
+    """The metadata and the rows of rank 1's agent, on both ranks. mine: this rank's `rows`."""
+    metadata, numbers = from_reader(agent.get_agent_metadata(), mine.view(np.int64).ravel())
+    return metadata, numbers.view(np.uint64).reshape(-1, 3)
+
+
 class _Side(PagedSide):
     def __init__(self, case: Case, nbytes: int, rank: int) -> None:
         super().__init__(case, nbytes, rank)
@@ -52,8 +58,7 @@ class _Side(PagedSide):
         storages = [(s.data_ptr(), s.nbytes, device, "") for s in self.cache.storages]
         self._agent.register_memory(storages, mem_type=kind)
         here = rows(self._spans.addresses, self._spans.nbytes, device)
-        metadata, numbers = from_reader(self._agent.get_agent_metadata(), here.view(np.int64).ravel())
-        there = numbers.view(np.uint64).reshape(-1, 3)
+        metadata, there = of_reader(self._agent, here)
         if rank == 0:
             peer = self._agent.add_remote_agent(metadata)
             self._ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, kind)

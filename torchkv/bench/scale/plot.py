@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torchkv.bench.plotting import pyplot
 from torchkv.bench.scale.study import Study
 from torchkv.bench.scale.workload import LONG, SHORT
-from torchkv.errors import TransportUnavailable
 
 __all__ = ["draw"]
 
@@ -18,16 +18,9 @@ RANKS = "ranks; TP 1 to 1 of 2, 2 to 1 of 4, else 4 to 2"
 
 def draw(study: Study, path: Path, where: str) -> None:
     """Raises ``TransportUnavailable`` if there is no matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise TransportUnavailable(f"--plot needs matplotlib: {error}; pip install 'torchkv[bench]'") from error
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "torchkv"  # equal results make equal files
-    from matplotlib import pyplot
-
+    plots = pyplot()
     figure: Any
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8))
+    figure, axes = plots.subplots(2, 3, figsize=(15, 8))
     (served, messages, cpu), (known, memory, loads) = axes
     _served(study, served)
     _messages(study, messages)
@@ -43,7 +36,7 @@ def draw(study: Study, path: Path, where: str) -> None:
     )
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def _line(axes: Any, points: Points, label: str, style: str = "-") -> None:
