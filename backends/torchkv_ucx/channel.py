@@ -13,9 +13,9 @@ import torch
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
-from torchkv.transport import Batch
+from torchkv.transport import Batch, NativeChannel
 from torchkv_ucx import pump, sockets
-from torchkv_ucx.libucp import HOST, LibUCP
+from torchkv_ucx.libucp import HOST, KEY_WORD, LibUCP, request_params
 from torchkv_ucx.operation import FlushOperation, Link, PutOperation, VectoredPut
 from torchkv_ucx.process import LocalProcess, holds
 from torchkv_ucx.queue_channel import QueueChannel
@@ -54,6 +54,7 @@ class UCXChannel(QueueChannel):
         super().__init__(f"peer process {peer.pid}", regions, local, device)
         self._library = library
         self._endpoint = endpoint
+        self._closing: Callable[[], None] | None = None  # tells the resident loop that the endpoint ends
         self._handle = int(endpoint.handle)
         self._on_device = any(blob.device != "cpu" for blob in regions)
         channel = weakref.proxy(self)  # a strong reference would be a cycle and keep the transport's memory alive
@@ -140,6 +141,24 @@ class UCXChannel(QueueChannel):
         self._enqueue(operation)
         return operation
 
+    def native(self, closing: Callable[[], None]) -> NativeChannel | None:
+        if self._failure is not None or self._closed or self._on_device:
+            return None
+        if not self._library.is_thread_safe(self._link.worker):
+            return None
+        self._closing = closing
+        return NativeChannel(
+            functions=self._library.native,
+            worker=self._link.worker,
+            endpoint=self._handle,
+            put_params=request_params(HOST),
+            key_word=KEY_WORD,
+            params=request_params(),
+            local_keys=np.where(self._local.memory_type == HOST, self._local.memh, 0),
+            remote_keys=self._remote.rkey,
+            remote_at=self._remote.base,
+        )
+
     @property
     def drained(self) -> bool:
         # Of a channel without work this is asked when the peer is known to have ended in another way.
@@ -203,6 +222,9 @@ class UCXChannel(QueueChannel):
 
     def _close_endpoint(self) -> None:
         """A forced close, which waits for no peer, because the endpoint was made with error handling: ends requests."""
+        if self._closing is not None:
+            self._closing()
+            self._closing = None
         self._endpoint.close_blocking(period=1_000_000, max_attempts=1000)
 
 

@@ -3,8 +3,8 @@
 A variable that the user has set is left alone. The reasons, one per setting:
 
 * ``RNDV_THRESH=inf``: with peer-failure detection on, UCX does not use shared-memory copy lanes (cma) while
-  rendezvous is possible at all, and falls back to TCP without a warning. torchkv sends no tagged messages, so it needs
-  no rendezvous.
+  rendezvous is possible at all, and falls back to TCP without a warning. torchkv's tagged messages are records of 64
+  bytes, so it needs no rendezvous.
 * ``PROTO_EMULATION_ENABLE=n``: a put that no lane supports fails at once, instead of being emulated slowly with active
   messages. TCP has a put lane and does not need the emulation.
 * ``MEMTYPE_CACHE=n``: the cache misjudges memory that was allocated before UCX hooked the allocator.

@@ -19,7 +19,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
 
-__all__ = ["FUNCTIONS", "HOST", "MEMORY_TYPES", "LibUCP", "lanes_for", "load", "request_params"]
+__all__ = ["FUNCTIONS", "HOST", "KEY_WORD", "MEMORY_TYPES", "NATIVE", "LibUCP", "lanes_for", "load", "request_params"]
 
 # ucs_memory_type_t by torch's device type.
 MEMORY_TYPES = {"cpu": 0, "cuda": 1}
@@ -36,8 +36,14 @@ FUNCTIONS = (
     "process_vm_writev",
 )
 
+# Those of `torchkv.transport.NativeChannel`, in its order.
+NATIVE = (*FUNCTIONS[:5], "ucp_tag_send_nbx", "ucp_tag_probe_nb", "ucp_tag_msg_recv_nbx")
+
+KEY_WORD = 8  # of `request_params`: the memory handle
+
 _OK, _BUSY = 0, -15
 _FIELD_MEMORY_TYPE, _FIELD_MEMH = 1 << 6, 1 << 8
+_FIELD_THREAD_MODE, _MULTI = 1, 2  # of ucp_worker_attr_t
 _LANE = re.compile(r"lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+?)(?:\.\d+)?\s(?P<roles>.*)")
 # Transports that carry one kind of memory only; all others (RDMA) carry both.
 _ONLY_DEVICE = ("cuda_", "gdr_copy")
@@ -77,6 +83,7 @@ class LibUCP:
         self._rkey_destroy = self._bind("ucp_rkey_destroy", None, pointer)
         self._get_efd = self._bind("ucp_worker_get_efd", status, pointer, pointer)
         self._arm = self._bind("ucp_worker_arm", status, pointer)
+        self._query = self._bind("ucp_worker_query", status, pointer, pointer)
         self._print_info = self._bind("ucp_ep_print_info", None, pointer, pointer)
         self._get_version = self._bind("ucp_get_version", None, pointer, pointer, pointer)
         self._status_string: Callable[[int], bytes] = self._ucs.ucs_status_string
@@ -85,6 +92,7 @@ class LibUCP:
         self._c.fdopen.restype = pointer
         self._c.fclose.argtypes = (pointer,)
         self.functions: Int64Array = np.array([self._address(name) for name in FUNCTIONS], dtype=np.int64)
+        self.native: Int64Array = np.array([self._address(name) for name in NATIVE], dtype=np.int64)
 
     @property
     def version(self) -> tuple[int, int, int]:
@@ -162,6 +170,12 @@ class LibUCP:
             raise TransportUnavailable(f"UCX cannot arm its event descriptor: {self.describe(status)}")
         return status == _OK
 
+    def is_thread_safe(self, worker: int) -> bool:
+        """Whether several threads may use the worker at a time: libucp is built so, and UCXX asks for it."""
+        attributes = (ctypes.c_uint64 * 16)(_FIELD_THREAD_MODE)
+        status = self._query(worker, ctypes.byref(attributes))
+        return status == _OK and attributes[1] & 0xFFFFFFFF == _MULTI
+
     def put_lanes(self, endpoint: int, device_type: str = "cpu") -> str:
         """The lanes that carry puts of one kind of memory on ``endpoint``; see `lanes_for`."""
         fd = os.memfd_create("ucp-ep-info", os.MFD_CLOEXEC)
@@ -217,7 +231,7 @@ def load() -> LibUCP:
 def request_params(memory_type: int | None = None) -> Int64Array:
     """A ``ucp_request_param_t`` as int64 words.
 
-    memory_type: a ``ucs_memory_type_t``, for puts; word 8 is then the memory handle, set by the caller for each put.
+    memory_type: a ``ucs_memory_type_t``, for puts; word `KEY_WORD` is then the memory handle, set for each put.
     """
     words = np.zeros(24, dtype=np.int64)
     if memory_type is not None:

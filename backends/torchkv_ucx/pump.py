@@ -10,6 +10,7 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.host.jit import c_function, compiled, monotonic_ns
+from torchkv_ucx.libucp import KEY_WORD
 
 __all__ = [
     "COUNT",
@@ -44,7 +45,6 @@ _PUT, _FLUSH, _CHECK, _FREE, _PROGRESS, _CLOCK, _WRITEV = 0, 1, 2, 3, 4, 5, 6
 
 _INPROGRESS = 1
 _LAST_ERROR = -100  # a result in (_LAST_ERROR, 0) is a status, not a request
-_PARAM_MEMH = 8  # word of ucp_request_param_t
 _BURST = 32  # spans posted between two reads of the clock
 VECTOR = 256  # spans of one vectored write
 _VECTOR_NBYTES = 1 << 20  # from which on a vectored write takes no further span: a system call cannot be interrupted
@@ -116,7 +116,7 @@ def _post_burst(
         posted += 1
         if length[i] == 0:
             continue
-        params[_PARAM_MEMH] = memhs[local_region[i]]
+        params[KEY_WORD] = memhs[local_region[i]]
         result = _call_put(
             functions[_PUT],
             endpoint,

@@ -104,7 +104,7 @@ class UCXTransport(Transport):
 
     def _start_ucx(self) -> None:
         self._core = core = _import_ucxx()
-        features = (core.Feature.RMA, core.Feature.WAKEUP)
+        features = (core.Feature.RMA, core.Feature.TAG, core.Feature.WAKEUP)
         try:
             self._context: Any = core.UCXContext(environment.context_config(), feature_flags=features)
             self._worker = core.UCXWorker(self._context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchkv.core.network import NO_ROOM, put_pairs, put_room
 from torchkv.core.records import SCRATCH, SEGMENT_FIELDS, Op, Send, World
 from torchkv.host.atomics import load
 from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at
@@ -78,7 +79,10 @@ def _merge(world: World, count: int, run: int) -> int:
 
 @compiled
 def copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
-    """Copies the next pairs of ``op``, of one segment, of about ``budget`` bytes, and moves on. Bytes copied."""
+    """Copies, or puts, the next pairs of ``op``, of one segment, of about ``budget`` bytes, and moves on.
+
+    Returns the bytes, or `NO_ROOM`.
+    """
     geometry = send["geometry"]
     positions = load(geometry)
     position = load(op["positions"] + 8 * op["at"])
@@ -93,9 +97,16 @@ def copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
     n1, s1, d1, run = load(seg + 88), load(seg + 96), load(seg + 104), load(seg + 112)
     nbytes = n0 * n1 * run
     count = min(stop - begin - op["ordinal"], min(SCRATCH, max(1, budget // nbytes)))
+    peer = world["peers"][send["peer"]]
+    if send["network"] != 0 and count > 0:
+        count = min(count, put_room(peer, n0 * n1, nbytes))
+        if count == 0:
+            return NO_ROOM
     if count > 0:
         _place(world, send, op, seg, begin + op["ordinal"], count)
-        if n0 * n1 == 1 and run < SHORT_RUN:
+        if send["network"] != 0:
+            op["runs"] += put_pairs(world, peer, seg, count)
+        elif n0 * n1 == 1 and run < SHORT_RUN:
             spans = _merge(world, count, run)
             spans_at(load(seg), load(seg + 8), world["src"], world["dst"], world["length"], 0, spans)
             op["runs"] += spans

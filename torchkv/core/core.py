@@ -11,15 +11,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import grants, loop, mailbox, posting, rounds
+from torchkv.core import grants, loop, mailbox, network, posting, rounds
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
+from torchkv.core.events import emit
 from torchkv.core.records import (
+    CUT,
     DECIDED,
     DONE,
     FREE,
@@ -43,6 +46,7 @@ from torchkv.core.records import (
     SEALED,
     WORLD,
     Op,
+    Peer,
     Send,
     World,
     word_at,
@@ -50,15 +54,17 @@ from torchkv.core.records import (
 from torchkv.errors import TransportUnavailable
 from torchkv.host import shared_memory, spin_wait
 from torchkv.host.jit import at_register, libc_functions
+from torchkv.transport.interface import Channel, NativeChannel
 
-__all__ = ["Core", "GrantBody", "Notice", "ReceiveState", "WriterState"]
+__all__ = ["Core", "GrantBody", "NetworkLane", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "runs"))
 _POSTED = list(Op.__annotations__).index("posted")
-_MOVED, _GATED = (list(Send.__annotations__).index(name) for name in ("moved", "gated"))
+_MOVED, _GATED, _SEND_NETWORK = (list(Send.__annotations__).index(name) for name in ("moved", "gated", "network"))
+_NETWORK = word_at("network") // 8
 
 _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 
@@ -100,6 +106,18 @@ class ReceiveState:
     writers: list[WriterState]
 
 
+class NetworkLane:
+    """The loop's way to a rank of another host: see `torchkv.core.network`. Made by `Core.connect_network`.
+
+    native: None after the end, or if the transport has none. failed: whether what is on its way may never arrive.
+    """
+
+    def __init__(self) -> None:
+        self.native: NativeChannel | None = None
+        self.memory = np.zeros(network.NETWORK_NBYTES // 8, dtype=np.int64)
+        self.failed = False
+
+
 class Core:
     """One rank's loop. What is not marked "any thread" is called under the engine's lock.
 
@@ -139,6 +157,7 @@ class Core:
             device.describe(self.world)
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
+        self._lanes: dict[int, NetworkLane] = {}  # by rank
         self._slots: dict[int, int] = {rank: rank}  # of `World`'s ``peers``, by rank
         self._ranks: dict[int, int] = {rank: rank}  # by slot
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
@@ -149,6 +168,7 @@ class Core:
         self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
         self._kept_rounds: dict[int, Int64Array] = {}
+        self._network_receives: set[int] = set()  # flows of which writers are on other hosts
         self._tail, self._head = word_at("event_tail") // 8, word_at("event_head") // 8
         self._command_tail, self._command_head = word_at("command_tail") // 8, word_at("command_head") // 8
         self._news, self._sleepers = word_at("news") // 8, word_at("sleepers") // 8
@@ -214,6 +234,7 @@ class Core:
             world = self._memory[0]
             assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
             loop.drop_due_to(self.world, slot)
+            self._cut(rank)
             world["peers"][slot] = 0
             world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
             head, box = mailbox.mailbox_at(slot)
@@ -227,6 +248,85 @@ class Core:
         """Whether records can be sent to ``rank``: both ranks have mapped each other's mailboxes."""
         at = mailbox.mailbox_at(self._slots[rank])[0] + mailbox.READS_AT if rank in self._peers else 0
         return at > 0 and self._bytes[at] != 0
+
+    # ------------------------------------------------------------------ the network
+
+    def connect_network(self, rank: int, channel: Channel, tags: tuple[int, int]) -> NetworkLane | None:
+        """Has the loop put to ``rank`` through ``channel``; None if only Python can, or no mailbox is left for it.
+
+        tags: of records that come from there, and that go there. No request may be on the loop with the rank.
+        """
+        lane = NetworkLane()
+        try:
+            slot = self.reserve_slot(rank)
+        except TransportUnavailable:
+            return None
+        if (native := channel.native(partial(self.cut, rank, lane))) is None:
+            return None
+        lane.native = native
+        with self.standing_still():
+            self._cut(rank)
+            world = self._memory[0]
+            world["worker"], world["native"][:] = native.worker, native.functions
+            for name, words in (("put_params", native.put_params), ("params", native.params)):
+                world[name][: len(words)] = words
+            world["key_at"] = self._address + word_at("put_params") + 8 * native.key_word
+            world["peers"][slot] = 0
+            peer = world["peers"][slot]
+            peer["endpoint"], peer["memory"] = native.endpoint, lane.memory.ctypes.data
+            peer["tag_in"], peer["tag_out"] = tags
+            world["num_peers"] = max(slot + 1, int(world["num_peers"]))
+            self._lanes[rank] = lane
+        return lane
+
+    def cut(self, rank: int, lane: NetworkLane) -> None:
+        """The endpoint of a lane ends: nothing uses it after this. Any thread, without the engine's lock."""
+        posting.hold(self._address)
+        try:
+            if self._lanes.get(rank) is lane:
+                self._cut(rank)
+        finally:
+            posting.let_go(self._address)
+
+    def _cut(self, rank: int) -> None:
+        """While the loop stands still."""
+        if (lane := self._lanes.pop(rank, None)) is None:
+            return
+        peer = self._memory[0]["peers"][self._slots[rank]]
+        lane.failed = True  # what has not arrived yet may never do
+        lane.native = None
+        if peer["endpoint"]:
+            network.cut(self.world, cast(Peer, peer))
+            emit(self.world, CUT, 0, self._slots[rank])
+
+    def lane(self, rank: int) -> NetworkLane | None:
+        """The way to ``rank`` through the network, while there is one that works."""
+        lane = self._lanes.get(rank)
+        failed = lane is not None and self._memory[0]["peers"][self._slots[rank]]["failed"] != 0
+        return None if failed else lane
+
+    def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
+        """Whether the put of this number, and all before it, are in the memory of ``rank``.
+
+        Raises ``TransportUnavailable`` if nobody will know.
+        """
+        if not lane.failed:
+            peer = self._memory[0]["peers"][self._slots[rank]]
+            if peer["flushed"] >= posted:
+                return True
+            lane.failed = bool(peer["failed"])
+        if lane.failed:
+            raise TransportUnavailable(
+                f"the network to rank {rank} has failed: nobody knows what of the last puts has arrived"
+            )
+        return False
+
+    @property
+    def drives_transport(self) -> bool:
+        """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
+        return bool(self._view[word_at("driving") // 8])
+
+    # ------------------------------------------------------------------ its thread
 
     @property
     def running(self) -> bool:
@@ -297,9 +397,11 @@ class Core:
         pages: Int64Array,
         src_page: int,
         dst_page: int,
+        network: bool = False,
     ) -> int | None:
         """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
 
+        network: whether they are put through the network, with the keys in ``geometry``.
         kernels: the launch table if kernels copy the pages, of which there are `MAX_GRANTED` at most then.
         """
         if not self._free_sends:
@@ -309,7 +411,9 @@ class Core:
         self._kept_sends[flow] = [geometry, kernels, pages]
         table = 0 if kernels is None else kernels.ctypes.data
         slot = self._slots[peer]
-        posting.open_send(self._address, flow, slot, peer_flow, generation, geometry, table, pages, src_page, dst_page)
+        posting.open_send(
+            self._address, flow, slot, peer_flow, generation, geometry, table, pages, src_page, dst_page, int(network)
+        )
         return flow
 
     def wait_for_grant(
@@ -386,8 +490,21 @@ class Core:
         """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
         return int(self._ops[index, _POSTED])
 
+    def put(self, index: int) -> int:
+        """The number of the last put of an op that is not known to have arrived; 0 if all have. Has that found out."""
+        op, world = self._memory[0]["ops"][index], self._memory[0]
+        send = world["sends"][op["flow"]]
+        peer = world["peers"][send["peer"]]
+        if not send["network"] or op["posted"] <= peer["flushed"]:
+            return 0
+        peer["wanted"] = max(int(peer["wanted"]), int(op["posted"]))
+        return int(op["posted"])
+
     def end_send(self, flow: int) -> None:
         """Frees the flow of a send that has ended."""
+        if self._sends[flow, _SEND_NETWORK]:
+            self._count_network(-1)
+            self._sends[flow, _SEND_NETWORK] = 0
         self._kept_sends[flow] = []
         self._free_sends.append(flow)
 
@@ -419,8 +536,11 @@ class Core:
         leader: int,
         told: int = 0,
         writers: list[tuple[int, int, int]],
+        network: bool = False,
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.records.Receive`.
+
+        network: whether some of the writers are on other hosts.
 
         writers: (rank, layers that it owes, its page size).
         """
@@ -433,6 +553,13 @@ class Core:
         for number, (rank, count, size) in enumerate(writers):
             last = int(number == len(writers) - 1)
             posting.add_writer(self._address, flow, self._slots[rank], count, size, last)
+        if network:
+            self._network_receives.add(flow)
+            self._count_network(1)
+            posting.wake_loop(self._address)
+
+    def _count_network(self, change: int) -> None:
+        self._view[_NETWORK] += change
 
     def grant(
         self, flow: int, name: bytes, hashes: tuple[int, int], pages: Int64Array, *, prefix_tokens: int, writers: int
@@ -495,6 +622,9 @@ class Core:
         """The loop takes nothing more for a receive. While it stands still, or has ended the receive itself."""
         self._memory[0]["receives"][flow]["state"] = FREE
         self._kept_receives[flow] = None
+        if flow in self._network_receives:
+            self._network_receives.remove(flow)
+            self._count_network(-1)
 
     def free_receive(self, flow: int) -> None:
         """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""

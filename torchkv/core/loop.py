@@ -9,10 +9,13 @@ import numpy as np
 from torchkv.core.events import emit, event_room
 from torchkv.core.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
 from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, futex_wait, owe, take, waiting
+from torchkv.core.network import NONE, drive, receive
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
+    AUX,
     CLOCK,
     COMMANDS,
+    CUT,
     DECIDED,
     DONE,
     DUE,
@@ -24,6 +27,7 @@ from torchkv.core.records import (
     STRAY,
     VERDICT,
     WAITING,
+    WRITTEN,
     YIELD,
     World,
     word_at,
@@ -53,10 +57,14 @@ START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
+# It looks after the network by naps, too: the longer nothing has come, the longer they are, in nanoseconds.
+_NAPS = ((2_000_000, _NAP), (50_000_000, 250_000))
+_LONG_NAP = 1_000_000
+_GRACE = 200_000_000  # nanoseconds after the last flow through the network, in which Python's thread notices that
 _FLIGHT = 5_000_000  # nanoseconds without work for which it spins while kernels are under way
 _ATTENTIVE = 100_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
 _TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
-_WANTED, _STOP = word_at("wanted"), word_at("stop")
+_WANTED, _STOP, _NETWORK = word_at("wanted"), word_at("stop"), word_at("network")
 
 
 @compiled
@@ -156,6 +164,31 @@ def _heed(world: World, source: int) -> bool:
 
 
 @compiled
+def _hear_network(world: World) -> bool:
+    """Takes in what peers have sent through the network. Whether there was anything."""
+    heard = 0
+    while heard < _HEARD and event_room(world):
+        source = receive(world)
+        if source == NONE:
+            break
+        heard += 1
+        # Grants and rounds are no records here: they lie in memory, which such a peer does not map.
+        if source >= 0 and world["record"]["head"] & 0xFF in (WRITTEN, AUX, SEAL, VERDICT) and not _heed(world, source):
+            emit(world, STRAY, 0, source)
+    return heard > 0
+
+
+@compiled
+def _report_failures(world: World) -> None:
+    """Tells Python of peers to which the network has failed."""
+    for slot in range(world["num_peers"]):
+        peer = world["peers"][slot]
+        if peer["failed"] != 0 and peer["reported"] == 0 and event_room(world):
+            peer["reported"] = 1
+            emit(world, CUT, 0, slot)
+
+
+@compiled
 def _move(world: World) -> bool:
     """Copies for the op that waits longest. One that has to wait for something goes to the end of the queue."""
     moved = False
@@ -213,12 +246,18 @@ def step(world: World) -> bool:
     Blocks nowhere and reads no clock, so that a test can drive many loops in one thread.
     """
     busy = False
+    drives = load(world["address"] + _NETWORK) > 0 or world["driving"] != 0
     world["steps"] += 1
     if event_room(world):
         busy = _obey(world)
         busy |= _hear(world)
+        if drives:
+            busy |= drive(world)
+            busy |= _hear_network(world)
         busy |= _move(world)
     busy |= _pay(world)
+    if drives:
+        _report_failures(world)
     return busy
 
 
@@ -238,6 +277,9 @@ def settle(world: World) -> None:
             queue_op(world, index)
     while _hear(world):
         pass
+    if world["worker"] != 0:
+        while _hear_network(world):
+            pass
 
 
 @compiled
@@ -252,7 +294,7 @@ def drop(world: World, flow: int) -> None:
         if world["ops"][index]["flow"] != flow:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
-        elif world["ops"][index]["posted"] != 0:
+        elif world["ops"][index]["posted"] != 0 and world["sends"][flow]["network"] == 0:
             world["flying"] -= 1
     world["queue_tail"] = kept
     drop_due(world, SEAL, flow)
@@ -300,7 +342,7 @@ def run(world: World) -> None:
     """Steps until ``stop`` is set. Spins a while when there is nothing to do, then sleeps until the bell is rung."""
     address, bell = world["address"], world["bell"]
     scratch = np.zeros(2, dtype=np.int64)
-    idle_since = 0
+    idle_since = since = 0
     while load(address + _STOP) == 0:
         if load(address + _WANTED) != 0 or exchange(address + _LOCK, 1) != 0:
             call_yield(world["functions"][YIELD], 0)
@@ -315,16 +357,39 @@ def run(world: World) -> None:
         now = monotonic_ns(world["functions"][CLOCK], scratch)
         if idle_since == 0:
             idle_since = now
+        since = _drives_since(world, now, since)
         if now - idle_since < (_FLIGHT if world["flying"] > 0 else world["spin"]):
             call_yield(world["functions"][YIELD], 0)
             continue
-        nap = blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE)
-        state = NAPPING if nap else ASLEEP
+        nap = _NAP if blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE) else _SLEEP
+        if world["driving"] != 0:
+            nap = min(nap, _network_nap(now - idle_since))
+        state = NAPPING if nap <= _NAP else ASLEEP
         store(bell, state)
         fence()
         if not _has_work(world):
-            futex_wait(world, bell, state, _NAP if nap else _SLEEP, scratch)
+            futex_wait(world, bell, state, nap, scratch)
         store(bell, 0)
+
+
+@compiled
+def _drives_since(world: World, now: int, since: int) -> int:
+    """Decides whether to drive the transport. The time of the last look at which there were flows through it."""
+    if load(world["address"] + _NETWORK) > 0:
+        since = now
+        world["driving"] = 1
+    elif now - since > _GRACE:
+        world["driving"] = 0
+    return since
+
+
+@compiled
+def _network_nap(idle: int) -> int:
+    """Nanoseconds to sleep before the next look at the network, in which nothing has happened for so long."""
+    for until, nap in _NAPS:
+        if idle < until:
+            return nap
+    return _LONG_NAP
 
 
 @compiled

@@ -26,6 +26,7 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 from __future__ import annotations
 
 from torchkv.arrays import Int64Array
+from torchkv.core.network import record_room, send_record
 from torchkv.core.records import (
     DUE,
     GRANT_NBYTES,
@@ -34,6 +35,7 @@ from torchkv.core.records import (
     MAX_GRANTED,
     MAX_NAME,
     MAX_PEERS,
+    RECORD_NBYTES,
     SYSCALL,
     Peer,
     World,
@@ -65,7 +67,6 @@ __all__ = [
 ]
 
 ASLEEP, NAPPING = 1, 2  # of a bell
-RECORD_NBYTES = 64
 _SEQ = 56  # offset of a record's ``seq``
 LINE = 128
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 1 << 30
@@ -108,6 +109,8 @@ def futex_wake(world: World, address: int) -> None:
 @compiled
 def ring(world: World, bell: int) -> None:
     """After a store that the bell's owner should see. A system call only if its loop sleeps."""
+    if bell == 0:  # of a peer that is reached through the network
+        return
     fence()
     if load(bell) != 0:
         store(bell, 0)
@@ -116,7 +119,9 @@ def ring(world: World, bell: int) -> None:
 
 @compiled
 def room(world: World, peer: Peer) -> int:
-    """Records that fit into the peer's mailbox now."""
+    """Records that fit into the peer's mailbox, or its share of the network, now."""
+    if peer["outbox"] == 0:
+        return record_room(world, peer)
     free: int = world["window"] - (peer["written"] - load(peer["outbox_head"]))
     return free
 
@@ -124,6 +129,9 @@ def room(world: World, peer: Peer) -> int:
 @compiled
 def tell(world: World, peer: Peer) -> None:
     """Puts ``world["record"]`` into the peer's mailbox, in which there must be room. Ring its bell afterwards."""
+    if peer["outbox"] == 0:
+        send_record(world, peer)
+        return
     to = peer["outbox"] + (peer["written"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
     copy_bytes(to, world["address"] + _RECORD, _SEQ)
     peer["written"] += 1

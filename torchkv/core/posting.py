@@ -28,6 +28,7 @@ __all__ = [
     "wait_for_grant",
     "wait_news",
     "wake_driver",
+    "wake_loop",
     "wake_waiters",
 ]
 
@@ -59,14 +60,17 @@ def open_send(
     ids: Int64Array,
     src_page: int,
     dst_page: int,
+    network: int,
 ) -> None:
-    """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens. kernels: see `Send`."""
+    """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens. The rest: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
     send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
     send["geometry"], send["kernels"], send["ids"] = geometry.ctypes.data, kernels, ids.ctypes.data
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
     _clear(send)
+    send["network"] = network
+    world["network"] += network
     send["state"] = OPEN
 
 
@@ -100,7 +104,7 @@ def wait_for_grant(
 @compiled_with_gil
 def _clear(send: Send) -> None:
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
-    send["gated"] = send["ids_used"] = send["src_at"] = send["src_count"] = 0
+    send["gated"] = send["ids_used"] = send["src_at"] = send["src_count"] = send["network"] = 0
     send["num_pages"] = -1
 
 
@@ -126,7 +130,7 @@ def start_op(
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
-    op["posted"] = op["until"] = 0
+    op["posted"] = op["until"] = op["arrived"] = op["mark"] = 0
     _command(world, START, index)
 
 
@@ -227,6 +231,13 @@ def stop(address: int) -> None:
     """Ends `run`."""
     world = world_at(address)
     store(address + _STOP, 1)
+    ring(world, world["bell"])
+
+
+@compiled_with_gil
+def wake_loop(address: int) -> None:
+    """Has the loop look for work."""
+    world = world_at(address)
     ring(world, world["bell"])
 
 

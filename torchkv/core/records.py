@@ -28,13 +28,17 @@ __all__ = [
     "BOUND",
     "BROKEN",
     "BUCKETS",
+    "CHECK",
     "CLOCK",
     "COMMANDS",
+    "CUT",
     "DECIDED",
     "DONE",
     "DUE",
     "EVENT",
+    "FLUSH",
     "FREE",
+    "FREE_REQUEST",
     "FUTEX_CALL",
     "GATES",
     "GRANT",
@@ -62,15 +66,22 @@ __all__ = [
     "OPEN",
     "OP_DONE",
     "OUTSIDE",
+    "PARAM_WORDS",
     "POSTED",
+    "PROBE",
+    "PROGRESS",
+    "PUT",
     "QUERY",
+    "RECEIVE_MESSAGE",
     "RECEIVED",
     "RECORD",
+    "RECORD_NBYTES",
     "ROUND_OVER",
     "SCRATCH",
     "SEAL",
     "SEALED",
     "SEGMENT_FIELDS",
+    "SEND_MESSAGE",
     "SENT",
     "SIGNAL",
     "STRAY",
@@ -134,20 +145,26 @@ ALONE, NOBODY = -1, -2
 # receive of which the loop does not know whether it is complete, although all of its writers have sealed; or on which
 # others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
 # the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
-# something, so the loop launches no more.
+# something, so the loop launches no more. CUT: the network to a peer has failed, or is used no more.
 OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
-ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN = 7, 8, 9, 10, 11
+ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT = 7, 8, 9, 10, 11, 12
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
 # Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync, cuLaunchKernel and
 # cuStreamWriteValue64.
 QUERY, UPLOAD, LAUNCH, SIGNAL = 0, 1, 2, 3
+# Indices of `World`'s ``native``: the functions of `torchkv.transport.NativeChannel`.
+PUT, FLUSH, CHECK, FREE_REQUEST, PROGRESS, SEND_MESSAGE, PROBE, RECEIVE_MESSAGE = 0, 1, 2, 3, 4, 5, 6, 7
+PARAM_WORDS = 32  # the most words of their last argument
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
 
-# A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.core.geometry`.
-SEGMENT_FIELDS = 21
+# A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.transfer.loop_geometry`.
+SEGMENT_FIELDS = 23
 LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`
+
+
+RECORD_NBYTES = 64
 
 
 class Record(TypedDict):
@@ -199,6 +216,8 @@ class Send(TypedDict):
     this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
     page of them, or -1.
 
+    network: 1 if the pages are put through the network.
+
     On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. Of the
     send's part of the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count:
     where the page ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this
@@ -230,6 +249,7 @@ class Send(TypedDict):
     first: int
     last: int
     reach: int
+    network: int
     kernels: int
     gated: int
     ids_used: int
@@ -242,8 +262,11 @@ class Op(TypedDict):
     """A verb towards one receiver: pages [start, start + count) with the ids at the address ``ids``.
 
     positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
-    ordinal: what is copied next. told: positions that the receiver knows of. group: bytes since then. next: the op
-    after it, while they wait for the grant, or -1.
+    ordinal: what is copied next. arrived: positions whose bytes are in the receiver's pages. told: those that it knows
+    of. group: bytes since then. next: the op after it, while they wait for the grant, or -1.
+
+    Through the network: posted: the number of its last put, or 0. Once puts up to the number ``mark`` have arrived, the
+    positions before ``until`` have; 0 if none are awaited.
 
     On a GPU: gate: a CUevent that must have happened before the pages are read, or 0; gate_stream: the stream that it
     was recorded on, or -1 if that is not known; gate_number: grows with the events of a stream. posted: what the
@@ -259,6 +282,7 @@ class Op(TypedDict):
     at: int
     segment: int
     ordinal: int
+    arrived: int
     told: int
     group: int
     nbytes: int
@@ -269,6 +293,7 @@ class Op(TypedDict):
     gate_number: int
     posted: int
     until: int
+    mark: int
 
 
 class Writer(TypedDict):
@@ -323,7 +348,15 @@ class Round(TypedDict):
 class Peer(TypedDict):
     """A peer. inbox: address of the mailbox that it writes to, here; outbox, bell: of those that this rank writes to,
     there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
-    records so far. grants: address of its grants."""
+    records so far. grants: address of its grants.
+
+    Of a peer that is reached through the network (see `torchkv.core.network`) the first five are 0. endpoint: 0 for
+    others, and once it is cut. tag_in, tag_out: of the records that it sends, and that it takes. memory: address of
+    `NETWORK_NBYTES`. returned: records whose memory is free again. head, requests, pending: puts that have not ended:
+    the first in their ring, how many, and bytes. puts: the number of the last one; those up to the number ``flushed``
+    have arrived; of those up to ``flushing`` the request ``flush`` will tell; and those up to ``wanted`` somebody waits
+    for. failed: the status of the first failure; reported: 1 once Python knows of it.
+    """
 
     inbox: int
     inbox_head: int
@@ -333,6 +366,21 @@ class Peer(TypedDict):
     read: int
     written: int
     grants: int
+    endpoint: int
+    tag_in: int
+    tag_out: int
+    memory: int
+    returned: int
+    head: int
+    requests: int
+    pending: int
+    puts: int
+    flushed: int
+    flushing: int
+    flush: int
+    wanted: int
+    failed: int
+    reported: int
 
 
 class Event(TypedDict):
@@ -364,6 +412,10 @@ class World(TypedDict):
     write to it. ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued.
     broken: the driver's error code, negative until Python is told of it; or 0. steps: so far; gate_streams,
     gate_numbers, gate_steps: in which step an event of a stream had not happened.
+
+    Of a rank that reaches peers through the network: native, worker, put_params, params: see
+    `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. network: flows with such peers.
+    driving: whether the loop drives the transport. message, inbox: of the message that has come.
     """
 
     address: int
@@ -402,6 +454,10 @@ class World(TypedDict):
     posted: int
     ids: int
     ids_device: int
+    worker: int
+    key_at: int
+    network: int
+    driving: int
     flying: int
     broken: int
     steps: int
@@ -409,6 +465,11 @@ class World(TypedDict):
     gate_streams: Int64Array
     gate_numbers: Int64Array
     gate_steps: Int64Array
+    native: Int64Array
+    put_params: Int64Array
+    params: Int64Array
+    message: Int64Array
+    inbox: Int64Array
     record: Record
     src: Int64Array
     dst: Int64Array
@@ -441,6 +502,11 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "gate_streams": ("i8", GATES),
     "gate_numbers": ("i8", GATES),
     "gate_steps": ("i8", GATES),
+    "native": ("i8", 8),
+    "put_params": ("i8", PARAM_WORDS),
+    "params": ("i8", PARAM_WORDS),
+    "message": ("i8", 8),
+    "inbox": ("i8", RECORD_NBYTES // 8),
     "src": ("i8", SCRATCH),
     "dst": ("i8", SCRATCH),
     "length": ("i8", SCRATCH),

@@ -1,6 +1,7 @@
 """The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled.
 
-The processor copies a slice of an op at a time; `torchkv.core.launching` has kernels copy it where pages lie on a GPU.
+The processor copies a slice of an op at a time; `torchkv.core.launching` has kernels copy it where pages lie on a GPU,
+and `torchkv.core.network` puts it where the receiver is on another host.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from torchkv.core.copies import copy_slice
 from torchkv.core.events import emit, event_room
 from torchkv.core.launching import landed
 from torchkv.core.mailbox import owe, ring, room, tell
+from torchkv.core.network import NO_ROOM
 from torchkv.core.records import (
     AUX,
     AUX_AT,
@@ -33,7 +35,7 @@ from torchkv.host.jit import compiled
 
 __all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done"]
 
-BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels that are under way
+BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels or puts that are under way
 ENDED = -2
 
 GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
@@ -51,7 +53,7 @@ def _announce(world: World, send: Send, op: Op) -> bool:
     """Tells the receiver of the layers that are there; False where its mailbox is full."""
     peer = world["peers"][send["peer"]]
     sent = False
-    while op["told"] < op["at"]:
+    while op["told"] < op["arrived"]:
         if room(world, peer) < 1:
             if sent:
                 ring(world, peer["bell"])
@@ -59,7 +61,7 @@ def _announce(world: World, send: Send, op: Op) -> bool:
         first = load(op["positions"] + 8 * op["told"])
         last = first + 1
         op["told"] += 1
-        while op["told"] < op["at"] and load(op["positions"] + 8 * op["told"]) == last:
+        while op["told"] < op["arrived"] and load(op["positions"] + 8 * op["told"]) == last:
             last += 1
             op["told"] += 1
         record: Record = world["record"]
@@ -93,19 +95,47 @@ def advance(world: World, index: int, budget: int) -> int:
                 world["broken"] = -world["broken"]
                 emit(world, BROKEN, 0, 0)
             return BLOCKED
+        op["arrived"] = op["at"]
+    elif send["network"] != 0:
+        left -= _put(world, send, op, left)
+        if op["told"] == op["arrived"] and op["arrived"] < op["num_positions"]:
+            return BLOCKED if left == budget else budget - left
     else:
         while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
             left -= copy_slice(world, send, op, left)
         if op["at"] < op["num_positions"] and not _has_group(op):
             return budget - left
+        op["arrived"] = op["at"]
     if not _announce(world, send, op) or not event_room(world):
         return BLOCKED
-    if op["at"] < op["num_positions"]:
+    if op["arrived"] < op["num_positions"]:
         return max(1, budget - left)
     send["running"] -= 1
     seal_if_done(world, op["flow"])
     emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
     return ENDED - (budget - left)
+
+
+@compiled
+def _put(world: World, send: Send, op: Op, budget: int) -> int:
+    """Puts about ``budget`` bytes of an op, and notes which of its layers have arrived. The bytes put now."""
+    peer = world["peers"][send["peer"]]
+    left = budget
+    while op["at"] < op["num_positions"] and left > 0 and peer["endpoint"] != 0 and peer["failed"] == 0:
+        put = copy_slice(world, send, op, left)
+        if put == NO_ROOM:
+            break
+        left -= put
+        op["posted"] = peer["puts"]
+    if op["mark"] != 0 and peer["flushed"] >= op["mark"]:
+        op["arrived"], op["mark"] = op["until"], 0
+    if op["mark"] == 0 and op["at"] > op["arrived"]:
+        if peer["flushed"] >= op["posted"]:
+            op["arrived"] = op["at"]
+        else:
+            op["until"], op["mark"] = op["at"], op["posted"]
+            peer["wanted"] = max(peer["wanted"], op["mark"])
+    return budget - left
 
 
 @compiled

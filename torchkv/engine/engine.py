@@ -178,6 +178,7 @@ class Engine:
                 connections=self.connections,
                 kernels=memory.kernels or (None if core.device is None else GpuKernels(self._scheduler, core.device)),
                 direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
+                puts=options.forced_path is None,
                 clock=weakly(self._clock),
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
@@ -320,6 +321,12 @@ class Engine:
     def moving(self) -> bool:
         """Whether transfers or stages are under way, so that ``step`` has to be called again and again."""
         return self._scheduler.moving or self._unpacker.busy
+
+    @property
+    def transport_is_driven(self) -> bool:
+        """Whether the resident loop drives the transport, and nothing of Python's is under way on it."""
+        driven = self.flows is not None and self.flows.core.drives_transport
+        return driven and not self.moving and not self.peers.undrained
 
     @property
     def awaits_writers(self) -> bool:

@@ -2,8 +2,10 @@
 
 A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
 ranks are on this host, the pages are mapped, and there is no state. This host's processor copies what lies in its
-memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Everything else, and
-everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
+memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages in host memory
+that are not mapped the loop puts through the network, from the grant on, which comes in a message; unless their runs
+are so short that staging may be faster. Everything else, and everything that goes wrong, is Python's: see
+`torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
@@ -12,23 +14,24 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.core import Core, Notice
+from torchkv.core.core import Core, NetworkLane, Notice
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.geometry import geometry
 from torchkv.core.records import (
     ALL_HERE,
     ALONE,
     AUX,
     BOUND,
     BROKEN,
+    CUT,
     DECIDED,
     DONE,
     GRANTED,
@@ -46,6 +49,7 @@ from torchkv.core.records import (
     RECEIVED,
     ROUND_OVER,
     SEAL,
+    SEGMENT_FIELDS,
     SENT,
     STRAY,
     VERDICT,
@@ -61,6 +65,7 @@ from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
 from torchkv.protocol.send_request import SenderRequest
 from torchkv.protocol.sender import Sender
+from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
@@ -71,6 +76,8 @@ __all__ = ["Flows"]
 
 log = logging.getLogger(__name__)
 
+MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones may be staged
+MAX_ROWS = 1024  # of one page pair that it puts
 MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
 
 
@@ -90,31 +97,52 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 
 
 class _Route:
-    """A plan towards a peer whose pages are mapped, as the loop reads it. launches: of pages on a GPU."""
+    """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
+
+    A route through the network ends with its lane.
+    """
 
     def __init__(
-        self, plan: PairPlan, local: LocalPages, connection: PeerConnection, launches: Launches | None
+        self,
+        plan: PairPlan,
+        local: LocalPages,
+        connection: PeerConnection,
+        launches: Launches | None = None,
+        lane: NetworkLane | None = None,
     ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
         self.launches = launches
+        self.lane = lane
         self.kernels = None if launches is None else launches.words
-        self.words = geometry(
-            plan,
-            lambda component, layer: (local.ptr(component, layer), local.page_stride(component, layer)),
-            lambda component, layer: (
-                connection.ptr(component, layer),
-                connection.placements[component, layer].page_stride,
-            ),
-        )
+        native = None if lane is None else lane.native
+
+        def ours(component: str, layer: int) -> tuple[int, int, int]:
+            placement = local.placements[component, layer]
+            key = 0 if native is None else int(native.local_keys[local.regions[placement.storage]])
+            return local.ptr(component, layer), placement.page_stride, key
+
+        def theirs(component: str, layer: int) -> tuple[int, int, int]:
+            placement = connection.placements[component, layer]
+            if native is None:
+                return connection.ptr(component, layer), placement.page_stride, 0
+            at = int(native.remote_at[placement.storage]) + placement.offset
+            return at, placement.page_stride, int(native.remote_keys[placement.storage])
+
+        self.words = geometry(plan, ours, theirs)
         self.positions = _Positions(plan)
+
+    @property
+    def usable(self) -> bool:
+        return not self.connection.closed and (self.lane is None or self.lane.native is not None)
 
 
 class Flows:
     """One rank's requests on the resident loop, and the rounds of the instance that it leads.
 
     connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. direct:
-    False where no peer is expected to write straight into these pages, so that the loop cannot serve receives.
+    False where no peer is expected to write straight into these pages, so that the loop cannot serve receives. puts:
+    False where pages that are not mapped are not to be put by the loop.
     """
 
     def __init__(
@@ -129,6 +157,7 @@ class Flows:
         connections: Mapping[int, PeerConnection],
         kernels: Kernels | None = None,
         direct: bool = True,
+        puts: bool = True,
         clock: Callable[[], float],
     ) -> None:
         self.core = core
@@ -141,8 +170,12 @@ class Flows:
         self._connections = connections
         self._kernels = kernels
         self._now = clock
+        self._puts = puts and kernels is None
+        # What became of each connection whose pages are not mapped.
+        self._laned: WeakKeyDictionary[PeerConnection, NetworkLane | None] = WeakKeyDictionary()
         self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
         self._sends: dict[int, SenderRequest] = {}  # by flow
+        self._lanes: dict[int, NetworkLane] = {}  # by flow, of those whose pages are put
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
@@ -159,7 +192,7 @@ class Flows:
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self._route(req.dst, plan)
-        if route is None:
+        if route is None or route.lane is not None:  # whose grant comes in a message
             return
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
@@ -197,9 +230,12 @@ class Flows:
             pages=grant.pages,
             src_page=grant.plan.src_page_size,
             dst_page=grant.plan.dst_page_size,
+            network=route.lane is not None,
         )
         if req.flow is not None:
             self._sends[req.flow] = req
+            if route.lane is not None:
+                self._lanes[req.flow] = route.lane
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
@@ -207,7 +243,7 @@ class Flows:
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
         # The critical path of a verb: what is usual is done here, without a call.
         route = self._routes.get((req.dst, id(plan)))
-        if route is None or route.connection.closed or route.connection is not self._connections.get(req.dst):
+        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
             route = self._route(req.dst, plan)
         gate = NO_GATE if self._kernels is None and source.event is None else self._gate(source.event)
         if gate is None or route is None or not self.serves(op) or (self._kernels is not None and self.core.broken):
@@ -247,8 +283,11 @@ class Flows:
                 return None
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
+            lane = self._lanes.pop(req.flow, None)
             for index in left:
-                if self.core.device is not None and (posted := self.core.flying(index)):
+                if lane is not None and (posted := self.core.put(index)):
+                    self._ops[index][1].landed = partial(self.core.has_arrived, req.dst, lane, posted)
+                elif self.core.device is not None and (posted := self.core.flying(index)):
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
             sealed = self.core.take_back_send(req.flow, left)
         for index in left:
@@ -289,24 +328,50 @@ class Flows:
         self.core.disconnect(rank)
 
     def _serving(self, rank: int) -> PeerConnection | None:
-        """The connection to ``rank``, if the loop can copy to it, and reach it."""
+        """The connection to ``rank``, if the loop can copy to it, or put, and reach it."""
         connection = self._connections.get(rank)
-        if connection is None or connection.channel is None or not connection.direct or connection.closed:
+        if connection is None or connection.channel is None or connection.closed:
             return None
+        if not connection.direct:
+            return connection if self._lane(rank, connection) is not None else None
         return connection if self.core.reaches(rank) else None
+
+    def _lane(self, rank: int, connection: PeerConnection) -> NetworkLane | None:
+        """The way to ``rank`` through the network, made when it is first needed."""
+        if connection.channel is None or connection.tags is None or not self._puts:
+            return None
+        if connection not in self._laned:
+            if any(req.dst == rank for req in self._sends.values()):
+                return None  # of an earlier connection, and about to be taken back
+            self._laned[connection] = self.core.connect_network(rank, connection.channel, connection.tags)
+        lane = self._laned[connection]
+        return lane if lane is not None and lane is self.core.lane(rank) else None
 
     def _route(self, rank: int, plan: PairPlan) -> _Route | None:
         """How the loop copies a plan to ``rank``; None if it cannot do that."""
         route = self._routes.get((rank, id(plan)))
-        if route is not None and route.connection is self._connections.get(rank) and not route.connection.closed:
+        if route is not None and route.connection is self._connections.get(rank) and route.usable:
             return None if self.core.broken else route
         connection = self._serving(rank)
         if connection is None or not plan.segments or _has_state(plan) or self.core.broken:
             return None
+        if not connection.direct:
+            return self._route_of_puts(rank, plan, connection)
         launches = None if self._kernels is None else self._kernels.launches(plan, connection)
         if self._kernels is not None and launches is None:
             return None
         route = self._routes[rank, id(plan)] = _Route(plan, self._local, connection, launches)
+        return route
+
+    def _route_of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> _Route | None:
+        """How the loop puts a plan to ``rank``; None if that may be slower than staging, or a part cannot be put."""
+        if not _is_coarse(plan):
+            return None
+        route = _Route(plan, self._local, connection, lane=self._lane(rank, connection))
+        keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
+        if not keys.all():
+            return None
+        self._routes[rank, id(plan)] = route
         return route
 
     def _gate(self, event: object | None) -> Gate | None:
@@ -325,6 +390,8 @@ class Flows:
             return None
         if any(not plan.segments or _has_state(plan) for plan in plans.values()):
             return None
+        if any(not self._connections[rank].direct and not _is_coarse(plan) for rank, plan in plans.items()):
+            return None  # its writer puts in Python, or stages
         return self.core.reserve_receive()
 
     def open_receive(self, req: ReceiverRequest, told: int) -> None:
@@ -338,7 +405,12 @@ class Flows:
             leader=self._decider(),
             told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
+            network=not self._on_host(req.writers),
         )
+
+    def _on_host(self, ranks: Iterable[int]) -> bool:
+        """Whether the loops of all these ranks share memory with this one's."""
+        return all(self.core.reaches(rank) for rank in ranks)
 
     def _decider(self) -> int:
         """See `torchkv.core.records.Receive`, ``leader``."""
@@ -354,7 +426,7 @@ class Flows:
     def grant(self, req: ReceiverRequest) -> bool:
         assert req.flow is not None
         name = req.request.encode()
-        if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
+        if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME or not self._on_host(req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
@@ -456,6 +528,7 @@ class Flows:
                 self._on_op_done(notice.index, now)
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
+                self._lanes.pop(notice.index, None)
                 self.core.end_send(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)
@@ -479,11 +552,19 @@ class Flows:
                     self._sender.outside(*owner)
             case x if x == BROKEN:
                 log.warning("rank %d: the GPU refuses work of the resident loop; Python goes on", self.core.rank)
-                self._sender.take_all_back(now)
+                self._sender.take_back_from_loop(now)
+            case x if x == CUT:
+                self._on_cut(notice.source, now)
             case x if x == STRAY:
                 self._on_stray(notice.source, notice.words, now)
             case _:
                 assert notice.kind == NEWS
+
+    def _on_cut(self, rank: int, now: float) -> None:
+        """What was on its way from or to ``rank`` may be lost: Python goes on with every request of it."""
+        self._sender.take_back_from_loop(now, dst=rank)
+        for req in [req for req in self._receives.values() if rank in req.writers]:
+            self.take_back_receive(req)
 
     def _on_bound(self, flow: int, now: float) -> None:
         req = self._sends[flow]
@@ -516,7 +597,8 @@ class Flows:
     def _on_op_done(self, index: int, now: float) -> None:
         req, op = self._ops.pop(index)
         nbytes, runs = self.core.op_result(index)
-        self._connections[req.dst].count("view", transfers=1, spans=runs, nbytes=nbytes)
+        connection = self._connections[req.dst]
+        connection.count("view" if connection.direct else connection.lane, transfers=1, spans=runs, nbytes=nbytes)
         self._sender.copied(req, op, nbytes, now)
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:
@@ -563,6 +645,12 @@ def _bits(ranks: tuple[int, ...]) -> int:
     """A bit for each rank, as a signed word."""
     bits = sum(1 << rank for rank in ranks)
     return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _is_coarse(plan: PairPlan) -> bool:
+    """Whether the loop should put a plan: its runs are long. Both ends decide alike."""
+    rows = [segment.rows for layer in plan.layers for segment in plan.segments_of[layer]]
+    return all(row.run >= MIN_RUN and row.n0 * row.n1 <= MAX_ROWS for row in rows)
 
 
 def _has_state(plan: PairPlan) -> bool:

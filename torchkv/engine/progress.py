@@ -183,7 +183,9 @@ class ProgressThread:
             wait = engine.next_wake(time.monotonic())
         if again or wait <= 0 or control.unread:
             return
-        fd = transport.arm()
+        # Where the loop drives the transport, this thread need not wake for what it has done already.
+        driven = engine is not None and engine.transport_is_driven
+        fd = self.waker.fd if driven else transport.arm()
         if fd is None:
             return
         gpu = None if engine is None else engine.gpu

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import hmac
 import logging
 import secrets
@@ -102,6 +103,7 @@ class Registration:
         self._processes: dict[int, ProcessId] = {}  # of the ranks
         self._probe_memory: torch.Tensor | None = None  # the scratch memory
         self._core: Core | None = None  # the resident loop, if it can work here
+        self._key = b""  # of control frames
         self._calibrates = False  # whether the costs of connections made from now on are measured on first use
 
     def metadata(self) -> PeerMetadata:
@@ -181,10 +183,11 @@ class Registration:
                 self.control.connect(metadata.rank, metadata.endpoint, metadata.process)
                 self._connect_loop(metadata)
         self._processes = {metadata.rank: metadata.process for metadata in all_metadata}
+        self._key = all_metadata[0].secret if self.secret is None else self.secret
         engine = Engine(
             group_map=group_map,
             options=self.options,
-            key=all_metadata[0].secret if self.secret is None else self.secret,
+            key=self._key,
             transport=self.transport,
             control=self.control,
             memory=self._memory(),
@@ -460,7 +463,20 @@ class Registration:
             if metadata.staging
             else None,
             no_view=no_view,
+            tags=self._tags(metadata) if metadata.mailboxes and self._core is not None else None,
         )
+
+    def _tags(self, peer: PeerMetadata) -> tuple[int, int]:
+        """Of records from a peer, and of those to it; a process's address is like no other's."""
+        ours, theirs = self._metadata_of[self.rank].address, peer.address
+        return _tag(self._key, theirs, ours), _tag(self._key, ours, theirs)
+
+
+def _tag(key: bytes, source: bytes, target: bytes) -> int:
+    digest = hashlib.blake2b(key=key, digest_size=8, person=b"torchkv records")
+    for part in (source, target):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _check_alike(all_metadata: Sequence[PeerMetadata]) -> None:

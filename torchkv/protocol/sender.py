@@ -901,9 +901,9 @@ class Sender:
             if self._stop(req):
                 self._fail(req, error)
 
-    def take_all_back(self, now: float) -> None:
-        """The loop can copy no more: goes on with its requests without it."""
-        for req in [req for req in self._requests.values() if req.flow is not None]:
+    def take_back_from_loop(self, now: float, *, dst: int | None = None) -> None:
+        """The loop can copy no more, or not to the rank ``dst``: goes on with its requests without it."""
+        for req in [req for req in self._requests.values() if req.flow is not None and dst in (None, req.dst)]:
             self._take_back(req, now)
 
     @property

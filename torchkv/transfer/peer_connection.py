@@ -88,6 +88,7 @@ class PeerConnection:
     views: Sequence[RemoteView | None]  # by region of the peer; None for a region that is not mapped here
     staging: StageTarget | None = None  # None: the peer has no staging ring
     no_view: str = ""  # why a region is not mapped
+    tags: tuple[int, int] | None = None  # of records from there, and to there; None if the peer has no resident loop
     costs: Costs | None = None  # measured
     calibration: Iterator[None] | None = None  # measures the costs, step by step; None when done
     counters: dict[str, Counter] = field(default_factory=dict)

@@ -76,7 +76,7 @@ this repository (``ucx``, ``nvshmem``, ``loopback``) are found in the same way a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
@@ -93,6 +93,7 @@ __all__ = [
     "Capabilities",
     "Channel",
     "Completion",
+    "NativeChannel",
     "Region",
     "RemoteView",
     "Transport",
@@ -175,6 +176,29 @@ class RemoteView:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeChannel:
+    """What compiled code needs to use a channel without Python, beside the owner's thread: see `Channel.native`.
+
+    functions: addresses of eight C functions, with the signatures and results of UCX's ``ucp_put_nbx``,
+    ``ucp_ep_flush_nbx``, ``ucp_request_check_status``, ``ucp_request_free``, ``ucp_worker_progress``,
+    ``ucp_tag_send_nbx``, ``ucp_tag_probe_nb`` and ``ucp_tag_msg_recv_nbx``. Any thread may call them.
+    worker, endpoint: what they take first. put_params, params: memory of their last argument, for puts, with the local
+    key in the word ``key_word``, and for all others. local_keys: of host memory, by index of a region registered here.
+    remote_keys, remote_at: key and address of each region of the peer; a key of 0 says that it cannot be put into.
+    """
+
+    functions: Int64Array
+    worker: int
+    endpoint: int
+    put_params: Int64Array
+    key_word: int
+    params: Int64Array
+    local_keys: Int64Array
+    remote_keys: Int64Array
+    remote_at: Int64Array
+
+
 class Region:
     """Registered local memory: the whole storage of a tensor, kept alive until ``Transport.deregister`` or ``close``.
 
@@ -227,6 +251,14 @@ class Channel(ABC):
     def why_no_view(self, region: int) -> str:
         """Why ``view(region)`` is None, in words."""
         return f"transport lane {self.link!r} maps no memory of the peer (region {region})"
+
+    def native(self, closing: Callable[[], None]) -> NativeChannel | None:
+        """For the resident loop, which then puts by itself; None where only Python can.
+
+        closing: called before the endpoint ends, on the owner's thread. When it returns, nothing uses it any more. What
+        was posted may be under way then, and its requests have been freed.
+        """
+        return None
 
     @property
     @abstractmethod

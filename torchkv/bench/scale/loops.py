@@ -24,7 +24,7 @@ def flat_geometry(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> Int64
     words = [len(src), *range(len(src) + 1)]
     for ours, theirs in zip(src, dst, strict=True):
         words += [ours.ctypes.data, theirs.ctypes.data, PAGE, PAGE, 0, 0, PAGE // TOKENS, PAGE // TOKENS]
-        words += [1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1]
+        words += [1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1]
     return np.array(words, dtype=np.int64)
 
 
