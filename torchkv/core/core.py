@@ -65,6 +65,8 @@ _NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "r
 _POSTED = list(Op.__annotations__).index("posted")
 _MOVED, _GATED, _SEND_NETWORK = (list(Send.__annotations__).index(name) for name in ("moved", "gated", "network"))
 _NETWORK = word_at("network") // 8
+_PEER = list(Peer.__annotations__)
+_OF_NETWORK = _PEER[_PEER.index("endpoint") :]
 
 _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 
@@ -219,6 +221,7 @@ class Core:
             peer = self._memory[0]["peers"][here]
             peer["outbox_head"], peer["outbox"], peer["bell"] = outbox_head, outbox, segment.ptr
             peer["inbox_head"], peer["inbox"], peer["grants"] = inbox_head, inbox, segment.ptr + mailbox.GRANTS_AT
+            peer["written"] = 0  # records may have gone through the network before
             self._memory[0]["num_peers"] = max(here + 1, int(self._memory[0]["num_peers"]))
         ctypes.c_int64.from_address(outbox_head + mailbox.READS_AT).value = 1
 
@@ -254,7 +257,8 @@ class Core:
     def connect_network(self, rank: int, channel: Channel, tags: tuple[int, int]) -> NetworkLane | None:
         """Has the loop put to ``rank`` through ``channel``; None if only Python can, or no mailbox is left for it.
 
-        tags: of records that come from there, and that go there. No request may be on the loop with the rank.
+        tags: of records that come from there, and that go there, unless the loops have mapped each other's mailboxes.
+        No send to the rank may be on the loop.
         """
         lane = NetworkLane()
         try:
@@ -271,12 +275,14 @@ class Core:
             for name, words in (("put_params", native.put_params), ("params", native.params)):
                 world[name][: len(words)] = words
             world["key_at"] = self._address + word_at("put_params") + 8 * native.key_word
-            world["peers"][slot] = 0
             peer = world["peers"][slot]
+            for name in _OF_NETWORK if peer["outbox"] else Peer.__annotations__:
+                peer[name] = 0
             peer["endpoint"], peer["memory"] = native.endpoint, lane.memory.ctypes.data
             peer["tag_in"], peer["tag_out"] = tags
             world["num_peers"] = max(slot + 1, int(world["num_peers"]))
             self._lanes[rank] = lane
+            world["lanes"] = len(self._lanes)
         return lane
 
     def cut(self, rank: int, lane: NetworkLane) -> None:
@@ -292,6 +298,7 @@ class Core:
         """While the loop stands still."""
         if (lane := self._lanes.pop(rank, None)) is None:
             return
+        self._memory[0]["lanes"] = len(self._lanes)
         peer = self._memory[0]["peers"][self._slots[rank]]
         lane.failed = True  # what has not arrived yet may never do
         lane.native = None
@@ -325,6 +332,11 @@ class Core:
     def drives_transport(self) -> bool:
         """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
         return bool(self._view[word_at("driving") // 8])
+
+    def look(self) -> None:
+        """Has the loop look for messages of the network, if it expects none."""
+        if self._lanes and not self.drives_transport:
+            posting.wake_loop(self._address)
 
     # ------------------------------------------------------------------ its thread
 
@@ -427,18 +439,21 @@ class Core:
         kernels: Int64Array | None = None,
         src_page: int,
         dst_page: int,
+        network: bool = False,
     ) -> int | None:
         """A flow for a request whose grant has not come; None if all are in use. An event tells that it is bound.
 
         hashes: of its name. writers: a bit for each that the grant must name. max_page: granted pages are below this.
+        network: see `open_send`.
         """
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
         self._kept_sends[flow] = [geometry, kernels]
         table = 0 if kernels is None else kernels.ctypes.data
+        slot, sizes = self._slots[peer], (src_page, dst_page)
         posting.wait_for_grant(
-            self._address, flow, self._slots[peer], max_page, *hashes, writers, geometry, table, src_page, dst_page
+            self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, int(network)
         )
         return flow
 
@@ -497,7 +512,8 @@ class Core:
         peer = world["peers"][send["peer"]]
         if not send["network"] or op["posted"] <= peer["flushed"]:
             return 0
-        peer["wanted"] = max(int(peer["wanted"]), int(op["posted"]))
+        peer["wanted"], world["under_way"] = max(int(peer["wanted"]), int(op["posted"])), 1
+        posting.wake_loop(self._address)
         return int(op["posted"])
 
     def end_send(self, flow: int) -> None:

@@ -246,17 +246,16 @@ def step(world: World) -> bool:
     Blocks nowhere and reads no clock, so that a test can drive many loops in one thread.
     """
     busy = False
-    drives = load(world["address"] + _NETWORK) > 0 or world["driving"] != 0
     world["steps"] += 1
     if event_room(world):
         busy = _obey(world)
         busy |= _hear(world)
-        if drives:
+        if world["lanes"] > 0:
             busy |= drive(world)
             busy |= _hear_network(world)
         busy |= _move(world)
     busy |= _pay(world)
-    if drives:
+    if world["lanes"] > 0:
         _report_failures(world)
     return busy
 
@@ -277,7 +276,7 @@ def settle(world: World) -> None:
             queue_op(world, index)
     while _hear(world):
         pass
-    if world["worker"] != 0:
+    if world["lanes"] > 0:
         while _hear_network(world):
             pass
 
@@ -374,8 +373,8 @@ def run(world: World) -> None:
 
 @compiled
 def _drives_since(world: World, now: int, since: int) -> int:
-    """Decides whether to drive the transport. The time of the last look at which there were flows through it."""
-    if load(world["address"] + _NETWORK) > 0:
+    """Decides whether to go on driving the transport. The time of the last look at which there was a reason to."""
+    if load(world["address"] + _NETWORK) > 0 or world["under_way"] > 0:
         since = now
         world["driving"] = 1
     elif now - since > _GRACE:

@@ -193,11 +193,15 @@ def drive(world: World) -> bool:
         if call_progress(world["native"][PROGRESS], world["worker"]) == 0:
             break
         changed = True
+    under_way = 0
     for slot in range(world["num_peers"]):
         peer = world["peers"][slot]
         if peer["endpoint"] != 0:
             changed |= _reap(world, peer)
             changed |= _flush(world, peer)
+            if peer["requests"] > 0 or peer["flush"] != 0 or (peer["wanted"] > peer["flushed"] and peer["failed"] == 0):
+                under_way += 1
+    world["under_way"] = under_way
     return changed
 
 

@@ -87,6 +87,7 @@ def wait_for_grant(
     kernels: int,
     src_page: int,
     dst_page: int,
+    network: int,
 ) -> None:
     """Makes a free flow a send that waits for a grant: see `Send`."""
     world = world_at(address)
@@ -97,6 +98,8 @@ def wait_for_grant(
     send["generation"] = 0
     send["first"] = send["last"] = send["reach"] = -1
     _clear(send)
+    send["network"] = network
+    world["network"] += network
     send["state"] = WAITING
     _command(world, WAIT, flow)
 

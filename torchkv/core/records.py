@@ -414,8 +414,10 @@ class World(TypedDict):
     gate_numbers, gate_steps: in which step an event of a stream had not happened.
 
     Of a rank that reaches peers through the network: native, worker, put_params, params: see
-    `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. network: flows with such peers.
-    driving: whether the loop drives the transport. message, inbox: of the message that has come.
+    `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
+    with them. under_way: peers to which puts are, or of which a flush is awaited. driving: whether the loop alone
+    drives the transport; else Python's thread does, too, and wakes the loop if something has come. message, inbox: of
+    the message that has come.
     """
 
     address: int
@@ -456,7 +458,9 @@ class World(TypedDict):
     ids_device: int
     worker: int
     key_at: int
+    lanes: int
     network: int
+    under_way: int
     driving: int
     flying: int
     broken: int

@@ -199,8 +199,10 @@ class Engine:
         if self.peers.follow(now):
             busy = self._news = True
         busy |= self._settle(now)
-        if moved or self._scheduler.posting or now >= self._next_tick:
-            busy |= self._transport.progress()
+        if (moved or self._scheduler.posting or now >= self._next_tick) and self._transport.progress():
+            busy = True
+            if self.flows is not None:
+                self.flows.core.look()
         if self.moving:
             busy |= self._scheduler.open_gates(now)
             busy |= self._scheduler.advance(now)

@@ -3,8 +3,8 @@
 A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
 ranks are on this host, the pages are mapped, and there is no state. This host's processor copies what lies in its
 memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages in host memory
-that are not mapped the loop puts through the network, from the grant on, which comes in a message; unless their runs
-are so short that staging may be faster. Everything else, and everything that goes wrong, is Python's: see
+that are not mapped the loop puts through the network, unless their runs are so short that staging may be faster; from
+another host the grant comes in a message. Everything else, and everything that goes wrong, is Python's: see
 `torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -192,7 +192,7 @@ class Flows:
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self._route(req.dst, plan)
-        if route is None or route.lane is not None:  # whose grant comes in a message
+        if route is None or not self.core.reaches(req.dst):  # then the grant comes in a message
             return
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
@@ -203,9 +203,12 @@ class Flows:
             kernels=route.kernels,
             src_page=plan.src_page_size,
             dst_page=plan.dst_page_size,
+            network=route.lane is not None,
         )
         if req.flow is not None:
             self._sends[req.flow] = req
+            if route.lane is not None:
+                self._lanes[req.flow] = route.lane
             self._waiting[req.flow] = plan, []
 
     def heed_grants(self, heeds: bool) -> None:
@@ -405,12 +408,8 @@ class Flows:
             leader=self._decider(),
             told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
-            network=not self._on_host(req.writers),
+            network=not all(self._connections[rank].direct for rank in req.writers),
         )
-
-    def _on_host(self, ranks: Iterable[int]) -> bool:
-        """Whether the loops of all these ranks share memory with this one's."""
-        return all(self.core.reaches(rank) for rank in ranks)
 
     def _decider(self) -> int:
         """See `torchkv.core.records.Receive`, ``leader``."""
@@ -426,7 +425,9 @@ class Flows:
     def grant(self, req: ReceiverRequest) -> bool:
         assert req.flow is not None
         name = req.request.encode()
-        if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME or not self._on_host(req.writers):
+        if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
+            return False
+        if not all(self.core.reaches(rank) for rank in req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)

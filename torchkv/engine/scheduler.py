@@ -239,7 +239,9 @@ class TransferScheduler:
             table.load()
 
     def start(self, op: SendOp, grant: BoundGrant) -> None:
-        """Takes on ``op``. Its end is reported to the sender exactly once, by ``op_finished``."""
+        """Takes on ``op``. Its end is reported to the sender exactly once, by ``op_finished``. Under the lock."""
+        if op.landed is not None:  # the loop may still write to pages: no promise to use the ring only holds
+            self._requester.go_direct(grant.dst, grant.generation)
         self._gated.append(_Gated(op, grant))
 
     def halt(self, op: SendOp) -> None:

@@ -3,7 +3,7 @@
 To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
 that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
-    trace SEED    prints what happens in one run
+    trace SEED [network]    prints what happens in one run
     break NAME    breaks the loop; fails unless some seed shows it
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.bench.scale.loops import TOKENS, Pair
-from torchkv.core import copies, grants, launching, loop, mailbox, receiving, rounds, sending
+from torchkv.core import copies, grants, launching, loop, mailbox, network, receiving, rounds, sending
 from torchkv.core.core import Core
 from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
 
-__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS"]
+__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
 
 SEEDS = range(150)
 DIRECT = ("layer", "slice", "pages")
@@ -33,8 +33,9 @@ def swap(owner: object, **functions: Callable[..., Any]) -> None:
         setattr(owner, name, function)
 
 
-def scenario(seed: int, *, benign: bool = False, gpu: bool = False) -> Scenario:
-    return Scenario(seed, benign=benign, verbs=DIRECT, loop=True, gpu=gpu, states=() if seed % 4 else None)
+def scenario(seed: int, *, benign: bool = False, gpu: bool = False, network: bool = False) -> Scenario:
+    states = () if seed % 4 else None
+    return Scenario(seed, benign=benign, verbs=DIRECT, loop=True, gpu=gpu, network=network, states=states)
 
 
 def _seals_while_it_copies() -> None:
@@ -140,6 +141,56 @@ def _reuses_page_ids_at_once() -> None:
     swap(launching, _place_ids=place)
 
 
+def _announces_what_is_only_put() -> None:
+    real = sending._put
+
+    def put(world: Any, send: Any, op: Any, budget: int) -> int:
+        done = int(real(world, send, op, budget))
+        op["arrived"], op["mark"] = op["at"], 0
+        return done
+
+    swap(sending, _put=put)
+
+
+def _takes_the_end_of_puts_for_their_arrival() -> None:
+    real = network._reap
+
+    def reap(world: Any, peer: Any) -> bool:
+        changed = bool(real(world, peer))
+        if peer["requests"] == 0:
+            peer["flushed"] = peer["puts"]
+        return changed
+
+    swap(network, _reap=reap)
+
+
+def _counts_puts_after_the_flush() -> None:
+    real = network._flush
+
+    def flush(world: Any, peer: Any) -> bool:
+        peer["flushing"] = peer["puts"]
+        return bool(real(world, peer))
+
+    swap(network, _flush=flush)
+
+
+def _forgets_puts_under_way() -> None:
+    swap(Core, put=lambda self, index: 0)
+
+
+def _reuses_the_memory_of_records() -> None:
+    def room(world: Any, peer: Any) -> int:
+        return 2 if peer["endpoint"] and not peer["failed"] else 0
+
+    swap(network, RECORDS=1)
+    swap(mailbox, record_room=room)
+
+
+def _hears_only_while_it_has_flows() -> None:
+    hear = loop._hear_network
+    swap(loop, _hear_network=lambda world: bool(world["network"] and hear(world)))
+
+
 def _decides_without_the_others() -> None:
     def on_done(world: Any, source: int, flow: int, generation: int) -> bool:
         world["votes"][source][flow] = generation
@@ -224,6 +275,15 @@ GPU_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "reuses page ids at once": (_reuses_page_ids_at_once, False),
 }
 
+NETWORK_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "announces what is only put": (_announces_what_is_only_put, True),
+    "takes the end of puts for their arrival": (_takes_the_end_of_puts_for_their_arrival, True),
+    "counts puts after the flush": (_counts_puts_after_the_flush, True),
+    "forgets puts under way": (_forgets_puts_under_way, False),
+    "reuses the memory of records": (_reuses_the_memory_of_records, True),
+    "hears only while it has flows": (_hears_only_while_it_has_flows, True),
+}
+
 BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "seal before flush": (_seals_while_it_copies, False),
     "attest by the first writer only": (_one_seal_is_enough, False),
@@ -242,9 +302,9 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
-def main(command: str, argument: str) -> None:
+def main(command: str, argument: str, kind: str = "") -> None:
     if command == "trace":
-        print(*map(repr, scenario_trace(int(argument))), sep="\n")
+        print(*map(repr, scenario_trace(int(argument), network=kind == "network")), sep="\n")
         return
     if argument in MOMENTS:
         damage, look = MOMENTS[argument]
@@ -252,12 +312,12 @@ def main(command: str, argument: str) -> None:
         damage()
         print(look() or sys.exit(f"nothing wrong was found with a loop that has {argument}"))
         return
-    gpu = argument in GPU_BREAKS
-    make, benign = (GPU_BREAKS if gpu else BREAKS)[argument]
+    gpu, through = argument in GPU_BREAKS, argument in NETWORK_BREAKS
+    make, benign = (GPU_BREAKS if gpu else NETWORK_BREAKS if through else BREAKS)[argument]
     make()
     for seed in SEEDS:
         try:
-            problems = scenario(seed, benign=benign, gpu=gpu).run()
+            problems = scenario(seed, benign=benign, gpu=gpu, network=through).run()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             problems = [repr(error)]
         if problems:
@@ -266,11 +326,11 @@ def main(command: str, argument: str) -> None:
     sys.exit(f"{len(SEEDS)} seeds found nothing wrong with a loop that {argument}")
 
 
-def scenario_trace(seed: int) -> list[tuple[object, ...]]:
-    run = scenario(seed)
+def scenario_trace(seed: int, *, network: bool) -> list[tuple[object, ...]]:
+    run = scenario(seed, network=network)
     assert run.run() == []
     return run.trace
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

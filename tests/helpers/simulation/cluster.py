@@ -17,6 +17,7 @@ import torch
 from torchkv_loopback import Faults, LoopbackTransport, World
 
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeKernels, LoopGpu
+from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
@@ -241,8 +242,9 @@ class Cluster:
 
     world: an existing one, in which a second group begins while frames of the first are still under way. sees_death:
     whether ranks can tell a dead peer from a lost one. lag: whether gathers and scatters end some time after they
-    began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. observers: called with a rank
-    after each of its steps.
+    began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. network: whether they put pages,
+    none of which is mapped. apart: whether only loops of one instance map each other's mailboxes, as on several hosts.
+    observers: called with a rank after each of its steps.
     """
 
     def __init__(
@@ -258,12 +260,16 @@ class Cluster:
         secret: bytes | None = None,
         lag: bool = False,
         gpu: bool = False,
+        network: bool = False,
+        apart: bool = False,
     ) -> None:
         self._kind = _OnGpu if gpu else _Lagging if lag else Registration
         self.gpus: dict[int, LoopGpu] = {}  # by rank
         self._gpu_due: dict[int, float] = {}  # by rank: when its stream goes on
         self._pace = random.Random(f"pace {seed}").choice([0.0, 0.01, 0.4])  # seconds for which a stream rests at most
         self.world = World(seed, faults=faults or Faults(min_delay=1e-4, max_delay=2e-3)) if world is None else world
+        self.network = NativeNetwork(self.world) if network else None
+        self._apart = apart
         self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
         self.observers: list[Callable[[Rank], None]] = []
         self.ranks: list[Rank] = []
@@ -288,8 +294,9 @@ class Cluster:
         world = self.world
         incarnation, drawn = world.random.getrandbits(62), world.random.randbytes(32)
         self._secret = self._secret or drawn  # the same for all
-        transport = LoopbackTransport(world, views=views)
-        return self._kind(
+        network = self.network
+        transport = LoopbackTransport(world, views=views) if network is None else NetworkTransport(world, network)
+        registration = self._kind(
             rank=index,
             instance=place.instance,
             cache=None if place.layout is None else place.make(place.layout, place.num_pages, place.num_slots),
@@ -299,6 +306,12 @@ class Cluster:
             incarnation=incarnation,
             secret=self._secret,
         )
+        if self._apart:
+            connect = registration._connect_loop
+            registration._connect_loop = lambda metadata: (
+                connect(metadata) if metadata.instance == place.instance else None
+            )
+        return registration
 
     def __getitem__(self, rank: int) -> Rank:
         return self.ranks[rank]

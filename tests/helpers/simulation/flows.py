@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import pytest
 
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
 from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
+from torchkv.engine import flows
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.send_request import SenderRequest
 from torchkv.protocol.unmet import ANYBODY
 
-__all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left"]
+__all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]
+
+
+@contextmanager
+def short_runs() -> Iterator[None]:
+    """Lets the resident loop put runs of a few bytes, as those of the simulation are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows, "MIN_RUN", 1)
+        yield
 
 
 @dataclass(frozen=True, slots=True)

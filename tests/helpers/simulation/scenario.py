@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
-from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending, flows_left
+from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending, flows_left, short_runs
 from tests.helpers.simulation.staging_rings import RingShadow, small_fifos
 from tests.helpers.simulation.state_flows import StateFlows, random_states
 from torchkv.engine.work import KVWork
@@ -45,15 +45,16 @@ class Scenario:
         views: bool = False,
         loop: bool = False,
         gpu: bool = False,
+        network: bool = False,
         states: Sequence[State] | None = None,
         brief: bool = False,
         anybody: float = 0.3,
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
         flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
-        what they can, which takes views. gpu: whether they have kernels copy. states: of all layouts; None: by chance.
-        brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not know the
-        receiver, and how many not the prefix.
+        what they can, which takes views or ``network``. gpu: whether they have kernels copy. network: see `Cluster`.
+        states: of all layouts; None: by chance. brief: a quarter as long, with few requests, and a fault for certain.
+        anybody: how many senders do not know the receiver, and how many not the prefix.
         """
         self.seed = seed
         self.verbs = verbs
@@ -71,7 +72,7 @@ class Scenario:
         checksum = not verbs and dice.random() < 0.2
         # With a forced path, every verb but staged_put writes to pages; without one, costs decide.
         path = "slices" if verbs or (not checksum and dice.random() < 0.5) else None
-        views |= loop
+        views |= loop and not network
         path = None if loop else path
         staging = {"staging_send": dice.choice(rings), "staging_recv": dice.choice(rings)}
         if views:
@@ -85,7 +86,16 @@ class Scenario:
         places = random_places(dice, random_states(state_dice) if states is None else states)
         lag = dice.random() < 0.7
         self.cluster = Cluster(
-            places, seed=seed, faults=faults, options=options, sees_death=self.sees_death, views=views, lag=lag, gpu=gpu
+            places,
+            seed=seed,
+            faults=faults,
+            options=options,
+            sees_death=self.sees_death,
+            views=views,
+            lag=lag,
+            gpu=gpu,
+            network=network,
+            apart=network and random.Random(f"apart {seed}").random() < 0.7,
         )
         self.world = self.cluster.world
         self.shadows = {rank.rank: Shadow(rank, self.numbers) for rank in self.cluster.ranks}
@@ -114,8 +124,10 @@ class Scenario:
 
     def run(self) -> list[str]:
         """Performs the whole run. Returns the problems found."""
-        with small_fifos():
+        with small_fifos(), short_runs():
             self._run()
+        if self.cluster.network is not None:
+            self.problems += self.cluster.network.problems
         watched: list[Any] = [*self.shadows.values(), *self.rings.values()]
         return self.problems + [problem for shadow in watched for problem in shadow.problems]
 
@@ -414,7 +426,9 @@ class Scenario:
             if sending is None:
                 self.problems.append(f"{found.flow.name}: succeeded though writer {writer} sealed nothing for it")
                 return
-            src_pages[writer] = sending.pages
+            # A sender that counts from the prompt may have met the request that came after the one that it meant.
+            held = found.flow.prefix - sending.flow.prefix if sending.from_prompt else 0
+            src_pages[writer] = sending.pages[max(0, held) // sending.rank.cache.layout.page_size :]
         sources = {writer: self.sources[writer] for writer in src_pages}
         shadow = self.shadows[found.rank.rank]
         operation = f"request {found.flow.name}"
