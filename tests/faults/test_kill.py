@@ -31,9 +31,9 @@ BIG = {"num_layers": 6, "num_kv_heads": 8, "head_dim": 256, "page_size": 16}
 BIG_PAGES = range(64)
 
 
-def join(instances: list[str], big: bool) -> None:
+def join(instances: list[str], big: bool, unmapped: bool = False) -> None:
     kv = kv_world()
-    cache = random_cache(num_pages=64, **BIG) if big else random_cache()
+    cache = random_cache(num_pages=64, unmapped=unmapped, **BIG) if big else random_cache()
     kv.register(cache, instance=instances[kv.rank()])
 
 
@@ -270,23 +270,26 @@ def test_a_receiver_is_killed(
 
 
 @pytest.mark.parametrize("victim_writes", [True, False], ids=["writer", "receiver"])
+@pytest.mark.parametrize("env", [{"TORCHKV_PATH": "slices"}, {}], ids=["by Python", "by the loop"])
 def test_killed_in_the_middle_of_puts_over_tcp(
-    victim_writes: bool, new_ranks: Callable[[dict[str, str]], Ranks]
+    env: dict[str, str], victim_writes: bool, new_ranks: Callable[[dict[str, str]], Ranks]
 ) -> None:
     """No lane but TCP, 48 MiB: the kill falls among puts that are on their way."""
-    ranks = new_ranks({"UCX_TLS": "tcp", "TORCHKV_PATH": "slices"})
-    ranks.run(join, ALONE, True)
+    ranks = new_ranks({"UCX_TLS": "tcp", **env})
+    ranks.run(join, ALONE, True, not env)
     victim, survivor = (write_half, receive_half) if victim_writes else (read, send_half)
     scenario(ranks, functools.partial(victim, BIG_PAGES), functools.partial(survivor, BIG_PAGES))
     ranks.run(usable, SURVIVOR, BYSTANDER)
 
 
-# What carries the bytes, and the pages: enough that a kill falls among puts that are on their way.
+# What carries the bytes; whether the pages are many, so that a kill falls among puts that are on their way; whether no
+# peer maps them, so that the loop puts them.
 LANES = {
-    "no UCX": ({}, False),
-    "UCX, mapped memory": ({"UCX_TLS": "all"}, False),
-    "UCX, cma": ({"UCX_TLS": "all", "TORCHKV_PATH": "runs"}, False),
-    "UCX, TCP": ({"UCX_TLS": "tcp", "TORCHKV_PATH": "slices"}, True),
+    "no UCX": ({}, False, False),
+    "UCX, mapped memory": ({"UCX_TLS": "all"}, False, False),
+    "UCX, cma": ({"UCX_TLS": "all", "TORCHKV_PATH": "runs"}, False, False),
+    "UCX, TCP": ({"UCX_TLS": "tcp", "TORCHKV_PATH": "slices"}, True, False),
+    "UCX, TCP, by the loop": ({"UCX_TLS": "tcp"}, True, True),
 }
 
 
@@ -304,12 +307,12 @@ def forks(pid_file: str, run: Callable[[], None]) -> None:
 def test_a_forked_child_of_the_dead_keeps_no_pages(
     lane: str, victim_writes: bool, new_ranks: Callable[[dict[str, str]], Ranks], tmp_path: Path
 ) -> None:
-    env, big = LANES[lane]
+    env, big, unmapped = LANES[lane]
     pages = BIG_PAGES if big else PAGES
     victim, survivor = (write_half, receive_half) if victim_writes else (read, send_half)
     pid_file = tmp_path / "child"
     ranks = new_ranks(env)
-    ranks.run(join, ALONE, big)
+    ranks.run(join, ALONE, big, unmapped)
     try:
         scenario(
             ranks,

@@ -13,7 +13,7 @@ from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
 from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint, footprint_within
 from torchkv import KVError
-from torchkv.engine import membership
+from torchkv.engine import flows, membership
 
 P0, P1, NEW0, NEW1, D, E = range(6)
 HOST = (0, 0, 0, 0, 1, 1)  # of each process
@@ -40,10 +40,16 @@ def jobs(hosts: Hosts, tmp_path: Path) -> Iterator[Jobs]:
         "GLOO_SOCKET_IFNAME": "lo",  # the ranks of an instance are on one host
     }
     ranks = Ranks(6, env=env, world=False, holders=[hosts.holders[host] for host in HOST])
+    ranks.run(short_runs)
     made = Jobs(ranks, tmp_path)
     meet(made, made.start("p", [P0, P1]), made.start("d", [D], page_size=16))
     yield made
     ranks.close()
+
+
+def short_runs() -> None:
+    """The resident loop puts runs as short as those of these tests, if no path is forced."""
+    flows.MIN_RUN = 1
 
 
 def meet(jobs: Jobs, prefill: str, decode: str) -> None:

@@ -51,7 +51,7 @@ from torchkv.core.records import (
     World,
     word_at,
 )
-from torchkv.errors import TransportUnavailable
+from torchkv.errors import PeerLost, TransportUnavailable
 from torchkv.host import shared_memory, spin_wait
 from torchkv.host.jit import at_register, libc_functions
 from torchkv.transport.interface import Channel, NativeChannel
@@ -315,7 +315,7 @@ class Core:
     def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
         """Whether the put of this number, and all before it, are in the memory of ``rank``.
 
-        Raises ``TransportUnavailable`` if nobody will know.
+        Raises ``PeerLost`` if nobody will know.
         """
         if not lane.failed:
             peer = self._memory[0]["peers"][self._slots[rank]]
@@ -323,9 +323,7 @@ class Core:
                 return True
             lane.failed = bool(peer["failed"])
         if lane.failed:
-            raise TransportUnavailable(
-                f"the network to rank {rank} has failed: nobody knows what of the last puts has arrived"
-            )
+            raise PeerLost(f"the connection to rank {rank} broke while pages were put: some may not have arrived")
         return False
 
     @property

@@ -199,6 +199,8 @@ def drive(world: World) -> bool:
         if peer["endpoint"] != 0:
             changed |= _reap(world, peer)
             changed |= _flush(world, peer)
+            if peer["outbox"] == 0:
+                record_room(world, peer)  # frees what has ended
             if peer["requests"] > 0 or peer["flush"] != 0 or (peer["wanted"] > peer["flushed"] and peer["failed"] == 0):
                 under_way += 1
     world["under_way"] = under_way
@@ -229,7 +231,7 @@ def cut(world: World, peer: Peer) -> None:
 
 @compiled
 def record_room(world: World, peer: Peer) -> int:
-    """Records that may be sent to the peer now."""
+    """Records that may be sent to the peer now. Frees the requests of those that have been sent."""
     if peer["endpoint"] == 0 or peer["failed"] != 0:
         return 0
     while peer["returned"] < peer["written"]:

@@ -45,12 +45,16 @@ class _Message:
 
 
 class NativeNetwork:
-    """All channels of a world that compiled code uses. puts: how many there were. open: requests not freed."""
+    """All channels of a world that compiled code uses.
+
+    puts, messages: how many there were. open: requests not freed. holding: the requests of messages do not end.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.puts = 0
         self.messages = 0
+        self.holding = False
         self.open: dict[int, Any] = {}  # by number: completions and messages
         self.inboxes: dict[int, deque[tuple[int, bytes]]] = {}  # by node: messages that have arrived
         self._endpoints: dict[int, LoopbackChannel] = {}
@@ -137,7 +141,7 @@ class NativeNetwork:
 
     def _check(self, request: int) -> int:
         operation = self.open[request]
-        if not operation.done:
+        if not operation.done or (self.holding and isinstance(operation, _Message)):
             return _IN_PROGRESS
         return 0 if operation.error is None else LOST
 

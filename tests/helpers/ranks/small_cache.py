@@ -45,8 +45,17 @@ def small_layout(**changes: Any) -> KVLayout:
     return KVLayout.gqa(**{**settings, **changes})
 
 
-def random_cache(num_pages: int = NUM_PAGES, **changes: Any) -> KVCache:
-    cache = KVCache.empty(small_layout(**changes), num_pages, device="cpu")
+def random_cache(num_pages: int = NUM_PAGES, *, unmapped: bool = False, **changes: Any) -> KVCache:
+    """unmapped: in ordinary memory, which no peer can map."""
+    layout = small_layout(**changes)
+    if unmapped:
+        shape = (num_pages, *layout.page_shape("k"))
+        tensors = {
+            name: [torch.empty(shape, dtype=layout.component(name).dtype) for _ in layout.layers] for name in "kv"
+        }
+        cache = KVCache(layout, tensors)
+    else:
+        cache = KVCache.empty(layout, num_pages, device="cpu")
     random_fill(cache, np.random.default_rng())
     return cache
 

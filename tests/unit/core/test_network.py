@@ -1,0 +1,331 @@
+"""The loop over a network, step by step: what has arrived, what has no room, what fails, and messages that lie."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchkv_loopback import Faults, World
+from torchkv_loopback.channel import LoopbackChannel
+
+from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
+from torchkv.bench.scale.loops import PAGE, TOKENS
+from torchkv.core import network
+from torchkv.core.core import Core, NetworkLane, Notice
+from torchkv.core.records import ALONE, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.errors import PeerLost
+
+TAGS = (71, 72)
+LAYERS, PAGES = 3, 12
+
+
+class Apart:
+    """A writer, rank 0, and a reader, rank 1, that share nothing but a network; and pages on both sides."""
+
+    def __init__(self, seed: int = 0, **limits: int) -> None:
+        self.world = World(seed, faults=Faults(min_delay=1e-4, max_delay=1e-3))
+        self.network = NativeNetwork(self.world)
+        self.writer, self.reader = (Core(rank, **limits) for rank in (0, 1))
+        generator = np.random.default_rng(seed)
+        self.src = torch.from_numpy(generator.integers(0, 256, (LAYERS, PAGES, PAGE), dtype=np.uint8))
+        self.dst = torch.full_like(self.src, 0xAB)
+        transports = [NetworkTransport(self.world, self.network) for _ in range(2)]
+        regions = [t.register(memory) for t, memory in zip(transports, (self.src, self.dst), strict=True)]
+        self.channels = [
+            transports[i].connect(transports[1 - i].address(), [regions[1 - i].descriptor()]) for i in (0, 1)
+        ]
+        lane = self.writer.connect_network(1, self.channels[0], TAGS)
+        assert lane is not None
+        self.lane: NetworkLane = lane
+        assert self.reader.connect_network(0, self.channels[1], TAGS[::-1]) is not None
+        words = [LAYERS, *range(LAYERS + 1)]
+        for layer in range(LAYERS):
+            words += [self.src[layer].data_ptr(), self.dst[layer].data_ptr(), PAGE, PAGE, 0, 0, PAGE // TOKENS]
+            words += [PAGE // TOKENS, 1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1]
+        self.geometry = np.array(words, dtype=np.int64)
+
+    def receive(self, pages: int, generation: int = 1) -> int:
+        flow = self.reader.reserve_receive()
+        assert flow is not None
+        self.reader.open_receive(
+            flow,
+            generation=generation,
+            num_tokens=pages * TOKENS,
+            page_size=TOKENS,
+            leader=ALONE,
+            writers=[(0, LAYERS, TOKENS)],
+            network=True,
+        )
+        return flow
+
+    def send(self, peer_flow: int, pages: list[int], generation: int = 1) -> int:
+        flow = self.writer.open_send(
+            peer=1,
+            peer_flow=peer_flow,
+            generation=generation,
+            geometry=self.geometry,
+            pages=np.array(pages, dtype=np.int64),
+            src_page=TOKENS,
+            dst_page=TOKENS,
+            network=True,
+        )
+        assert flow is not None
+        return flow
+
+    def start(self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS)) -> int:
+        index = self.writer.start_op(flow, np.array(layers, dtype=np.int64), np.array(pages, dtype=np.int64), start)
+        assert index is not None
+        return index
+
+    def step(self) -> None:
+        self.writer.step()
+        self.reader.step()
+        self.world.advance(self.world.now + 1e-4)
+        assert self.network.problems == []
+
+    def run(self, steps: int = 400) -> tuple[list[Notice], list[Notice]]:
+        for _ in range(steps):
+            self.step()
+        return self.writer.events(), self.reader.events()
+
+    def message(self, data: bytes, tag: int = TAGS[1]) -> None:
+        """A message arrives at the reader, whatever it says."""
+        self.network.inboxes.setdefault(self.channels[1].node, deque()).append((tag, data))
+
+    def record(self, **words: int) -> bytes:
+        names = ("head", "flows", "generation", "lo", "hi", "nbytes", "spare", "seq")
+        return np.array([words.get(name, 0) for name in names], dtype=np.int64).tobytes()
+
+
+def kinds(notices: list[Notice]) -> list[int]:
+    return [notice.kind for notice in notices]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests(seed: int) -> None:
+    """Layer by layer and in chunks, with little work in a step: every byte, and every request is freed."""
+    dice = random.Random(seed)
+    apart = Apart(seed, turn=dice.choice([1, 600, 1 << 20]), window=dice.choice([9, 256]))
+    expected = apart.dst.clone()
+    for life in range(3):
+        src, dst = dice.sample(range(PAGES), 4), dice.sample(range(PAGES), 4)
+        flow = apart.receive(4, life + 1)
+        send = apart.send(flow, dst, life + 1)
+        chunks = [(layer, page) for layer in range(LAYERS) for page in range(4)]
+        dice.shuffle(chunks)
+        for layer, page in chunks:
+            apart.start(send, [src[page]], start=page, layers=range(layer, layer + 1))
+            if dice.random() < 0.5:
+                apart.step()
+        apart.writer.finish_send(send, 4, b"aux" * life)
+        told, heard = apart.run()
+        assert kinds(told)[-1] == SENT
+        assert kinds(heard)[-1] == RECEIVED
+        assert apart.reader.receive_state(flow).writers[0].aux == b"aux" * life
+        for notice in told:
+            if notice.kind == OP_DONE:
+                apart.writer.op_result(notice.index)
+        apart.writer.end_send(send)
+        apart.reader.close_receive(flow)
+        apart.reader.free_receive(flow)
+        expected[:, dst] = apart.src[:, src]
+        assert torch.equal(apart.dst, expected)
+    assert apart.network.open == {}
+    assert [int(core.world["network"]) for core in (apart.writer, apart.reader)] == [0, 0]
+
+
+def test_what_is_adjacent_is_put_as_one() -> None:
+    apart = Apart()
+    flow = apart.receive(6)
+    send = apart.send(flow, [3, 4, 5, 0, 8, 9])
+    op = apart.start(send, [0, 1, 2, 7, 8, 10])
+    told, _ = apart.run()
+    assert kinds(told) == [OP_DONE]
+    assert apart.writer.op_result(op) == (LAYERS * 6 * PAGE, LAYERS * 4)
+    assert apart.network.puts == LAYERS * 4
+
+
+def test_nothing_is_told_before_it_has_arrived() -> None:
+    """At each WRITTEN that the reader takes, the bytes that it speaks of are there."""
+    apart = Apart(turn=300)
+    flow = apart.receive(8)
+    send = apart.send(flow, list(range(8)))
+    for layer in range(LAYERS):
+        apart.start(send, list(range(8)), layers=range(layer, layer + 1))
+    seen: set[int] = set()
+    for _ in range(300):
+        apart.step()
+        cover = apart.reader.receive_state(flow).writers[0].intervals
+        for layer, intervals in enumerate(cover):
+            if intervals:
+                assert torch.equal(apart.dst[layer, :8], apart.src[layer, :8])
+                seen.add(layer)
+    assert seen == set(range(LAYERS))
+
+
+def test_one_flush_stands_for_many_ops() -> None:
+    apart = Apart()
+    apart.world.faults = Faults(min_delay=0.02, max_delay=0.02)
+    flow = apart.receive(8)
+    send = apart.send(flow, list(range(8)))
+    for page in range(8):
+        apart.start(send, [page], start=page)
+    flushes: list[int] = []
+    real = LoopbackChannel.flush
+
+    def flush(channel: LoopbackChannel) -> Any:
+        flushes.append(1)
+        return real(channel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoopbackChannel, "flush", flush)
+        told, _ = apart.run(2000)
+    assert kinds(told) == [OP_DONE] * 8
+    assert len(flushes) <= 2
+
+
+def test_puts_that_find_no_room_wait() -> None:
+    """Only so many requests at once: here fewer than a layer has pages."""
+    apart = Apart()
+    peer = apart.writer.world["peers"][apart.writer._slots[1]]
+    under_way = network.PUTS - 2
+    peer["requests"] = under_way
+    ring = int(peer["memory"]) + network.NETWORK_NBYTES - 16 * network.PUTS
+    blocker = apart.network._request(_Never())
+    for place in range(under_way):
+        ctypes.c_int64.from_address(ring + 16 * place).value = blocker
+    flow = apart.receive(8)
+    send = apart.send(flow, [0, 2, 4, 6, 8, 10, 1, 3])
+    apart.start(send, [0, 2, 4, 6, 8, 10, 1, 3])
+    apart.run(20)
+    assert apart.network.puts == network.PUTS - under_way
+    assert int(peer["requests"]) == network.PUTS
+
+
+class _Never:
+    done, error = False, None
+
+
+def test_a_broken_connection() -> None:
+    """Python is told once; what was put and not flushed has not arrived, and nobody claims it."""
+    apart = Apart()
+    flow = apart.receive(2)
+    send = apart.send(flow, [0, 1])
+    op = apart.start(send, [0, 1])
+    apart.writer.step()
+    apart.writer.step()
+    with apart.writer.standing_still():
+        posted = apart.writer.put(op)
+    assert posted > 0
+    assert not apart.writer.has_arrived(1, apart.lane, posted)
+    apart.channels[0].lose("cut")
+    told, heard = apart.run(50)
+    assert kinds(told) == [CUT]
+    assert RECEIVED not in kinds(heard)
+    with pytest.raises(PeerLost, match="rank 1"):
+        apart.writer.has_arrived(1, apart.lane, posted)
+    assert apart.writer.lane(1) is None
+
+
+def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:
+    apart = Apart()
+    flow = apart.receive(2)
+    send = apart.send(flow, [0, 1])
+    op = apart.start(send, [0, 1])
+    apart.writer.step()
+    with apart.writer.standing_still():
+        apart.writer.settle()
+        posted = apart.writer.put(op)
+        apart.writer.take_back_send(send, [op])
+    assert int(apart.writer.world["network"]) == 0
+    assert posted > 0
+    while not apart.writer.has_arrived(1, apart.lane, posted):
+        apart.step()
+    assert torch.equal(apart.dst[0, :2], apart.src[0, :2])
+
+
+def test_closing_the_channel_ends_the_lane_first() -> None:
+    apart = Apart()
+    flow = apart.receive(2)
+    send = apart.send(flow, [0, 1])
+    op = apart.start(send, [0, 1])
+    apart.writer.step()
+    with apart.writer.standing_still():
+        posted = apart.writer.put(op)
+    apart.channels[0].close()
+    assert apart.network.open == {}, "requests that nobody frees"
+    assert kinds(apart.writer.events()) == [CUT]
+    with pytest.raises(PeerLost):
+        apart.writer.has_arrived(1, apart.lane, posted)
+    apart.run(10)  # nothing uses the endpoint any more: the fake network would say so
+
+
+LIES: dict[str, Callable[[Apart, int], bytes]] = {
+    "a grant, which lies in no memory": lambda apart, flow: apart.record(head=GRANT, flows=flow, generation=1),
+    "half a record": lambda apart, flow: apart.record(head=SEAL, flows=flow, generation=1, lo=2)[:32],
+    "two records": lambda apart, flow: apart.record(head=SEAL, flows=flow, generation=1, lo=2) * 2,
+    "nothing": lambda apart, flow: b"",
+    "a kind that there is not": lambda apart, flow: apart.record(head=99, flows=flow, generation=1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_messages_that_are_no_records(lie: str) -> None:
+    apart = Apart()
+    flow = apart.receive(2)
+    apart.message(LIES[lie](apart, flow))
+    _, heard = apart.run(5)
+    assert heard == []
+    finish(apart, flow)
+
+
+def finish(apart: Apart, flow: int) -> None:
+    send = apart.send(flow, [0, 1])
+    apart.start(send, [0, 1])
+    apart.writer.finish_send(send, 2, b"")
+    _, heard = apart.run()
+    assert kinds(heard) == [RECEIVED]
+
+
+def test_a_record_with_the_tag_of_nobody() -> None:
+    apart = Apart()
+    flow = apart.receive(2)
+    for tag in (0, TAGS[0], -1):
+        apart.message(apart.record(head=WRITTEN | LAYERS << 32, flows=flow, generation=1, hi=2 * TOKENS), tag)
+        apart.message(apart.record(head=SEAL, flows=flow, generation=1, lo=2), tag)
+    _, heard = apart.run(5)
+    assert heard == []
+    assert all(not intervals for intervals in apart.reader.receive_state(flow).writers[0].intervals)
+    finish(apart, flow)
+
+
+@pytest.mark.parametrize("flow", [0, 511, 512, 0xFFFFFFFF])
+@pytest.mark.parametrize("kind", [WRITTEN, SEAL, VERDICT])
+def test_a_record_for_a_flow_that_is_not_here(flow: int, kind: int) -> None:
+    """Python judges it."""
+    apart = Apart()
+    apart.message(apart.record(head=kind, flows=flow, generation=7))
+    _, heard = apart.run(5)
+    assert kinds(heard) == [STRAY]
+
+
+def test_records_that_find_no_room_stay_due() -> None:
+    """Requests of messages that the network does not end: the ring of records fills, and nothing is lost."""
+    apart = Apart()
+    apart.network.holding = True
+    flows = [apart.receive(1, generation) for generation in range(1, 101)]
+    for generation, flow in enumerate(flows, start=1):
+        send = apart.send(flow, [0], generation)
+        apart.start(send, [0])
+        apart.writer.finish_send(send, 1, b"")
+    _, heard = apart.run()
+    assert len(heard) < 100
+    apart.network.holding = False
+    _, more = apart.run(2000)
+    assert kinds(heard + more).count(RECEIVED) == 100
