@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torchkv.core.mailbox import call_write, futex_wake
-from torchkv.core.records import ALL_HERE, MAX_EVENTS, MAX_FLOWS, WRITE, World, word_at
+from torchkv.core.records import ALL_HERE, MAX_EVENTS, MAX_FLOWS, SYSCALL, WRITE, World, word_at
 from torchkv.host.atomics import exchange_if, load, store
-from torchkv.host.jit import compiled
+from torchkv.host.futex import futex_wake
+from torchkv.host.jit import c_function, compiled
 
 __all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
 
@@ -14,6 +14,8 @@ __all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
 _RESERVE = 3 * MAX_FLOWS + 64
 _TAIL, _HEAD, _NEWS = word_at("event_tail"), word_at("event_head"), word_at("news")
 _SLEEPERS, _EAGER, _ONE = word_at("sleepers"), word_at("eager"), word_at("one")
+
+call_write = c_function(3, 64)
 
 
 @compiled
@@ -38,7 +40,7 @@ def tell_waiters(world: World) -> None:
     while exchange_if(news, before, before + 1) != before:
         before = load(news)
     if load(world["address"] + _SLEEPERS) != 0:
-        futex_wake(world, news)
+        futex_wake(world["functions"][SYSCALL], world["futex"], news)
 
 
 @compiled

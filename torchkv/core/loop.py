@@ -8,7 +8,7 @@ import numpy as np
 
 from torchkv.core.events import emit, event_room
 from torchkv.core.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
-from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, futex_wait, owe, take, waiting
+from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
 from torchkv.core.network import NONE, drive, receive
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
@@ -25,6 +25,7 @@ from torchkv.core.records import (
     POSTED,
     SEAL,
     STRAY,
+    SYSCALL,
     VERDICT,
     WAITING,
     WRITTEN,
@@ -35,6 +36,7 @@ from torchkv.core.records import (
 from torchkv.core.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
 from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
 from torchkv.host.atomics import exchange, fence, load, store
+from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
 
 __all__ = [
@@ -367,7 +369,7 @@ def run(world: World) -> None:
         store(bell, state)
         fence()
         if not _has_work(world):
-            futex_wait(world, bell, state, nap, scratch)
+            futex_wait(world["functions"][SYSCALL], world["futex"], bell, state, nap, scratch)
         store(bell, 0)
 
 

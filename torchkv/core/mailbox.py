@@ -25,7 +25,6 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 
 from __future__ import annotations
 
-from torchkv.arrays import Int64Array
 from torchkv.core.network import record_room, send_record
 from torchkv.core.records import (
     DUE,
@@ -42,6 +41,7 @@ from torchkv.core.records import (
     word_at,
 )
 from torchkv.host.atomics import copy_bytes, fence, load, store
+from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled
 
 __all__ = [
@@ -53,10 +53,7 @@ __all__ = [
     "NAPPING",
     "READS_AT",
     "SEGMENT_NBYTES",
-    "call_write",
     "call_yield",
-    "futex_wait",
-    "futex_wake",
     "mailbox_at",
     "owe",
     "ring",
@@ -69,12 +66,9 @@ __all__ = [
 ASLEEP, NAPPING = 1, 2  # of a bell
 _SEQ = 56  # offset of a record's ``seq``
 LINE = 128
-_FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 1 << 30
 _RECORD = word_at("record")
 
-call_system = c_function(7, 64)
 call_yield = c_function(1, 32)
-call_write = c_function(3, 64)
 
 
 READS_AT = 8  # offset of the word that says that a rank reads, from its head
@@ -90,23 +84,6 @@ def mailbox_at(slot: int) -> tuple[int, int]:
 
 
 @compiled
-def futex_wait(world: World, address: int, value: int, nanoseconds: int, scratch: Int64Array) -> None:
-    """Sleeps until the word is no longer ``value`` and `futex_wake` was called, for so long at most.
-
-    scratch: two words of the calling thread.
-    """
-    scratch[0], scratch[1] = nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000
-    limit = scratch.ctypes.data
-    call_system(world["functions"][SYSCALL], world["futex"], address, _FUTEX_WAIT, value, limit, 0, 0)
-
-
-@compiled
-def futex_wake(world: World, address: int) -> None:
-    """Wakes all threads, of any process, that sleep on the word."""
-    call_system(world["functions"][SYSCALL], world["futex"], address, _FUTEX_WAKE, _EVERYBODY, 0, 0, 0)
-
-
-@compiled
 def ring(world: World, bell: int) -> None:
     """After a store that the bell's owner should see. A system call only if its loop sleeps."""
     if bell == 0:  # of a peer that is reached through the network
@@ -114,7 +91,7 @@ def ring(world: World, bell: int) -> None:
     fence()
     if load(bell) != 0:
         store(bell, 0)
-        futex_wake(world, bell)
+        futex_wake(world["functions"][SYSCALL], world["futex"], bell)
 
 
 @compiled

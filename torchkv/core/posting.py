@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
 import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.core.events import tell_driver, tell_waiters
 from torchkv.core.loop import FINISH, POST, ROUND, START, WAIT
-from torchkv.core.mailbox import NAPPING, call_yield, futex_wait, ring
-from torchkv.core.records import CLOCK, COMMANDS, GRANT_NBYTES, OPEN, WAITING, YIELD, Send, World, word_at
-from torchkv.core.world import world_at
+from torchkv.core.mailbox import NAPPING, call_yield, ring
+from torchkv.core.records import (
+    CLOCK,
+    COMMANDS,
+    GRANT_NBYTES,
+    OPEN,
+    SYSCALL,
+    WAITING,
+    WORLD,
+    YIELD,
+    Send,
+    World,
+    word_at,
+)
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
+from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = [
@@ -31,6 +50,28 @@ __all__ = [
     "wake_loop",
     "wake_waiters",
 ]
+
+
+def _plain(address: int) -> World:
+    memory = (ctypes.c_uint8 * WORLD.itemsize).from_address(int(address))
+    return cast(World, np.frombuffer(cast(Any, memory), WORLD)[0])
+
+
+def _compiled() -> Callable[[int], World]:
+    record = numba.from_dtype(WORLD)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(record))
+
+    def definition(typing: Any, address: Any) -> Any:
+        return record(types.int64), codegen
+
+    return cast(Callable[[int], World], intrinsic(definition))
+
+
+# world_at(address): the `World` at this address, which must stay allocated. numba takes 8 us to recognise a record of
+# this size among the arguments of a call, and nothing for an integer.
+world_at: Callable[[int], World] = _plain if numba.config.DISABLE_JIT else _compiled()
 
 _TAIL, _LOCK, _WANTED, _NEWS = (word_at(name) for name in ("command_tail", "lock", "wanted", "news"))
 _STOP = word_at("stop")
@@ -276,4 +317,4 @@ def wait_news(address: int, seen: int, nanoseconds: int) -> None:
     scratch = np.zeros(2, dtype=np.int64)
     news = address + _NEWS
     if load(news) == seen:
-        futex_wait(world, news, seen, nanoseconds, scratch)
+        futex_wait(world["functions"][SYSCALL], world["futex"], news, seen, nanoseconds, scratch)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.bench.scale.loops import TOKENS, Pair
-from torchkv.core import copies, grants, launching, loop, mailbox, network, receiving, rounds, sending
+from torchkv.core import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
 from torchkv.core.core import Core
 from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
@@ -78,13 +78,13 @@ def _forgets_commands_when_taken_back() -> None:
 
 def _copies_the_window_wrongly() -> None:
     swap(
-        copies,
+        stripes,
         first_owed=lambda granted, window, unit, src_page, dst_page: max(0, granted - unit) if window >= 0 else 0,
     )
 
 
 def _counts_the_pages_of_other_holders() -> None:
-    swap(copies, before=lambda pair, per_unit, holders, holder: pair // holders)
+    swap(stripes, before=lambda pair, per_unit, holders, holder: pair // holders)
 
 
 def _drops_an_op() -> None:
