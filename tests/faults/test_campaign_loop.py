@@ -12,7 +12,7 @@ from tests.helpers.simulation.campaigns import batches, check
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    batches("loop", "gpu"),
+    batches("loop", "gpu", "network"),
     ids=lambda value: value if isinstance(value, str) else f"{value.start}:{value.stop}",
 )
 def test_nothing_breaks_in_short_schedules(name: str, batch: range) -> None:

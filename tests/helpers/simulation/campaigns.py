@@ -65,6 +65,11 @@ def _gpu(seed: int) -> Scenario:
     return Scenario(seed, brief=True, verbs=verbs, loop=True, gpu=True, states=() if seed % 4 else None)
 
 
+def _network(seed: int) -> Scenario:
+    verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
+    return Scenario(seed, brief=True, verbs=verbs, loop=True, network=True, states=() if seed % 4 else None)
+
+
 def _anybody(seed: int) -> Scenario:
     return Scenario(seed, brief=True, verbs=DIRECT, loop=seed % 3 > 0, states=() if seed % 4 else None, anybody=0.8)
 
@@ -84,10 +89,11 @@ def _joins(seed: int) -> Life:
 CAMPAIGNS = {
     campaign.name: campaign
     for campaign in (
-        Campaign("loop", "the resident loop, compiled, between ranks of one host", 5300, _loop),
+        Campaign("loop", "the resident loop, compiled, between ranks of one host", 4600, _loop),
+        Campaign("network", "the resident loop that puts through a network, as between hosts", 700, _network),
         Campaign("gpu", "the resident loop with pages on GPUs, whose kernels end late", 300, _gpu),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
-        Campaign("puts", "puts of all verbs over a network, as between hosts", 1200, _puts),
+        Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
         Campaign("joins", "jobs that come, go, die and come again", 200, _joins),
     )
