@@ -162,6 +162,7 @@ class Registration:
             checksum=self.options.checksum,
             regions=[region_metadata(region) for region in self._regions],
             placements=placement_metadata(self.cache),
+            scales=self.cache.scales.metadata(),
             mailboxes=b"" if self._core is None else self._core.descriptor(),
         )
 
@@ -247,7 +248,8 @@ class Registration:
                 continue
             if engine.group_map.owes(rank):
                 connection = engine.connection(rank)
-                connection.path(forced=self.options.require, page_for_page=True)
+                converts = engine.group_map.converts(rank)
+                connection.path(forced=self.options.require, page_for_page=True, converts=converts)
                 engine.prepare(rank)
             if engine.group_map.contributing((rank,), self.rank):
                 engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request
@@ -413,6 +415,7 @@ class Registration:
             storage_ptrs=[storage.data_ptr() for storage in self.cache.storages],
             regions=[region.index for region in self._regions],
             pools=self.cache.pools,
+            scales=self.cache.scales,
         )
 
     def _connect(self, rank: int) -> PeerConnection:
@@ -454,6 +457,7 @@ class Registration:
             rank=metadata.rank,
             layout=layout,
             placements=metadata.placement_map(),
+            scales=metadata.page_scales(layout),
             channel=channel,
             views=views,
             staging=StageTarget(len(metadata.regions) - 2, metadata.staging, metadata.channels)

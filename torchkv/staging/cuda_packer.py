@@ -18,11 +18,12 @@ import torch
 
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.cuda.sync_words import StreamCompletion
-from torchkv.errors import PageOutOfRange, ProtocolError
+from torchkv.errors import PageOutOfRange, ProtocolError, TransportUnavailable
 from torchkv.kernels import copies
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
 from torchkv.kernels.launch import FifoArgs
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.stage_format import MAX_CHANNELS
 from torchkv.protocol.actions import Scatter
@@ -204,7 +205,9 @@ class CudaPacker(Packer):
         if state is not None:
             self._states.append(state)
 
-    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
+    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool, scales: Scales = NO_SCALES) -> None:
+        if plan.converts:
+            raise TransportUnavailable("pages on GPUs are not converted to another dtype yet")
         self._load(self._launcher(plan, sending=sending).kernels_for(checksum=checksum, fifo=not checksum))
         self._ready.add((id(plan), sending, checksum))
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from torchkv.errors import TransportUnavailable
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.launch import kernels_for
 from torchkv.layout.kernel_geometry import Geometry, geometry
@@ -62,6 +63,8 @@ class BaseAddressTable:
     """The address groups of one connection and plan, and the kernels that copy them."""
 
     def __init__(self, plan: PairPlan, local: LocalPages, connection: PeerConnection) -> None:
+        if plan.converts:
+            raise TransportUnavailable("pages on GPUs are not converted to another dtype yet")
         self.plan = plan
         self._is_loaded = False
         entries: dict[Geometry, list[tuple[int, int, int]]] = {}

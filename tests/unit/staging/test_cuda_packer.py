@@ -24,7 +24,7 @@ from torchkv.staging.cuda_packer import ASK_EVERY, PATIENCE, STATES, CudaPacker
 from torchkv.staging.memory import StageMemory
 from torchkv.staging.packer import FifoStage, GatherJob
 
-PLAN: Any = SimpleNamespace()
+PLAN: Any = SimpleNamespace(converts=False)
 LAYOUT: Any = SimpleNamespace(payload=4096)
 PIECE = Piece((0, 1), 3, 2)
 PAGES = np.array([7, 5, 9, 4], dtype=np.int64)
@@ -292,7 +292,7 @@ def test_a_mismatch_names_the_page_and_its_buffer_is_used_again(bench: Bench, mi
 def test_kernels_are_loaded_once_for_each_plan(bench: Bench) -> None:
     assert not bench.packer.ready(PLAN)
     job = bench.job()
-    job.plan = SimpleNamespace()
+    job.plan = SimpleNamespace(converts=False)
     for each, loaded in ((bench.job(), 1), (job, 2), (bench.job(), 2)):
         steps = bench.packer.scatter(each)
         assert next(steps) == 0
