@@ -248,8 +248,9 @@ class Registration:
                 continue
             if engine.group_map.owes(rank):
                 connection = engine.connection(rank)
-                converts = engine.group_map.converts(rank)
-                connection.path(forced=self.options.require, page_for_page=True, converts=converts)
+                if self.options.require is not None:
+                    converts = engine.group_map.converts(rank)
+                    connection.path(forced=self.options.require, page_for_page=True, converts=converts)
                 engine.prepare(rank)
             if engine.group_map.contributing((rank,), self.rank):
                 engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request

@@ -13,7 +13,7 @@ from tests.helpers.ranks.lane_transfer import Case
 from tests.helpers.ranks.layout_cases import case, gqa, mla, tp
 from torchkv import Component, KVLayout
 
-__all__ = ["CONVERT_CASES", "random_scales", "staged"]
+__all__ = ["CONVERT_CASES", "PARTLY", "converting", "random_scales", "staged"]
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

@@ -40,6 +40,7 @@ __all__ = [
     "tally",
     "transfer",
     "views",
+    "without_nan",
 ]
 
 Bytes = npt.NDArray[np.uint8]
