@@ -148,6 +148,7 @@ def the_other_way() -> None:
                 kv.send_pages("r", [1], 0)
             with pytest.raises(LayoutMismatch, match=text):
                 kv.finish("r", 0)
+            assert "accept=(torch.float8_e4m3fn,)" in kv.explain(0).why
 
 
 def test_pages_that_are_not_accepted_do_not_go(four: Ranks) -> None:
@@ -203,3 +204,35 @@ def both_kinds_of_requests() -> None:
 
 def test_requests_that_convert_and_others_share_a_group(four: Ranks) -> None:
     four.run(both_kinds_of_requests)
+
+
+def layer_groups() -> None:
+    """Each layer group has a page list, and scales, of its own."""
+    groups = {"full": [0], "sliding": [1]}
+    scales = {"k.full": 0.5, "v.full": [0.25], "k.sliding": [[2.0, 4.0]], "v.sliding": 1.0}
+    with kv_group() as kv:
+        writes = kv.rank() == 0
+        layout = layouts_of(kv.rank(), BF16, groups=groups)
+        cache = KVCache.empty(layout, NUM_PAGES, device="cpu", scales=None if writes else scales)
+        random_fill(cache, np.random.default_rng(kv.rank()))
+        without_nan(cache)
+        kv.register(cache, instance="prefill" if writes else f"decode-{kv.rank()}")
+        names = ["k.full", "v.full", "k.sliding", "v.sliding"]
+        held = [next(tensor for tensor in cache[name] if tensor is not None) for name in names]
+        if writes:
+            kv.send_pages("r", {"full": [1, 2], "sliding": [7, 8]}, 1)
+            kv.finish("r", 1).wait(30)
+        elif kv.rank() == 1:
+            kv.recv_pages("r", {"full": [5, 3], "sliding": [4, 9]}, 0).wait(30)
+        everyone: list[Any] = [None] * kv.size()
+        dist.all_gather_object(everyone, [tensor.float() for tensor in held], group=kv)
+        if kv.rank() == 1:
+            factors = [0.5, 0.25, torch.tensor([2.0, 4.0])[:, None], 1.0]
+            for name, ours, theirs, scale in zip(names, held, everyone[0], factors, strict=True):
+                src, dst = ([1, 2], [5, 3]) if name.endswith("full") else ([7, 8], [4, 9])
+                expected = convert(theirs[src].to(BF16), FP8, scale)
+                assert torch.equal(ours.view(torch.uint8)[dst], expected.view(torch.uint8)), name
+
+
+def test_layer_groups_have_their_pages_and_scales(four: Ranks) -> None:
+    four.run(layer_groups)

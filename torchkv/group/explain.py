@@ -88,9 +88,8 @@ def explain(
         "notes": tuple(notes),
     }
     if not group_map.owes(rank):
-        return Explanation(
-            path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
-        )
+        why = group_map.refusal((rank,)) or "the two layouts share nothing"
+        return Explanation(path="none", link="none", why=why, limit_gbps=None, lanes={}, **common)
     connection = thread.call(lambda: engine.connection(rank))
     lane = thread.call(lambda: connection.lane)
     limit = None if common["lost"] else registration.measure(thread, connection)

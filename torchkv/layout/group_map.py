@@ -78,6 +78,7 @@ class GroupMap:
         self.contributing = lru_cache(maxsize=4096)(self._contributing)
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
         self.converts = lru_cache(maxsize=4096)(self._converts)
+        self.refusal = lru_cache(maxsize=4096)(self._refusal)
         self.owed = lru_cache(maxsize=4096)(self._owed)
         self.gap = lru_cache(maxsize=4096)(self._gap)
         self.exempt = lru_cache(maxsize=4096)(self._exempt)
@@ -212,18 +213,22 @@ class GroupMap:
             return known
         if peers is None:
             return ()
-        ranks = self.owed(self._accepting(self.resolve(peers, operation, "dst"), operation))
+        resolved = self.resolve(peers, operation, "dst")
+        if (refused := self.refusal(resolved)) is not None:
+            raise LayoutMismatch(f"{operation}: {refused}")
+        ranks = self.owed(resolved)
         if plain:
             targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
         return ranks
 
-    def _accepting(self, ranks: tuple[int, ...], operation: str) -> tuple[int, ...]:
-        """``ranks``. Raises ``LayoutMismatch`` if one of them does not accept the dtype of this rank's pages."""
-        if self.me.layout is not None:
-            for layout in self._holders(ranks).values():
-                if (refused := refusal({self.rank: self.me.layout}, layout)) is not None:
-                    raise LayoutMismatch(f"{operation}: {refused}")
-        return ranks
+    def _refusal(self, ranks: tuple[int, ...]) -> str | None:
+        """Why the first of ``ranks`` does not accept the dtype of this rank's pages, as a clause; None if all do."""
+        if self.me.layout is None:
+            return None
+        for layout in self._holders(ranks).values():
+            if (refused := refusal({self.rank: self.me.layout}, layout)) is not None:
+                return refused
+        return None
 
     def layout(self, rank: int) -> KVLayout:
         """The layout of ``rank``. Raises ``LayoutMismatch`` if it registered no cache."""
