@@ -16,7 +16,16 @@ from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.convert_cases import CONVERT_CASES, PARTLY, staged
 from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, random_fill, transfer, without_nan
 from tests.helpers.ranks.small_cache import NUM_PAGES, meet, page_bytes, small_layout
-from torchkv import KVCache, KVError, KVLayout, KVProcessGroup, LayoutMismatch, TransportUnavailable, convert
+from torchkv import (
+    KVCache,
+    KVError,
+    KVLayout,
+    KVProcessGroup,
+    LayoutMismatch,
+    RingExhausted,
+    TransportUnavailable,
+    convert,
+)
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -133,6 +142,24 @@ def without_a_ring() -> None:
 
 def test_without_a_ring_there_is_no_path_over_a_network(shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("hosts", 4, **TCP).run(without_a_ring)
+
+
+def in_a_ring_too_small() -> None:
+    with kv_group(staging_recv=100) as kv:
+        registered(kv)
+        rx = kv.recv_pages("r", [1], 0) if kv.rank() == 1 else None
+        meet(kv)
+        if kv.rank() == 0:
+            with pytest.raises(RingExhausted, match=r"one page of a layer takes 512 bytes .*rank 1 has 100"):
+                kv.send_pages("r", [1], 1).wait(30)
+            kv.cancel("r").wait(30)
+        elif rx is not None:
+            with pytest.raises(KVError):
+                rx.wait(30)
+
+
+def test_a_ring_too_small_is_an_error_and_no_put(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("hosts", 4, **TCP).run(in_a_ring_too_small)
 
 
 def the_other_way() -> None:

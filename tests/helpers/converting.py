@@ -220,8 +220,11 @@ def stage_memory(nbytes: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]
     return memory[skip : skip + nbytes]
 
 
-def staged(pair: Pair, rng: np.random.Generator, *, parts: int, checksum: bool) -> int:
-    """By host packers on both sides, piece by piece. Returns the bytes of the receiver's pages in all pieces."""
+def staged(pair: Pair, rng: np.random.Generator, *, parts: int, checksum: bool, spoils: bool = False) -> int:
+    """By host packers on both sides, piece by piece. Returns the bytes of the receiver's pages in all pieces.
+
+    spoils: changes a bit of each stage on the way. Its sign bit, which no conversion drops.
+    """
     src_pages, dst_pages = np.array(pair.src_pages, np.int64), np.array(pair.dst_pages, np.int64)
     filled = 0
     for piece, layout in pair.pieces(parts, checksum=checksum):
@@ -237,6 +240,12 @@ def staged(pair: Pair, rng: np.random.Generator, *, parts: int, checksum: bool) 
         if checksum:
             for _ in host_packer.write_sums(layout, sides[True], at):
                 pass
+        if spoils:
+            section = layout.sections[int(rng.integers(len(layout.sections)))]
+            conversion = section.segment.conversion
+            assert conversion is not None
+            size = conversion.wire.itemsize
+            stage[section.offset + int(rng.integers(section.layer_nbytes // size)) * size + size - 1] ^= 0x80
         for _ in host_packer.copy(layout, sides[False], at):
             pass
         if checksum:
@@ -247,6 +256,6 @@ def staged(pair: Pair, rng: np.random.Generator, *, parts: int, checksum: bool) 
                     next(steps)
             except StopIteration as end:
                 bad = end.value
-            assert bad is None
+            assert bad is None, bad
         filled += layout.payload
     return filled

@@ -212,7 +212,8 @@ def convert_pairs(
     scales = scales if scales.flags.writeable and scales.flags.c_contiguous else scales.copy()
     sizes = dtypes[0].itemsize, dtypes[1].itemsize
     plain: StridedRuns = tuple(rows)  # type: ignore[assignment]  # of a named tuple numba would compile it once more
-    _pairs(KINDS[dtypes], sizes, src_ptr, dst_ptr, src_off, dst_off, first, last, plain, head_elements, scales)
+    with np.errstate(all="ignore"):  # without the compiler, numpy warns where machine words wrap
+        _pairs(KINDS[dtypes], sizes, src_ptr, dst_ptr, src_off, dst_off, first, last, plain, head_elements, scales)
 
 
 @at_register

@@ -245,3 +245,13 @@ def test_every_byte_of_random_layouts(
     assert [staged(pair, rng, parts=parts, checksum=checksum) for pair in made] == moved
     assert differences(made[0].target, expected) == 0
     assert sum(moved) >= differences(poison, expected) > 0
+
+
+@pytest.mark.parametrize(("src", "dst"), [(BF16, FP8), (FP8, BF16)])
+def test_checksums_notice_what_is_changed_on_the_way(src: torch.dtype, dst: torch.dtype) -> None:
+    """Any bit of a stage, whichever side converts."""
+    rng = np.random.default_rng()
+    (pair,), _ = pairs({0: gqa(src)}, gqa(dst, src), rng)
+    for _ in range(20):
+        with pytest.raises(AssertionError, match="Mismatch"):
+            staged(pair, rng, parts=1, checksum=True, spoils=True)
