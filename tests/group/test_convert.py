@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.jobs import SECRET, new_secret_file
 from tests.helpers.ranks.convert_cases import CONVERT_CASES, PARTLY, staged
 from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, random_fill, transfer, without_nan
 from tests.helpers.ranks.small_cache import NUM_PAGES, meet, page_bytes, small_layout
@@ -20,11 +22,14 @@ from torchkv import (
     KVCache,
     KVError,
     KVLayout,
+    KVMember,
     KVProcessGroup,
     LayoutMismatch,
+    Options,
     RingExhausted,
     TransportUnavailable,
     convert,
+    join,
 )
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -211,6 +216,8 @@ def both_kinds_of_requests() -> None:
         kv.register(cache, instance=f"instance-{kv.rank()}")
         if kv.rank() == 0:
             kv.send_pages("r", [1, 2], 1)
+            with kv._verbs.engine.lock:
+                assert not kv._verbs.engine.sender.is_on_loop("r", 1)
             kv.finish("r", 1).wait(30)
         elif kv.rank() == 1:
             rx = kv.recv_pages("r", [5, 3], 0)
@@ -263,3 +270,33 @@ def layer_groups() -> None:
 
 def test_layer_groups_have_their_pages_and_scales(four: Ranks) -> None:
     four.run(layer_groups)
+
+
+def joined(name: str, dtype: torch.dtype, *accept: torch.dtype, **scales: float) -> KVMember:
+    options = Options(timeout=5.0, grant_timeout=10.0, staging_send=1 << 20, staging_recv=1 << 20)
+    cache = KVCache.empty(small_layout(dtype=dtype, accept=accept), NUM_PAGES, device="cpu", scales=scales or None)
+    for tensor in (*cache.k, *cache.v):
+        assert tensor is not None
+        tensor.copy_(torch.randn(tensor.shape))
+    return join(cache, name, options=options)
+
+
+def test_instances_that_join_are_told_the_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, str(new_secret_file(tmp_path / "secret")))
+    with joined("p", BF16) as p, joined("d", FP8, BF16, k=0.5, v=0.25) as d, joined("strict", FP8) as strict:
+        assert d.connect(p.address).result(20) == "p"
+        rx = d.recv_pages("r", [1, 2], "p")
+        p.send_pages("r", [3, 4], None)
+        p.finish("r", None).wait(20)
+        rx.wait(20)
+        source, target = p._verbs.cache, d._verbs.cache
+        assert source is not None
+        assert target is not None
+        for name, scale in (("k", 0.5), ("v", 0.25)):
+            for theirs, ours in zip(source[name], target[name], strict=True):
+                assert theirs is not None
+                assert ours is not None
+                expected = convert(theirs[[3, 4]], FP8, scale)
+                assert torch.equal(ours[[1, 2]].view(torch.uint8), expected.view(torch.uint8))
+        with pytest.raises(LayoutMismatch, match=r"accept=\(torch.bfloat16,\)"):
+            strict.connect(p.address).result(20)

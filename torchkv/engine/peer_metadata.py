@@ -140,7 +140,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def page_scales(self, layout: KVLayout) -> Scales:
         """The scales of the rank's pages. layout: its own. Raises ``ProtocolError``."""
-        return decode_scales(layout, self.scales, self.rank)
+        try:
+            return _scales(layout, tuple(self.scales))
+        except ProtocolError as error:
+            raise ProtocolError(f"rank {self.rank}: {error}") from None
 
     def _check_placements(self, layout: KVLayout) -> None:
         pages = {c.name: (self.num_pages, "pages", layout.page_nbytes(c.name)) for c in layout.components}
@@ -157,6 +160,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"rank {self.rank}: {count} {unit} of {p.component!r}, layer {p.layer}, end at byte {end}, "
                     f"outside its region {p.region}"
                 )
+
+
+# One object for all ranks with the same scales: tables in GPU memory are made for each.
+_scales = functools.lru_cache(maxsize=32)(decode_scales)
 
 
 @functools.lru_cache(maxsize=32)

@@ -122,22 +122,22 @@ def check_scales(layout: KVLayout, given: GivenScales | None) -> Scales:
     return Scales(layout, values)
 
 
-def decode_scales(layout: KVLayout, published: Sequence[ScaleMetadata], rank: int) -> Scales:
-    """The scales that ``rank`` has published. Raises ``ProtocolError`` for what no correct rank publishes."""
+def decode_scales(layout: KVLayout, published: Sequence[ScaleMetadata]) -> Scales:
+    """The scales that a rank has published. Raises ``ProtocolError`` for what no correct rank publishes."""
     if not published:
         return NO_SCALES
     values = {}
     known = {component.name for component in layout.components}
     for each in published:
         if each.component not in known or each.component in values or len(each.values) % 4:
-            raise ProtocolError(f"rank {rank}: its published scales of {each.component[:64]!r} do not fit its layout")
+            raise ProtocolError(f"its published scales of {each.component[:64]!r} do not fit its layout")
         shape = len(layout.component_layers(each.component)), len(layout.component_heads(each.component))
         flat = np.frombuffer(each.values, dtype="<f4").astype(np.float32)
         given = flat[0] if len(flat) == 1 else flat.reshape(shape) if len(flat) == shape[0] * shape[1] else flat
         try:
             values[each.component] = _checked(f"scales of {each.component!r}", np.asarray(given), shape)
         except LayoutMismatch as error:
-            raise ProtocolError(f"rank {rank}: {error}") from None
+            raise ProtocolError(f"its published {error}") from None
     return Scales(layout, values)
 
 

@@ -293,7 +293,7 @@ def contributing(writers: Mapping[int, KVLayout], reader: KVLayout) -> tuple[int
 
 
 def refusal(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | None:
-    """Why the first of ``writers`` (rank -> layout) cannot send pages to ``reader`` although it could the other way.
+    """Why the first of ``writers`` (rank -> layout) cannot send pages to ``reader``, because of the dtype of pages.
 
     A clause for an error message; None if all can.
     """

@@ -72,6 +72,7 @@ def test_metadata_says_how_pages_are_scaled() -> None:
     cache = KVCache.empty(layout, PAGES, device="cpu", scales={"k": [[0.5, 1.0], [2.0, 0.1]]})
     made = metadata(cache, scales=cache.scales.metadata())
     made.info()
+    assert made.page_scales(layout) is metadata(cache, rank=5, scales=cache.scales.metadata()).page_scales(layout)
     assert made.page_scales(layout).of("k", 1, range(2)).tolist() == pytest.approx([2.0, 0.1])
     assert made.page_scales(layout).of("v", 1, range(2)).tolist() == [1, 1]
     for values in (bytes(4), b"123", bytes(12), torch.tensor([float("nan")]).numpy().tobytes()):
