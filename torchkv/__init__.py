@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torchkv.group.join import KVMember, join
     from torchkv.group.process_group import KVProcessGroup
     from torchkv.layout.component import Component, State
+    from torchkv.layout.conversion import convert
     from torchkv.layout.layout import KVLayout
     from torchkv.pipelining.context import pipeline
     from torchkv.prefix.cache import PrefixCache
@@ -78,6 +79,7 @@ __all__ = [
     "TransferTimeout",
     "TransportUnavailable",
     "cancel",
+    "convert",
     "dump",
     "explain",
     "finish",
@@ -126,6 +128,7 @@ _HOMES = {
     "KVProcessGroup": "torchkv.group.process_group",
     "Component": "torchkv.layout.component",
     "State": "torchkv.layout.component",
+    "convert": "torchkv.layout.conversion",
     "KVLayout": "torchkv.layout.layout",
     "pipeline": "torchkv.pipelining.context",
     "PrefixCache": "torchkv.prefix.cache",

@@ -14,6 +14,7 @@ from torchkv.cuda import ipc
 from torchkv.errors import LayoutMismatch, TransportUnavailable
 from torchkv.host import shared_memory
 from torchkv.layout.component import integer
+from torchkv.layout.conversion import GivenScales, check_scales
 from torchkv.layout.layer_groups import Space
 from torchkv.layout.layout import KVLayout
 from torchkv.layout.page_ranges import PageRange, page_for_page, shared_pages
@@ -59,7 +60,7 @@ class KVCache:
 
     storages: one uint8 tensor over each distinct storage. placements: (component or state, global layer id) ->
     `Placement`. pools: (layer group, or None; whether its state slots are meant) -> a number that is the same for those
-    whose pages or slots of one id share bytes, see `torchkv.protocol.leases`.
+    whose pages or slots of one id share bytes, see `torchkv.protocol.leases`. scales: see `KVCache.__init__`.
     """
 
     def __init__(
@@ -69,15 +70,21 @@ class KVCache:
         *,
         states: Mapping[str, Sequence[torch.Tensor | None]] | None = None,
         num_pages: int | None = None,
+        scales: GivenScales | None = None,
     ) -> None:
         """Adopts an engine's own tensors, without copying them.
 
         tensors, states: by name, one tensor for each of ``layout.layers``, or None. Each page must be contiguous; any
         stride between pages is allowed. num_pages: how many page ids the engine has; needed only where no layer of this
-        rank has a component, so that no tensor shows the number. Raises ``LayoutMismatch`` that names the component,
-        the layer and what differs.
+        rank has a component, so that no tensor shows the number.
+
+        scales: of components that accept other dtypes (`Component`): name -> a number, one for each layer that this
+        rank holds of the component, or one for each of these layers and kv heads of this rank, as nested lists or a
+        tensor. Default 1.0. They are read once, and are what `torchkv.convert` divides by or multiplies with. Raises
+        ``LayoutMismatch`` that names the component, the layer and what differs.
         """
         self.layout = layout
+        self.scales = check_scales(layout, scales)
         self._tensors = _checked(
             layout, "component", tensors, {c.name: layout.page_shape(c.name) for c in layout.components}
         )
@@ -107,12 +114,15 @@ class KVCache:
         device: str | torch.device = "cuda",
         num_slots: int = 0,
         group: Allocator | None = None,
+        *,
+        scales: GivenScales | None = None,
     ) -> KVCache:
         """A new cache, uninitialised, in memory that peers on the same host can map, to load and store it directly.
 
         On the host this is one shared-memory segment; on a GPU one block of plain CUDA memory, even if PyTorch itself
         uses expandable segments. group: needed for transports with memory of their own, such as the symmetric heap of
         NVSHMEM; the call is then collective, and every rank allocates as much as the largest cache of any rank needs.
+        scales: as of `KVCache`.
         Raises ``LayoutMismatch`` for sizes that are not allowed, ``TransportUnavailable`` if there is no such memory.
         """
         num_pages = integer("num_pages", num_pages, 1, MOST)
@@ -141,7 +151,7 @@ class KVCache:
             start += size
         tensors = {c.name: [found.get((c.name, layer)) for layer in layout.layers] for c in layout.components}
         states = {s.name: [found.get((s.name, layer)) for layer in layout.layers] for s in layout.states if num_slots}
-        made = cls(layout, tensors, states=states)
+        made = cls(layout, tensors, states=states, scales=scales)
         # Also if no layer of this rank has pages, or state: all pipeline stages are given the same page ids and slots.
         made.num_pages, made.num_slots = num_pages, num_slots
         return made
@@ -156,12 +166,14 @@ class KVCache:
         *,
         num_slots: int = 0,
         strides: Mapping[str, int] | None = None,
+        scales: GivenScales | None = None,
     ) -> KVCache:
         """Adopts memory of an engine that tells addresses, not tensors. It must stay allocated while the cache is used.
 
         pointers: by name of a component or state, the address of page or slot 0 in each of ``layout.layers``, or None.
-        strides: bytes from one page, or slot, to the next, by name; by default they lie side by side. Raises
-        ``LayoutMismatch`` for what contradicts the layout, ``TransportUnavailable`` for memory of another device.
+        strides: bytes from one page, or slot, to the next, by name; by default they lie side by side. scales: as of
+        `KVCache`. Raises ``LayoutMismatch`` for what contradicts the layout, ``TransportUnavailable`` for memory of
+        another device.
         """
         counts = dict.fromkeys((c.name for c in layout.components), integer("num_pages", num_pages, 1, MOST))
         counts |= dict.fromkeys((s.name for s in layout.states), integer("num_slots", num_slots, 0, MOST))
@@ -181,7 +193,7 @@ class KVCache:
             ]
         tensors = {c.name: found[c.name] for c in layout.components if c.name in found}
         states = {s.name: found[s.name] for s in layout.states if s.name in found}
-        return cls(layout, tensors, states=states, num_pages=num_pages)
+        return cls(layout, tensors, states=states, num_pages=num_pages, scales=scales)
 
     def __getitem__(self, component: str) -> list[torch.Tensor | None]:
         """The tensors of one component. Raises ``LayoutMismatch``."""

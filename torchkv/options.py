@@ -97,7 +97,8 @@ class Options:
     staging_send: bytes of memory into which this rank packs staged transfers, allocated on first use; 0: none.
     staging_recv: bytes of the staging ring that other ranks write to, allocated by ``register``; 0: none.
     sm_budget: thread blocks that each copy kernel may use on a GPU.
-    checksum: whether to verify bytes end to end; every transfer then takes the staged path.
+    checksum: whether to verify bytes end to end; every transfer then takes the staged path. On GPUs not for
+    pages that are converted to another dtype.
     require: a path, such as ``"direct"``, by which every peer must be reachable, else ``register`` raises.
     min_gbps: the lowest rate, in GB/s (1e9 bytes/s), that ``register`` must measure to every peer, else it raises.
     flight_recorder: how many of this rank's last operations are kept for dumps; 0: none; None: 4,096 if ``dump_dir``,

@@ -31,6 +31,7 @@ PAGES = {
     "docs/prefix.md": Page(2, 3),
     "docs/quickstart.md": Page(2, 5),
     "docs/concepts.md": Page(2, 4),
+    "docs/conversion.md": Page(2, 3),
     "docs/integrations.md": Page(
         2, 0, {"needs two vLLM engines": 1, "needs two SGLang engines": 1, "needs transformers": 1}
     ),

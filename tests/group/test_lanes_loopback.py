@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.ranks.convert_cases import CONVERT_CASES, staged
 from tests.helpers.ranks.lane_transfer import Case, check_reports
 from tests.helpers.ranks.layout_cases import CASES
 from tests.helpers.simulation.layout_cases import PUTS, VIEWS, Lane, run
@@ -18,6 +19,16 @@ def test_layout_over_loopback(one: Case, lane: Lane) -> None:
     assert not any(cluster.world.in_flight.values())
     for reader in one.readers:
         assert (reports[reader].path == "direct") is (lane is VIEWS)
+
+
+@pytest.mark.parametrize("one", CONVERT_CASES, ids=lambda one: one.name)
+@pytest.mark.parametrize("lane", [PUTS, VIEWS], ids=lambda lane: lane.name)
+def test_conversions_over_loopback(one: Case, lane: Lane) -> None:
+    """Without a view they are staged, although puts would cost less."""
+    reports, cluster = run(one, lane)
+    check_reports(reports, staged(one) if lane is PUTS else one, (lane.name,))
+    assert not any(cluster.world.in_flight.values())
+    assert {reports[reader].path for reader in one.readers} == {"staged" if lane is PUTS else "direct"}
 
 
 @pytest.mark.parametrize(("taken", "claimed"), [(PUTS, VIEWS), (VIEWS, PUTS)], ids=["puts", "views"])

@@ -198,11 +198,11 @@ def test_options_have_the_contract_s_fields_and_defaults(monkeypatch: pytest.Mon
 def test_layouts_take_the_contract_s_parameters() -> None:
     shared = ["order", "tp_rank", "tp_size", "layers", "states", "windows"]
     assert set(inspect.signature(KVLayout.gqa).parameters) == {
-        *("num_layers", "num_kv_heads", "head_dim", "page_size", "dtype", "v_head_dim", "groups"),
+        *("num_layers", "num_kv_heads", "head_dim", "page_size", "dtype", "v_head_dim", "groups", "accept"),
         *shared,
     }
     assert set(inspect.signature(KVLayout.mla).parameters) == {
-        *("num_layers", "latent_dim", "rope_dim", "page_size", "dtype", "groups"),
+        *("num_layers", "latent_dim", "rope_dim", "page_size", "dtype", "groups", "accept"),
         *shared,
     }
     assert set(inspect.signature(KVLayout).parameters) == {"components", "num_layers", "page_size", *shared}
@@ -214,6 +214,7 @@ def test_layouts_take_the_contract_s_parameters() -> None:
         "sharded",
         "layers",
         "group",
+        "accept",
     ]
     state = ["name", "shape", "dtype", "shard_dim", "shard_groups", "layers", "group"]
     assert list(inspect.signature(State).parameters) == state
@@ -225,10 +226,10 @@ def test_layouts_take_the_contract_s_parameters() -> None:
 
 def test_caches_take_the_contract_s_parameters() -> None:
     assert [name for name, _ in parameters(KVCache.__init__, POSITIONAL)] == ["layout", "tensors"]
-    assert parameters(KVCache.__init__, KEYWORD) == [("states", None), ("num_pages", None)]
+    assert parameters(KVCache.__init__, KEYWORD) == [("states", None), ("num_pages", None), ("scales", None)]
     found = inspect.signature(KVCache.empty).parameters
-    assert list(found) == ["layout", "num_pages", "device", "num_slots", "group"]
-    assert [p.default for p in found.values()] == [EMPTY, EMPTY, "cuda", 0, None]
+    assert list(found) == ["layout", "num_pages", "device", "num_slots", "group", "scales"]
+    assert [p.default for p in found.values()] == [EMPTY, EMPTY, "cuda", 0, None, None]
 
 
 def test_prefix_caches_take_these_parameters() -> None:

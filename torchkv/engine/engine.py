@@ -30,6 +30,7 @@ from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
+from torchkv.layout.conversion import NO_SCALES
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layer_groups import UNGROUPED
 from torchkv.layout.pair_plan import PairPlan
@@ -106,6 +107,7 @@ class Engine:
         self.group_map = group_map
         self.options = options
         self.gpu = memory.gpu
+        self._scales = NO_SCALES if memory.pages is None else memory.pages.scales
         self.staging = memory.staging
         self.credits = _staging_credits(memory.staging, options.timeout)
         self._machines = Machines(
@@ -373,7 +375,8 @@ class Engine:
             return
         siblings = self.group_map.siblings_of(rank)
         for plan in self._likely_plans(rank, siblings, self.group_map.rank):
-            self.staging.packer.prepare(plan, sending=False, checksum=self.group_map.info[rank].checksum)
+            checksum = self.group_map.info[rank].checksum
+            self.staging.packer.prepare(plan, sending=False, checksum=checksum, scales=self._scales)
 
     def _likely_plans(self, writer: int, siblings: tuple[int, ...], reader: int) -> Iterator[PairPlan]:
         """Plans of requests written by the whole instance, and by ``writer`` alone if it holds all that is needed."""

@@ -1,11 +1,11 @@
 """Hands requests over to the resident loop, takes them back, and tells the state machines what the loop has done.
 
 A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
-ranks are on this host, the pages are mapped, and there is no state. This host's processor copies what lies in its
-memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages in host memory
-that are not mapped the loop puts through the network, unless their runs are so short that staging may be faster; from
-another host the grant comes in a message. Everything else, and everything that goes wrong, is Python's: see
-`torchkv.protocol.flows`.
+ranks are on this host, the pages are mapped and of the same dtypes, and there is no state. This host's processor copies
+what lies in its memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages
+in host memory that are not mapped the loop puts through the network, unless their runs are so short that staging may be
+faster; from another host the grant comes in a message. Everything else, and everything that goes wrong, is Python's:
+see `torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
@@ -356,7 +356,7 @@ class Flows:
         if route is not None and route.connection is self._connections.get(rank) and route.usable:
             return None if self.core.broken else route
         connection = self._serving(rank)
-        if connection is None or not plan.segments or _has_state(plan) or self.core.broken:
+        if connection is None or not _can_copy(plan) or self.core.broken:
             return None
         if not connection.direct:
             return self._route_of_puts(rank, plan, connection)
@@ -391,7 +391,7 @@ class Flows:
         # reasons. If it has not after all, the request is taken back with its first message.
         if not all(self._serving(rank) for rank in plans):
             return None
-        if any(not plan.segments or _has_state(plan) for plan in plans.values()):
+        if not all(map(_can_copy, plans.values())):
             return None
         if any(not self._connections[rank].direct and not _is_coarse(plan) for rank, plan in plans.items()):
             return None  # its writer puts in Python, or stages
@@ -654,5 +654,7 @@ def _is_coarse(plan: PairPlan) -> bool:
     return all(row.run >= MIN_RUN and row.n0 * row.n1 <= MAX_ROWS for row in rows)
 
 
-def _has_state(plan: PairPlan) -> bool:
-    return plan.state is not None and bool(plan.state.segments)
+def _can_copy(plan: PairPlan) -> bool:
+    """Whether all that the loop would do for a plan is to copy bytes of pages."""
+    has_state = plan.state is not None and bool(plan.state.segments)
+    return bool(plan.segments) and not has_state and not plan.converts

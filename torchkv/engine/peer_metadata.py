@@ -16,8 +16,9 @@ from torchkv.cache import KVCache, Placement
 from torchkv.errors import ProtocolError, make_error
 from torchkv.host.processes import ProcessId
 from torchkv.layout import codec
+from torchkv.layout.conversion import ScaleMetadata, Scales, decode_scales
 from torchkv.layout.group_map import RankInfo
-from torchkv.layout.layout import KVLayout
+from torchkv.layout.layout import MAX_COMPONENTS, KVLayout
 from torchkv.layout.stage_format import signal_offset
 from torchkv.transport.interface import Region
 
@@ -80,6 +81,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # that of the lowest rank authenticates control frames
     regions: Annotated[list[RegionMetadata], msgspec.Meta(max_length=1 << 16)] = []
     placements: Annotated[list[PlacementMetadata], msgspec.Meta(max_length=1 << 20)] = []
+    scales: Annotated[list[ScaleMetadata], msgspec.Meta(max_length=MAX_COMPONENTS)] = []  # 1.0 where there are none
     mailboxes: Annotated[bytes, msgspec.Meta(max_length=4096)] = b""  # of the resident loop; empty if there is none
     error_kind: Name = ""
     error_text: Annotated[str, msgspec.Meta(max_length=4096)] = ""
@@ -105,7 +107,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise make_error(self.error_kind, f"rank {self.rank} could not register: {self.error_text}")
 
     def info(self) -> RankInfo:
-        """The rank as the group sees it. Raises ``ProtocolError`` if a page, slot or stage lies outside its region."""
+        """The rank as the group sees it.
+
+        Raises ``ProtocolError`` if a page, slot or stage lies outside its region, and for bad scales.
+        """
         staging = signal_offset(self.staging, self.signals) if self.signals else self.staging
         if staging and (len(self.regions) < 2 or staging > self.regions[-2].nbytes):
             raise ProtocolError(
@@ -115,6 +120,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         layout = codec.decode(self.layout) if self.layout else None
         if layout is not None:
             self._check_placements(layout)
+            self.page_scales(layout)
         return RankInfo(
             rank=self.rank,
             incarnation=self.incarnation,
@@ -132,6 +138,13 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """(component or state, global layer id) -> placement. One object for all ranks whose caches look alike."""
         return _placement_map(self.layout, self.num_pages, self.num_slots, tuple(self.placements))
 
+    def page_scales(self, layout: KVLayout) -> Scales:
+        """The scales of the rank's pages. layout: its own. Raises ``ProtocolError``."""
+        try:
+            return _scales(layout, tuple(self.scales))
+        except ProtocolError as error:
+            raise ProtocolError(f"rank {self.rank}: {error}") from None
+
     def _check_placements(self, layout: KVLayout) -> None:
         pages = {c.name: (self.num_pages, "pages", layout.page_nbytes(c.name)) for c in layout.components}
         slots = {s.name: (self.num_slots, "slots", layout.state_nbytes(s.name)) for s in layout.states}
@@ -147,6 +160,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                     f"rank {self.rank}: {count} {unit} of {p.component!r}, layer {p.layer}, end at byte {end}, "
                     f"outside its region {p.region}"
                 )
+
+
+# One object for all ranks with the same scales: tables in GPU memory are made for each.
+_scales = functools.lru_cache(maxsize=32)(decode_scales)
 
 
 @functools.lru_cache(maxsize=32)

@@ -164,6 +164,7 @@ class Registration:
             checksum=self.options.checksum,
             regions=[region_metadata(region) for region in self._regions],
             placements=placement_metadata(self.cache),
+            scales=self.cache.scales.metadata(),
             mailboxes=b"" if self._core is None else self._core.descriptor(),
         )
 
@@ -250,7 +251,9 @@ class Registration:
                 continue
             if engine.group_map.owes(rank):
                 connection = engine.connection(rank)
-                connection.path(forced=self.options.require, page_for_page=True)
+                if self.options.require is not None:
+                    converts = engine.group_map.converts(rank)
+                    connection.path(forced=self.options.require, page_for_page=True, converts=converts)
                 engine.prepare(rank)
             if engine.group_map.contributing((rank,), self.rank):
                 engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request
@@ -416,6 +419,7 @@ class Registration:
             storage_ptrs=[storage.data_ptr() for storage in self.cache.storages],
             regions=[region.index for region in self._regions],
             pools=self.cache.pools,
+            scales=self.cache.scales,
         )
 
     def _connect(self, rank: int) -> PeerConnection:
@@ -457,6 +461,7 @@ class Registration:
             rank=metadata.rank,
             layout=layout,
             placements=metadata.placement_map(),
+            scales=metadata.page_scales(layout),
             channel=channel,
             views=views,
             staging=StageTarget(len(metadata.regions) - 2, metadata.staging, metadata.channels)

@@ -192,7 +192,7 @@ class TransferScheduler:
             assert self._staging is not None
             if self.will_stage(connection) and connection.staging_view is None:
                 self._staging.sending.take()
-            self._staging.packer.prepare(plan, sending=True, checksum=self._checksum)
+            self._staging.packer.prepare(plan, sending=True, checksum=self._checksum, scales=connection.scales)
         if self.gpu is not None and connection.direct:
             self._load(self._table(plan, connection))
 
@@ -353,8 +353,9 @@ class TransferScheduler:
         assert self._local is not None
         op, grant = gated.op, gated.grant
         source_pages: SourcePages = op.source_pages
-        path = connection.path(forced=source_pages.path, page_for_page=grant.plan.page_for_page)
-        if source_pages.path is not None or path == "direct":
+        plan = grant.plan
+        path = connection.path(forced=source_pages.path, page_for_page=plan.page_for_page, converts=plan.converts)
+        if source_pages.path is not None or path == "direct" or plan.converts:
             return path
         ring = self._ring(connection) if gated.may_stage else 0
         if not ring:
@@ -524,7 +525,8 @@ class TransferScheduler:
         self._admissible = True
         if not transfer.flushed:
             self._on_broken(transfer.connection)
-        chose_path = transfer.op.source_pages.path is None
+        # Pages that are converted have no other path.
+        chose_path = transfer.op.source_pages.path is None and not transfer.grant.plan.converts
         if isinstance(transfer.error, RingExhausted) and chose_path and transfer.flushed and not transfer.truncated:
             # The staged path was chosen, not forced: start again on another one. Pages that arrived are written again.
             self._gated.append(_Gated(transfer.op, transfer.grant, may_stage=False))

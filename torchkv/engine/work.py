@@ -64,7 +64,7 @@ class LoopProgress(Protocol):
 class KVWork(dist.Work):
     """A `torch.distributed.Work` of a KV verb. Completes exactly once, successfully or with a `KVError`.
 
-    bytes: KV bytes moved so far.
+    bytes: KV bytes moved so far, as they lie in the receiver's pages.
     path: ``runs``, ``slices``, ``staged``, ``direct``, ``mixed`` (several of them) or ``none`` (no bytes moved).
     seconds: from the call to the completion, or until now while pending.
     aux: of ``recv_pages``, the bytes that the sender passed to ``finish``; empty until completion.

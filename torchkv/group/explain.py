@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchkv.errors import TransportUnavailable
 from torchkv.transfer.path_cost import Choice
 from torchkv.transfer.peer_connection import Costs, Counter, PeerConnection
 
@@ -25,7 +26,7 @@ class Explanation:
 
     peer, instance: the peer's group rank, and the name of its serving instance. transport: the transport's name.
     path: what ``send_pages`` would take for all layers of 1,024 tokens in scattered pages: ``direct``, ``runs``,
-    ``slices``, ``staged``, or ``none`` if this rank holds nothing that the peer holds.
+    ``slices``, ``staged``, or ``none`` if this rank holds nothing that the peer holds, or no path can convert it.
     link: what carries the bytes. why: why the path is no better one; may be empty.
     limit_gbps: measured rate of bulk bytes in 1e9 bytes/s; None if nothing is sent to the peer, or if it is lost.
     descriptor_us, put_gbps, pack_gbps: the costs by which the path is chosen if the peer's pages are not mapped here:
@@ -87,18 +88,17 @@ def explain(
         "notes": tuple(notes),
     }
     if not group_map.owes(rank):
-        return Explanation(
-            path="none", link="none", why="the two layouts share nothing", limit_gbps=None, lanes={}, **common
-        )
+        why = group_map.refusal((rank,)) or "the two layouts share nothing"
+        return Explanation(path="none", link="none", why=why, limit_gbps=None, lanes={}, **common)
     connection = thread.call(lambda: engine.connection(rank))
     lane = thread.call(lambda: connection.lane)
     limit = None if common["lost"] else registration.measure(thread, connection)
     forced = engine.options.forced_path
-    path = connection.path(forced=forced, page_for_page=group_map.page_for_page(rank))
-    why = "" if path == "direct" else connection.no_view or f"Options.path={forced!r}"
+    converts = group_map.converts(rank)
+    path, why = _path(connection, forced, page_for_page=group_map.page_for_page(rank), converts=converts)
     if path != "direct" and not common["lost"]:
         registration.calibrate(thread, connection)
-    if path != "direct" and forced is None:
+    if path != "direct" and forced is None and not converts:
         choice = registration.choose(engine, connection, TYPICAL_TOKENS)
         why = f"{why}; {_reason(choice, path)}"
         path = choice.path
@@ -111,6 +111,22 @@ def explain(
         **_costs(connection.costs),
         **common,
     )
+
+
+def _path(connection: PeerConnection, forced: str | None, *, page_for_page: bool, converts: bool) -> tuple[str, str]:
+    """The path, before costs are compared, and why it is no better one."""
+    try:
+        path = connection.path(forced=forced, page_for_page=page_for_page, converts=converts)
+    except TransportUnavailable as error:
+        if not converts:
+            raise
+        return "none", str(error)
+    if path == "direct":
+        return path, ""
+    why = connection.no_view or f"Options.path={forced!r}"
+    if converts:
+        why += "; pages are converted to another dtype, which puts cannot do (runs, slices)"
+    return path, why
 
 
 def _reason(choice: Choice, puts: str) -> str:

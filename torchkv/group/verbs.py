@@ -571,13 +571,14 @@ class Verbs:
                     f"page size or order, so whole pages cannot be sent"
                 )
 
-    def _check_forced_path(self, ranks: tuple[int, ...], operation: str, forced: str) -> None:
+    def _check_forced_path(self, ranks: tuple[int, ...], operation: str, forced: str, *, state: bool = False) -> None:
         if forced == "runs":
             self._check_page_for_page(ranks, operation, f"leave Options.path unset, it is {forced!r}")
         for rank in ranks:
             # Connections within an instance are made on first use; then the transfer itself fails.
             if (connection := self.engine.connections.get(rank)) is not None:
-                connection.path(forced=forced, page_for_page=True)
+                converts = not state and self.engine.group_map.converts(rank)
+                connection.path(forced=forced, page_for_page=True, converts=converts)
 
     # ------------------------------------------------------------------ state
 
@@ -586,7 +587,7 @@ class Verbs:
         gpu, forced = self.engine.gpu, self.forced_path
         ready = arguments.as_event(event, operation=operation)
         if forced not in (None, "runs"):  # state that is sharded differently goes as slices even if runs are forced
-            self._check_forced_path(ranks, operation, forced)
+            self._check_forced_path(ranks, operation, forced, state=True)
         if gpu is not None:
             graph_gate.refuse_capture(operation, gpu.index)
             ready = gpu.record_gate() if ready is None else ready

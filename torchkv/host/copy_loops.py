@@ -36,6 +36,7 @@ __all__ = [
     "SHORT_RUN",
     "STEP_BYTES",
     "StridedRuns",
+    "checked_offsets",
     "copy_pairs",
     "copy_spans",
     "pairs_at",
@@ -269,7 +270,7 @@ def copy_pairs(
     """
     if rows[0] < 0 or rows[3] < 0 or rows[6] < 0:
         raise ProtocolError(f"rows {rows}: n0, n1 and run must not be negative")
-    src_off, dst_off = _checked(first, last, src_off, dst_off)
+    src_off, dst_off = checked_offsets(first, last, src_off, dst_off)
     pairs_at(src_ptr, dst_ptr, src_off, dst_off, first, last, *rows)
 
 
@@ -280,7 +281,7 @@ def copy_spans(
 
     All three are int64 ``[n]``, in bytes; see `copy_pairs` for visibility, overlap and errors.
     """
-    src_off, dst_off, length = _checked(first, last, src_off, dst_off, length)
+    src_off, dst_off, length = checked_offsets(first, last, src_off, dst_off, length)
     if (length[first:last] < 0).any():
         raise ProtocolError(f"a span among {first}..{last} has a negative length: {int(length[first:last].min())}")
     spans_at(src_ptr, dst_ptr, src_off, dst_off, length, first, last)
@@ -294,7 +295,7 @@ def warm_up() -> None:
     copy_spans(0, 0, none, none, none, 0, 0)
 
 
-def _checked(first: int, last: int, *arrays: Int64Array) -> list[Int64Array]:
+def checked_offsets(first: int, last: int, *arrays: Int64Array) -> list[Int64Array]:
     """The arrays as the compiled functions expect them. Raises ``ProtocolError`` for arrays of the wrong kind."""
     for array in arrays:
         if array.dtype != _DTYPE or array.ndim != 1 or not array.flags.c_contiguous:

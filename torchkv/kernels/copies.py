@@ -12,18 +12,31 @@ Page ids are read from device memory and checked by the kernel. It skips a pair 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from torchkv.arrays import Float32Array
 from torchkv.errors import ProtocolError
 from torchkv.kernels import page_copy
-from torchkv.kernels.launch import Addresses, FifoArgs, kernel_params, launch, launch_fifo
+from torchkv.kernels.launch import (
+    Addresses,
+    FifoArgs,
+    convert_params,
+    kernel_params,
+    launch,
+    launch_convert,
+    launch_fifo,
+)
 from torchkv.layout.kernel_geometry import BadPage, Geometry
 from torchkv.layout.stage_format import CHUNK_UNIT, MAX_CHANNELS, MemorySpan
 
 __all__ = [
     "CopyJobs",
+    "ScaleTable",
     "check_fifo",
     "copy_pages",
     "error_words",
@@ -35,6 +48,24 @@ __all__ = [
 ]
 
 MAX_IDS = (1 << 29) - 2  # page ids of a call: the position of an id must fit in an error code
+
+
+class ScaleTable(NamedTuple):
+    """The scales of some jobs. addresses: int64 ``[jobs]``, of each job's float32 ``[heads]``, which lie in ``values``.
+
+    Jobs without a conversion have none.
+    """
+
+    addresses: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Iterable[Float32Array | None], device: torch.device) -> ScaleTable:
+        """The table of jobs that have these scales, in device memory."""
+        held = [np.zeros(0, np.float32) if row is None else row for row in rows]
+        values = torch.from_numpy(np.concatenate([*held, np.zeros(1, np.float32)])).to(device)
+        ends = np.cumsum([0, *(4 * len(row) for row in held)], dtype=np.int64)
+        return cls(torch.from_numpy(values.data_ptr() + ends[:-1]).to(device), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +80,7 @@ class CopyJobs:
     errors: see `error_words`.
     blocks: the largest number of thread blocks. A few blocks must fill the link, so each is large: many warps with
     several 16-byte loads each.
+    scales: of all jobs of the table, for a geometry with a conversion.
 
     Tensors must stay unchanged until the kernel is done. The kernel checks page ids, but trusts addresses.
     """
@@ -61,6 +93,7 @@ class CopyJobs:
     limit_tokens: int
     errors: torch.Tensor
     blocks: int
+    scales: ScaleTable | None = None
 
     def ranks(self, num_src_pages: int) -> range:
         """Positions in the writer's stripe of the page pairs in ``num_src_pages`` sender pages from ``start`` on."""
@@ -83,6 +116,14 @@ class CopyJobs:
         if errors.dtype is not torch.int64 or errors.numel() not in (1, 2):
             raise ProtocolError(f"errors must hold one int64 or two, not {errors.dtype} of shape {tuple(errors.shape)}")
         return table.data_ptr() + 16 * self.first_job
+
+    def scales_address(self) -> int:
+        """The address of the first job's word in the table of scales. Raises ``ProtocolError`` if it is missing."""
+        if self.geometry.conversion is None:
+            return 0
+        if self.scales is None or len(self.scales.addresses) != self.table.shape[0]:
+            raise ProtocolError("jobs that are converted need as many scales as the table has rows")
+        return self.scales.addresses.data_ptr() + 8 * self.first_job
 
 
 def error_words() -> torch.Tensor:
@@ -160,7 +201,7 @@ def gather(
     """
     _check_ids("src_pages", src_pages)
     ranks = jobs.ranks(src_pages.numel())
-    _check_stage(jobs, stage, len(ranks), fifo_args, first_chunk)
+    _check_stage(page_copy.GATHER, jobs, stage, len(ranks), fifo_args, first_chunk)
     addresses = Addresses(
         jobs=jobs.check(), src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=jobs.errors.data_ptr()
     )
@@ -184,7 +225,7 @@ def scatter(
     _check_ids("dst_pages", dst_pages)
     _check_grant(jobs, dst_pages)
     ranks = jobs.ranks(num_src_pages)
-    _check_stage(jobs, stage, len(ranks), fifo_args, first_chunk)
+    _check_stage(page_copy.SCATTER, jobs, stage, len(ranks), fifo_args, first_chunk)
     addresses = Addresses(
         jobs=jobs.check(), src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.ptr, errors=jobs.errors.data_ptr()
     )
@@ -200,7 +241,10 @@ def _launch(
     first_chunk: int = 0,
 ) -> None:
     geometry, num_jobs, start = jobs.geometry, jobs.num_jobs, jobs.start
-    if fifo_args is None:
+    if geometry.conversion is not None:
+        where = addresses._replace(scales=jobs.scales_address())
+        launch_convert(mode, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
+    elif fifo_args is None:
         launch(mode, geometry, addresses, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
     else:
         launch_fifo(
@@ -223,11 +267,20 @@ def _check_grant(jobs: CopyJobs, dst_pages: torch.Tensor) -> None:
 
 
 def _check_stage(
-    jobs: CopyJobs, stage: MemorySpan, pairs_per_job: int, fifo_args: FifoArgs | None, first_chunk: int
+    mode: int, jobs: CopyJobs, stage: MemorySpan, pairs_per_job: int, fifo_args: FifoArgs | None, first_chunk: int
 ) -> None:
-    params, pairs = kernel_params(jobs.geometry), jobs.num_jobs * pairs_per_job
+    pairs = jobs.num_jobs * pairs_per_job
+    if jobs.geometry.conversion is None:
+        params = kernel_params(jobs.geometry)
+        pair_nbytes, unit = params.pair_nbytes, params.unit
+    else:
+        if fifo_args is not None:
+            raise ProtocolError("pages that are converted pass through no FIFO")
+        converting = convert_params(jobs.geometry)
+        pair_nbytes = converting.stage_nbytes(mode)
+        unit = pair_nbytes // converting.words_per_pair
     if fifo_args is None:
-        need, content = pairs * params.pair_nbytes, f"{pairs} page pairs"
+        need, content = pairs * pair_nbytes, f"{pairs} page pairs"
     else:
         check_fifo(fifo_args)
         if first_chunk < 0:
@@ -237,8 +290,8 @@ def _check_stage(
         need, content = fifo_args.fifo.nbytes, f"a FIFO of {fifo_args.fifo.channels} channels"
     if stage.nbytes < need:
         raise ProtocolError(f"a stage of {stage.nbytes} bytes for {content}, which take {need}")
-    if stage.ptr % params.unit:
-        raise ProtocolError(f"a stage for this geometry must be aligned to {params.unit} bytes, not at {stage.ptr:#x}")
+    if stage.ptr % unit:
+        raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
 
 
 def check_fifo(fifo_args: FifoArgs) -> None:

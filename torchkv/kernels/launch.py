@@ -10,12 +10,24 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchkv.kernels import page_copy
+from torchkv.host.convert_loops import KINDS
+from torchkv.kernels import page_convert, page_copy
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.stage_format import MAX_CHANNELS, SLOTS, ChunkFifo
 
-__all__ = ["Addresses", "FifoArgs", "divisor", "launch", "launch_fifo", "kernel_params", "kernels_for"]
+__all__ = [
+    "Addresses",
+    "ConvertParams",
+    "FifoArgs",
+    "convert_params",
+    "divisor",
+    "kernel_params",
+    "kernels_for",
+    "launch",
+    "launch_convert",
+    "launch_fifo",
+]
 
 
 class Tile(NamedTuple):
@@ -37,6 +49,9 @@ TILE = Tile(2048, 8, 256)
 # After each chunk a block of a FIFO waits until all its stores are done. More warps fill the link again sooner.
 FIFO_WARPS = 16
 
+# Converting takes registers: fewer words for each thread.
+CONVERT_TILE = Tile(512, 8, 0)
+
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile more it is still an int32
 
 
@@ -44,7 +59,7 @@ class Addresses(NamedTuple):
     """Device addresses of one launch; 0 for those that its mode does not use.
 
     jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes, or the FIFO's slots.
-    errors: see `torchkv.kernels.copies.error_words`.
+    errors: see `torchkv.kernels.copies.error_words`. scales: of the first job, see `torchkv.kernels.page_convert`.
     """
 
     jobs: int
@@ -52,6 +67,7 @@ class Addresses(NamedTuple):
     dst_ids: int
     stage: int
     errors: int
+    scales: int = 0
 
 
 class FifoArgs(NamedTuple):
@@ -182,6 +198,83 @@ def launch(
         _kernel(mode, params).launch(grid, integers)
 
 
+class ConvertParams(NamedTuple):
+    """What a geometry with a conversion contributes to a launch.
+
+    kind: see `torchkv.host.convert_loops.KINDS`. elements: of a word. parts, words_per_pair: as in `KernelParams`.
+    src_nbytes, dst_nbytes: bytes of a pair before and after. integers: the kernel's runtime arguments from
+    ``words_per_pair`` on.
+    """
+
+    kind: int
+    elements: int
+    parts: bool
+    words_per_pair: int
+    src_nbytes: int
+    dst_nbytes: int
+    integers: tuple[int, ...]
+
+    def stage_nbytes(self, mode: int) -> int:
+        """Bytes of a pair in the stage that a ``GATHER`` writes, or a ``SCATTER`` reads."""
+        return self.dst_nbytes if mode == page_copy.GATHER else self.src_nbytes
+
+
+@lru_cache(maxsize=1024)
+def convert_params(geometry: Geometry) -> ConvertParams:
+    """The arguments of the converting kernel for ``geometry``, computed once. Raises ``TransportUnavailable``."""
+    assert geometry.conversion is not None
+    src_dtype, dst_dtype, heads, head_elements = geometry.conversion
+    _, s0, d0, n1, s1, d1, run = geometry.rows
+    elements = geometry.elements
+    per_row = run // dst_dtype.itemsize // elements
+    per_pair = geometry.rows.per_pair * per_row
+    src, dst, stripe = geometry.src, geometry.dst, geometry.stripe
+    integers = (
+        per_pair,
+        *divisor(per_pair),
+        per_row,
+        *divisor(per_row),
+        n1,
+        *divisor(n1),
+        s0,
+        d0,
+        s1,
+        d1,
+        *divisor(head_elements // elements),
+        heads,
+        *divisor(heads),
+        *divisor(stripe.per_unit),
+        stripe.holder * stripe.per_unit,
+        stripe.per_unit * (stripe.holders - 1),
+        *_side(src, geometry.tokens),
+        *_side(dst, geometry.tokens),
+    )
+    return ConvertParams(
+        kind=KINDS[src_dtype, dst_dtype],
+        elements=elements,
+        parts=stripe.holders > 1 or src.per_page > 1 or dst.per_page > 1,
+        words_per_pair=per_pair,
+        src_nbytes=per_pair * elements * src_dtype.itemsize,
+        dst_nbytes=per_pair * elements * dst_dtype.itemsize,
+        integers=integers,
+    )
+
+
+def launch_convert(
+    mode: int, geometry: Geometry, addresses: Addresses, *, num_jobs: int, ranks: range, start: int, blocks: int
+) -> None:
+    """As `launch`, for a geometry with a conversion. ``addresses.scales`` must be set."""
+    params = convert_params(geometry)
+    nbytes = params.stage_nbytes(mode)
+    jobs, src_ids, dst_ids, stage, errors, scales = addresses
+    for first, count in _split(ranks, MAX_WORDS // params.words_per_pair):
+        words = count * params.words_per_pair
+        where = stage + (first - ranks.start) * nbytes, len(ranks) * nbytes
+        integers = (jobs, scales, src_ids, dst_ids, *where, errors, num_jobs, first, start, words, *params.integers)
+        grid = min(blocks, num_jobs * -(-words // CONVERT_TILE.words))
+        _convert_kernel(mode, params).launch(grid, integers)
+
+
 def launch_fifo(
     mode: int,
     geometry: Geometry,
@@ -221,15 +314,18 @@ def _integers(
     stage_stride: bytes in the stage from one job to the next. fifo_integers: `FifoArgs.integers` or `NO_FIFO`. counts:
     the arguments from ``num_jobs`` to ``words``.
     """
-    jobs, src_ids, dst_ids, _, errors = addresses
+    jobs, src_ids, dst_ids, _, errors, _ = addresses
     return jobs, src_ids, dst_ids, stage, stage_stride, errors, *fifo_integers, *counts, *params.integers
 
 
 def kernels_for(geometry: Geometry, *modes: int, fifo: bool = False) -> list[CompiledKernel]:
     """The compiled kernels that copies of ``geometry`` need.
 
-    modes: as for `launch`; default, direct copies. fifo: include those that `launch_fifo` needs.
+    modes: as for `launch`; default, direct copies. fifo: include those that `launch_fifo` needs; pages that are
+    converted pass through no FIFO.
     """
+    if geometry.conversion is not None:
+        return [_convert_kernel(mode, convert_params(geometry)) for mode in modes or (page_copy.DIRECT,)]
     params = kernel_params(geometry)
     found = [_kernel(mode, params) for mode in modes or (page_copy.DIRECT,)]
     return found + [_fifo_kernel(mode, params) for mode in modes if fifo]
@@ -241,6 +337,11 @@ def _kernel(mode: int, params: KernelParams) -> CompiledKernel:
 
 def _fifo_kernel(mode: int, params: KernelParams) -> CompiledKernel:
     return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, _constants(mode, params, SLOTS), FIFO_WARPS)
+
+
+def _convert_kernel(mode: int, params: ConvertParams) -> CompiledKernel:
+    constants = mode, params.kind, params.elements, int(params.parts), CONVERT_TILE.words
+    return CompiledKernel(page_convert.convert, page_convert.NUM_INTEGERS, constants, CONVERT_TILE.warps)
 
 
 def _split(ranks: range, most: int) -> Iterator[tuple[int, int]]:

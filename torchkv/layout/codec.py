@@ -6,7 +6,7 @@ A peer is not trusted: lengths, counts and ids are checked before memory is allo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ class _WireComponent(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     sharded: bool
     layers: list[tuple[int, int]] | None
     group: str | None
+    accept: Annotated[list[str], msgspec.Meta(max_length=16)] = []
 
 
 class _WireState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -93,7 +94,16 @@ def encode(layout: KVLayout) -> bytes:
     wire = _WireLayout(
         version=_VERSION,
         components=[
-            _WireComponent(c.name, c.heads, c.dim, DTYPE_NAMES[c.dtype], c.sharded, _to_runs(c.layers), c.group)
+            _WireComponent(
+                c.name,
+                c.heads,
+                c.dim,
+                DTYPE_NAMES[c.dtype],
+                c.sharded,
+                _to_runs(c.layers),
+                c.group,
+                [DTYPE_NAMES[dtype] for dtype in c.accept],
+            )
             for c in layout.components
         ],
         num_layers=layout.num_layers,
@@ -147,7 +157,16 @@ def _fields(wire: _WireLayout) -> dict[str, Any]:
         )
     return {
         "components": [
-            Component(c.name, c.heads, c.dim, _dtype(c.dtype), c.sharded, _from_runs(c.layers), c.group)
+            Component(
+                c.name,
+                c.heads,
+                c.dim,
+                _dtype(c.dtype),
+                c.sharded,
+                _from_runs(c.layers),
+                c.group,
+                [_dtype(name) for name in c.accept],
+            )
             for c in wire.components
         ],
         "num_layers": wire.num_layers,

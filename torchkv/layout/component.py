@@ -8,13 +8,25 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchkv.errors import LayoutMismatch
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "Component", "State", "check_nbytes", "integer", "layer_ids"]
+__all__ = [
+    "CONVERSIONS",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "FP8",
+    "Component",
+    "Conversion",
+    "State",
+    "check_nbytes",
+    "conversions_text",
+    "integer",
+    "layer_ids",
+]
 
 MAX_LAYERS = 4096  # layers of one rank; bounds the memory that a malicious peer's layout can make this rank allocate
 MAX_LAYER_ID = (1 << 20) - 1
@@ -52,6 +64,19 @@ _DTYPE_LIST = (
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPE_LIST}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+FP8 = torch.float8_e4m3fn
+_HALVES = (torch.bfloat16, torch.float16)
+
+# (dtype of the sender, dtype of the receiver): all conversions that there are.
+CONVERSIONS = frozenset(
+    {
+        *((half, FP8) for half in _HALVES),
+        *((FP8, half) for half in _HALVES),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    }
+)
+
 
 def integer(field: str, value: Any, low: int, high: int) -> int:
     """``value`` as a Python int. field: its name in the error. Raises `LayoutMismatch` unless low <= value <= high."""
@@ -75,6 +100,18 @@ def _identifier(field: str, value: Any) -> None:
 def _known_dtype(field: str, value: Any) -> None:
     if not isinstance(value, torch.dtype) or value not in DTYPE_NAMES:
         raise LayoutMismatch(f"{field}={value!r:.80} is not allowed: give one of torch.{', torch.'.join(DTYPES)}")
+
+
+def _accepted(where: str, accept: Any, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """``accept`` of a component of ``dtype``, without repetitions and ``dtype`` itself, in a fixed order."""
+    if not isinstance(accept, Sequence) or isinstance(accept, str):
+        raise LayoutMismatch(f"{where}accept={accept!r:.80} is not allowed: give a sequence of dtypes")
+    for each in accept:
+        if not isinstance(each, torch.dtype) or (each is not dtype and (each, dtype) not in CONVERSIONS):
+            raise LayoutMismatch(
+                f"{where}accept names {each!r:.80}, from which there is no conversion to {dtype}; {conversions_text()}"
+            )
+    return tuple(sorted({each for each in accept if each is not dtype}, key=str))
 
 
 def check_group(where: str, group: Any) -> None:
@@ -107,6 +144,40 @@ def check_nbytes(field: str, nbytes: int) -> None:
         raise LayoutMismatch(f"{field} takes {nbytes} bytes: at most {MAX_BYTES} are allowed, make it smaller")
 
 
+class Conversion(NamedTuple):
+    """How the elements of a page pair are converted. One pair of dtypes of `CONVERSIONS`.
+
+    src, dst: dtype of the sender's and of the receiver's pages. heads: of the segment. head_elements: elements that lie
+    behind one another in the packed order of a pair and belong to one head. So packed element number e belongs to head
+    ``e // head_elements % heads``, counted from the segment's first one.
+    """
+
+    src: torch.dtype
+    dst: torch.dtype
+    heads: int
+    head_elements: int
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype in a stage: the narrower one, so that the fewest bytes cross the link."""
+        return self.dst if self.by_sender else self.src
+
+    @property
+    def by_sender(self) -> bool:
+        """Whether the sender converts when it gathers into a stage; otherwise the receiver does when it scatters."""
+        return self.dst.itemsize <= self.src.itemsize
+
+    def by_side(self, *, sending: bool) -> bool:
+        """Whether the sender, or else the receiver, of a staged transfer is the side that converts."""
+        return self.by_sender is sending
+
+
+def conversions_text() -> str:
+    """The supported conversions, as a clause for errors."""
+    pairs = sorted(f"{src} to {dst}".replace("torch.", "") for src, dst in CONVERSIONS)
+    return f"supported are {', '.join(pairs)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """A tensor with one vector per token, kv head and layer: K, V, an MLA latent, indexer keys, scales.
@@ -114,7 +185,9 @@ class Component:
     heads: *global* number of kv heads. dim: elements of one head of one token. sharded: whether the heads are split
     over the tensor-parallel ranks; otherwise every rank holds all of them. layers: global ids of the layers that have
     this component; None: all layers. group: the layer group whose page list names this component's pages, see
-    `KVLayout`; layers of one kind in unlike groups are several components. Raises `LayoutMismatch`.
+    `KVLayout`; layers of one kind in unlike groups are several components. accept: on a receiver, the dtypes of senders
+    whose pages it takes besides those of its own dtype; they are converted on their way, see `torchkv.convert`. Raises
+    `LayoutMismatch`, also for an ``accept`` from which there is no conversion.
     """
 
     name: str
@@ -124,6 +197,7 @@ class Component:
     sharded: bool = True
     layers: Sequence[int] | None = None
     group: str | None = None
+    accept: Sequence[torch.dtype] = ()
 
     def __post_init__(self) -> None:
         _identifier("Component.name", self.name)
@@ -136,6 +210,7 @@ class Component:
         if self.layers is not None:
             object.__setattr__(self, "layers", layer_ids(where + "layers", self.layers))
         check_group(where, self.group)
+        object.__setattr__(self, "accept", _accepted(where, self.accept, self.dtype))
 
     @property
     def head_nbytes(self) -> int:

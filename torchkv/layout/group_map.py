@@ -11,7 +11,7 @@ from typing import SupportsIndex, cast
 from torchkv.errors import LayoutMismatch, PeerLost, ProtocolError
 from torchkv.layout.layer_groups import group_of
 from torchkv.layout.layout import KVLayout, check_compatible
-from torchkv.layout.pair_plan import PairPlan, compile_plan, contributing, coverage_gap
+from torchkv.layout.pair_plan import PairPlan, compile_plan, contributing, coverage_gap, refusal
 
 __all__ = ["RankInfo", "GroupMap"]
 
@@ -77,6 +77,8 @@ class GroupMap:
         self.plan = lru_cache(maxsize=4096)(self._plan)
         self.contributing = lru_cache(maxsize=4096)(self._contributing)
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
+        self.converts = lru_cache(maxsize=4096)(self._converts)
+        self.refusal = lru_cache(maxsize=4096)(self._refusal)
         self.owed = lru_cache(maxsize=4096)(self._owed)
         self.gap = lru_cache(maxsize=4096)(self._gap)
         self.exempt = lru_cache(maxsize=4096)(self._exempt)
@@ -211,10 +213,22 @@ class GroupMap:
             return known
         if peers is None:
             return ()
-        ranks = self.owed(self.resolve(peers, operation, "dst"))
+        resolved = self.resolve(peers, operation, "dst")
+        if (refused := self.refusal(resolved)) is not None:
+            raise LayoutMismatch(f"{operation}: {refused}")
+        ranks = self.owed(resolved)
         if plain:
             targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
         return ranks
+
+    def _refusal(self, ranks: tuple[int, ...]) -> str | None:
+        """Why the first of ``ranks`` does not accept the dtype of this rank's pages, as a clause; None if all do."""
+        if self.me.layout is None:
+            return None
+        for layout in self._holders(ranks).values():
+            if (refused := refusal({self.rank: self.me.layout}, layout)) is not None:
+                return refused
+        return None
 
     def layout(self, rank: int) -> KVLayout:
         """The layout of ``rank``. Raises ``LayoutMismatch`` if it registered no cache."""
@@ -252,6 +266,11 @@ class GroupMap:
             return ()
         holding = [rank for rank in src if self._member(rank).layout is not None]
         return tuple(r for r in holding if not any(self.contributing((r,), reader) for reader in self.siblings))
+
+    def _converts(self, reader: int) -> bool:
+        """Whether pages of this rank are converted to another dtype on their way to the reader."""
+        writers = tuple(sorted({*self.contributing(self.siblings, reader), self.rank}))
+        return self.owes(reader) and self.plan(self.rank, writers, reader).converts
 
     def owes(self, reader: int) -> bool:
         """Whether this rank holds anything that the reader holds."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchkv.errors import TransportUnavailable
+from torchkv.layout.component import Conversion
 from torchkv.layout.plan_segment import PlanSegment, StridedRuns, Stripe
 
 __all__ = ["BadPage", "Geometry", "PageAddressing", "geometry"]
@@ -51,8 +52,8 @@ class PageAddressing:
 class Geometry:
     """What all copies of one segment have in common, for any pages and layers. Hashable.
 
-    stripe, rows: as in `PlanSegment`. alignment: the largest power of two up to `WIDEST` that divides the base
-    addresses of all layers.
+    stripe, rows, conversion: as in `PlanSegment`. alignment: the largest power of two up to `WIDEST` that divides the
+    base addresses of all layers.
     """
 
     stripe: Stripe
@@ -60,6 +61,7 @@ class Geometry:
     src: PageAddressing
     dst: PageAddressing
     alignment: int
+    conversion: Conversion | None = None
 
     @property
     def tokens(self) -> int:
@@ -73,6 +75,23 @@ class Geometry:
         inside = [stride for count, *strides in (rows[0:3], rows[3:6]) if count > 1 for stride in strides]
         sides = [stride for side in (self.src, self.dst) for stride in _strides(side, self.tokens)]
         return _power_of_two([self.alignment, rows.run, *inside, *sides])
+
+    @property
+    def elements(self) -> int:
+        """With a conversion: elements of one head that are always aligned on both sides, at most 16 bytes on either."""
+        assert self.conversion is not None
+        (n0, s0, d0, n1, s1, d1, run), (src, dst, _, of_head) = self.rows, self.conversion
+        longer = max(src.itemsize, dst.itemsize)
+        numbers = [self.alignment // longer, run // dst.itemsize, of_head]
+        for side, size, strides in ((self.src, src.itemsize, (s0, s1)), (self.dst, dst.itemsize, (d0, d1))):
+            inside = [stride for count, stride in zip((n0, n1), strides, strict=True) if count > 1]
+            every = [*inside, *_strides(side, self.tokens)]
+            if any(stride % size for stride in every) or self.alignment < longer:
+                raise TransportUnavailable(
+                    f"pages that lie at no multiple of {size} bytes, the size of an element, cannot be converted"
+                )
+            numbers += [stride // size for stride in every]
+        return min(_power_of_two(numbers), WIDEST // longer)
 
     @property
     def pair_nbytes(self) -> int:
@@ -129,6 +148,7 @@ def geometry(
         src=src,
         dst=dst,
         alignment=_power_of_two(addresses),
+        conversion=segment.conversion,
     )
 
 

@@ -15,9 +15,27 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from torchkv.errors import LayoutMismatch
-from torchkv.layout.component import MAX_EXTENT, MAX_LAYERS, Component, State, check_nbytes, integer, layer_ids
+from torchkv.layout.component import (
+    CONVERSIONS,
+    MAX_EXTENT,
+    MAX_LAYERS,
+    Component,
+    State,
+    check_nbytes,
+    integer,
+    layer_ids,
+)
 
-__all__ = ["Component", "KVLayout", "Order", "State", "check_compatible", "first_difference", "shard_heads"]
+__all__ = [
+    "Component",
+    "KVLayout",
+    "Order",
+    "State",
+    "check_compatible",
+    "first_difference",
+    "first_refusal",
+    "shard_heads",
+]
 
 Order = Literal["NHD", "HND"]
 _Named = TypeVar("_Named", Component, State)
@@ -147,14 +165,19 @@ class KVLayout:
         states: Iterable[State] = (),
         windows: Mapping[int, int] | None = None,
         groups: Mapping[str, Sequence[int]] | None = None,
+        accept: Sequence[torch.dtype] = (),
     ) -> KVLayout:
         """Multi-head, grouped-query or multi-query attention: sharded components ``"k"`` and ``"v"``.
 
         num_kv_heads: global. v_head_dim: elements of a V head, default ``head_dim``. groups: layer group -> global ids
-        of its layers; the components are then ``"k.<group>"`` and ``"v.<group>"``. Other parameters: see `KVLayout`.
+        of its layers; the components are then ``"k.<group>"`` and ``"v.<group>"``. accept: of both components, see
+        `Component`. Other parameters: see `KVLayout`.
         """
         v_dim = head_dim if v_head_dim is None else v_head_dim
-        components = Component("k", num_kv_heads, head_dim, dtype), Component("v", num_kv_heads, v_dim, dtype)
+        components = (
+            Component("k", num_kv_heads, head_dim, dtype, accept=accept),
+            Component("v", num_kv_heads, v_dim, dtype, accept=accept),
+        )
         return cls(
             components if groups is None else _by_group(components, groups),
             num_layers=num_layers,
@@ -183,15 +206,16 @@ class KVLayout:
         states: Iterable[State] = (),
         windows: Mapping[int, int] | None = None,
         groups: Mapping[str, Sequence[int]] | None = None,
+        accept: Sequence[torch.dtype] = (),
     ) -> KVLayout:
         """Multi-head latent attention: one component ``"latent"`` that every rank holds in full.
 
         It has one head of ``latent_dim + rope_dim`` elements. groups: layer group -> global ids of its layers; the
-        components are then ``"latent.<group>"``. Other parameters: see `KVLayout`.
+        components are then ``"latent.<group>"``. accept: see `Component`. Other parameters: see `KVLayout`.
         """
         latent = integer("latent_dim", latent_dim, 1, MAX_EXTENT)
         width = latent + integer("rope_dim", rope_dim, 0, MAX_EXTENT - latent)
-        components = (Component("latent", 1, width, dtype, sharded=False),)
+        components = (Component("latent", 1, width, dtype, sharded=False, accept=accept),)
         return cls(
             components if groups is None else _by_group(components, groups),
             num_layers=num_layers,
@@ -346,7 +370,10 @@ def _find(kind: str, name: str, members: tuple[_Named, ...]) -> _Named:
 
 
 def first_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
-    """The first field that makes two layouts incompatible, as (field, value in a, value in b), or None."""
+    """The first field that makes two layouts incompatible, as (field, value in a, value in b), or None.
+
+    Unlike dtypes of a component are no difference where either side accepts the other's.
+    """
     if a.num_layers != b.num_layers:
         return "num_layers", a.num_layers, b.num_layers
     small, large = sorted((a.page_size, b.page_size))
@@ -356,7 +383,28 @@ def first_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
         difference = _member_difference(kind, ours, theirs)
         if difference is not None:
             return difference
-    return _window_difference(a, b)
+    return _window_difference(a, b) or _dtype_difference(a, b)
+
+
+def first_refusal(writer: KVLayout, reader: KVLayout) -> tuple[str, torch.dtype, torch.dtype] | None:
+    """The first component whose dtype in ``writer`` ``reader`` does not accept: (name, writer's dtype, reader's).
+
+    None if pages of ``writer`` can go to ``reader``, as they are or converted.
+    """
+    for component in reader.components:
+        for own in writer.components:
+            if own.name == component.name and own.dtype not in (component.dtype, *component.accept):
+                return component.name, own.dtype, component.dtype
+    return None
+
+
+def _dtype_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
+    """The dtype of the first component of which pages can go neither way, as in `first_difference`."""
+    refused = first_refusal(a, b)
+    if refused is None or first_refusal(b, a) is None:
+        return None
+    name, mine, other = refused
+    return f"component {name!r}: dtype", mine, other
 
 
 def _window_difference(a: KVLayout, b: KVLayout) -> tuple[str, Any, Any] | None:
@@ -377,7 +425,8 @@ def _member_difference(
     if names_a != names_b:
         return f"{kind} names", names_a, names_b
     by_name = {member.name: member for member in theirs}
-    own = ("heads", "dim", "dtype", "sharded") if kind == "component" else ("shape", "dtype", "shard_dim", "groups")
+    # Dtypes of components: see `first_refusal`.
+    own = ("heads", "dim", "sharded") if kind == "component" else ("shape", "dtype", "shard_dim", "groups")
     for member in ours:
         for field in (*own, "group"):
             mine, other = getattr(member, field), getattr(by_name[member.name], field)
@@ -391,13 +440,24 @@ def check_compatible(a: KVLayout, b: KVLayout, *, rank_a: int, rank_b: int) -> N
 
     These must agree: names, global sizes, dtypes, sharding and layer groups of components and states, ``num_layers``,
     and the windows of layers that both hold. One page size must divide the other. ``tp_rank``, ``tp_size``, ``layers``
-    and ``order`` may differ.
+    and ``order`` may differ, and dtypes of components where at least one of the two sides accepts those of the other.
     """
     difference = first_difference(a, b)
     if difference is not None:
         field, value_a, value_b = difference
+        advice = "register layouts of the same model, or put ranks that never talk to each other in separate groups"
+        if field.startswith("component") and field.endswith("dtype"):
+            advice = f"{_accept_advice(value_a, value_b, rank_a, rank_b)}; {advice}"
         raise LayoutMismatch(
             f"the layouts of rank {rank_a} and rank {rank_b} cannot be reconciled: {field} is {value_a!r} on "
-            f"rank {rank_a} and {value_b!r} on rank {rank_b}; register layouts of the same model, or put ranks "
-            "that never talk to each other in separate groups"
+            f"rank {rank_a} and {value_b!r} on rank {rank_b}; {advice}"
         )
+
+
+def _accept_advice(ours: torch.dtype, theirs: torch.dtype, rank_a: int, rank_b: int) -> str:
+    if (ours, theirs) not in CONVERSIONS:  # which has both directions
+        return f"there is no conversion between {ours} and {theirs}"
+    return (
+        f"to have pages converted on their way, give the receiver's component accept=({ours},) if that is rank "
+        f"{rank_b}, accept=({theirs},) if it is rank {rank_a}"
+    )

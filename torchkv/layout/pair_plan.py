@@ -35,7 +35,8 @@ from itertools import groupby
 
 from torchkv.errors import LayoutMismatch
 from torchkv.layout import state_plan
-from torchkv.layout.layout import KVLayout, first_difference
+from torchkv.layout.component import Conversion
+from torchkv.layout.layout import KVLayout, first_difference, first_refusal
 from torchkv.layout.plan_segment import PlanSegment, StridedRuns, Stripe, Window
 from torchkv.layout.ranges import overlap, split_by_holders, uncovered
 
@@ -46,6 +47,7 @@ __all__ = [
     "coverage_gap",
     "first_page_outside",
     "largest_grant",
+    "refusal",
     "seal_matches",
 ]
 
@@ -73,6 +75,11 @@ class PairPlan:
         return all(segment.is_page for segment in self.segments)
 
     @cached_property
+    def converts(self) -> bool:
+        """Whether any pages are converted to another dtype, so that nothing can just copy their bytes."""
+        return any(segment.conversion is not None for segment in self.segments)
+
+    @cached_property
     def segments_of(self) -> Mapping[int, tuple[PlanSegment, ...]]:
         """The segments of each layer. Layers with the same segments share one tuple."""
         held = [frozenset(segment.layers) for segment in self.segments]
@@ -92,8 +99,8 @@ class PairPlan:
 
     @cached_property
     def groups(self) -> tuple[tuple[PlanSegment, ...], ...]:
-        """Neighbouring segments that always owe the same pairs: of equal layers, stripe and bytes of a pair."""
-        alike = groupby(self.segments, lambda segment: (segment.layers, segment.stripe, segment.pair_nbytes))
+        """Neighbouring segments that always owe the same pairs: of equal layers, stripe and bytes of a staged pair."""
+        alike = groupby(self.segments, lambda each: (each.layers, each.stripe, each.stage_nbytes, each.conversion))
         return tuple(tuple(group) for _, group in alike)
 
     @property
@@ -102,7 +109,7 @@ class PairPlan:
         return tuple(plan for plan in (self, self.state) if plan is not None and plan.segments)
 
     def nbytes(self, num_tokens: int, layers: Iterable[int] | None = None) -> int:
-        """Bytes of pages owed in ``layers`` (default: all) for a grant of ``num_tokens`` tokens."""
+        """Bytes of the receiver's pages owed in ``layers`` (default: all) for a grant of ``num_tokens`` tokens."""
         wanted = frozenset(self.layers if layers is None else layers)
         total = 0
         for segment in self.segments:
@@ -187,6 +194,9 @@ def _compile(writer: int, writers: _Writers, reader: KVLayout) -> PairPlan:
     for number, layout in writers:
         if (difference := first_difference(layout, reader)) is not None:
             raise _Unlike(number, difference)
+        if (refused := first_refusal(layout, reader)) is not None:
+            name, *dtypes = refused
+            raise _Unlike(number, (f"component {name!r}: dtype", *dtypes))
     senders = [layout for _, layout in writers if _intersects(layout, reader)]
     # The same for all writers, whose page sizes may differ: so they agree on who owes which tokens.
     unit = max([reader.page_size, *(layout.page_size for layout in senders)])
@@ -236,12 +246,13 @@ def _segment(
     dst: KVLayout,
 ) -> PlanSegment:
     """The segment of ``heads``, between pages of ``src`` and of ``dst``. unit: of the stripe, in tokens."""
-    width = src.component(name).head_nbytes
+    dim, (src_size, dst_size) = dst.component(name).dim, (side.component(name).dtype.itemsize for side in (src, dst))
     tokens = min(src.page_size, dst.page_size)
-    src_token, src_head = _strides(src, name, width)
-    dst_token, dst_head = _strides(dst, name, width)
-    rows = StridedRuns.folded([(tokens, src_token, dst_token), (len(heads), src_head, dst_head)], width)
-    whole = rows.per_pair == 1 and rows.run == src.page_nbytes(name) == dst.page_nbytes(name)
+    src_token, src_head = _strides(src, name, dim)  # in elements, which both sides count alike
+    dst_token, dst_head = _strides(dst, name, dim)
+    folded = StridedRuns.folded([(tokens, src_token, dst_token), (len(heads), src_head, dst_head)], dim)
+    whole = folded.per_pair == 1 and folded.run * dst_size == dst.page_nbytes(name)
+    whole = whole and folded.run * src_size == src.page_nbytes(name)
     reach = dst.window(layers[0])
     window = None if reach is None else Window(reach, src.page_size, dst.page_size, unit)
     return PlanSegment(
@@ -249,20 +260,31 @@ def _segment(
         layers=layers,
         heads=heads,
         stripe=Stripe(tokens, unit // tokens, len(holders), holders.index(writer), window),
-        src_base=(heads.start - src.component_heads(name).start) * src_head,
-        dst_base=(heads.start - dst.component_heads(name).start) * dst_head,
-        src_token_stride=src_token,
-        dst_token_stride=dst_token,
-        rows=rows,
+        src_base=(heads.start - src.component_heads(name).start) * src_head * src_size,
+        dst_base=(heads.start - dst.component_heads(name).start) * dst_head * dst_size,
+        src_token_stride=src_token * src_size,
+        dst_token_stride=dst_token * dst_size,
+        rows=folded.in_bytes(src_size, dst_size),
         is_page=whole and src.page_size == dst.page_size,
+        conversion=_conversion(name, tokens, heads, src, dst),
     )
 
 
-def _strides(layout: KVLayout, name: str, width: int) -> tuple[int, int]:
-    """Bytes from one token to the next, and from one head to the next, inside a page. width: bytes of one head."""
+def _conversion(name: str, tokens: int, heads: range, src: KVLayout, dst: KVLayout) -> Conversion | None:
+    """How a page pair of ``tokens`` tokens is converted; None if both sides have one dtype."""
+    ours, theirs = src.component(name), dst.component(name)
+    if ours.dtype is theirs.dtype:
+        return None
+    # The packed order, see `StridedRuns.folded`: the tokens of a head lie together if they do on both sides.
+    together = all(_strides(side, name, ours.dim)[0] == ours.dim for side in (src, dst))
+    return Conversion(ours.dtype, theirs.dtype, len(heads), ours.dim * (tokens if together else 1))
+
+
+def _strides(layout: KVLayout, name: str, dim: int) -> tuple[int, int]:
+    """Elements from one token to the next, and from one head to the next, inside a page. dim: elements of one head."""
     if layout.order == "NHD":
-        return len(layout.component_heads(name)) * width, width
-    return width, layout.page_size * width
+        return len(layout.component_heads(name)) * dim, dim
+    return dim, layout.page_size * dim
 
 
 def contributing(writers: Mapping[int, KVLayout], reader: KVLayout) -> tuple[int, ...]:
@@ -270,8 +292,25 @@ def contributing(writers: Mapping[int, KVLayout], reader: KVLayout) -> tuple[int
     return tuple(rank for rank in sorted(writers) if _intersects(writers[rank], reader))
 
 
+def refusal(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | None:
+    """Why the first of ``writers`` (rank -> layout) cannot send pages to ``reader``, because of the dtype of pages.
+
+    A clause for an error message; None if all can.
+    """
+    for rank, layout in sorted(writers.items()):
+        if (refused := first_refusal(layout, reader)) is not None:
+            name, theirs, own = refused
+            return (
+                f"component {name!r} is {theirs} on the sender, rank {rank}, and {own} on the receiver, which does not "
+                f"accept that: give the receiver's component accept=({theirs},)"
+            )
+    return None
+
+
 @lru_cache(maxsize=1024)
 def _intersects(writer: KVLayout, reader: KVLayout) -> bool:
+    if first_refusal(writer, reader) is not None:
+        return False
     for component in reader.components:
         name = component.name
         if (
@@ -288,6 +327,8 @@ def coverage_gap(writers: Mapping[int, KVLayout], reader: KVLayout) -> str | Non
 
     None if every byte has a writer. writers: group rank -> layout.
     """
+    if (refused := refusal(writers, reader)) is not None:
+        return refused
     layouts = list(writers.values())
     who = f"none of the writing ranks {sorted(writers)} holds"
     for component in reader.components:

@@ -80,13 +80,13 @@ class PieceSection:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, without checksums."""
+        """Bytes of all layers in the stage, without checksums."""
         return len(self.layers) * self.layer_nbytes
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes of one layer."""
-        return self.pairs * self.segment.pair_nbytes
+        """Bytes of one layer in the stage."""
+        return self.pairs * self.segment.stage_nbytes
 
     @property
     def layer_stride(self) -> int:
@@ -108,7 +108,12 @@ class PieceLayout:
 
     @property
     def payload(self) -> int:
-        """Bytes of pages, without padding and checksums."""
+        """Bytes of the receiver's pages that the piece fills."""
+        return sum(len(each.layers) * each.pairs * each.segment.pair_nbytes for each in self.sections)
+
+    @property
+    def packed(self) -> int:
+        """Bytes in the stage, without padding and checksums; other than ``payload`` where pages are converted."""
         return sum(section.nbytes for section in self.sections)
 
 
@@ -124,13 +129,13 @@ def piece_layout(plan: PairPlan, piece: Piece, *, limit_tokens: int, checksum: b
     Segments that owe nothing of these pages have no section.
     """
     groups = list(_groups(plan, piece.layers, piece.start, piece.num_pages, limit_tokens))
-    blocks = [(len(segments) * len(layers) * pairs, segments[0].pair_nbytes) for segments, layers, pairs in groups]
+    blocks = [(len(segments) * len(layers) * pairs, segments[0].stage_nbytes) for segments, layers, pairs in groups]
     places, nbytes = _place(blocks, checksum=checksum)
     sections = []
     for (segments, layers, pairs), (offset, sums) in zip(groups, places, strict=True):
         for segment in segments:
             sections.append(PieceSection(segment, layers, offset, pairs, sums, len(segments)))
-            offset += pairs * segment.pair_nbytes
+            offset += pairs * segment.stage_nbytes
             sums += pairs * SUM_NBYTES if checksum else 0
     return PieceLayout(tuple(sections), nbytes)
 
@@ -246,7 +251,7 @@ class Cutter:
         self._least = [*accumulate([0, *reversed(one_page)], max)][::-1]
         self._nbytes = self._left()
         # The most bytes that one segment takes in one layer.
-        self.layer_nbytes = max((pairs * segments[0].pair_nbytes for segments, _, pairs in self._groups), default=0)
+        self.layer_nbytes = max((pairs * segments[0].stage_nbytes for segments, _, pairs in self._groups), default=0)
 
     @property
     def done(self) -> bool:
@@ -327,13 +332,13 @@ class Cutter:
             if layers and not whole:
                 pairs = len(pair_ordinals(self._plan, segments[0], start, end - start, self._limit_tokens))
             if layers and pairs:
-                blocks.append((len(segments) * layers * pairs, segments[0].pair_nbytes))
+                blocks.append((len(segments) * layers * pairs, segments[0].stage_nbytes))
         return _place(blocks, checksum=self._checksum)[1]
 
     def _one_page(self, layer: int) -> int:
         """The most bytes that one page of ``layer`` takes."""
         per_page = [
-            (len(segments) * (self._plan.src_page_size // segments[0].tokens), segments[0].pair_nbytes)
+            (len(segments) * (self._plan.src_page_size // segments[0].tokens), segments[0].stage_nbytes)
             for segments, held, _ in self._groups
             if layer in held
         ]

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from torchkv.layout.component import Conversion
+
 __all__ = ["PlanSegment", "StridedRuns", "Stripe", "Window", "first_owed"]
 
 
@@ -54,6 +56,11 @@ class StridedRuns(NamedTuple):
         # A single remaining dimension goes innermost: kernels loop tightly over n1.
         outer, inner = [(1, 0, 0)] * (2 - len(left)) + left
         return cls(*outer, *inner, run)
+
+    def in_bytes(self, src_size: int, dst_size: int) -> StridedRuns:
+        """The same runs in bytes, where this counts elements. src_size, dst_size: bytes of one element on each side."""
+        n0, s0, d0, n1, s1, d1, run = self
+        return StridedRuns(n0, s0 * src_size, d0 * dst_size, n1, s1 * src_size, d1 * dst_size, run * dst_size)
 
     @property
     def per_pair(self) -> int:
@@ -143,7 +150,8 @@ class PlanSegment:
     are global elements along its shard dimension. stripe: which page pairs this writer owes.
     src_base, dst_base: byte offset, inside a page, of the first of these heads of the page's first token.
     src_token_stride, dst_token_stride: bytes from one token to the next inside a page. rows: of each pair.
-    is_page: whether each pair is exactly one whole page on both sides.
+    is_page: whether each pair is exactly one whole page on both sides. conversion: where the two sides have unlike
+    dtypes. Then source strides and ``src_base`` count the sender's bytes, all else the receiver's, also ``rows.run``.
     """
 
     component: str
@@ -156,6 +164,7 @@ class PlanSegment:
     dst_token_stride: int
     rows: StridedRuns
     is_page: bool
+    conversion: Conversion | None = None
 
     @property
     def tokens(self) -> int:
@@ -172,8 +181,22 @@ class PlanSegment:
 
     @cached_property
     def pair_nbytes(self) -> int:
-        """Bytes of one page pair in one layer."""
+        """Bytes of one page pair in one layer, in the receiver's pages."""
         return self.rows.per_pair * self.rows.run
+
+    @cached_property
+    def stage_nbytes(self) -> int:
+        """Bytes of one page pair in one layer, in a stage."""
+        if self.conversion is None:
+            return self.pair_nbytes
+        return self.pair_nbytes // self.conversion.dst.itemsize * self.conversion.wire.itemsize
+
+    def side_rows(self, *, sending: bool) -> StridedRuns:
+        """``rows`` with ``run`` in bytes of the sender's, or else of the receiver's pages."""
+        if self.conversion is None or not sending:
+            return self.rows
+        src, dst = self.conversion.src.itemsize, self.conversion.dst.itemsize
+        return self.rows._replace(run=self.rows.run // dst * src)
 
 
 def first_owed(granted_tokens: int, window: Window | None) -> int:

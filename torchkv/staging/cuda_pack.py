@@ -22,6 +22,7 @@ from torchkv.kernels import copies, page_copy
 from torchkv.kernels.checksum_launch import SumAddresses, launch_sums, sum_kernel
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.launch import FifoArgs, kernels_for
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.kernel_geometry import Geometry, geometry
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.pieces import Mismatch, Piece, PieceLayout, PieceSection, pair_ordinals
@@ -85,7 +86,8 @@ class CudaPackLauncher:
     ``TransportUnavailable`` for pages that kernels cannot address.
     """
 
-    def __init__(self, plan: PairPlan, pages: LocalPages, *, sending: bool) -> None:
+    def __init__(self, plan: PairPlan, pages: LocalPages, *, sending: bool, scales: Scales = NO_SCALES) -> None:
+        """scales: of the receiver's pages, for those that this side converts."""
         self._plan = plan
         self._sending = sending
         self._mode = checksum_kernel.WRITE if sending else checksum_kernel.VERIFY
@@ -104,6 +106,11 @@ class CudaPackLauncher:
         self._splits = [job for job, (before, shape) in pairs if shape is not before]  # see `job_ranges`
         self._in_order = sorted(range(len(self._jobs)), key=self._order)
         self._table = self._job_table(pages)
+        rows = [
+            None if shape.conversion is None else scales.of(segment.component, layer, segment.heads)
+            for (segment, layer), shape in zip(self._jobs, self._geometries, strict=True)
+        ]
+        self._scales = copies.ScaleTable.of(rows, pages.device) if any(row is not None for row in rows) else None
 
     def _order(self, job: int) -> tuple[int, int]:
         """Sorts jobs by layer, then as in the plan: the order in which mismatches are reported."""
@@ -256,6 +263,7 @@ class CudaPackLauncher:
             limit_tokens=args.limit_tokens,
             errors=args.errors,
             blocks=args.blocks,
+            scales=self._scales,
         )
 
     def _ranks(self, segment: PlanSegment, piece: Piece, limit_tokens: int) -> range:
@@ -303,10 +311,15 @@ def _first_chunk(layout: PieceLayout, each: _Launch, fifo: ChunkFifo) -> int:
 def _one_sided(plan: PairPlan, segment: PlanSegment, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:
     """The geometry between this rank's pages and the packed order: see the module's text."""
     placement = pages.placements[segment.component, layer]
+    rows, conversion = _rows(segment.side_rows(sending=sending), sending=sending), segment.conversion
+    if conversion is not None and not conversion.by_side(sending=sending):
+        conversion = None  # this side's pages have the dtype of the stage
+    if conversion is not None and sending:
+        rows = rows._replace(run=rows.run // conversion.src.itemsize * conversion.dst.itemsize)
     if sending:
-        seen = replace(segment, dst_base=0, dst_token_stride=0, rows=_rows(segment.rows, sending=True))
+        seen = replace(segment, dst_base=0, dst_token_stride=0, rows=rows, conversion=conversion)
     else:
-        seen = replace(segment, src_base=0, src_token_stride=0, rows=_rows(segment.rows, sending=False))
+        seen = replace(segment, src_base=0, src_token_stride=0, rows=rows, conversion=conversion)
     return geometry(
         seen,
         src_page_stride=placement.page_stride if sending else 0,

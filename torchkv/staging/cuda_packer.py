@@ -18,11 +18,12 @@ import torch
 
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.cuda.sync_words import StreamCompletion
-from torchkv.errors import PageOutOfRange, ProtocolError
+from torchkv.errors import PageOutOfRange, ProtocolError, TransportUnavailable
 from torchkv.kernels import copies
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
 from torchkv.kernels.launch import FifoArgs
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.stage_format import MAX_CHANNELS
 from torchkv.protocol.actions import Scatter
@@ -58,10 +59,10 @@ class CudaPacker(Packer):
     def __init__(self, local: LocalPages, receiving: StageMemory | None, *, device: GpuContext) -> None:
         super().__init__(local, receiving)
         self._device = device
-        self._launchers: dict[tuple[int, bool], CudaPackLauncher] = {}  # (id of the plan, sending)
+        self._launchers: dict[tuple[int, bool, int], CudaPackLauncher] = {}  # (id of plan, sending, id of scales)
         # (id of the plan, sending, with checksums) whose kernels are loaded.
         self._ready: set[tuple[int, bool, bool]] = set()
-        self._plans: list[PairPlan] = []  # keeps the plans alive, and so their ids unique
+        self._kept: list[tuple[PairPlan, Scales]] = []  # keeps plans and scales alive, and so their ids unique
         self._mismatches: list[torch.Tensor] = []  # free buffers, see `mismatch_buffer`
         # Zeroing them here also loads the kernel that fills memory. Loading it later would wait for all streams, and so
         # for ever if a stream waits for this host.
@@ -204,16 +205,26 @@ class CudaPacker(Packer):
         if state is not None:
             self._states.append(state)
 
-    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        self._load(self._launcher(plan, sending=sending).kernels_for(checksum=checksum, fifo=not checksum))
+    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool, scales: Scales = NO_SCALES) -> None:
+        launcher = self._launcher(plan, scales, sending=sending, checksum=checksum)
+        self._load(launcher.kernels_for(checksum=checksum, fifo=not checksum))
         self._ready.add((id(plan), sending, checksum))
 
-    def _launcher(self, plan: PairPlan, *, sending: bool) -> CudaPackLauncher:
-        key = (id(plan), sending)
+    def _launcher(
+        self, plan: PairPlan, scales: Scales = NO_SCALES, *, sending: bool, checksum: bool = False
+    ) -> CudaPackLauncher:
+        """Raises ``TransportUnavailable`` for checksums of pages that are converted."""
+        if not plan.converts:
+            scales = NO_SCALES  # other receivers may have a plan in common
+        elif checksum:
+            raise TransportUnavailable(
+                "Options.checksum: on GPUs, pages that are converted to another dtype have no checksums; turn it off"
+            )
+        key = (id(plan), sending, id(scales))
         if key not in self._launchers:
             with self._device.on_side_stream("make tables"):
-                self._launchers[key] = CudaPackLauncher(plan, self._local, sending=sending)
-            self._plans.append(plan)
+                self._launchers[key] = CudaPackLauncher(plan, self._local, sending=sending, scales=scales)
+            self._kept.append((plan, scales))
         return self._launchers[key]
 
     def ready(self, plan: PairPlan) -> bool:
@@ -225,7 +236,8 @@ class CudaPacker(Packer):
         Kernels that `prepare` has not loaded are loaded when no stream is blocked, because loading waits for all
         streams. If a stream is blocked until this very piece arrives, its request fails by timeout.
         """
-        launcher = self._launcher(job.plan, sending=sending)
+        scales = job.scales if isinstance(job, GatherJob) else self._local.scales
+        launcher = self._launcher(job.plan, scales, sending=sending, checksum=job.checked)
         if (id(job.plan), sending, job.checked) in self._ready:
             return launcher
         needed = launcher.kernels_for(checksum=job.checked, fifo=not job.checked)

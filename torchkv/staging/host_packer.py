@@ -15,9 +15,11 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cuda.page_ids import DevicePages
-from torchkv.host import copy_loops
+from torchkv.host import convert_loops, copy_loops
 from torchkv.host.checksum import PagePattern, page_sums
 from torchkv.host.copy_loops import SHORT_RUN, STEP_BYTES
+from torchkv.layout.component import Conversion
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.descriptors import PagePairs, expand, page_pairs
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.pieces import Mismatch, Piece, PieceLayout, PieceSection
@@ -41,7 +43,7 @@ class Side:
     sending: whether this rank is the sender. pages: int64 page ids: on the sender of sender pages
     [piece.start, piece.start + piece.num_pages), on the receiver of all the grant's pages. ptr: address of this rank's
     tensor of a component and layer. page_stride: bytes from one of its pages to the next. limit_tokens: tokens of the
-    grant.
+    grant. scales: of the receiver's pages, for the side that converts (`Conversion.by_side`).
     """
 
     sending: bool
@@ -51,6 +53,7 @@ class Side:
     ptr: OfTensor
     page_stride: OfTensor
     limit_tokens: int
+    scales: Scales = NO_SCALES
     _offsets: dict[tuple[int, int], Int64Array] = field(default_factory=dict)  # by offset of the segment, page stride
 
     def offsets(self, section: PieceSection, page_stride: int) -> Int64Array:
@@ -77,7 +80,7 @@ class Side:
 
     def pattern(self, segment: PlanSegment) -> PagePattern:
         """Where the bytes of a pair lie on this side, in packed order. Runs that are contiguous here are merged."""
-        n0, s0, d0, n1, s1, d1, run = segment.rows
+        n0, s0, d0, n1, s1, d1, run = segment.side_rows(sending=self.sending)
         if not self.sending:
             s0, s1 = d0, d1
         for _ in range(2):
@@ -85,9 +88,22 @@ class Side:
                 n0, s0, n1, s1, run = 1, 0, n0, s0, run * n1
         return PagePattern(n0, s0, n1, s1, run)
 
-    def sums(self, section: PieceSection, layer: int, first: int, last: int, sums: Int64Array) -> None:
-        """Computes the checksums of pairs [first, last) of one layer into ``sums[first:last]``."""
+    def converts(self, segment: PlanSegment) -> Conversion | None:
+        """How this side converts the segment; None if its pages have the dtype of the stage."""
+        conversion = segment.conversion
+        return conversion if conversion is not None and conversion.by_side(sending=self.sending) else None
+
+    def sums(self, section: PieceSection, layer: int, first: int, last: int, sums: Int64Array, *, packed: int) -> None:
+        """Computes the checksums of pairs [first, last) of one layer into ``sums[first:last]``.
+
+        packed: address of the layer in the stage. The side that converts sums up the bytes there, since its pages have
+        others.
+        """
         component = section.segment.component
+        if self.converts(section.segment) is not None:
+            nbytes = section.segment.stage_nbytes
+            page_sums(packed, _packed(section), first, last, PagePattern(1, 0, 1, 0, nbytes), sums)
+            return
         offsets = self.offsets(section, self.page_stride(component, layer))
         page_sums(self.ptr(component, layer), offsets, first, last, self.pattern(section.segment), sums)
 
@@ -133,7 +149,7 @@ def _in_steps(chunks: Iterator[int]) -> Iterator[int]:
 
 def _chunks(section: PieceSection) -> Iterator[tuple[int, int, int]]:
     """Cuts the page pairs of one layer into chunks: (first pair, end, bytes)."""
-    size = section.segment.pair_nbytes
+    size = section.segment.stage_nbytes
     step = max(1, CHUNK_BYTES // size)
     for first in range(0, section.pairs, step):
         last = min(first + step, section.pairs)
@@ -151,7 +167,7 @@ def _copies(section: PieceSection, side: Side, page_stride: int) -> list[_Copy]:
     """The chunks of one layer of a section. Layers with equal page strides have equal chunks."""
     n0, s0, n1, s1, run = side.pattern(section.segment)
     offsets = side.offsets(section, page_stride)
-    packed = np.arange(section.pairs, dtype=np.int64) * section.segment.pair_nbytes
+    packed = _packed(section)
     if side.sending:
         rows, src, dst = StridedRuns(n0, s0, n1 * run, n1, s1, run, run), offsets, packed
     else:
@@ -163,6 +179,33 @@ def _copies(section: PieceSection, side: Side, page_stride: int) -> list[_Copy]:
         _Copy(nbytes, _spans_copy(*expand(segment, src[first:last], dst[first:last])))
         for first, last, nbytes in _chunks(section)
     ]
+
+
+def _packed(section: PieceSection) -> Int64Array:
+    """Offset of each page pair from the beginning of its layer in the stage."""
+    return np.arange(section.pairs, dtype=np.int64) * section.segment.stage_nbytes
+
+
+def _converted(
+    section: PieceSection, side: Side, layer: int, conversion: Conversion, pages: int, packed: int
+) -> Iterator[int]:
+    """Converts one layer of a section. pages, packed: addresses of its tensor, and of its place in the stage."""
+    segment = section.segment
+    n0, s0, n1, s1, run = side.pattern(segment)
+    offsets, places = side.offsets(section, side.page_stride(segment.component, layer)), _packed(section)
+    src_size, dst_size = conversion.src.itemsize, conversion.dst.itemsize
+    if side.sending:
+        run = run // src_size * dst_size
+        rows = StridedRuns(n0, s0, n1 * run, n1, s1, run, run)
+        where = pages, packed, offsets, places
+    else:
+        short = run // dst_size * src_size
+        rows = StridedRuns(n0, n1 * short, s0, n1, short, s1, run)
+        where = packed, pages, places, offsets
+    dtypes, scales = (conversion.src, conversion.dst), side.scales.of(segment.component, layer, segment.heads)
+    for first, last, nbytes in _chunks(section):
+        convert_loops.convert_pairs(dtypes, *where, first, last, rows, conversion.head_elements, scales)
+        yield nbytes
 
 
 def _pairs_copy(
@@ -178,12 +221,16 @@ def _spans_copy(src: Int64Array, dst: Int64Array, length: Int64Array) -> Callabl
 def _copied(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
     for section in layout.sections:
         component = section.segment.component
+        conversion = side.converts(section.segment)
         copies: dict[int, list[_Copy]] = {}
         for number, layer in enumerate(section.layers):
+            pages, packed = side.ptr(component, layer), stage + section.offset + number * section.layer_stride
+            if conversion is not None:
+                yield from _converted(section, side, layer, conversion, pages, packed)
+                continue
             stride = side.page_stride(component, layer)
             if stride not in copies:
                 copies[stride] = _copies(section, side, stride)
-            pages, packed = side.ptr(component, layer), stage + section.offset + number * section.layer_stride
             for part in copies[stride]:
                 part.run(*((pages, packed) if side.sending else (packed, pages)))
                 yield part.nbytes
@@ -194,7 +241,8 @@ def _summed(layout: PieceLayout, side: Side, stage: int) -> Iterator[int]:
         sums = np.empty(section.pairs, np.int64)
         for number, layer in enumerate(section.layers):
             for first, last, nbytes in _chunks(section):
-                side.sums(section, layer, first, last, sums)
+                packed = stage + section.offset + number * section.layer_stride
+                side.sums(section, layer, first, last, sums, packed=packed)
                 yield nbytes
             _copy_block(sums.ctypes.data, stage + section.sums + number * section.sums_stride, sums.nbytes)
 
@@ -215,7 +263,8 @@ def _compared(layout: PieceLayout, side: Side, stage: int, bad: list[Mismatch]) 
         section = layout.sections[which]
         sums = np.empty(section.pairs, np.int64)
         for first, last, nbytes in _chunks(section):
-            side.sums(section, layer, first, last, sums)
+            packed = stage + section.offset + number * section.layer_stride
+            side.sums(section, layer, first, last, sums, packed=packed)
             wrong = np.flatnonzero(sums[first:last] != stored[which][number, first:last])
             if len(wrong):
                 position = side.pairs(section.segment).dst_index[first + wrong[0]]
@@ -235,14 +284,14 @@ class HostPacker(Packer):
     def gather(self, job: GatherJob) -> Iterator[int]:
         assert not isinstance(job.pages, DevicePages)
         assert job.fifo_stage is None
-        side = self._side(job, job.pages[job.piece_pages], sending=True)
+        side = self._side(job, job.pages[job.piece_pages], job.scales, sending=True)
         yield from copy(job.layout, side, job.stage.ptr)
         if job.checked:
             yield from write_sums(job.layout, side, job.stage.ptr)
 
     def scatter(self, job: Scatter) -> Iterator[int]:
         assert self._receiving is not None
-        side = self._side(job, job.pages, sending=False)
+        side = self._side(job, job.pages, self._local.scales, sending=False)
         at = self._receiving.span(job.stage).ptr
         yield from copy(job.layout, side, at)
         if job.checked:
@@ -250,9 +299,9 @@ class HostPacker(Packer):
             if bad is not None:
                 raise mismatch(job, bad)
 
-    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
+    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool, scales: Scales = NO_SCALES) -> None:
         """Does nothing: the copy loops were compiled when the cache was registered."""
 
-    def _side(self, job: GatherJob | Scatter, pages: Int64Array, *, sending: bool) -> Side:
+    def _side(self, job: GatherJob | Scatter, pages: Int64Array, scales: Scales, *, sending: bool) -> Side:
         local = self._local
-        return Side(sending, job.piece, job.plan, pages, local.ptr, local.page_stride, job.num_tokens)
+        return Side(sending, job.piece, job.plan, pages, local.ptr, local.page_stride, job.num_tokens, scales)

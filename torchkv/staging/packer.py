@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torchkv.arrays import Int64Array
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import ChecksumMismatch
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.pieces import Mismatch, Piece, PieceLayout
 from torchkv.layout.stage_format import ChunkFifo, MemorySpan
@@ -39,8 +40,8 @@ class GatherJob:
     dst, generation, num_tokens: of the grant. stage: the memory to pack into, in the receiver's ring where that is
     mapped here, else in this rank's own. piece: what to pack; layout: where in the stage, by ``plan``. pages: page ids
     of the whole verb; start: of the first of them, counted in sender pages after the prefix. checked: write the
-    checksums too. fifo_stage: if set, the piece passes through the stage as a FIFO. stopped: set when the transfer has
-    failed, so that no FIFO kernel is launched again.
+    checksums too. scales: of the receiver's pages, for pages that are converted. fifo_stage: if set, the piece passes
+    through the stage as a FIFO. stopped: set when the transfer has failed, so that no FIFO kernel is launched again.
     """
 
     dst: int
@@ -54,6 +55,7 @@ class GatherJob:
     num_tokens: int
     checked: bool
     fifo_stage: FifoStage | None = None
+    scales: Scales = field(default=NO_SCALES, repr=False)
     stopped: bool = False
 
     @property
@@ -106,8 +108,12 @@ class Packer(ABC):
         """
 
     @abstractmethod
-    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool) -> None:
-        """Loads the kernels for pieces of ``plan``, before the first piece. sending: for gathers, else for scatters."""
+    def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool, scales: Scales = NO_SCALES) -> None:
+        """Loads the kernels for pieces of ``plan``, before the first piece.
+
+        sending: for gathers, else for scatters. scales: of the receiver's pages, as in the jobs that will come. Raises
+        ``TransportUnavailable`` for pieces that cannot be packed.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class StagedTransfer(Transfer):
     def _num_fifo_channels(self) -> int:
         """Channels of the FIFO; 0 where pieces that fit into their stage do better, or are all that is possible."""
         # Page ids in GPU memory are checked by the gather kernel: it may turn out not to write all that was announced.
-        if self._view is None or isinstance(self._pages, DevicePages) or self._checksum:
+        if self._view is None or isinstance(self._pages, DevicePages) or self._checksum or self._plan.converts:
             return 0
         if self._cutter.nbytes < LEAST_FIFO_VERB or self._cutter.layer_nbytes < CHUNK_UNIT:
             return 0
@@ -304,6 +304,7 @@ class StagedTransfer(Transfer):
             num_tokens=self._grant.num_tokens,
             checked=self._checksum,
             fifo_stage=fifo_stage,
+            scales=self.connection.scales,
         )
         self._gathers.append(job)
         steps = self._packer.gather(job)
@@ -391,7 +392,7 @@ class StagedTransfer(Transfer):
             )
         if self._packer.asynchronous:
             self._send_stage_messages()
-        self.connection.count(self._lane, nbytes=layout.payload, spans=1)
+        self.connection.count(self._lane, nbytes=layout.packed, spans=1)
         self._report((), layout.payload, "staged")
 
     def _return_stage(self, serial: int) -> None:

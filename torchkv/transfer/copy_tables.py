@@ -9,11 +9,14 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from torchkv.arrays import Float32Array
 from torchkv.kernels.compiled import CompiledKernel
+from torchkv.kernels.copies import ScaleTable
 from torchkv.kernels.launch import kernels_for
 from torchkv.layout.kernel_geometry import Geometry, geometry
 from torchkv.layout.pair_plan import PairPlan
@@ -46,12 +49,13 @@ class AddressGroup:
     """The jobs of a plan, each a (layer, component), that share a geometry.
 
     layers: global layer id of each job, ascending. table: int64 ``[len(layers), 2]`` on the GPU, base address of each
-    job's source and destination tensor.
+    job's source and destination tensor. scales: of the jobs, if they are converted.
     """
 
     geometry: Geometry
     layers: tuple[int, ...]
     table: torch.Tensor
+    scales: ScaleTable | None = None
 
     def ranges(self, layers: Sequence[int]) -> list[tuple[int, int]]:
         """The `job_ranges` of ``layers``, ascending global ids, of which the group may lack some."""
@@ -64,7 +68,7 @@ class BaseAddressTable:
     def __init__(self, plan: PairPlan, local: LocalPages, connection: PeerConnection) -> None:
         self.plan = plan
         self._is_loaded = False
-        entries: dict[Geometry, list[tuple[int, int, int]]] = {}
+        entries: dict[Geometry, list[_Job]] = {}
         for segment in plan.segments:
             for layer in segment.layers:
                 pointers = (local.ptr(segment.component, layer), connection.ptr(segment.component, layer))
@@ -79,8 +83,9 @@ class BaseAddressTable:
                     num_dst_pages=theirs.num_pages,
                     addresses=pointers,
                 )
-                entries.setdefault(shape, []).append((layer, *pointers))
-        self.groups = [_group(shape, sorted(jobs), local.device) for shape, jobs in entries.items()]
+                scales = connection.scales.of(segment.component, layer, segment.heads)
+                entries.setdefault(shape, []).append(_Job(layer, pointers, scales))
+        self.groups = [_group(shape, jobs, local.device) for shape, jobs in entries.items()]
 
     @property
     def is_loaded(self) -> bool:
@@ -117,6 +122,14 @@ class BaseAddressTables:
         return table
 
 
-def _group(shape: Geometry, jobs: list[tuple[int, int, int]], device: torch.device) -> AddressGroup:
-    table = torch.tensor([addresses for _, *addresses in jobs], dtype=torch.int64, device=device)
-    return AddressGroup(shape, tuple(layer for layer, *_ in jobs), table)
+class _Job(NamedTuple):
+    layer: int
+    addresses: tuple[int, int]
+    scales: Float32Array
+
+
+def _group(shape: Geometry, jobs: list[_Job], device: torch.device) -> AddressGroup:
+    jobs.sort(key=lambda job: (job.layer, job.addresses))
+    table = torch.tensor([job.addresses for job in jobs], dtype=torch.int64, device=device)
+    scales = None if shape.conversion is None else ScaleTable.of((job.scales for job in jobs), device)
+    return AddressGroup(shape, tuple(job.layer for job in jobs), table, scales)

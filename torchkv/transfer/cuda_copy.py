@@ -161,6 +161,7 @@ class CudaCopyTransfer(Transfer):
                         limit_tokens=limit,
                         errors=self._errors,
                         blocks=self._device.blocks,
+                        scales=group.scales,
                     )
                     copies.copy_pages(jobs, src, dst)
                     nbytes += count * pairs * shape.pair_nbytes

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import numpy as np
 
-from torchkv.host import copy_loops
+from torchkv.host import convert_loops, copy_loops
 from torchkv.host.copy_loops import SHORT_RUN, STEP_BYTES
 from torchkv.layout.plan_segment import PlanSegment
 from torchkv.transfer.base import Transfer
@@ -56,7 +56,8 @@ class HostCopyTransfer(Transfer):
         dst_ptr = self.connection.ptr(segment.component, layer)
         src_off, dst_off = self._offsets.pairs(segment, layer)
         rows, per_pair = segment.rows, segment.rows.per_pair
-        if per_pair == 1 and rows.run < SHORT_RUN and len(src_off) > FEW_PAIRS:
+        conversion = segment.conversion
+        if conversion is None and per_pair == 1 and rows.run < SHORT_RUN and len(src_off) > FEW_PAIRS:
             src_off, dst_off, length = self._offsets.spans(segment, layer)
             ends = np.cumsum(length)
             first = 0
@@ -71,5 +72,12 @@ class HostCopyTransfer(Transfer):
         step = max(1, STEP_BYTES // pair_nbytes)
         for first in range(0, len(src_off), step):
             last = min(first + step, len(src_off))
-            copy_loops.copy_pairs(src_ptr, dst_ptr, src_off, dst_off, first, last, rows)
+            if conversion is None:
+                copy_loops.copy_pairs(src_ptr, dst_ptr, src_off, dst_off, first, last, rows)
+            else:
+                dtypes, heads = (conversion.src, conversion.dst), conversion.head_elements
+                scales = self.connection.scales.of(segment.component, layer, segment.heads)
+                convert_loops.convert_pairs(
+                    dtypes, src_ptr, dst_ptr, src_off, dst_off, first, last, rows, heads, scales
+                )
             yield (last - first) * pair_nbytes, (last - first) * per_pair

@@ -9,6 +9,7 @@ import torch
 
 from torchkv.cache import Placement
 from torchkv.errors import TransportUnavailable
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.layout.layout import KVLayout
 from torchkv.transport.interface import Channel, RemoteView
@@ -58,7 +59,7 @@ class StageTarget:
 class LocalPages:
     """This rank's own pages. storage_ptrs, regions: address of each storage, and its region index in the transport.
 
-    pools: which of them share memory, see `torchkv.protocol.leases`.
+    pools: which of them share memory, see `torchkv.protocol.leases`. scales: of pages that are converted.
     """
 
     layout: KVLayout
@@ -68,6 +69,7 @@ class LocalPages:
     storage_ptrs: Sequence[int]
     regions: Sequence[int]
     pools: Pools = field(default_factory=lambda: UNGROUPED)
+    scales: Scales = NO_SCALES
 
     def ptr(self, component: str, layer: int) -> int:
         placement = self.placements[component, layer]
@@ -93,6 +95,7 @@ class PeerConnection:
     calibration: Iterator[None] | None = None  # measures the costs, step by step; None when done
     counters: dict[str, Counter] = field(default_factory=dict)
     closed: bool = False
+    scales: Scales = NO_SCALES  # of the peer's pages
     name: str = ""  # of the rank, in messages
 
     direct: bool = field(init=False)  # whether all pages of the peer are mapped here
@@ -108,18 +111,28 @@ class PeerConnection:
         assert view is not None
         return view.ptr + placement.offset
 
-    def path(self, *, forced: str | None, page_for_page: bool) -> str:
+    def path(self, *, forced: str | None, page_for_page: bool, converts: bool = False) -> str:
         """One of ``torchkv.options.PATHS``. For pages that are not mapped a put path; `choose` may prefer staging then.
 
-        forced: a path to take, or None. Raises ``TransportUnavailable`` if the forced path cannot work.
+        forced: a path to take, or None. converts: whether pages are converted to another dtype, which the put paths
+        cannot do: then pages that are not mapped are staged. Raises ``TransportUnavailable`` if the forced path cannot
+        work, or no path can.
         """
         if self.channel is None:
             return "direct"  # also if another path is forced: a local copy has no other
         if forced == "direct" and not self.direct:
             raise TransportUnavailable(f"path 'direct' to {self.name}: {self.no_view}; leave Options.path unset")
-        if forced == "staged" and self.staging is None:
+        if converts and forced in ("runs", "slices"):
             raise TransportUnavailable(
-                f"path 'staged' to {self.name}: it has no staging ring; set Options.staging_recv there"
+                f"path {forced!r} to {self.name}: it puts bytes as they are, and pages to this peer are converted to "
+                f"another dtype; leave Options.path unset, or force 'direct' or 'staged'"
+            )
+        if converts and forced is None and not self.direct:
+            forced = "staged"
+        if forced == "staged" and self.staging is None:
+            why = "; pages that are converted to another dtype need it" if converts else ""
+            raise TransportUnavailable(
+                f"path 'staged' to {self.name}: it has no staging ring{why}; set Options.staging_recv there"
             )
         if forced is not None:
             return forced

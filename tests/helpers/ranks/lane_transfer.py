@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.harness import kv_group
-from torchkv import KVCache, KVLayout, KVProcessGroup
+from torchkv import KVCache, KVLayout, KVProcessGroup, convert
 from torchkv.engine.work import KVWork
+from torchkv.layout.conversion import GivenScales
 from torchkv.transfer.peer_connection import Counter
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "tally",
     "transfer",
     "views",
+    "without_nan",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,7 +55,11 @@ AUX = b"first token: 42"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``tokens`` behind a prefix of ``prefix`` tokens, from ``writers`` to ``readers``; other ranks hold nothing."""
+    """``tokens`` behind a prefix of ``prefix`` tokens, from ``writers`` to ``readers``; other ranks hold nothing.
+
+    scales: reader -> component -> a number for each layer and head that it holds. link_share: bytes that go over a lane
+    for each byte of a reader's pages.
+    """
 
     name: str
     layouts: Mapping[int, KVLayout]
@@ -64,6 +70,13 @@ class Case:
     chunks: int = 1
     contiguous: bool = False
     verb: str = "send_pages"
+    scales: Mapping[int, Mapping[str, list[list[float]]]] = field(default_factory=dict)
+    link_share: float = 1.0
+
+    @property
+    def converts(self) -> bool:
+        dtypes = {(c.name, c.dtype) for layout in self.layouts.values() for c in layout.components}
+        return len(dtypes) > len({name for name, _ in dtypes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +111,9 @@ def own_device(kind: str) -> torch.device:
     return device
 
 
-def adopted_cache(layout: KVLayout, num_pages: int, device: torch.device = HOST) -> KVCache:
+def adopted_cache(
+    layout: KVLayout, num_pages: int, device: torch.device = HOST, scales: GivenScales | None = None
+) -> KVCache:
     """An engine's own private tensors: gaps between the pages, guards around them, one storage a component."""
     tensors: dict[str, list[torch.Tensor | None]] = {}
     for component in layout.components:
@@ -113,7 +128,7 @@ def adopted_cache(layout: KVLayout, num_pages: int, device: torch.device = HOST)
             for number, layer in enumerate(layers)
         }
         tensors[component.name] = [held.get(layer) for layer in layout.layers]
-    return KVCache(layout, tensors)
+    return KVCache(layout, tensors, scales=scales)
 
 
 def _storages(cache: KVCache) -> dict[int, torch.Tensor]:
@@ -155,6 +170,16 @@ def random_fill(cache: KVCache, rng: np.random.Generator) -> None:
         torch.cuda.synchronize(cache.device)  # a peer's write waits for none of this rank's streams
 
 
+def without_nan(cache: KVCache) -> None:
+    """Replaces what is NaN, whose bits a conversion need not keep."""
+    for component in cache.layout.components:
+        for tensor in cache[component.name]:
+            if tensor is not None and component.dtype.is_floating_point:
+                tensor.copy_(tensor.float().nan_to_num(1.0, float("inf"), float("-inf")).to(component.dtype))
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)
+
+
 def views(cache: KVCache) -> Views:
     """Bytes [pages, page_size, heads, head bytes]: a host cache's own memory, or a copy of what a GPU holds."""
     cache = cache if cache.device.type == "cpu" else host_copy(cache)
@@ -175,6 +200,7 @@ class Source:
     page_size: int
     data: Views
     heads: Mapping[str, Sequence[int]]
+    dtypes: Mapping[str, torch.dtype]
 
 
 def _heads(layout: KVLayout, name: str) -> list[int]:
@@ -199,23 +225,40 @@ def _window_begin(layout: KVLayout, layer: int, src_page_size: int, granted: int
     return max(0, (shortest - 1 - window) // unit)
 
 
-def gather(sources: Mapping[int, Source], layout: KVLayout, pages: Sequence[int], into: Views) -> int:
+def _converted(run: Bytes, src: torch.dtype, dst: torch.dtype, scale: float) -> Bytes:
+    """The bytes of one head of one token, as the reader holds them."""
+    if src is dst:
+        return run
+    converted: Bytes = convert(torch.from_numpy(run.copy()).view(src), dst, scale).view(torch.uint8).numpy()
+    return converted
+
+
+def gather(
+    sources: Mapping[int, Source],
+    layout: KVLayout,
+    pages: Sequence[int],
+    into: Views,
+    scales: Mapping[str, list[list[float]]] | None = None,
+) -> int:
     """Writes into ``into`` what the sources hold, head by head and token by token; returns the bytes written."""
     unit = max([layout.page_size, *(source.page_size for source in sources.values())])
     sent = min(len(source.pages) * source.page_size for source in sources.values())
     granted = len(pages) * layout.page_size
     written = 0
     for (name, layer), array in into.items():
+        dtype, own = layout.component(name).dtype, (scales or {}).get(name)
         for position, head in enumerate(_heads(layout, name)):
             holders = [
                 r for r in sorted(sources) if (name, layer) in sources[r].data and head in sources[r].heads[name]
             ]
+            scale = 1.0 if own is None else own[layout.component_layers(name).index(layer)][position]
             for token in range(min(sent, granted)):
                 source = sources[holders[token // unit % len(holders)]]
                 if token // unit < _window_begin(layout, layer, source.page_size, granted, unit):
                     continue
                 page, slot = source.pages[token // source.page_size], token % source.page_size
                 run = source.data[name, layer][page, slot, source.heads[name].index(head)]
+                run = _converted(run, source.dtypes[name], dtype, scale)
                 array[pages[token // layout.page_size], token % layout.page_size, position] = run
                 written += len(run)
     return written
@@ -234,7 +277,8 @@ class Pool:
         layout = self.cache.layout
         heads = {component.name: _heads(layout, component.name) for component in layout.components}
         data = views(host_copy(self.cache))
-        return Source(self.pages, layout.page_size, data, heads)
+        dtypes = {component.name: component.dtype for component in layout.components}
+        return Source(self.pages, layout.page_size, data, heads, dtypes)
 
     def now(self) -> list[Bytes]:
         """A copy of every byte, as ``before`` is."""
@@ -253,16 +297,19 @@ def prepare(
     adopted: bool,
     device: torch.device = HOST,
     group: KVProcessGroup | None = None,
+    scales: GivenScales | None = None,
 ) -> Pool:
     """A pool with pages to spare, random everywhere. ``group``: whose memory it is, unless it is adopted."""
     count = -(-case.tokens // layout.page_size)
     size = count + SPARE
     pages = [*range(1, count + 1)] if case.contiguous else [int(p) for p in rng.permutation(size)[:count]]
     if adopted:
-        cache = adopted_cache(layout, size, device)
+        cache = adopted_cache(layout, size, device, scales)
     else:
-        cache = KVCache.empty(layout, size, device=device, group=group)
+        cache = KVCache.empty(layout, size, device=device, group=group, scales=scales)
     random_fill(cache, rng)
+    if case.converts:
+        without_nan(cache)
     return Pool(cache, pages, _copies(cache))
 
 
@@ -298,7 +345,13 @@ def submit(
     return works, kv.finish("r", "decode", aux=AUX)
 
 
-def check_reader(case: Case, pool: Pool, got: Sequence[Bytes], sources: Mapping[int, Source]) -> int:
+def check_reader(
+    case: Case,
+    pool: Pool,
+    got: Sequence[Bytes],
+    sources: Mapping[int, Source],
+    scales: Mapping[str, list[list[float]]] | None = None,
+) -> int:
     """Whether ``got`` is what the pool held before plus what the reference gathers; returns how many bytes those are.
 
     Spoils ``sources``, to see that the comparison notices.
@@ -309,16 +362,17 @@ def check_reader(case: Case, pool: Pool, got: Sequence[Bytes], sources: Mapping[
     def expectation() -> tuple[int, bool]:
         for storage, old in zip(storages, before, strict=True):
             storage[:] = old
-        nbytes = gather(sources, cache.layout, pages, views(cache))
+        nbytes = gather(sources, cache.layout, pages, views(cache), scales)
         return nbytes, all(np.array_equal(a, b) for a, b in zip(got, storages, strict=True))
 
     nbytes, equal = expectation()
     assert equal, f"{case.name}: wrong bytes in the cache"
     assert not all(np.array_equal(a, b) for a, b in zip(before, got, strict=True)), "nothing has moved"
-    # Negative control: one bit of runs that are owed whatever the windows are, and the comparison must notice.
+    # Negative control: one bit of runs that are owed whatever the windows are, and the comparison must notice: the
+    # sign, as a conversion may lose others.
     for source in sources.values():
         for array in source.data.values():
-            array[source.pages[-1], 0, :, 0] ^= 1
+            array[source.pages[-1], 0, :, -1] ^= 0x80
     assert not expectation()[1], "the comparison does not notice a flipped bit"
     return nbytes
 
@@ -341,7 +395,7 @@ def check_reports(reports: Sequence[Report], case: Case, prefixes: tuple[str, ..
     lanes = {name for report in reports for name in report.lanes}
     assert lanes, "nobody wrote anything"
     assert all(name.startswith(prefixes) for name in lanes), f"{lanes}, expected {prefixes}"
-    assert sum(sum(report.lanes.values()) for report in reports) == total
+    assert sum(sum(report.lanes.values()) for report in reports) == total * case.link_share
     assert sum(report.spans for report in reports) > 0
     for reader in case.readers:
         assert reports[reader].received == reports[reader].expected
@@ -356,7 +410,9 @@ def transfer(case: Case, *, adopted: bool, seed: int, device: str = "cpu", **opt
     layout = case.layouts.get(rank)
     with kv_group(**options) as kv:
         sent, received, expected, path_taken = 0, 0, 0, ""
-        pool = None if layout is None else prepare(case, layout, rng, adopted=adopted, device=place, group=kv)
+        pool, scales = None, case.scales.get(rank)
+        if layout is not None:
+            pool = prepare(case, layout, rng, adopted=adopted, device=place, group=kv, scales=scales)
         instance = "prefill" if rank in case.writers else "decode" if rank in case.readers else None
         kv.register(None if pool is None else pool.cache, instance=instance)
         mine: Any = None
@@ -378,7 +434,7 @@ def transfer(case: Case, *, adopted: bool, seed: int, device: str = "cpu", **opt
         dist.all_gather_object(everyone, mine, group=kv)
         if rank in case.readers:
             sources = {r: source for r, source in enumerate(everyone) if source is not None}
-            expected = check_reader(case, pool, arrived, sources)
+            expected = check_reader(case, pool, arrived, sources, scales)
         peers = case.readers if rank in case.writers else ()
         lanes, spans = tally(kv.explain(reader).lanes for reader in peers)
     dist.barrier()  # a peer may still have this rank's pool mapped, which must outlive that

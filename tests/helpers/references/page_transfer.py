@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from torchkv.arrays import Int64Array
+from torchkv.layout.conversion import convert
 from torchkv.layout.descriptors import expand, page_pairs, pair_offsets
 from torchkv.layout.layout import KVLayout
 from torchkv.layout.pair_plan import PairPlan, compile_plan
@@ -106,8 +107,12 @@ def reference(
     src_pages: Mapping[int, Sequence[int]],
     target: Pool,
     dst_pages: Sequence[int],
+    scales: Mapping[str, npt.NDArray[np.float32]] | None = None,
 ) -> Pool:
-    """What ``target`` holds after all writers sent all their pages, from position 0 (the end of the prefix)."""
+    """What ``target`` holds after all writers sent all their pages, from position 0 (the end of the prefix).
+
+    scales: component -> [layers, heads] that ``target`` holds, for elements that are converted.
+    """
     writers = {rank: pool.layout for rank, pool in sources.items()}
     reader = target.layout
     result = target.copy()
@@ -132,6 +137,14 @@ def reference(
                     src_page, dst_page = src_pages[rank][token // size], dst_pages[token // reader.page_size]
                     element = sources[rank].element(component.name, layer, src_page, token % size, head)
                     where = (component.name, layer, dst_page, token % reader.page_size, head)
+                    dtype = writers[rank].component(component.name).dtype
+                    if dtype is not component.dtype:
+                        of_layer = held_layers(reader, component.name).index(layer)
+                        of_head = held_heads(reader, component.name).index(head)
+                        own = (scales or {}).get(component.name)
+                        scale = 1.0 if own is None else float(own[of_layer, of_head])
+                        given = torch.from_numpy(element.copy()).view(dtype)
+                        element = convert(given, component.dtype, scale).view(torch.uint8).numpy()
                     result.element(*where)[:] = element
     return result
 

@@ -109,7 +109,10 @@ def run(case: Case, lane: Lane, make: type[Pooled] = Pooled) -> tuple[list[Repor
     seed = secrets.randbits(64)
     print(f"seed {seed}")
     rngs = {rank: np.random.default_rng([seed, rank]) for rank in case.layouts}
-    pools = {rank: prepare(case, layout, rngs[rank], adopted=lane.adopted) for rank, layout in case.layouts.items()}
+    pools = {
+        rank: prepare(case, layout, rngs[rank], adopted=lane.adopted, scales=case.scales.get(rank))
+        for rank, layout in case.layouts.items()
+    }
     cluster = make(case, pools, seed=seed, views=lane.views)
     traffic = move(cluster, case, pools, rngs)
     for writer in case.writers:
@@ -128,6 +131,8 @@ def report(rank: int, cluster: Pooled, case: Case, pools: Mapping[int, Pool], tr
         spans=spans,
         sent=sum(work.bytes for work in traffic.sent.get(rank, ())),
         received=0 if rx is None else rx.bytes,
-        expected=0 if rx is None else check_reader(case, pools[rank], traffic.arrived[rank], sources),
+        expected=0
+        if rx is None
+        else check_reader(case, pools[rank], traffic.arrived[rank], sources, case.scales.get(rank)),
         path="" if rx is None else rx.path,
     )

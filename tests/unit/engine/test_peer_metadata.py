@@ -15,6 +15,7 @@ from torchkv.errors import ProtocolError
 from torchkv.host.processes import this_process
 from torchkv.layout import codec
 from torchkv.layout.component import Component, State
+from torchkv.layout.conversion import ScaleMetadata
 from torchkv.layout.layout import KVLayout
 
 PAGES, SLOTS = 5, 3
@@ -62,6 +63,21 @@ def test_metadata_of_state_alone() -> None:
     layout = KVLayout([], num_layers=1, page_size=4, states=[State("ssm", (6,), torch.float32)])
     made = metadata(KVCache.empty(layout, 1, device="cpu", num_slots=SLOTS))
     assert (made.info().num_pages, made.info().num_slots) == (1, SLOTS)
+
+
+def test_metadata_says_how_pages_are_scaled() -> None:
+    layout = KVLayout.gqa(
+        num_layers=2, num_kv_heads=2, head_dim=4, page_size=4, dtype=torch.float8_e4m3fn, accept=(torch.bfloat16,)
+    )
+    cache = KVCache.empty(layout, PAGES, device="cpu", scales={"k": [[0.5, 1.0], [2.0, 0.1]]})
+    made = metadata(cache, scales=cache.scales.metadata())
+    made.info()
+    assert made.page_scales(layout) is metadata(cache, rank=5, scales=cache.scales.metadata()).page_scales(layout)
+    assert made.page_scales(layout).of("k", 1, range(2)).tolist() == pytest.approx([2.0, 0.1])
+    assert made.page_scales(layout).of("v", 1, range(2)).tolist() == [1, 1]
+    for values in (bytes(4), b"123", bytes(12), torch.tensor([float("nan")]).numpy().tobytes()):
+        with pytest.raises(ProtocolError, match=r"rank 4.*'k'"):
+            metadata(cache, scales=[ScaleMetadata("k", values)]).info()
 
 
 def moved(name: str, layer: int, **changes: int) -> Callable[[PeerMetadata], dict[str, Any]]:

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from torchkv.kernels import checksum as checksum_kernel
-from torchkv.kernels import page_copy
+from torchkv.kernels import page_convert, page_copy
 from torchkv.kernels.launch import FIFO_WARPS
 from torchkv.layout import stage_format
 
@@ -65,6 +65,18 @@ def test_fifo_copies(mode: int, table: int, unit: int) -> None:
     # Only progress words need more than an ordinary access: the copy itself uses plain, wide stores.
     assert len(stores) == 2048 * (16 if unit == 16 else 1) // (32 * FIFO_WARPS * unit)
     assert not places(r"ld\.global\.nc|ld\.volatile")
+
+
+@pytest.mark.parametrize("kind", range(6))
+@pytest.mark.parametrize("mode", [page_copy.DIRECT, page_copy.GATHER, page_copy.SCATTER])
+def test_conversions(mode: int, kind: int) -> None:
+    asm = compiled(page_convert.convert, (mode, kind, 8, 1, 512))
+    assert asm["cubin"]
+    # True divisions, no flush of denormals to zero, no product and sum with one rounding.
+    assert ("div.rn.f32" in asm["ptx"]) == (kind <= 1)
+    assert not re.search(r"div\.(full|approx)|\.ftz|\bfma", asm["ptx"])
+    # Wide accesses: 16 bytes of the wider side.
+    assert re.search(r"(ld|st)\.global\.v4\.b32", asm["ptx"])
 
 
 @pytest.mark.parametrize("unit", [1, 16])

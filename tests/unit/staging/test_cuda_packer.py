@@ -15,6 +15,7 @@ from tests.helpers.fakes.gpu import Gpu
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, ProtocolError, TransportUnavailable
 from torchkv.kernels import page_copy
 from torchkv.kernels.launch import FifoArgs
+from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pieces import Mismatch, Piece
 from torchkv.layout.stage_format import MAX_CHANNELS, ChunkFifo, Signal
 from torchkv.protocol.stage_allocator import StagingRing
@@ -24,7 +25,7 @@ from torchkv.staging.cuda_packer import ASK_EVERY, PATIENCE, STATES, CudaPacker
 from torchkv.staging.memory import StageMemory
 from torchkv.staging.packer import FifoStage, GatherJob
 
-PLAN: Any = SimpleNamespace()
+PLAN: Any = SimpleNamespace(converts=False)
 LAYOUT: Any = SimpleNamespace(payload=4096)
 PIECE = Piece((0, 1), 3, 2)
 PAGES = np.array([7, 5, 9, 4], dtype=np.int64)
@@ -48,7 +49,7 @@ class FakeKernel:
 class FakeLauncher:
     """In place of `CudaPackLauncher`: notes what it is told to enqueue, with which ids and which part of the stage."""
 
-    def __init__(self, plan: Any, local: Any, *, sending: bool) -> None:
+    def __init__(self, plan: Any, local: Any, *, sending: bool, scales: Any) -> None:
         self.sending = sending
         self.bad_page: int | None = None
         self.mismatch: Mismatch | None = None
@@ -100,15 +101,16 @@ class Bench:
         self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]
         self.words = torch.zeros((4, 2 * MAX_CHANNELS), dtype=torch.int64)
         self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
-        local: Any = SimpleNamespace(num_pages=16)
+        local: Any = SimpleNamespace(num_pages=16, scales=NO_SCALES)
         device: Any = self.gpu
         self.packer = CudaPacker(local, memory, device=device)
         self.stage = StagingRing(RING).allocate(8192, "r")
 
     def pages(self, *, sending: bool) -> Any:
-        if (id(PLAN), sending) not in self.packer._launchers:
+        key = id(PLAN), sending, id(NO_SCALES)
+        if key not in self.packer._launchers:
             self.packer.prepare(PLAN, sending=sending, checksum=False)
-        return self.packer._launchers[id(PLAN), sending]
+        return self.packer._launchers[key]
 
     def gather_job(self, *, checked: bool = False, fifo_stage: FifoStage | None = None) -> GatherJob:
         """Of a verb that begins at page 2."""
@@ -292,7 +294,7 @@ def test_a_mismatch_names_the_page_and_its_buffer_is_used_again(bench: Bench, mi
 def test_kernels_are_loaded_once_for_each_plan(bench: Bench) -> None:
     assert not bench.packer.ready(PLAN)
     job = bench.job()
-    job.plan = SimpleNamespace()
+    job.plan = SimpleNamespace(converts=False)
     for each, loaded in ((bench.job(), 1), (job, 2), (bench.job(), 2)):
         steps = bench.packer.scatter(each)
         assert next(steps) == 0
@@ -408,3 +410,28 @@ def test_a_refused_launch_fails_the_transfer(bench: Bench, sending: bool) -> Non
     bench.pages(sending=sending).refuses = True
     with pytest.raises(TransportUnavailable, match="refused to pack pages: CUDA error"):
         next(bench.gather() if sending else bench.scatter())
+
+
+CONVERTING: Any = SimpleNamespace(converts=True)
+
+
+def test_receivers_that_share_a_plan_have_their_own_scales_where_it_converts(bench: Bench) -> None:
+    first, second = Scales(None, {}), Scales(None, {})
+    for scales in (first, second, first):
+        bench.packer.prepare(CONVERTING, sending=True, checksum=False, scales=scales)
+        bench.packer.prepare(PLAN, sending=True, checksum=False, scales=scales)
+    assert set(bench.packer._launchers) == {
+        (id(CONVERTING), True, id(first)),
+        (id(CONVERTING), True, id(second)),
+        (id(PLAN), True, id(NO_SCALES)),
+    }
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_pages_that_are_converted_have_no_checksums(bench: Bench, sending: bool) -> None:
+    with pytest.raises(TransportUnavailable, match=r"Options\.checksum: on GPUs, pages that are converted"):
+        bench.packer.prepare(CONVERTING, sending=sending, checksum=True)
+    job: Any = bench.gather_job(checked=True) if sending else bench.job(checked=True)
+    job.plan = CONVERTING
+    with pytest.raises(TransportUnavailable, match=r"Options\.checksum"):
+        next(bench.packer.gather(job) if sending else bench.packer.scatter(job))

@@ -31,7 +31,7 @@ def transfer(
     channel: None for a transfer within one rank.
     """
     shape = SimpleNamespace(ordinals=lambda **operation: range(2), pair_nbytes=64, rows=SimpleNamespace(per_pair=1))
-    job = SimpleNamespace(geometry=shape, table=None, ranges=lambda layers: [(0, len(layers))])
+    job = SimpleNamespace(geometry=shape, table=None, scales=None, ranges=lambda layers: [(0, len(layers))])
     segments_of = dict.fromkeys(owed, ())
     plan = SimpleNamespace(segments_of=segments_of, src_page_size=16, nbytes=lambda tokens, layers: 128 * len(layers))
     grant: Any = SimpleNamespace(dst=1, generation=1, num_tokens=32, pages=np.array([4, 5]), plan=plan)

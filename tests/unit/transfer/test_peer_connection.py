@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchkv import KVCache, KVLayout
+from torchkv import KVCache, KVLayout, TransportUnavailable
 from torchkv.layout.pair_plan import PairPlan, compile_plan
 from torchkv.transfer.path_cost import Choice, choose
 from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection, StageTarget
@@ -84,6 +84,23 @@ SLICES = layout(tp_size=2)
 def test_mapped_pages_take_the_direct_path_at_any_cost(costs: Costs) -> None:
     world = World(SLICES, costs=costs, views=True, ring=1 << 20)
     assert world.connection.path(forced=None, page_for_page=False) == "direct"
+
+
+def test_pages_that_are_converted_are_staged_where_they_are_not_mapped_and_never_put() -> None:
+    mapped, staged, bare = (
+        World(SLICES, costs=CHEAP, views=v, ring=r).connection for v, r in ((True, 1), (False, 1), (False, 0))
+    )
+    converting: Any = {"page_for_page": True, "converts": True}
+    assert mapped.path(forced=None, **converting) == mapped.path(forced="direct", **converting) == "direct"
+    assert staged.path(forced=None, **converting) == mapped.path(forced="staged", **converting) == "staged"
+    for puts in ("runs", "slices"):
+        for connection in (mapped, staged, bare):
+            assert connection.path(forced=puts, page_for_page=True) == puts
+            with pytest.raises(TransportUnavailable, match=f"path '{puts}' to rank 1: it puts bytes as they are"):
+                connection.path(forced=puts, **converting)
+    assert bare.path(forced=None, page_for_page=True) == "runs"
+    with pytest.raises(TransportUnavailable, match="no staging ring; pages that are converted"):
+        bare.path(forced=None, **converting)
 
 
 @pytest.mark.parametrize(
