@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.serving.vllm.engines import Engine
 from tests.serving.vllm.host import Setup
-from tests.serving.vllm.models import save_llama, save_mla
+from tests.serving.vllm.models import save_gated_delta_net, save_llama, save_mla, save_sliding
 
 REASON = "vLLM is not installed here: `make test-engines` makes an environment with it, and runs these tests"
 OPTIONS: dict[str, Any] = {"timeout": 20.0, "grant_timeout": 60.0, "staging_recv": 1 << 24, "staging_send": 1 << 23}
@@ -42,6 +42,16 @@ def llama(scratch: Path) -> str:
 @pytest.fixture(scope="session")
 def mla(scratch: Path) -> str:
     return save_mla(scratch / "mla")
+
+
+@pytest.fixture(scope="session")
+def sliding(scratch: Path) -> str:
+    return save_sliding(scratch / "sliding")
+
+
+@pytest.fixture(scope="session")
+def gated_delta_net(scratch: Path) -> str:
+    return save_gated_delta_net(scratch / "gated-delta-net")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["PROMPTS", "save_llama", "save_mla"]
+__all__ = ["PROMPTS", "save_gated_delta_net", "save_llama", "save_mla", "save_sliding"]
 
 # Of several blocks and chunks, of whole blocks, of whole chunks, and of little more than one block.
 PROMPTS = [
@@ -60,4 +60,45 @@ def save_mla(folder: Path) -> str:
         moe_intermediate_size=64,
     )
     transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_sliding(folder: Path) -> str:
+    """Five layers with a window of two blocks, and one that attends to all tokens: six groups of one layer each."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        **{**SHAPE, "num_hidden_layers": 6},
+        num_key_value_heads=4,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        query_pre_attn_scalar=32,
+    )
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_gated_delta_net(folder: Path) -> str:
+    """Three layers with a state of a convolution and one of a gated delta net, and one that attends to all tokens."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        **{**SHAPE, "num_attention_heads": 4},
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(folder)
     return str(folder)
