@@ -39,6 +39,7 @@ class Setup:
     tp_size: int = 1
     block_size: int = BLOCK
     dtype: str = "float32"
+    prefix_caching: bool = True
     policy: str = "fail"
     extra: dict[str, Any] | None = None
 
@@ -78,7 +79,7 @@ class Host:
             max_num_batched_tokens=CHUNK,
             enable_chunked_prefill=True,
             num_gpu_blocks_override=BLOCKS,
-            enable_prefix_caching=True,
+            enable_prefix_caching=setup.prefix_caching,
             tensor_parallel_size=setup.tp_size,
             disable_custom_all_reduce=True,
             kv_transfer_config=config,

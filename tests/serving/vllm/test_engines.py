@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.vllm.conftest import Start
 from tests.serving.vllm.engines import FREE, Engine
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 

@@ -9,22 +9,22 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.vllm.conftest import Start
 from tests.serving.vllm.engines import FREE, Engine
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
 TOKENS = 8
+BFLOAT16 = {"dtype": "bfloat16"}  # the only type of vLLM's CPU kernels of gated delta nets
 LONG = PROMPTS[0]
 Pair = tuple[Engine, Engine]
 
 
 @pytest.fixture(scope="module", params=["sliding", "gated_delta_net"])
 def pair_of_model(request: pytest.FixtureRequest, start: Start) -> Iterator[Pair]:
-    # vLLM's CPU kernels of gated delta nets take bfloat16 only.
-    dtype = "bfloat16" if request.param == "gated_delta_net" else "float32"
-    how = {"model": request.getfixturevalue(request.param), "dtype": dtype}
+    more = BFLOAT16 if request.param == "gated_delta_net" else {}
+    how = {"model": request.getfixturevalue(request.param), **more}
     pair = start(f"prefill-{request.param}", **how), start(f"decode-{request.param}", **how)
     for engine in pair:
         engine.ready()
@@ -120,3 +120,49 @@ def test_a_prompt_of_one_token_is_prefilled_where_it_decodes(hybrids: Pair) -> N
     assert told.params is not None
     outcome = decode.generate("d", [7], TOKENS, **told.params)
     assert (outcome.tokens[:1], outcome.computed) == (told.tokens, TOKENS)
+
+
+def transferred(prefill: Engine, decode: Engine) -> list[list[int]]:
+    """What decode says to `PROMPTS` after prefill's work. Nothing is left in either."""
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        prefill.produce(f"p{i}", prompt)
+        told = prefill.finished(f"p{i}").params
+        assert told is not None
+        outcome = decode.generate(f"d{i}", prompt, TOKENS, **told)
+        assert outcome.computed == TOKENS
+        found.append(outcome.tokens)
+    for engine in (prefill, decode):
+        engine.settle()
+    return found
+
+
+def test_states_without_prefix_caching(start: Start, gated_delta_net: str) -> None:
+    """Then each request has one block of states, whichever of its tokens was computed last."""
+    how = {"model": gated_delta_net, "prefix_caching": False, **BFLOAT16}
+    prefill, decode = start("prefill-uncached", **how), start("decode-uncached", **how)
+    for engine in (prefill, decode):
+        engine.ready()
+    golden = [decode.generate(f"golden{i}", prompt, TOKENS).tokens for i, prompt in enumerate(PROMPTS)]
+    assert transferred(prefill, decode) == golden
+    for engine in (prefill, decode):
+        engine.close()
+
+
+def test_windows_on_two_ranks_and_on_one(start: Start, sliding: str) -> None:
+    two, one = start("two-ranks", model=sliding, tp_size=2), start("one-rank", model=sliding)
+    for engine in (two, one):
+        engine.ready()
+    golden = [one.generate(f"golden{i}", prompt, TOKENS).tokens for i, prompt in enumerate(PROMPTS)]
+    one.settle()
+    assert transferred(two, one) == golden
+    assert transferred(one, two) == golden
+    for engine in (two, one):
+        engine.close()
+
+
+def test_states_on_two_ranks_are_refused(start: Start, gated_delta_net: str) -> None:
+    engine = start("refused", model=gated_delta_net, tp_size=2, **BFLOAT16)
+    engine.ready(fails=True)
+    assert "tensor_parallel_size=1, not 2" in engine.log.read_text(errors="replace")
+    engine.close()

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.vllm.engines import FREE, Engine
 from tests.serving.vllm.host import BLOCK, CHUNK
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
