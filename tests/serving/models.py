@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["PROMPTS", "save_gated_delta_net", "save_llama", "save_mla", "save_sliding"]
+__all__ = ["PROMPTS", "save_gated_delta_net", "save_llama", "save_mamba2", "save_mla", "save_sliding"]
 
 # Of several blocks and chunks, of whole blocks, of whole chunks, and of little more than one block.
 PROMPTS = [
@@ -101,4 +101,26 @@ def save_gated_delta_net(folder: Path) -> str:
         shared_expert_intermediate_size=64,
     )
     transformers.Qwen3NextForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_mamba2(folder: Path) -> str:
+    """Three layers with a state of a convolution and one of Mamba 2, and one that attends to all tokens."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GraniteMoeHybridConfig(
+        **SHAPE,
+        num_key_value_heads=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=256,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=64,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    )
+    transformers.GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
     return str(folder)

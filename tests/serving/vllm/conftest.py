@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.serving.engine_client import require
-from tests.serving.models import save_gated_delta_net, save_llama, save_mla, save_sliding
+from tests.serving.models import save_gated_delta_net, save_llama, save_mamba2, save_mla, save_sliding
 from tests.serving.vllm.engines import Engine
 from tests.serving.vllm.host import Setup
 
@@ -47,6 +47,11 @@ def sliding(scratch: Path) -> str:
 @pytest.fixture(scope="session")
 def gated_delta_net(scratch: Path) -> str:
     return save_gated_delta_net(scratch / "gated-delta-net")
+
+
+@pytest.fixture(scope="session")
+def mamba2(scratch: Path) -> str:
+    return save_mamba2(scratch / "mamba2")
 
 
 @pytest.fixture(scope="session")

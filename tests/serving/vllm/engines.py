@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.serving.engine_client import EngineClient, new_log
+from tests.serving.models import PROMPTS
 from tests.serving.vllm import host
 from tests.serving.vllm.host import BLOCKS, Finished, Setup
 
-__all__ = ["DEADLINE", "FREE", "Engine"]
+__all__ = ["DEADLINE", "FREE", "TOKENS", "Engine", "transferred"]
 
 DEADLINE = 120.0  # seconds: two engines share two cores with other tests
 FREE = BLOCKS - 1
+TOKENS = 8
 
 
 class Engine(EngineClient[Finished]):
@@ -97,3 +99,16 @@ class Engine(EngineClient[Finished]):
 
     def _join(self) -> None:
         self.process.join()
+
+
+def transferred(prefill: Engine, decode: Engine, name: str = "") -> list[list[int]]:
+    """What decode says to `PROMPTS` after prefill's work. name: of the requests, which are p0, d0, ... behind it."""
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        prefill.produce(f"{name}p{i}", prompt)
+        told = prefill.finished(f"{name}p{i}").params
+        assert told is not None
+        outcome = decode.generate(f"{name}d{i}", prompt, TOKENS, **told)
+        assert outcome.computed == TOKENS
+        found.append(outcome.tokens)
+    return found

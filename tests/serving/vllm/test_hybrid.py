@@ -1,4 +1,4 @@
-"""Models whose layers have block lists of their own: sliding windows, and states of gated delta nets.
+"""Models whose layers have block lists of their own: sliding windows, states of gated delta nets and Mamba 2.
 
 After each test all blocks of both engines are free again.
 """
@@ -11,17 +11,16 @@ import pytest
 
 from tests.serving.models import PROMPTS
 from tests.serving.vllm.conftest import Start
-from tests.serving.vllm.engines import FREE, Engine
+from tests.serving.vllm.engines import FREE, TOKENS, Engine, transferred
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
-TOKENS = 8
 BFLOAT16 = {"dtype": "bfloat16"}  # the only type of vLLM's CPU kernels of gated delta nets
 LONG = PROMPTS[0]
 Pair = tuple[Engine, Engine]
 
 
-@pytest.fixture(scope="module", params=["sliding", "gated_delta_net"])
+@pytest.fixture(scope="module", params=["sliding", "gated_delta_net", "mamba2"])
 def pair_of_model(request: pytest.FixtureRequest, start: Start) -> Iterator[Pair]:
     more = BFLOAT16 if request.param == "gated_delta_net" else {}
     how = {"model": request.getfixturevalue(request.param), **more}
@@ -122,21 +121,6 @@ def test_a_prompt_of_one_token_is_prefilled_where_it_decodes(hybrids: Pair) -> N
     assert (outcome.tokens[:1], outcome.computed) == (told.tokens, TOKENS)
 
 
-def transferred(prefill: Engine, decode: Engine) -> list[list[int]]:
-    """What decode says to `PROMPTS` after prefill's work. Nothing is left in either."""
-    found = []
-    for i, prompt in enumerate(PROMPTS):
-        prefill.produce(f"p{i}", prompt)
-        told = prefill.finished(f"p{i}").params
-        assert told is not None
-        outcome = decode.generate(f"d{i}", prompt, TOKENS, **told)
-        assert outcome.computed == TOKENS
-        found.append(outcome.tokens)
-    for engine in (prefill, decode):
-        engine.settle()
-    return found
-
-
 def test_states_without_prefix_caching(start: Start, gated_delta_net: str) -> None:
     """Then each request has one block of states, whichever of its tokens was computed last."""
     how = {"model": gated_delta_net, "prefix_caching": False, **BFLOAT16}
@@ -146,6 +130,7 @@ def test_states_without_prefix_caching(start: Start, gated_delta_net: str) -> No
     golden = [decode.generate(f"golden{i}", prompt, TOKENS).tokens for i, prompt in enumerate(PROMPTS)]
     assert transferred(prefill, decode) == golden
     for engine in (prefill, decode):
+        engine.settle()
         engine.close()
 
 
@@ -155,9 +140,12 @@ def test_windows_on_two_ranks_and_on_one(start: Start, sliding: str) -> None:
         engine.ready()
     golden = [one.generate(f"golden{i}", prompt, TOKENS).tokens for i, prompt in enumerate(PROMPTS)]
     one.settle()
-    assert transferred(two, one) == golden
-    assert transferred(one, two) == golden
+    assert transferred(two, one, "2to1.") == golden
     for engine in (two, one):
+        engine.settle()  # forgets the prompts
+    assert transferred(one, two, "1to2.") == golden
+    for engine in (two, one):
+        engine.settle()
         engine.close()
 
 

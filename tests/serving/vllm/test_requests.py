@@ -10,12 +10,11 @@ import time
 import pytest
 
 from tests.serving.models import PROMPTS
-from tests.serving.vllm.engines import FREE, Engine
+from tests.serving.vllm.engines import FREE, TOKENS, Engine
 from tests.serving.vllm.host import BLOCK, CHUNK
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
-TOKENS = 8
 LONG = PROMPTS[0]  # of five chunks
 
 Pair = tuple[Engine, Engine]
