@@ -93,12 +93,15 @@ class SchedulerSide:
 
     def shorten(self, request: Any) -> None:
         """A new request. If it is prefilled here for somebody else, with groups, its last token is left to that one."""
-        params = request.kv_transfer_params or {}
-        if self._groups is None or not params.get("do_remote_decode") or request.num_prompt_tokens < 2:
+        if self._groups is None or request.num_prompt_tokens < 2:
+            return
+        params = _params(request)
+        if params is None or not params.do_remote_decode:
             return
         if request.prompt_token_ids is None:
             log.warning("request %s has a prompt of embeddings, which is not sent", request.request_id)
-            request.kv_transfer_params = {}
+            request.kv_transfer_params = None
+            self._step.declines.append(params.transfer_id or own_name(request.request_id))
             return
         del request.prompt_token_ids[-1:]
         del request._all_token_ids[-1:]

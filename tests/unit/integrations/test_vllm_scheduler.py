@@ -266,3 +266,20 @@ def test_an_abort_before_the_last_chunk_leaves_nothing_to_wait_for() -> None:
     scheduler.build(step({"r": 8}, new=[("r", [7, 8], 0)]))
     assert scheduler.finished(ended(it, "FINISHED_ABORTED")) == (False, None)
     assert scheduler.build(step({})).declines == ["r"]
+
+
+def test_a_prompt_of_embeddings_is_declined() -> None:
+    scheduler = hybrid()
+    it = long_request(12, do_remote_decode=True, transfer_id="x")
+    it.prompt_token_ids = None
+    scheduler.shorten(it)
+    scheduler.allocated(it, LISTS, 0)
+    made = scheduler.build(step({"r": 12}, new=[("r", [7, 8, 9], 0)]))
+    assert (made.sends, made.declines) == ([], ["x"])
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": "yes"}, {"do_remote_decode": True, "transfer_id": 7}])
+def test_a_request_that_is_prefilled_for_nobody_keeps_its_prompt(params: dict[str, Any]) -> None:
+    it = long_request(12, **params)
+    hybrid().shorten(it)
+    assert (it.num_prompt_tokens, it.max_tokens) == (12, 16)
