@@ -81,11 +81,7 @@ def hybrid_cache_of(
     behind the other. Groups of layers take their blocks from one memory: torchkv finds that out from the tensors.
     Raises ``LayoutMismatch``.
     """
-    if tp_size > 1 and any(group.states for group in groups):
-        raise LayoutMismatch(
-            "torchkv's vLLM connector does not know how the ranks of this engine share the states of its layers; use "
-            f"tensor_parallel_size=1, not {tp_size}"
-        )
+    _check_states(groups, tp_size)
     components: list[torchkv.Component] = []
     states: list[torchkv.State] = []
     adopted: dict[str, dict[int, torch.Tensor]] = {}
@@ -96,22 +92,18 @@ def hybrid_cache_of(
             states += made
             adopted |= views
             continue
+        own = {layer: tensors[layer] for layer in group.layers}
         part = cache_of(
-            {layer: tensors[layer] for layer in group.layers},
+            own,
             page_size=page_size,
             num_layers=num_layers,
-            total_heads=total_heads if tp_size > 1 else int(tensors[group.layers[0]].shape[1]),
+            total_heads=total_heads if tp_size > 1 else int(own[group.layers[0]].shape[1]),
             tp_rank=tp_rank,
             tp_size=tp_size,
         )
-        (component,) = part.layout.components
-        name = f"{component.name}.{group.name}"
-        components.append(replace(component, name=name, layers=group.layers, group=group.name))
-        adopted[name] = {
-            layer: tensor
-            for layer, tensor in zip(part.layout.layers, part[component.name], strict=True)
-            if tensor is not None
-        }
+        component, views = _component_of(part, group)
+        components.append(component)
+        adopted |= views
         orders.add(part.layout.order)
     if len(orders) != 1:
         raise LayoutMismatch(f"the attention layers of this model keep tokens and heads in several orders: {orders}")
@@ -132,6 +124,23 @@ def hybrid_cache_of(
         {component.name: rows[component.name] for component in components},
         states={state.name: rows[state.name] for state in states},
     )
+
+
+def _check_states(groups: Sequence[Group], tp_size: int) -> None:
+    if tp_size > 1 and any(group.states for group in groups):
+        raise LayoutMismatch(
+            "torchkv's vLLM connector does not know how the ranks of this engine share the states of its layers; use "
+            f"tensor_parallel_size=1, not {tp_size}"
+        )
+
+
+def _component_of(part: torchkv.KVCache, group: Group) -> tuple[torchkv.Component, dict[str, dict[int, torch.Tensor]]]:
+    """The one component of ``part`` as that of a layer group, and by its name and layers the tensors of it."""
+    (component,) = part.layout.components
+    name = f"{component.name}.{group.name}"
+    rows = zip(part.layout.layers, part[component.name], strict=True)
+    views = {layer: tensor for layer, tensor in rows if tensor is not None}
+    return replace(component, name=name, layers=group.layers, group=group.name), {name: views}
 
 
 def _states_of(
