@@ -129,15 +129,13 @@ class WorkerSide:
                 self._send(sending, send.pages, send.start, missing)
             sending.start, sending.pages = send.start + len(send.pages), []
         self._now = []
-        for waiting in list(self._named.values()):
-            self._advance_sending(waiting[0])
+        self._advance_all()
 
     def results(self, finished: set[str]) -> Results:
         """What has ended since the last call. finished: requests that vLLM has finished with."""
         self._ended |= finished & self._sending.keys()
         found = Results()
-        for waiting in list(self._named.values()):
-            self._advance_sending(waiting[0])
+        self._advance_all()
         for request in list(self._ended):
             if self._sending[request].done:
                 self._ended.discard(request)
@@ -200,6 +198,14 @@ class WorkerSide:
             self.kv.send_pages(sending.name, pages, None, layers=layers, start=start, origin="prompt")
         except KVError as error:
             self._fail(sending, error)
+
+    def _advance_all(self) -> None:
+        for waiting in list(self._named.values()):
+            while waiting:  # the next one of a name begins as soon as the first has ended
+                first = waiting[0]
+                self._advance_sending(first)
+                if not first.done:
+                    break
 
     def _advance_sending(self, sending: _Sending) -> None:
         if not sending.failed and sending.finish is None and (sending.last or self._is_live(sending)):
