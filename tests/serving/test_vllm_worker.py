@@ -12,8 +12,9 @@ from tests.helpers.harness import Ranks
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.helpers.ranks import vllm_rank
 from torchkv import LayoutMismatch
+from torchkv.integrations.vllm_cache import cache_of, hybrid_cache_of
+from torchkv.integrations.vllm_groups import Group
 from torchkv.integrations.vllm_messages import Receive, Refuse, Remote, Send, Step
-from torchkv.integrations.vllm_worker import cache_of
 
 P, D = range(2)
 EMPTY: tuple[Any, ...] = ({}, {}, {}, set(), {})
@@ -191,3 +192,33 @@ def test_tensors_are_adopted_as_they_lie() -> None:
 def test_other_tensors_are_refused(tensors: dict[int, torch.Tensor], page_size: int, text: str) -> None:
     with pytest.raises(LayoutMismatch, match=text):
         adopt(tensors, page_size)
+
+
+def adopt_hybrid(states: tuple[tuple[tuple[int, ...], torch.dtype], ...], tp_size: int = 1) -> Any:
+    """As vLLM lays them out: one memory for all layers, in which a block belongs to whichever group it was given to."""
+    memory = torch.zeros(8 * 3 * 4 * 6, dtype=torch.float32)
+    paged = memory.view(8, 3, 4, 6)
+    packed = memory.view(torch.int8).view(8, 1, 1, -1)[..., :100]
+    groups = [Group("g0", (0,)), Group("g1", (1,), window=5), Group("g2", (2,), states=states)]
+    how = {"page_size": 4, "num_layers": 3, "total_heads": 3, "tp_rank": 0, "tp_size": tp_size}
+    return hybrid_cache_of({0: paged, 1: paged, 2: packed}, groups, **how), memory
+
+
+def test_groups_that_share_their_memory_are_adopted_as_they_lie() -> None:
+    cache, memory = adopt_hybrid((((2, 3), torch.float32), ((4,), torch.float16)))
+    assert cache.layout.groups == ("g0", "g1", "g2")
+    assert cache.layout.window(1) == 5
+    assert cache.pools["g0", False] == cache.pools["g1", False] == cache.pools["g2", True], "a block is one group's"
+    first, second = cache.state("state0.g2")[2], cache.state("state1.g2")[2]
+    first[3], second[3] = 1.0, 2.0
+    block = memory.view(torch.uint8).view(8, -1)[3]
+    assert torch.equal(block[:24].view(torch.float32), torch.ones(6))
+    assert torch.equal(block[24:32].view(torch.float16), torch.full((4,), 2.0, dtype=torch.float16))
+    assert not block[32:].any()
+
+
+def test_states_that_do_not_fit_or_are_shared_by_ranks_are_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="100 bytes of state in a block, but its states take 104"):
+        adopt_hybrid((((26,), torch.float32),))
+    with pytest.raises(LayoutMismatch, match="tensor_parallel_size=1, not 3"):
+        adopt_hybrid((((2,), torch.float32),), tp_size=3)

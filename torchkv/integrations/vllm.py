@@ -16,10 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
 from torchkv.errors import LayoutMismatch, ProtocolError
-from torchkv.integrations import vllm_worker
+from torchkv.integrations import vllm_cache, vllm_worker
+from torchkv.integrations.vllm_groups import groups_of
 from torchkv.integrations.vllm_messages import Step, split_address
 from torchkv.integrations.vllm_scheduler import SchedulerSide
 from torchkv.integrations.vllm_worker import Results, WorkerSide
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["TorchKVConnector"]
 
 SEND = ("layer", "request")
-# Of these, vLLM keeps every block of a request until its end.
-SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Handshake(KVConnectorHandshakeMetadata):
     address: str
 
 
-class TorchKVConnector(KVConnectorBase_V1):
+class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
     """One of the two parts of a connector, which share nothing: the scheduler's, or that of one worker.
 
-    It is no ``SupportsHMA``, so vLLM keeps one list of blocks a request, also for models with sliding windows; models
-    whose layers do need lists of their own are refused: ``LayoutMismatch``.
+    Models may have a list of blocks for each group of layers: full attention, sliding windows, states. Others are
+    refused: ``LayoutMismatch``.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -62,7 +62,13 @@ class TorchKVConnector(KVConnectorBase_V1):
         self._send = settings.pop("send")
         self._instance = settings.pop("instance") or self._kv_transfer_config.engine_id
         self._options = settings
-        self._spec = _single_spec(kv_cache_config)
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        self._groups = groups_of(kv_cache_config.kv_cache_groups, extract_layer_index)
+        if self._groups is not None and not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
+            raise LayoutMismatch("this vLLM does not tell connectors a request's block lists; use 0.32 for this model")
+        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._page_size = self._spec.block_size if self._groups is None else self._groups.page_size
         parallel = vllm_config.parallel_config
         _check_parallel(parallel)
         self._tp_size: int = parallel.tensor_parallel_size
@@ -71,7 +77,7 @@ class TorchKVConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                page_size=self._spec.block_size, instance=self._instance, tp_size=self._tp_size
+                page_size=self._page_size, instance=self._instance, tp_size=self._tp_size, groups=self._groups
             )
 
     # ------------------------------------------------------------------ what vLLM asks of the class
@@ -95,19 +101,26 @@ class TorchKVConnector(KVConnectorBase_V1):
         layers = {name: extract_layer_index(name) for name in kv_caches}
         if len(set(layers.values())) < len(layers):
             raise LayoutMismatch(f"several KV caches for one layer are not supported yet: {sorted(layers)}")
-        latent = type(self._spec).__name__ == "MLAAttentionSpec"
         model = self._vllm_config.model_config
-        cache = vllm_worker.cache_of(
-            {layer: kv_caches[name] for name, layer in layers.items()},
-            page_size=self._spec.block_size,
-            num_layers=model.get_total_num_hidden_layers(),
-            total_heads=None if latent else model.get_total_num_kv_heads(),
-            tp_rank=get_tensor_model_parallel_rank(),
-            tp_size=self._tp_size,
+        tensors = {layer: kv_caches[name] for name, layer in layers.items()}
+        heads, shape = (
+            model.get_total_num_kv_heads(),
+            {
+                "page_size": self._page_size,
+                "num_layers": model.get_total_num_hidden_layers(),
+                "tp_rank": get_tensor_model_parallel_rank(),
+                "tp_size": self._tp_size,
+            },
         )
+        if self._groups is None:
+            latent = type(self._spec).__name__ == "MLAAttentionSpec"
+            cache = vllm_cache.cache_of(tensors, total_heads=None if latent else heads, **shape)
+        else:
+            cache = vllm_cache.hybrid_cache_of(tensors, self._groups.all, total_heads=heads, **shape)
         group = get_tp_group().cpu_group if self._tp_size > 1 else None
         kv = vllm_worker.join(cache, self._instance, group, self._options)
-        self._worker = WorkerSide(kv, cache.layout, layers=layers, by_layer=self._send == "layer")
+        by_layer = self._send == "layer" and self._groups is None
+        self._worker = WorkerSide(kv, cache.layout, layers=layers, by_layer=by_layer)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else Handshake(self._worker.kv.address)
@@ -164,11 +177,17 @@ class TorchKVConnector(KVConnectorBase_V1):
         assert isinstance(first, Handshake)
         self._side.endpoint = split_address(first.address)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._side.blocks_of = kv_cache_manager.get_block_ids
+
+    def on_new_request(self, request: Any) -> None:
+        self._side.shorten(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._side.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return Metadata(self._side.build(scheduler_output))
@@ -176,7 +195,9 @@ class TorchKVConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         self._side.received(connector_output.finished_recving or ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._side.finished(request)
 
     def has_pending_push_work(self) -> bool:
@@ -202,18 +223,6 @@ def _settings(extra: Mapping[str, Any]) -> dict[str, Any]:
     if settings["send"] not in SEND:
         raise ProtocolError(f"kv_connector_extra_config: send={settings['send']!r} is not one of {SEND}")
     return settings
-
-
-def _single_spec(kv_cache_config: Any) -> Any:
-    """What all layers keep. Raises ``LayoutMismatch`` unless one list of blocks a request serves all of them."""
-    groups = kv_cache_config.kv_cache_groups
-    found = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or found[0] not in SPECS:
-        raise LayoutMismatch(
-            f"this model's layers keep {', '.join(found) or 'nothing'}; torchkv's vLLM connector supports one group of "
-            f"layers with {' or '.join(SPECS)} so far (models with sliding windows: --disable-hybrid-kv-cache-manager)"
-        )
-    return groups[0].kv_cache_spec
 
 
 def _check_parallel(parallel: Any) -> None:

@@ -7,13 +7,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from torchkv.errors import ProtocolError
 
-__all__ = ["Receive", "Refuse", "Remote", "Send", "Step", "TransferParams", "own_name", "remote_of", "split_address"]
+__all__ = [
+    "Pages",
+    "Receive",
+    "Refuse",
+    "Remote",
+    "Send",
+    "Step",
+    "TransferParams",
+    "own_name",
+    "remote_of",
+    "split_address",
+]
+
+# Of one request: in order of position; by layer group where layers have lists of their own, with -1 for absent ones.
+Pages: TypeAlias = list[int] | dict[str, list[int]]
 
 MAX_NAME = 1024  # bytes
 
@@ -98,25 +112,36 @@ def split_address(address: str) -> tuple[str, int]:
 @dataclass(frozen=True, slots=True)
 class Send:
     """Pages of a request that this step completes. request: vLLM's name. start: position of the first of ``pages``,
-    in pages from the beginning of the prompt. last: whether they are the prompt's last ones.
+    in pages from the beginning of the prompt. last: whether they are the prompt's last ones. slots: blocks that hold
+    its states, by layer group.
     """
 
     request: str
     name: str
     start: int
-    pages: list[int]
+    pages: Pages
     last: bool
+    slots: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A request whose prompt, behind ``prefix_tokens``, comes into ``pages``. remote: None if ``problem`` says why."""
+    """A request whose prompt, behind ``prefix_tokens``, comes into ``pages``. remote: None if ``problem`` says why.
+
+    slots: blocks that its states come into, by layer group.
+    """
 
     request: str
     remote: Remote | None
-    pages: list[int]
+    pages: Pages
     prefix_tokens: int
     problem: str = ""
+    slots: dict[str, int] = field(default_factory=dict)
+
+    def blocks(self) -> list[int]:
+        """All blocks that are written to."""
+        lists = self.pages.values() if isinstance(self.pages, dict) else [self.pages]
+        return [page for pages in lists for page in pages if page >= 0] + list(self.slots.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,23 @@ prefilled elsewhere; all of its prompt that is not in the prefix cache is receiv
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchkv.errors import ProtocolError
-from torchkv.integrations.vllm_messages import Receive, Refuse, Remote, Send, Step, TransferParams, own_name, remote_of
+from torchkv.integrations.vllm_groups import BlockLists, Groups
+from torchkv.integrations.vllm_messages import (
+    Pages,
+    Receive,
+    Refuse,
+    Remote,
+    Send,
+    Step,
+    TransferParams,
+    own_name,
+    remote_of,
+)
 
 __all__ = ["SchedulerSide"]
 
@@ -39,12 +50,16 @@ class SchedulerSide:
     """Turns what vLLM's scheduler decides into one `Step` for the workers at a time.
 
     page_size: tokens in a block. instance, tp_size: of this engine. endpoint: host and port of its workers' instance.
+    groups: of a model whose layers have block lists of their own. Those of a request are then sent with its last chunk:
+    until then vLLM may take blocks away that a window has slid past. blocks_of: the block lists of a request now.
     """
 
-    def __init__(self, *, page_size: int, instance: str, tp_size: int) -> None:
+    def __init__(self, *, page_size: int, instance: str, tp_size: int, groups: Groups | None = None) -> None:
         self._page_size = page_size
         self._instance = instance
         self._tp_size = tp_size
+        self._groups = groups
+        self.blocks_of: Callable[[str], BlockLists] | None = None
         self.endpoint: tuple[str, int] | None = None
         self._productions: dict[str, _Production] = {}
         self._loading: set[str] = set()
@@ -54,17 +69,18 @@ class SchedulerSide:
         """How many tokens of the prompt behind ``computed`` come from elsewhere, and whether while others run."""
         if not _wants_prefill(request):
             return 0, False
-        missing = request.num_prompt_tokens - computed
+        missing = self._moved(request) - computed
         return (missing, True) if missing > 0 else (0, False)
 
-    def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
+    def allocated(self, request: Any, block_lists: BlockLists, external: int) -> None:
         """vLLM has blocks for the request. external: how many of its tokens come from elsewhere."""
         if _wants_prefill(request):
             remote, problem = _remote(request)
             if external:
-                prefix = request.num_prompt_tokens - external
-                pages = block_ids[prefix // self._page_size : self._pages(request.num_prompt_tokens)]
-                self._step.receives.append(Receive(request.request_id, remote, pages, prefix, problem))
+                tokens = self._moved(request)
+                prefix = tokens - external
+                pages, slots = self._pages_of(block_lists, prefix, tokens)
+                self._step.receives.append(Receive(request.request_id, remote, pages, prefix, problem, slots))
                 self._loading.add(request.request_id)
             elif remote is not None:
                 self._step.refusals.append(Refuse(remote))
@@ -74,6 +90,23 @@ class SchedulerSide:
             name = params.transfer_id or own_name(request.request_id)
             production = _Production(name, request.num_prompt_tokens)
             self._productions.setdefault(request.request_id, production)
+
+    def shorten(self, request: Any) -> None:
+        """A new request. If it is prefilled here for somebody else, with groups, its last token is left to that one."""
+        if self._groups is None or request.num_prompt_tokens < 2:
+            return
+        params = _params(request)
+        if params is None or not params.do_remote_decode:
+            return
+        if request.prompt_token_ids is None:
+            log.warning("request %s has a prompt of embeddings, which is not sent", request.request_id)
+            request.kv_transfer_params = None
+            self._step.declines.append(params.transfer_id or own_name(request.request_id))
+            return
+        del request.prompt_token_ids[-1:]
+        del request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1  # its states must not go on while they are read
 
     def build(self, output: Any) -> Step:
         """What the workers do in the step that ``output``, vLLM's SchedulerOutput, describes."""
@@ -124,6 +157,16 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------ inside
 
+    def _moved(self, request: Any) -> int:
+        """Tokens of the prompt that the engine that prefills computes."""
+        tokens: int = request.num_prompt_tokens
+        return tokens if self._groups is None else tokens - 1
+
+    def _pages_of(self, lists: BlockLists, prefix: int, tokens: int) -> tuple[Pages, dict[str, int]]:
+        if self._groups is None:
+            return list(lists[0][prefix // self._page_size : self._pages(tokens)]), {}
+        return self._groups.pages(lists, prefix=prefix, tokens=tokens), self._groups.slots(lists)
+
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
@@ -149,10 +192,16 @@ class SchedulerSide:
         """The pages that are complete once ``computed`` tokens are."""
         last = computed >= production.tokens
         upto = self._pages(production.tokens) if last else computed // self._page_size
+        if self._groups is not None:
+            if last:
+                assert self.blocks_of is not None
+                pages, slots = self._pages_of(self.blocks_of(request), 0, production.tokens)
+                step.sends.append(Send(request, production.name, 0, pages, last, slots))
+                production.begun = production.last = True
+            return
         start = production.sent
         if upto > start or last:
-            pages = production.blocks[start:upto]
-            step.sends.append(Send(request, production.name, start, pages, last))
+            step.sends.append(Send(request, production.name, start, production.blocks[start:upto], last))
             production.sent, production.begun, production.last = upto, True, last
 
     def _handed_on(self, request: Any, production: _Production) -> dict[str, Any]:

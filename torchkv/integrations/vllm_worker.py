@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torchkv
 from torchkv.errors import KVError, LayoutMismatch, ProtocolError, TransferCancelled
-from torchkv.integrations.vllm_messages import Receive, Remote, Send, Step
+from torchkv.integrations.vllm_messages import Pages, Receive, Remote, Send, Step
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
     from torchkv.engine.work import KVWork
     from torchkv.group.join import KVMember
     from torchkv.layout.layout import KVLayout
 
-__all__ = ["Results", "WorkerSide", "cache_of"]
+__all__ = ["Results", "WorkerSide", "join"]
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ class _Sending:
     request: str
     name: str
     start: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: Pages = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)  # of states, by layer group
     last: bool = False  # whether ``pages`` are the prompt's last ones
     begun: bool = False  # whether torchkv knows of it
     live: bool = False  # whether somebody has granted it
@@ -129,15 +129,13 @@ class WorkerSide:
                 self._send(sending, send.pages, send.start, missing)
             sending.start, sending.pages = send.start + len(send.pages), []
         self._now = []
-        for waiting in list(self._named.values()):
-            self._advance_sending(waiting[0])
+        self._advance_all()
 
     def results(self, finished: set[str]) -> Results:
         """What has ended since the last call. finished: requests that vLLM has finished with."""
         self._ended |= finished & self._sending.keys()
         found = Results()
-        for waiting in list(self._named.values()):
-            self._advance_sending(waiting[0])
+        self._advance_all()
         for request in list(self._ended):
             if self._sending[request].done:
                 self._ended.discard(request)
@@ -149,7 +147,7 @@ class WorkerSide:
                 found.received.add(request)
                 if (error := _error(receiving)) is not None:
                     log.warning("request %s was not received: %s: %s", request, type(error).__name__, error)
-                    found.failed[request] = receiving.order.pages
+                    found.failed[request] = receiving.order.blocks()
         return found
 
     def close(self) -> None:
@@ -166,8 +164,12 @@ class WorkerSide:
         if sending.failed or sending.finish is not None:
             return
         sending.last = send.last
+        if isinstance(send.pages, dict):  # of several layer groups: the whole prompt at once
+            sending.start, sending.pages, sending.slots = send.start, send.pages, send.slots
+            return
         if not sending.pages:
             sending.start = send.start
+        assert isinstance(sending.pages, list)
         assert send.start == sending.start + len(sending.pages)
         if self._by_layer and self._is_live(sending) and not sending.pages:
             self._now.append((sending, send))
@@ -188,7 +190,7 @@ class WorkerSide:
             self._fail(sending, error)
         return sending.live
 
-    def _send(self, sending: _Sending, pages: list[int], start: int, layers: int | list[int] | None) -> None:
+    def _send(self, sending: _Sending, pages: Pages, start: int, layers: int | list[int] | None) -> None:
         if sending.failed or not pages:
             return
         sending.begun = True
@@ -196,6 +198,14 @@ class WorkerSide:
             self.kv.send_pages(sending.name, pages, None, layers=layers, start=start, origin="prompt")
         except KVError as error:
             self._fail(sending, error)
+
+    def _advance_all(self) -> None:
+        for waiting in list(self._named.values()):
+            while waiting:  # the next one of a name begins as soon as the first has ended
+                first = waiting[0]
+                self._advance_sending(first)
+                if not first.done:
+                    break
 
     def _advance_sending(self, sending: _Sending) -> None:
         if not sending.failed and sending.finish is None and (sending.last or self._is_live(sending)):
@@ -217,7 +227,7 @@ class WorkerSide:
             return
         sending.begun = True
         try:
-            sending.finish = self.kv.finish(sending.name, None)
+            sending.finish = self.kv.finish(sending.name, None, state_slot=sending.slots or None)
         except KVError as error:
             self._fail(sending, error)
 
@@ -303,7 +313,11 @@ class WorkerSide:
         try:
             instance = _checked(connecting.result(), order.remote)
             receiving.work = self.kv.recv_pages(
-                order.remote.name, order.pages, instance, prefix_tokens=order.prefix_tokens
+                order.remote.name,
+                order.pages,
+                instance,
+                prefix_tokens=order.prefix_tokens,
+                state_slot=order.slots or None,
             )
         except KVError as error:
             receiving.error = error
@@ -346,59 +360,6 @@ def _error(receiving: _Receiving) -> Exception | None:
     if receiving.error is not None or receiving.work is None:
         return receiving.error
     return receiving.work.exception()
-
-
-# ---------------------------------------------------------------------- the cache
-
-
-def cache_of(
-    tensors: Mapping[int, torch.Tensor],
-    *,
-    page_size: int,
-    num_layers: int,
-    total_heads: int | None,
-    tp_rank: int,
-    tp_size: int,
-) -> torchkv.KVCache:
-    """vLLM's own tensors as pages, without copying them.
-
-    tensors: by global layer id, ``[blocks, heads, tokens, K and V of one head]`` of this rank, with any strides that
-    keep the bytes of a block together. total_heads: of all ranks; None: every rank holds all of them, as with MLA.
-    Raises ``LayoutMismatch``.
-    """
-    first = next(iter(tensors.values()))
-    for layer, tensor in tensors.items():
-        if tensor.dim() != 4 or tensor.shape != first.shape or tensor.stride() != first.stride():
-            raise LayoutMismatch(
-                f"layer {layer} has a KV cache of shape {tuple(tensor.shape)}, strides {tensor.stride()}, another one "
-                f"{tuple(first.shape)}, {first.stride()}; torchkv needs [blocks, heads, tokens, dim], the same in all "
-                "layers"
-            )
-    _, heads, tokens, dim = first.shape
-    if tokens != page_size:
-        raise LayoutMismatch(
-            f"the attention backend splits blocks of {page_size} tokens into pages of {tokens}; start vLLM with "
-            f"--block-size {tokens}"
-        )
-    by_token = first.stride(2) > first.stride(1) and heads > 1
-    component = torchkv.Component(
-        "kv" if total_heads is not None else "latent",
-        heads=heads if total_heads is None else total_heads,
-        dim=dim,
-        dtype=first.dtype,
-        sharded=total_heads is not None,
-    )
-    layout = torchkv.KVLayout(
-        [component],
-        num_layers=num_layers,
-        page_size=page_size,
-        order="NHD" if by_token else "HND",
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        layers=sorted(tensors),
-    )
-    views = [tensors[layer].permute(0, 2, 1, 3) if by_token else tensors[layer] for layer in layout.layers]
-    return torchkv.KVCache(layout, {component.name: views})
 
 
 def join(

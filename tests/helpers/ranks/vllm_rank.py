@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torchkv
-from torchkv.integrations import vllm_worker
+from torchkv.integrations import vllm_cache, vllm_worker
 from torchkv.integrations.vllm_messages import Step
 from torchkv.integrations.vllm_worker import WorkerSide
 
@@ -29,7 +29,7 @@ def begin(instance: str, by_layer: bool, by_token: bool) -> str:
     shape = (BLOCKS, PAGE, HEADS, WIDTH) if by_token else (BLOCKS, HEADS, PAGE, WIDTH)
     made = [torch.full(shape, -1, dtype=torch.int32) for _ in range(LAYERS)]
     Rank.tensors = {i: each.permute(0, 2, 1, 3) if by_token else each for i, each in enumerate(made)}
-    cache = vllm_worker.cache_of(
+    cache = vllm_cache.cache_of(
         Rank.tensors, page_size=PAGE, num_layers=LAYERS, total_heads=HEADS, tp_rank=0, tp_size=1
     )
     options = {"timeout": 5.0, "grant_timeout": 20.0, "staging_recv": 1 << 20, "staging_send": 1 << 20}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.jobs import SECRET, new_secret_file
+from tests.serving.engine_client import require
+from tests.serving.models import PROMPTS, save_llama
 from tests.serving.sglang.engines import Engine, free_port
 from tests.serving.sglang.host import Setup
-from tests.serving.vllm.models import PROMPTS, save_llama
 
-REASON = "SGLang is not installed here: `make test-engines` makes an environment with it, and runs these tests"
 OPTIONS = {"TIMEOUT": "20", "GRANT_TIMEOUT": "60", "STAGING_RECV": str(1 << 24), "STAGING_SEND": str(1 << 23)}
 TOKENS = 8
 
@@ -24,10 +22,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture(autouse=True, scope="session")
 def _sglang() -> None:
-    if importlib.util.find_spec("sglang") is None:
-        if os.environ.get("TORCHKV_TEST_ENGINES"):
-            pytest.fail(REASON)
-        pytest.skip(REASON)
+    require("sglang")
 
 
 @pytest.fixture(scope="session")

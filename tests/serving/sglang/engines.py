@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.serving.engine_client import EngineClient, new_log
 from tests.serving.sglang.host import Finished, Setup
 
 __all__ = ["DEADLINE", "ENVIRONMENT", "Engine", "end", "free_port"]
@@ -49,19 +50,17 @@ def end(process: subprocess.Popen[bytes], *, seconds: float) -> None:
     process.wait()
 
 
-class Engine:
+class Engine(EngineClient[Finished]):
     """A running engine; made at once, ready after `ready`."""
 
     def __init__(self, setup: Setup, scratch: Path, *, environment: dict[str, str]) -> None:
-        number = len(list(scratch.glob("engine*.log")))
+        ours, theirs = socket.socketpair()
+        super().__init__(Connection(ours.detach()), new_log(scratch), deadline=DEADLINE)
         self.setup = setup
-        self.log = scratch / f"engine{number}.log"
-        self.log.touch()
-        self.folder = scratch / f"engine{number}"
+        self.folder = self.log.with_suffix("")
         self.folder.mkdir()
         binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(setup.tp_size))}
         mine = {**ENVIRONMENT, **binding, "ENGINE_PROBE": str(self.folder), **environment}
-        ours, theirs = socket.socketpair()
         with theirs, self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.serving.sglang", str(theirs.fileno())],
@@ -72,21 +71,17 @@ class Engine:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that all its processes can be reached together
             )
-        self._pipe = Connection(ours.detach())
         self._pipe.send(setup)
-        self._finished: dict[str, Finished] = {}
-        self.problem: str | None = None  # why it did not start
         self.empty: dict[str, Any] = {}  # its state when it had started
         self._left_behind: Path | None = None
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def ready(self) -> None:
         """Returns when the engine has started."""
-        try:
-            assert self._pipe.poll(DEADLINE), self._tail("did not start in time")
-            self.problem = self._pipe.recv()
-        except EOFError:
-            raise AssertionError(self._tail("ended before it had started")) from None
-        assert self.problem is None, self._tail("did not start")
+        self._await_start()
         self.empty = self.state()
         self._left_behind = Path(self._call("shared_memory"))
 
@@ -95,30 +90,9 @@ class Engine:
     def add(self, request: str, prompt: list[int], max_tokens: int, **where: Any) -> None:
         self._call("add", request, prompt, max_tokens, where)
 
-    def abort(self, request: str) -> None:
-        self._call("abort", request)
-
     def where(self, room: int) -> dict[str, Any]:
         """For both engines of a request that this one prefills."""
         return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.setup.port, "bootstrap_room": room}
-
-    def finished(self, request: str) -> Finished:
-        """The outcome of a request, once it has ended."""
-        until = time.monotonic() + DEADLINE
-        while request not in self._finished:
-            assert time.monotonic() < until, self._tail(f"{request} has not ended")
-            self._finished.update(self._call("take"))
-            time.sleep(0.01)
-        return self._finished.pop(request)
-
-    def take(self) -> dict[str, Finished]:
-        """Outcomes that `finished` has not returned."""
-        found, self._finished = self._finished, {}
-        return {**found, **self._call("take")}
-
-    def generate(self, request: str, prompt: list[int], max_tokens: int, **where: Any) -> Finished:
-        self.add(request, prompt, max_tokens, **where)
-        return self.finished(request)
 
     # ------------------------------------------------------------------ the engine
 
@@ -157,32 +131,11 @@ class Engine:
         """To all processes of the engine."""
         os.killpg(self.process.pid, number)
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-
     def close(self) -> None:
         self._pipe.close()
         end(self.process, seconds=20)
         if self._left_behind is not None:
             self._left_behind.unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------ inside
-
-    def _call(self, name: str, *args: Any) -> Any:
-        try:
-            self._pipe.send((name, args))
-            assert self._pipe.poll(DEADLINE), self._tail(f"does not answer {name}")
-            return self._pipe.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise AssertionError(self._tail(f"has ended before it answered {name}")) from None
-
-    def _await(self, condition: Callable[[], bool], text: str) -> None:
-        until = time.monotonic() + DEADLINE
-        while not condition():
-            assert time.monotonic() < until, self._tail(text)
-            time.sleep(0.02)
-
-    def _tail(self, text: str) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-80:]
-        return "\n".join([f"engine {self.process.pid} {text}; its log ends:", *lines])
+    def _join(self) -> None:
+        self.process.wait()

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.sglang.conftest import TOKENS, Start
 from tests.serving.sglang.engines import Engine
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 

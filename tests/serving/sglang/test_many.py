@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.sglang.conftest import TOKENS
 from tests.serving.sglang.engines import DEADLINE, Engine
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.sglang.conftest import TOKENS
 from tests.serving.sglang.engines import Engine, free_port
 from tests.serving.sglang.host import CHUNK, PAGE
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.jobs import SECRET, new_secret_file
+from tests.serving.models import PROMPTS
 from tests.serving.sglang.conftest import OPTIONS, TOKENS
 from tests.serving.sglang.engines import DEADLINE, ENVIRONMENT, end, free_port
 from tests.serving.sglang.host import ARGUMENTS
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 

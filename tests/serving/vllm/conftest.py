@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.jobs import SECRET, new_secret_file
+from tests.serving.engine_client import require
+from tests.serving.models import save_gated_delta_net, save_llama, save_mamba2, save_mla, save_sliding
 from tests.serving.vllm.engines import Engine
 from tests.serving.vllm.host import Setup
-from tests.serving.vllm.models import save_llama, save_mla
 
-REASON = "vLLM is not installed here: `make test-engines` makes an environment with it, and runs these tests"
 OPTIONS: dict[str, Any] = {"timeout": 20.0, "grant_timeout": 60.0, "staging_recv": 1 << 24, "staging_send": 1 << 23}
 
 Start = Callable[..., Engine]
@@ -23,10 +21,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture(autouse=True, scope="session")
 def _vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        if os.environ.get("TORCHKV_TEST_ENGINES"):
-            pytest.fail(REASON)
-        pytest.skip(REASON)
+    require("vllm")
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +37,21 @@ def llama(scratch: Path) -> str:
 @pytest.fixture(scope="session")
 def mla(scratch: Path) -> str:
     return save_mla(scratch / "mla")
+
+
+@pytest.fixture(scope="session")
+def sliding(scratch: Path) -> str:
+    return save_sliding(scratch / "sliding")
+
+
+@pytest.fixture(scope="session")
+def gated_delta_net(scratch: Path) -> str:
+    return save_gated_delta_net(scratch / "gated-delta-net")
+
+
+@pytest.fixture(scope="session")
+def mamba2(scratch: Path) -> str:
+    return save_mamba2(scratch / "mamba2")
 
 
 @pytest.fixture(scope="session")

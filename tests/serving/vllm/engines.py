@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
+from tests.serving.engine_client import EngineClient, new_log
+from tests.serving.models import PROMPTS
 from tests.serving.vllm import host
 from tests.serving.vllm.host import BLOCKS, Finished, Setup
 
-__all__ = ["DEADLINE", "FREE", "Engine"]
+__all__ = ["DEADLINE", "FREE", "TOKENS", "Engine", "transferred"]
 
 DEADLINE = 120.0  # seconds: two engines share two cores with other tests
 FREE = BLOCKS - 1
+TOKENS = 8
 
 
-class Engine:
+class Engine(EngineClient[Finished]):
     """A running engine; made at once, ready after `ready`."""
 
     def __init__(self, setup: Setup, scratch: Path, *, environment: dict[str, str]) -> None:
-        number = len(list(scratch.glob("engine*.log")))
-        self.log = scratch / f"engine{number}.log"
-        self.log.touch()
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        ours, theirs = context.Pipe()
+        super().__init__(ours, new_log(scratch), deadline=DEADLINE)
         self.process = context.Process(target=host.main, args=(setup, theirs, self.log, environment))
         self.process.start()
         theirs.close()
-        self._finished: dict[str, Finished] = {}
-        self.problem: str | None = None  # why it did not start
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def ready(self, *, fails: bool = False) -> None:
         """Returns when the engine has started; or, if that is expected, when it has failed to."""
-        assert self._pipe.poll(DEADLINE), self._tail("did not start in time")
-        self.problem = self._pipe.recv()
-        assert (self.problem is not None) == fails, self._tail(f"started: {self.problem}")
+        self._await_start(fails=fails)
 
     # ------------------------------------------------------------------ requests
 
@@ -47,27 +46,6 @@ class Engine:
     def produce(self, request: str, prompt: list[int], **params: Any) -> None:
         """Prefills for another engine."""
         self.add(request, prompt, 1, do_remote_decode=True, do_remote_prefill=False, **params)
-
-    def abort(self, request: str) -> None:
-        self._call("abort", request)
-
-    def finished(self, request: str) -> Finished:
-        """The outcome of a request, once it has ended."""
-        until = time.monotonic() + DEADLINE
-        while request not in self._finished:
-            assert time.monotonic() < until, self._tail(f"{request} has not ended")
-            self._finished.update(self._call("take"))
-            time.sleep(0.01)
-        return self._finished.pop(request)
-
-    def take(self) -> dict[str, Finished]:
-        """Outcomes that `finished` has not returned."""
-        found, self._finished = self._finished, {}
-        return {**found, **self._call("take")}
-
-    def generate(self, request: str, prompt: list[int], max_tokens: int, **params: Any) -> Finished:
-        self.add(request, prompt, max_tokens, **params)
-        return self.finished(request)
 
     # ------------------------------------------------------------------ the engine
 
@@ -113,36 +91,24 @@ class Engine:
 
     # ------------------------------------------------------------------ its end
 
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.process.join()
-
     def close(self) -> None:
         self._pipe.close()
         self.process.join(10)
         if self.process.is_alive():
             self.kill()
 
-    # ------------------------------------------------------------------ inside
+    def _join(self) -> None:
+        self.process.join()
 
-    def _call(self, name: str, *args: Any) -> Any:
-        try:
-            self._pipe.send((name, args))
-            assert self._pipe.poll(DEADLINE), self._tail(f"does not answer {name}")
-            return self._pipe.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise AssertionError(self._tail(f"has ended before it answered {name}")) from None
 
-    def _await(self, condition: Any, text: str) -> None:
-        until = time.monotonic() + DEADLINE
-        while not condition():
-            assert time.monotonic() < until, self._tail(f"{text}: {self._call('state')}")
-            time.sleep(0.01)
-
-    def _tail(self, text: str) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-60:]
-        return "\n".join([f"engine {self.process.pid} {text}; its log ends:", *lines])
+def transferred(prefill: Engine, decode: Engine, name: str = "") -> list[list[int]]:
+    """What decode says to `PROMPTS` after prefill's work. name: of the requests, which are p0, d0, ... behind it."""
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        prefill.produce(f"{name}p{i}", prompt)
+        told = prefill.finished(f"{name}p{i}").params
+        assert told is not None
+        outcome = decode.generate(f"{name}d{i}", prompt, TOKENS, **told)
+        assert outcome.computed == TOKENS
+        found.append(outcome.tokens)
+    return found

@@ -38,6 +38,8 @@ class Setup:
     role: str
     tp_size: int = 1
     block_size: int = BLOCK
+    dtype: str = "float32"
+    prefix_caching: bool = True
     policy: str = "fail"
     extra: dict[str, Any] | None = None
 
@@ -70,14 +72,14 @@ class Host:
             model=setup.model,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype="float32",
+            dtype=setup.dtype,
             max_model_len=1024,
             max_num_seqs=8,
             block_size=setup.block_size,
             max_num_batched_tokens=CHUNK,
             enable_chunked_prefill=True,
             num_gpu_blocks_override=BLOCKS,
-            enable_prefix_caching=True,
+            enable_prefix_caching=setup.prefix_caching,
             tensor_parallel_size=setup.tp_size,
             disable_custom_all_reduce=True,
             kv_transfer_config=config,
@@ -86,7 +88,8 @@ class Host:
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.finished: dict[str, Finished] = {}
         self.computed: Counter[str] = Counter()  # tokens
-        self.received_bytes = 0  # of the last request that was received
+        self.received: list[Any] = []  # the works of all requests that this process's worker has received
+        self._watch_receives()
         self._watch_schedule()
         self.steps_left: int | None = None  # None: as many as there is work for
 
@@ -108,11 +111,7 @@ class Host:
             return False
         if self.steps_left is not None:
             self.steps_left -= 1
-        waiting = self._receives()
         outputs = self.engine.step()
-        for receiving in waiting:
-            if receiving.work is not None and receiving.work.is_completed():
-                self.received_bytes = receiving.work.bytes
         for output in outputs:
             if output.finished:
                 self.finished[output.request_id] = Finished(
@@ -123,12 +122,20 @@ class Host:
                 )
         return True
 
-    def _receives(self) -> list[Any]:
-        """What this process's worker is receiving; nothing where workers have processes of their own."""
+    def _watch_receives(self) -> None:
+        """Keeps what this process's worker receives; nothing where workers have processes of their own."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         side = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
-        return [] if side is None else list(side._receiving.values())
+        if side is None:
+            return
+        recv_pages = side.kv.recv_pages
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            self.received.append(recv_pages(*args, **kwargs))
+            return self.received[-1]
+
+        side.kv.recv_pages = kept
 
     # ------------------------------------------------------------------ commands
 
@@ -185,7 +192,11 @@ class Host:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         side = get_kv_transfer_group()._worker
-        return {"quarantined": side.kv.quarantined(), "peers": sorted(side.kv.peers()), "bytes": self.received_bytes}
+        return {
+            "quarantined": side.kv.quarantined(),
+            "peers": sorted(side.kv.peers()),
+            "bytes": self.received[-1].bytes if self.received else 0,
+        }
 
 
 def main(setup: Setup, pipe: Connection, log: Path, environment: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ before = "numba" in sys.modules
 from torchkv.integrations.vllm import TorchKVConnector
 from torchkv.errors import LayoutMismatch, ProtocolError
 from torchkv.integrations import vllm as ours
+from torchkv.integrations.vllm_groups import groups_of
 from types import SimpleNamespace as N
 
 def parameters(cls):
@@ -36,8 +37,14 @@ def refusal(call):
     except (LayoutMismatch, ProtocolError) as error:
         return f"{type(error).__name__}: {error}"
 
-def group(name):
-    return N(kv_cache_spec=type(name, (), {})())
+def group(name, **fields):
+    return N(kv_cache_spec=type(name, (), {"block_size": 16, **fields})(), layer_names=["layers.0"])
+
+def groups(*found):
+    made = groups_of(found, lambda name: int(name.rpartition(".")[2]))
+    return None if made is None else len(made.all)
+
+FULL, MAMBA = group("FullAttentionSpec"), group("MambaSpec", shapes=(), dtypes=())
 
 connector = object.__new__(TorchKVConnector)
 connector._failed_blocks = set()
@@ -54,12 +61,15 @@ print(json.dumps({
     "version": vllm.__version__,
     "abstract": sorted(base.KVConnectorBase_V1.__abstractmethods__),
     "missing": sorted(TorchKVConnector.__abstractmethods__),
-    "base": parameters(base.KVConnectorBase_V1),
+    "base": {**parameters(base.SupportsHMA), **parameters(base.KVConnectorBase_V1)},
     "ours": {name: found for name, found in parameters(TorchKVConnector).items() if name in vars(TorchKVConnector)},
     "numba": "numba" in sys.modules and not before,
-    "hybrid": refusal(lambda: ours._single_spec(N(kv_cache_groups=[group("FullAttentionSpec"), group("MambaSpec")]))),
-    "sliding": refusal(lambda: ours._single_spec(N(kv_cache_groups=[group("SlidingWindowSpec")]))),
-    "full": refusal(lambda: ours._single_spec(N(kv_cache_groups=[group("FullAttentionSpec")]))),
+    "full": groups(FULL),
+    "hybrid": groups(FULL, group("SlidingWindowSpec", sliding_window=64), MAMBA),
+    "unknown": refusal(lambda: groups(FULL, group("CircularBufferSpec"))),
+    "unlike": refusal(lambda: groups(FULL, group("FullAttentionSpec", block_size=32))),
+    "states": refusal(lambda: groups(MAMBA)),
+    "drafts": refusal(lambda: groups(FULL, group("MambaSpec", num_speculative_blocks=1))),
     "parallel": refusal(lambda: ours._check_parallel(N(pipeline_parallel_size=2))),
     "setting": refusal(lambda: ours._settings({"sendd": "layer"})),
     "send": refusal(lambda: ours._settings({"send": "page"})),
@@ -114,8 +124,11 @@ def test_failures_are_told_as_this_and_as_older_versions_want_it(found: dict[str
 
 def test_what_is_not_supported_is_refused_by_name(found: dict[str, Any]) -> None:
     assert found["full"] is None
-    assert "FullAttentionSpec, MambaSpec" in found["hybrid"]
-    assert "SlidingWindowSpec" in found["sliding"]
+    assert found["hybrid"] == 3
+    assert "FullAttentionSpec, CircularBufferSpec" in found["unknown"]
+    assert "[16, 32] tokens" in found["unlike"]
+    assert "MambaSpec" in found["states"]
+    assert "speculative" in found["drafts"]
     assert "pipeline_parallel_size=2" in found["parallel"]
     assert "'sendd'" in found["setting"]
     assert "send='page'" in found["send"]

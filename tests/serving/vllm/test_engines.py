@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.vllm.conftest import Start
-from tests.serving.vllm.engines import FREE, Engine
-from tests.serving.vllm.models import PROMPTS
+from tests.serving.vllm.engines import FREE, TOKENS, Engine, transferred
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
-TOKENS = 8
 LONG = PROMPTS[0]
-
-
-def transferred(prefill: Engine, decode: Engine, name: str) -> list[list[int]]:
-    """What decode says to `PROMPTS` after prefill's work."""
-    found = []
-    for i, prompt in enumerate(PROMPTS):
-        prefill.produce(f"{name}p{i}", prompt)
-        told = prefill.finished(f"{name}p{i}").params
-        assert told is not None
-        outcome = decode.generate(f"{name}d{i}", prompt, TOKENS, **told)
-        assert outcome.computed == TOKENS
-        found.append(outcome.tokens)
-    return found
 
 
 def test_killed_engines_cost_their_own_requests_only(start: Start, pair: tuple[Engine, Engine]) -> None:

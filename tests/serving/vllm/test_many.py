@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from tests.serving.models import PROMPTS
 from tests.serving.vllm.engines import DEADLINE, Engine
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 

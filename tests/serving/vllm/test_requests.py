@@ -9,13 +9,12 @@ import time
 
 import pytest
 
-from tests.serving.vllm.engines import FREE, Engine
+from tests.serving.models import PROMPTS
+from tests.serving.vllm.engines import FREE, TOKENS, Engine
 from tests.serving.vllm.host import BLOCK, CHUNK
-from tests.serving.vllm.models import PROMPTS
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
-TOKENS = 8
 LONG = PROMPTS[0]  # of five chunks
 
 Pair = tuple[Engine, Engine]

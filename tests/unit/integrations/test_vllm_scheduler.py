@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from torchkv.errors import ProtocolError
+from torchkv.integrations.vllm_groups import Group, Groups
 from torchkv.integrations.vllm_messages import TransferParams, remote_of
 from torchkv.integrations.vllm_scheduler import SchedulerSide
 
@@ -54,7 +56,7 @@ def test_chunks_are_sent_in_whole_pages_until_the_last() -> None:
     scheduler = side()
     it = request("r", 11, do_remote_decode=True)
     assert scheduler.matched_tokens(it, 0) == (0, False)
-    scheduler.allocated(it, [7, 8, 9], 0)
+    scheduler.allocated(it, [[7, 8, 9]], 0)
     assert sends(scheduler.build(step({"r": 6}, new=[("r", [7, 8], 0)]))) == [(0, [7], False)]
     assert sends(scheduler.build(step({"r": 1}, cached=[("r", None, 6)]))) == []
     assert sends(scheduler.build(step({"r": 4}, cached=[("r", [9], 7)]))) == [(1, [8, 9], True)]
@@ -79,7 +81,7 @@ def test_chunks_are_sent_in_whole_pages_until_the_last() -> None:
 @pytest.mark.parametrize("name", ["x" * 5000, "\u00e9" * 600, "\ud800"])
 def test_a_request_that_a_client_named_at_any_length_has_a_name_that_torchkv_takes(name: str) -> None:
     scheduler = side()
-    scheduler.allocated(request(name, 3, do_remote_decode=True), [], 0)
+    scheduler.allocated(request(name, 3, do_remote_decode=True), [[]], 0)
     (send,) = scheduler.build(step({name: 3}, new=[(name, [1], 0)])).sends
     assert send.request == name
     assert 0 < len(send.name.encode()) <= 1024
@@ -87,17 +89,17 @@ def test_a_request_that_a_client_named_at_any_length_has_a_name_that_torchkv_tak
 
 def test_a_prefix_that_is_cached_here_is_sent_too() -> None:
     scheduler = side()
-    scheduler.allocated(request("r", 11, do_remote_decode=True), [], 0)
+    scheduler.allocated(request("r", 11, do_remote_decode=True), [[]], 0)
     assert sends(scheduler.build(step({"r": 3}, new=[("r", [7, 8, 9], 8)]))) == [(0, [7, 8, 9], True)]
 
 
 def test_what_was_preempted_is_withdrawn_and_sent_again_from_other_blocks() -> None:
     scheduler = side()
     it = request("r", 8, do_remote_decode=True)
-    scheduler.allocated(it, [], 0)
+    scheduler.allocated(it, [[]], 0)
     scheduler.build(step({"r": 4}, new=[("r", [1], 0)]))
     assert scheduler.build(step({}, preempted=["r"])).withdrawals == ["r"]
-    scheduler.allocated(it, [5], 0)
+    scheduler.allocated(it, [[5]], 0)
     made = scheduler.build(step({"r": 8}, cached=[("r", [5, 6], 0)], resumed=["r"]))
     assert sends(made) == [(0, [5, 6], True)]
 
@@ -108,7 +110,7 @@ def test_what_was_preempted_is_withdrawn_and_sent_again_from_other_blocks() -> N
 def test_blocks_of_an_aborted_request_are_kept_if_they_may_be_read(begun: bool, expected: Any) -> None:
     scheduler = side()
     it = request("r", 8, do_remote_decode=True, transfer_id="x")
-    scheduler.allocated(it, [], 0)
+    scheduler.allocated(it, [[]], 0)
     if begun:
         scheduler.build(step({"r": 4}, new=[("r", [1], 0)]))
     answer = scheduler.finished(ended(it, "FINISHED_ABORTED"))
@@ -125,7 +127,7 @@ def test_what_is_not_cached_is_received_behind_the_prefix() -> None:
     scheduler = side()
     it = request("r", 11, **REMOTE)
     assert scheduler.matched_tokens(it, 4) == (7, True)
-    scheduler.allocated(it, [1, 2, 3, 4], 7)  # the fourth block is for tokens to come
+    scheduler.allocated(it, [[1, 2, 3, 4]], 7)  # the fourth block is for tokens to come
     (receive,) = scheduler.build(step({})).receives
     assert (receive.pages, receive.prefix_tokens) == ([2, 3], 4)
     assert receive.remote is not None
@@ -138,7 +140,7 @@ def test_what_is_not_cached_is_received_behind_the_prefix() -> None:
 def test_an_abort_after_the_receive_has_ended_cancels_nothing() -> None:
     scheduler = side()
     it = request("r", 11, **REMOTE)
-    scheduler.allocated(it, [1, 2, 3], 11)
+    scheduler.allocated(it, [[1, 2, 3]], 11)
     scheduler.build(step({}))
     scheduler.received(["r"])
     scheduler.finished(ended(it, "FINISHED_ABORTED"))
@@ -156,7 +158,7 @@ def test_params_that_do_not_say_where_carry_the_reason() -> None:
     scheduler = side()
     it = request("r", 11, do_remote_prefill=True, transfer_id="x")
     assert scheduler.matched_tokens(it, 0) == (11, True)
-    scheduler.allocated(it, [1, 2, 3], 11)
+    scheduler.allocated(it, [[1, 2, 3]], 11)
     (receive,) = scheduler.build(step({})).receives
     assert receive.remote is None
     assert "remote_host" in receive.problem
@@ -188,3 +190,96 @@ def test_an_address_may_come_in_one_piece(address: str) -> None:
 def test_params_of_other_types_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         remote_of(TransferParams.of({**REMOTE, **bad}))
+
+
+# ---------------------------------------------------------------------- models whose layers have lists of their own
+
+STATE = (((2, 3), torch.float32),)
+HYBRID = Groups((Group("full", (0,)), Group("near", (1,), window=5), Group("state", (2,), states=STATE)), PAGE)
+LISTS = ([7, 8, 9], [0, 4, 5], [0, 0, 6])
+
+
+def hybrid(lists: Any = LISTS) -> SchedulerSide:
+    made = SchedulerSide(page_size=PAGE, instance="p", tp_size=1, groups=HYBRID)
+    made.endpoint = "10.0.0.1", 4000
+    made.blocks_of = lambda name: lists
+    return made
+
+
+def long_request(tokens: int, **params: Any) -> Any:
+    it = request("r", tokens, **params)
+    it.prompt_token_ids, it._all_token_ids, it.max_tokens = list(range(tokens)), list(range(tokens)), 16
+    return it
+
+
+def test_all_lists_are_sent_with_the_last_chunk_and_the_last_token_is_left_to_decode() -> None:
+    scheduler = hybrid()
+    it = long_request(12, do_remote_decode=True)
+    scheduler.shorten(it)
+    assert (it.num_prompt_tokens, it.prompt_token_ids, it._all_token_ids) == (11, list(range(11)), list(range(11)))
+    assert it.max_tokens == 1, "or its state went on while it is read"
+    scheduler.allocated(it, LISTS, 0)
+    assert sends(scheduler.build(step({"r": 8}, new=[("r", [7, 8], 0)]))) == []
+    made = scheduler.build(step({"r": 3}, cached=[("r", [9], 8)]))
+    assert sends(made) == [(0, {"full": [7, 8, 9], "near": [-1, 4, 5]}, True)]
+    assert made.sends[0].slots == {"state": 6}
+    assert scheduler.finished(ended(it, "FINISHED_LENGTH_CAPPED"))[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "absent"),
+    # The next token, at position ``tokens``, attends to the four before it; only whole pages before those are absent.
+    [(3, 0), (4, 0), (7, 0), (8, 1), (9, 1), (11, 1), (12, 2)],
+)
+def test_pages_before_a_window_are_absent(tokens: int, absent: int) -> None:
+    found = HYBRID.pages(([7, 8, 9], [4, 5, 6], [1]), prefix=0, tokens=tokens)
+    assert found["near"] == ([-1] * absent + [4, 5, 6][absent:])[: -(-tokens // PAGE)]
+    assert -1 not in found["full"]
+
+
+def test_lists_are_received_behind_the_prefix() -> None:
+    scheduler = hybrid()
+    it = long_request(12, do_remote_prefill=True, transfer_id="x", remote_host="h", remote_port=1)
+    scheduler.shorten(it)
+    assert it.num_prompt_tokens == 12
+    assert scheduler.matched_tokens(it, 4) == (7, True)
+    scheduler.allocated(it, LISTS, 7)
+    (receive,) = scheduler.build(step({})).receives
+    assert (receive.pages, receive.slots) == ({"full": [8, 9], "near": [4, 5]}, {"state": 6})
+    assert receive.prefix_tokens == 4
+    assert sorted(receive.blocks()) == [4, 5, 6, 8, 9]
+
+
+def test_a_prompt_of_one_token_is_not_shortened() -> None:
+    scheduler = hybrid()
+    it = long_request(1, do_remote_decode=True)
+    scheduler.shorten(it)
+    assert it.num_prompt_tokens == 1
+    assert scheduler.matched_tokens(long_request(1, do_remote_prefill=True), 0) == (0, False)
+
+
+def test_an_abort_before_the_last_chunk_leaves_nothing_to_wait_for() -> None:
+    scheduler = hybrid()
+    it = long_request(12, do_remote_decode=True)
+    scheduler.shorten(it)
+    scheduler.allocated(it, LISTS, 0)
+    scheduler.build(step({"r": 8}, new=[("r", [7, 8], 0)]))
+    assert scheduler.finished(ended(it, "FINISHED_ABORTED")) == (False, None)
+    assert scheduler.build(step({})).declines == ["r"]
+
+
+def test_a_prompt_of_embeddings_is_declined() -> None:
+    scheduler = hybrid()
+    it = long_request(12, do_remote_decode=True, transfer_id="x")
+    it.prompt_token_ids = None
+    scheduler.shorten(it)
+    scheduler.allocated(it, LISTS, 0)
+    made = scheduler.build(step({"r": 12}, new=[("r", [7, 8, 9], 0)]))
+    assert (made.sends, made.declines) == ([], ["x"])
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": "yes"}, {"do_remote_decode": True, "transfer_id": 7}])
+def test_a_request_that_is_prefilled_for_nobody_keeps_its_prompt(params: dict[str, Any]) -> None:
+    it = long_request(12, **params)
+    hybrid().shorten(it)
+    assert (it.num_prompt_tokens, it.max_tokens) == (12, 16)
