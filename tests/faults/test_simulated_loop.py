@@ -6,22 +6,16 @@ processes of their own: `tests.helpers.simulation.broken_loops`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.helpers.simulation.broken_loops import BREAKS, MOMENTS
+from tests.helpers.simulation.broken_loops import BREAKS, DIRECT, MOMENTS
+from tests.helpers.simulation.plain_python import plain
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
 
 SEEDS = range(100)  # thousands of shorter ones: test_campaign_loop
 BATCH = 20
-DIRECT = ("layer", "slice", "pages")
-ROOT = Path(__file__).parents[2]
 
 
 def clean(seed: int, *, benign: bool = False, verbs: tuple[str, ...] = DIRECT) -> Scenario:
@@ -73,13 +67,6 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", [5, 41])
 def test_equal_seeds_give_equal_runs(seed: int) -> None:
     assert clean(seed).trace == clean(seed).trace
-
-
-def plain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `broken_loops` in plain Python: numba reads the variable when it is imported."""
-    command = [sys.executable, "-m", "tests.helpers.simulation.broken_loops", *arguments]
-    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("seed", [5, 41, 77])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.test_simulated_loop import DIRECT, plain
-from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
+from tests.helpers.simulation.broken_loops import DIRECT, NETWORK_BREAKS
+from tests.helpers.simulation.plain_python import plain
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from tests.helpers.harness import Ranks, kv_group
-from tests.helpers.ranks.small_cache import Gate, check_transfer, meet, page_bytes, random_cache
+from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
+from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVProcessGroup, KVWork
 from torchkv.engine.flows import Flows
 from torchkv.engine.registration import Registration
-
-WRITER, READER = range(2)
 
 
 def without_a_loop(on: int | None) -> None:
@@ -41,35 +40,6 @@ def without_a_loop(on: int | None) -> None:
 @pytest.mark.parametrize("on", [None, WRITER, READER], ids=["neither", "not the writer", "not the reader"])
 def test_without_a_loop(on: int | None, shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("two", 2).run(without_a_loop, on)
-
-
-def by_layer(kv: KVProcessGroup) -> list[KVWork]:
-    return [kv.send_layer("r", layer, [1, 2, 3], READER) for layer in (0, 1)]
-
-
-def gated(kv: KVProcessGroup) -> list[KVWork]:
-    """The second layer waits for an event, which the loop cannot do: it takes the request back in the middle."""
-    gate = Gate()
-    first = kv.send_layer("r", 0, [1, 2, 3], READER)
-    second = kv.send_layer("r", 1, [1, 2, 3], READER, event=gate)
-    threading.Timer(0.05, gate.open.set).start()
-    return [first, second]
-
-
-def staged(kv: KVProcessGroup) -> list[KVWork]:
-    return [kv.send_layer("r", 0, [1, 2, 3], READER), kv.staged_put("r", 1, [1, 2, 3], READER)]
-
-
-def staged_first(kv: KVProcessGroup) -> list[KVWork]:
-    return [kv.staged_put("r", 1, [1, 2, 3], READER), kv.send_layer("r", 0, [1, 2, 3], READER)]
-
-
-def in_chunks(kv: KVProcessGroup) -> list[KVWork]:
-    """Every other page first: more holes than the loop keeps are not needed, but disorder is."""
-    return [kv.send_pages("r", [page], READER, start=page - 1) for page in (3, 1, 2, 1)]
-
-
-WAYS = {"layers": by_layer, "gated": gated, "staged": staged, "staged first": staged_first, "chunks": in_chunks}
 
 
 def one_request(way: str, aux_nbytes: int, waits: str, taken_back: bool, python: bool | None = None) -> None:
@@ -161,7 +131,7 @@ def without_pythons_thread(order: str) -> None:
                     meet(kv)
                 elif order == "asked for":
                     assert kv.prefix_tokens("r", READER) == 0
-                works = [*by_layer(kv), kv.finish("r", READER, aux=b"aux")]
+                works = [*WAYS["layers"](kv), kv.finish("r", READER, aux=b"aux")]
                 if order == "the verbs first":
                     meet(kv)
                 for work in works:

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.group.test_loop import WAYS
 from tests.helpers.harness import Ranks, kv_group
+from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
 from torchkv.engine.registration import Registration
 
-WRITER, READER = range(2)
 WIDE = {"num_kv_heads": 8, "head_dim": 64}  # pages of 16 KiB
 TCP = {"UCX_TLS": "tcp"}
 

@@ -20,7 +20,7 @@ from torchkv.core.core import Core
 from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
 
-__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
+__all__ = ["BREAKS", "DIRECT", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
 
 SEEDS = range(150)
 DIRECT = ("layer", "slice", "pages")

@@ -1,0 +1,41 @@
+"""Ways to send three pages of a cache of two layers: what the resident loop does by itself, and what it cannot do."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.helpers.ranks.small_cache import Gate
+from torchkv import KVProcessGroup, KVWork
+
+__all__ = ["READER", "WAYS", "WRITER"]
+
+WRITER, READER = range(2)
+
+
+def by_layer(kv: KVProcessGroup) -> list[KVWork]:
+    return [kv.send_layer("r", layer, [1, 2, 3], READER) for layer in (0, 1)]
+
+
+def gated(kv: KVProcessGroup) -> list[KVWork]:
+    """The second layer waits for an event, which the loop cannot do: it takes the request back in the middle."""
+    gate = Gate()
+    first = kv.send_layer("r", 0, [1, 2, 3], READER)
+    second = kv.send_layer("r", 1, [1, 2, 3], READER, event=gate)
+    threading.Timer(0.05, gate.open.set).start()
+    return [first, second]
+
+
+def staged(kv: KVProcessGroup) -> list[KVWork]:
+    return [kv.send_layer("r", 0, [1, 2, 3], READER), kv.staged_put("r", 1, [1, 2, 3], READER)]
+
+
+def staged_first(kv: KVProcessGroup) -> list[KVWork]:
+    return [kv.staged_put("r", 1, [1, 2, 3], READER), kv.send_layer("r", 0, [1, 2, 3], READER)]
+
+
+def in_chunks(kv: KVProcessGroup) -> list[KVWork]:
+    """Every other page first: more holes than the loop keeps are not needed, but disorder is."""
+    return [kv.send_pages("r", [page], READER, start=page - 1) for page in (3, 1, 2, 1)]
+
+
+WAYS = {"layers": by_layer, "gated": gated, "staged": staged, "staged first": staged_first, "chunks": in_chunks}
