@@ -766,7 +766,14 @@ def warm_up() -> None:
         loop.drop(world, flow)
         core.untold(0)
         core.take_back_round(index)
+        loop.drop_due_to(world, 0)
+        lane = NetworkLane()
+        peer = core._memory[0]["peers"][0]
+        peer["memory"] = lane.memory.ctypes.data
+        network.cut(world, cast(Peer, peer))
+        emit(world, CUT, 0, 0)
     core.step()
+    posting.wake_loop(core._address)
     posting.spin_for_news(core._address, -1, 0)
     posting.wait_news(core._address, -1, 0)
     posting.wake_waiters(core._address)
