@@ -22,7 +22,7 @@ def small(by_layer: bool, **changes: Any) -> Setup:
 def test_a_row(by_layer: bool) -> None:
     result = run_engine(small(by_layer, busy=True))
     assert result.wrong == 0
-    assert 0 < result.floor <= result.p50 <= result.p99
+    assert 0 < result.p50 <= result.p99  # not above the floor for certain: a step is an amount of work, not a time
     assert result.floor >= (engine.LAYERS if by_layer else 1) * STEP_SECONDS
     assert 0 < result.share < 1, "steps take longer than the copy of so few bytes"
 
