@@ -130,37 +130,37 @@ class KernelParams(NamedTuple):
 @lru_cache(maxsize=1024)
 def kernel_params(geometry: Geometry) -> KernelParams:
     """The kernel's arguments for ``geometry``, computed once."""
-    n0, s0, d0, n1, s1, d1, run = geometry.rows
+    n0, n1 = geometry.rows.n0, geometry.rows.n1
     unit = geometry.unit
-    per_row = run // unit
-    per_pair = geometry.rows.per_pair * per_row
-    src, dst, stripe = geometry.src, geometry.dst, geometry.stripe
-    integers = (
-        per_pair,
-        *divisor(per_pair),
-        per_row,
-        *divisor(per_row),
-        n1,
-        *divisor(n1),
-        s0,
-        d0,
-        s1,
-        d1,
-        *divisor(stripe.per_unit),
-        stripe.holder * stripe.per_unit,
-        stripe.per_unit * (stripe.holders - 1),
-        *_side(src, geometry.tokens),
-        *_side(dst, geometry.tokens),
-    )
+    per_row = geometry.rows.run // unit
     return KernelParams(
         unit=unit,
         rows=0 if n0 * n1 == 1 else 1 if n0 == 1 else 2,
-        parts=stripe.holders > 1 or src.per_page > 1 or dst.per_page > 1,
-        words_per_pair=per_pair,
+        parts=_has_parts(geometry),
+        words_per_pair=geometry.rows.per_pair * per_row,
         words_per_row=per_row,
         pair_nbytes=geometry.pair_nbytes,
-        integers=integers,
+        integers=(*_rows(geometry, per_row), *_places(geometry)),
     )
+
+
+def _has_parts(geometry: Geometry) -> bool:
+    return geometry.stripe.holders > 1 or geometry.src.per_page > 1 or geometry.dst.per_page > 1
+
+
+def _rows(geometry: Geometry, per_row: int) -> tuple[int, ...]:
+    """The kernels' arguments from ``words_per_pair`` on: a pair's rows, of ``per_row`` words each."""
+    _, s0, d0, n1, s1, d1, _ = geometry.rows
+    per_pair = geometry.rows.per_pair * per_row
+    return per_pair, *divisor(per_pair), per_row, *divisor(per_row), n1, *divisor(n1), s0, d0, s1, d1
+
+
+def _places(geometry: Geometry) -> tuple[int, ...]:
+    """The kernels' last arguments: which pairs this holder has, and where they lie on both sides."""
+    stripe = geometry.stripe
+    first_pair, jump = stripe.holder * stripe.per_unit, stripe.per_unit * (stripe.holders - 1)
+    sides = *_side(geometry.src, geometry.tokens), *_side(geometry.dst, geometry.tokens)
+    return *divisor(stripe.per_unit), first_pair, jump, *sides
 
 
 def _side(side: PageAddressing, tokens: int) -> tuple[int, ...]:
@@ -224,39 +224,18 @@ def convert_params(geometry: Geometry) -> ConvertParams:
     """The arguments of the converting kernel for ``geometry``, computed once. Raises ``TransportUnavailable``."""
     assert geometry.conversion is not None
     src_dtype, dst_dtype, heads, head_elements = geometry.conversion
-    _, s0, d0, n1, s1, d1, run = geometry.rows
     elements = geometry.elements
-    per_row = run // dst_dtype.itemsize // elements
+    per_row = geometry.rows.run // dst_dtype.itemsize // elements
     per_pair = geometry.rows.per_pair * per_row
-    src, dst, stripe = geometry.src, geometry.dst, geometry.stripe
-    integers = (
-        per_pair,
-        *divisor(per_pair),
-        per_row,
-        *divisor(per_row),
-        n1,
-        *divisor(n1),
-        s0,
-        d0,
-        s1,
-        d1,
-        *divisor(head_elements // elements),
-        heads,
-        *divisor(heads),
-        *divisor(stripe.per_unit),
-        stripe.holder * stripe.per_unit,
-        stripe.per_unit * (stripe.holders - 1),
-        *_side(src, geometry.tokens),
-        *_side(dst, geometry.tokens),
-    )
+    scaling = *divisor(head_elements // elements), heads, *divisor(heads)
     return ConvertParams(
         kind=KINDS[src_dtype, dst_dtype],
         elements=elements,
-        parts=stripe.holders > 1 or src.per_page > 1 or dst.per_page > 1,
+        parts=_has_parts(geometry),
         words_per_pair=per_pair,
         src_nbytes=per_pair * elements * src_dtype.itemsize,
         dst_nbytes=per_pair * elements * dst_dtype.itemsize,
-        integers=integers,
+        integers=(*_rows(geometry, per_row), *scaling, *_places(geometry)),
     )
 
 
