@@ -330,7 +330,7 @@ class ZmqControlChannel:
             if p.state is PeerState.FOUND
         )
         limit = min(seconds, GRACE / 2) if waiting else seconds
-        extra = list(dict.fromkeys(also))  # one may be there twice
+        extra = list(also)
         for fd in extra:
             self._poller.register(fd, zmq.POLLIN)
         try:

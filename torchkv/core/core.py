@@ -331,7 +331,7 @@ class Core:
         """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
         return bool(self._view[word_at("driving") // 8])
 
-    def look(self) -> None:
+    def hear_network(self) -> None:
         """Has the loop look for messages of the network, if it expects none."""
         if self._lanes and not self.drives_transport:
             posting.wake_loop(self._address)

@@ -204,7 +204,7 @@ class Engine:
         if (moved or self._scheduler.posting or now >= self._next_tick) and self._transport.progress():
             busy = True
             if self.flows is not None:
-                self.flows.core.look()
+                self.flows.core.hear_network()
         if self.moving:
             busy |= self._scheduler.open_gates(now)
             busy |= self._scheduler.advance(now)

@@ -650,8 +650,8 @@ def _bits(ranks: tuple[int, ...]) -> int:
 
 def _is_coarse(plan: PairPlan) -> bool:
     """Whether the loop should put a plan: its runs are long. Both ends decide alike."""
-    rows = [segment.rows for layer in plan.layers for segment in plan.segments_of[layer]]
-    return all(row.run >= MIN_RUN and row.n0 * row.n1 <= MAX_ROWS for row in rows)
+    rows = [segment.rows for segment in plan.segments]
+    return all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
 
 
 def _can_copy(plan: PairPlan) -> bool:

@@ -206,7 +206,7 @@ class ProgressThread:
         self.waker.asleep = True
         # A `wake` before `asleep` was set did not write to the file descriptor, but it set the word.
         if not self.waker.word[0]:
-            control.sleep(wait, (self.waker.fd, fd))
+            control.sleep(wait, {self.waker.fd, fd})  # the same one where the loop drives the transport
         self.waker.clear()
 
     def _close(self, transport: Transport, control: ControlChannel) -> None:
