@@ -7,16 +7,13 @@ Broken loops run as plain Python in processes of their own, as in `test_simulate
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.simulation.broken_loops import GPU_BREAKS
 from tests.helpers.simulation.cluster import Cluster, Place
+from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from tests.helpers.simulation.requests import layout
 from tests.helpers.simulation.requests import seed as new_seed
 from tests.helpers.simulation.scenario import Scenario
@@ -24,16 +21,10 @@ from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
 
 BATCH = 20
-DIRECT = ("layer", "slice", "pages")
-ROOT = Path(__file__).parents[2]
 
 
 def clean(seed: int, *, benign: bool = False) -> Scenario:
-    print(f"seed {seed}")
-    verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
-    scenario = Scenario(seed, benign=benign, verbs=verbs, loop=True, gpu=True, states=() if seed % 4 else None)
-    problems = scenario.run()
-    assert not problems, f"seed {seed}: {problems}"
+    scenario = clean_run(seed, benign=benign, verbs=DIRECT if seed % 3 else (*DIRECT, "staged"), gpu=True)
     assert not any(gpu.bad_ids for gpu in scenario.cluster.gpus.values())
     return scenario
 
@@ -91,8 +82,6 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(GPU_BREAKS))
 def test_broken_loops_are_caught(name: str) -> None:
-    command = [sys.executable, "-m", "tests.helpers.simulation.broken_loops", "break", name]
-    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = plain("break", name)
     # A loop that is broken in these ways may corrupt its process: some seeds kill it before any tells what is wrong.
     assert done.returncode in (0, -signal.SIGSEGV), done.stdout + done.stderr

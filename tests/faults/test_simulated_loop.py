@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.simulation.broken_loops import BREAKS, DIRECT, MOMENTS
-from tests.helpers.simulation.plain_python import plain
-from tests.helpers.simulation.scenario import Scenario
+from tests.helpers.simulation.broken_loops import BREAKS, MOMENTS
+from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
 
@@ -18,30 +17,22 @@ SEEDS = range(100)  # thousands of shorter ones: test_campaign_loop
 BATCH = 20
 
 
-def clean(seed: int, *, benign: bool = False, verbs: tuple[str, ...] = DIRECT) -> Scenario:
-    print(f"seed {seed}")
-    scenario = Scenario(seed, benign=benign, verbs=verbs, loop=True, states=() if seed % 4 else None)
-    problems = scenario.run()
-    assert not problems, f"seed {seed}: {problems}"
-    return scenario
-
-
 @pytest.mark.parametrize("first", SEEDS[::BATCH])
 def test_nothing_breaks_under_faults(first: int) -> None:
     for seed in range(first, first + BATCH):
-        clean(seed)
+        clean_run(seed)
 
 
 @pytest.mark.parametrize("first", SEEDS[:40:BATCH])
 def test_verbs_that_the_loop_cannot_do_come_in_between(first: int) -> None:
     for seed in range(first, first + BATCH):
-        clean(seed, verbs=(*DIRECT, "staged"))
+        clean_run(seed, verbs=(*DIRECT, "staged"))
 
 
 @pytest.mark.parametrize("first", SEEDS[:40:BATCH])
 def test_a_bad_network_alone_fails_nothing(first: int) -> None:
     for seed in range(first, first + BATCH):
-        scenario = clean(seed, benign=True, verbs=(*DIRECT, "staged") if seed % 2 else DIRECT)
+        scenario = clean_run(seed, benign=True, verbs=(*DIRECT, "staged") if seed % 2 else DIRECT)
         assert all(receiving.work.is_success() for receiving in scenario.receivings)
 
 
@@ -59,14 +50,14 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Flows, "take_back_send", take_back)
     succeeded = 0
     for seed in range(40):
-        succeeded += sum(receiving.work.is_success() for receiving in clean(seed).receivings)
+        succeeded += sum(receiving.work.is_success() for receiving in clean_run(seed).receivings)
     assert succeeded > 20
     assert {"sealed", "copying", "idle"} <= set(ended), ended
 
 
 @pytest.mark.parametrize("seed", [5, 41])
 def test_equal_seeds_give_equal_runs(seed: int) -> None:
-    assert clean(seed).trace == clean(seed).trace
+    assert clean_run(seed).trace == clean_run(seed).trace
 
 
 @pytest.mark.parametrize("seed", [5, 41, 77])
@@ -74,7 +65,7 @@ def test_plain_python_gives_the_same_run(seed: int) -> None:
     """So what is shown with the one is shown for the other."""
     done = plain("trace", str(seed))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [repr(entry) for entry in clean(seed).trace]
+    assert done.stdout.splitlines() == [repr(entry) for entry in clean_run(seed).trace]
 
 
 @pytest.mark.parametrize("name", sorted(BREAKS | MOMENTS))

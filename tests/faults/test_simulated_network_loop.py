@@ -7,11 +7,12 @@ two instances share mailboxes in some seeds, and none in most. Broken loops, whi
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from tests.helpers.simulation.broken_loops import DIRECT, NETWORK_BREAKS
-from tests.helpers.simulation.plain_python import plain
-from tests.helpers.simulation.scenario import Scenario
+from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
+from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
 
@@ -19,12 +20,7 @@ SEEDS = range(120)
 BATCH = 20
 
 
-def clean(seed: int, *, benign: bool = False, verbs: tuple[str, ...] = DIRECT) -> Scenario:
-    print(f"seed {seed}")
-    scenario = Scenario(seed, benign=benign, verbs=verbs, loop=True, network=True, states=() if seed % 4 else None)
-    problems = scenario.run()
-    assert not problems, f"seed {seed}: {problems}"
-    return scenario
+clean = partial(clean_run, network=True)
 
 
 @pytest.mark.parametrize("first", SEEDS[::BATCH])

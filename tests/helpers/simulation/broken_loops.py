@@ -13,17 +13,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.simulation.scenario import Scenario
+from tests.helpers.simulation.loop_runs import loop_scenario
 from torchkv.bench.scale.loops import TOKENS, Pair
 from torchkv.core import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
 from torchkv.core.core import Core
 from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
 
-__all__ = ["BREAKS", "DIRECT", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
+__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
 
 SEEDS = range(150)
-DIRECT = ("layer", "slice", "pages")
 
 
 def swap(owner: object, **functions: Callable[..., Any]) -> None:
@@ -31,11 +30,6 @@ def swap(owner: object, **functions: Callable[..., Any]) -> None:
     for name, function in functions.items():
         assert hasattr(owner, name)
         setattr(owner, name, function)
-
-
-def scenario(seed: int, *, benign: bool = False, gpu: bool = False, network: bool = False) -> Scenario:
-    states = () if seed % 4 else None
-    return Scenario(seed, benign=benign, verbs=DIRECT, loop=True, gpu=gpu, network=network, states=states)
 
 
 def _seals_while_it_copies() -> None:
@@ -317,7 +311,7 @@ def main(command: str, argument: str, kind: str = "") -> None:
     make()
     for seed in SEEDS:
         try:
-            problems = scenario(seed, benign=benign, gpu=gpu, network=through).run()
+            problems = loop_scenario(seed, benign=benign, gpu=gpu, network=through).run()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             problems = [repr(error)]
         if problems:
@@ -327,7 +321,7 @@ def main(command: str, argument: str, kind: str = "") -> None:
 
 
 def scenario_trace(seed: int, *, network: bool) -> list[tuple[object, ...]]:
-    run = scenario(seed, network=network)
+    run = loop_scenario(seed, network=network)
     assert run.run() == []
     return run.trace
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from tests.helpers.simulation.lives import Life
+from tests.helpers.simulation.loop_runs import DIRECT
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.errors import KVError
 
 __all__ = ["CAMPAIGNS", "Campaign", "Tally", "batches", "check", "run"]
 
-DIRECT = ("layer", "slice", "pages")
 BATCH = 100
 COLLECT = 8  # runs between two garbage collections
 # What a broken program raises amid a run. Anything else is a fault of the simulation, and ends the campaign.

@@ -83,6 +83,16 @@ class Apart:
         assert index is not None
         return index
 
+    def begin(self) -> tuple[int, int, int]:
+        """A send of two pages whose puts are under way: its flow, its op, and the number of the last put."""
+        send = self.send(self.receive(2), [0, 1])
+        op = self.start(send, [0, 1])
+        self.writer.step()
+        with self.writer.standing_still():
+            posted = self.writer.put(op)
+        assert posted > 0
+        return send, op, posted
+
     def step(self) -> None:
         self.writer.step()
         self.reader.step()
@@ -215,14 +225,7 @@ class _Never:
 def test_a_broken_connection() -> None:
     """Python is told once; what was put and not flushed has not arrived, and nobody claims it."""
     apart = Apart()
-    flow = apart.receive(2)
-    send = apart.send(flow, [0, 1])
-    op = apart.start(send, [0, 1])
-    apart.writer.step()
-    apart.writer.step()
-    with apart.writer.standing_still():
-        posted = apart.writer.put(op)
-    assert posted > 0
+    _, _, posted = apart.begin()
     assert not apart.writer.has_arrived(1, apart.lane, posted)
     apart.channels[0].lose("cut")
     told, heard = apart.run(50)
@@ -235,16 +238,11 @@ def test_a_broken_connection() -> None:
 
 def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:
     apart = Apart()
-    flow = apart.receive(2)
-    send = apart.send(flow, [0, 1])
-    op = apart.start(send, [0, 1])
-    apart.writer.step()
+    send, op, posted = apart.begin()
     with apart.writer.standing_still():
         apart.writer.settle()
-        posted = apart.writer.put(op)
         apart.writer.take_back_send(send, [op])
     assert int(apart.writer.world["network"]) == 0
-    assert posted > 0
     while not apart.writer.has_arrived(1, apart.lane, posted):
         apart.step()
     assert torch.equal(apart.dst[0, :2], apart.src[0, :2])
@@ -252,12 +250,7 @@ def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:
 
 def test_closing_the_channel_ends_the_lane_first() -> None:
     apart = Apart()
-    flow = apart.receive(2)
-    send = apart.send(flow, [0, 1])
-    op = apart.start(send, [0, 1])
-    apart.writer.step()
-    with apart.writer.standing_still():
-        posted = apart.writer.put(op)
+    _, _, posted = apart.begin()
     apart.channels[0].close()
     assert apart.network.open == {}, "requests that nobody frees"
     assert kinds(apart.writer.events()) == [CUT]
