@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,23 +30,27 @@ SHAPE = {
 }
 
 
-def save_llama(folder: Path) -> str:
-    """Grouped-query attention: 4 layers, 4 kv heads of 32."""
+def _save(folder: Path, config: str, model: str, **fields: Any) -> str:
+    """Makes a model and saves it. config, model: names of classes of transformers. fields: beside those of `SHAPE`."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPE, num_key_value_heads=4, head_dim=32)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    made = getattr(transformers, model)(getattr(transformers, config)(**{**SHAPE, **fields}))
+    made.save_pretrained(folder)
     return str(folder)
+
+
+def save_llama(folder: Path) -> str:
+    """Grouped-query attention: 4 layers, 4 kv heads of 32."""
+    return _save(folder, "LlamaConfig", "LlamaForCausalLM", num_key_value_heads=4, head_dim=32)
 
 
 def save_mla(folder: Path) -> str:
     """Multi-head latent attention, with the only widths that vLLM's CPU kernels have: 512 + 64."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(
-        **SHAPE,
+    return _save(
+        folder,
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
         num_key_value_heads=8,
         q_lora_rank=None,
         kv_lora_rank=512,
@@ -59,34 +64,30 @@ def save_mla(folder: Path) -> str:
         topk_group=1,
         moe_intermediate_size=64,
     )
-    transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def save_sliding(folder: Path) -> str:
     """Five layers with a window of two blocks, and one that attends to all tokens: six groups of one layer each."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(
-        **{**SHAPE, "num_hidden_layers": 6},
+    return _save(
+        folder,
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        num_hidden_layers=6,
         num_key_value_heads=4,
         head_dim=32,
         sliding_window=64,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
         query_pre_attn_scalar=32,
     )
-    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def save_gated_delta_net(folder: Path) -> str:
     """Three layers with a state of a convolution and one of a gated delta net, and one that attends to all tokens."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3NextConfig(
-        **{**SHAPE, "num_attention_heads": 4},
+    return _save(
+        folder,
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=128,
         linear_num_key_heads=2,
@@ -100,17 +101,14 @@ def save_gated_delta_net(folder: Path) -> str:
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
-    transformers.Qwen3NextForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def save_mamba2(folder: Path) -> str:
     """Three layers with a state of a convolution and one of Mamba 2, and one that attends to all tokens."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GraniteMoeHybridConfig(
-        **SHAPE,
+    return _save(
+        folder,
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
         num_key_value_heads=4,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         num_local_experts=0,
@@ -122,5 +120,3 @@ def save_mamba2(folder: Path) -> str:
         mamba_d_conv=4,
         mamba_expand=2,
     )
-    transformers.GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
-    return str(folder)
