@@ -11,11 +11,12 @@ from tests.serving.models import PROMPTS
 from tests.serving.vllm import host
 from tests.serving.vllm.host import BLOCKS, Finished, Setup
 
-__all__ = ["DEADLINE", "FREE", "TOKENS", "Engine", "transferred"]
+__all__ = ["DEADLINE", "FREE", "LONG", "TOKENS", "Engine", "begin_again", "half_prefilled", "transferred"]
 
 DEADLINE = 120.0  # seconds: two engines share two cores with other tests
 FREE = BLOCKS - 1
 TOKENS = 8
+LONG = PROMPTS[0]  # of five chunks
 
 
 class Engine(EngineClient[Finished]):
@@ -112,3 +113,24 @@ def transferred(prefill: Engine, decode: Engine, name: str = "") -> list[list[in
         assert outcome.computed == TOKENS
         found.append(outcome.tokens)
     return found
+
+
+def half_prefilled(prefill: Engine, decode: Engine, name: str = "") -> None:
+    """Decode waits for `LONG`, of which prefill has computed two chunks, and makes no step.
+
+    name: behind those of the requests, ``p`` and ``d``.
+    """
+    decode.add(f"d{name}", LONG, TOKENS, do_remote_prefill=True, transfer_id=f"x{name}", **prefill.address())
+    decode.await_grant(f"d{name}")
+    prefill.steps(2)
+    prefill.produce(f"p{name}", LONG, transfer_id=f"x{name}")
+    prefill.await_steps()
+
+
+def begin_again(prefill: Engine, decode: Engine, tokens: list[int]) -> None:
+    """The request of `half_prefilled` is preempted, and computed again. tokens: those that decode must say."""
+    half_prefilled(prefill, decode)
+    prefill.preempt()
+    prefill.steps(None)
+    assert decode.finished("d").tokens == tokens
+    assert prefill.finished("p").computed > len(LONG)

@@ -6,11 +6,9 @@ import pytest
 
 from tests.serving.models import PROMPTS
 from tests.serving.vllm.conftest import Start
-from tests.serving.vllm.engines import FREE, TOKENS, Engine, transferred
+from tests.serving.vllm.engines import FREE, LONG, TOKENS, Engine, half_prefilled, transferred
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
-
-LONG = PROMPTS[0]
 
 
 def test_killed_engines_cost_their_own_requests_only(start: Start, pair: tuple[Engine, Engine]) -> None:
@@ -48,11 +46,7 @@ def test_killed_engines_cost_their_own_requests_only(start: Start, pair: tuple[E
     again.close()
     fails.settle()
     # Now the one that decodes is killed, while pages come.
-    recomputes.add("d", LONG, TOKENS, do_remote_prefill=True, transfer_id="x", **stays.address())
-    recomputes.await_grant("d")
-    stays.steps(2)
-    stays.produce("p", LONG, transfer_id="x")
-    stays.await_steps()
+    half_prefilled(stays, recomputes)
     recomputes.kill()
     stays.steps(None)
     assert stays.finished("p").reason == "length"

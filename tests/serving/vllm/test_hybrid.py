@@ -11,12 +11,11 @@ import pytest
 
 from tests.serving.models import PROMPTS
 from tests.serving.vllm.conftest import Start
-from tests.serving.vllm.engines import FREE, TOKENS, Engine, transferred
+from tests.serving.vllm.engines import FREE, TOKENS, Engine, begin_again, half_prefilled, transferred
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 
 BFLOAT16 = {"dtype": "bfloat16"}  # the only type of vLLM's CPU kernels of gated delta nets
-LONG = PROMPTS[0]
 Pair = tuple[Engine, Engine]
 
 
@@ -81,26 +80,13 @@ def test_both_at_once(hybrids: Pair, alone: list[list[int]]) -> None:
 
 
 def test_a_request_that_is_preempted_while_it_is_prefilled_begins_again(hybrids: Pair, alone: list[list[int]]) -> None:
-    prefill, decode = hybrids
-    decode.add("d", LONG, TOKENS, do_remote_prefill=True, transfer_id="x", **prefill.address())
-    decode.await_grant("d")
-    prefill.steps(2)
-    prefill.produce("p", LONG, transfer_id="x")
-    prefill.await_steps()
-    prefill.preempt()
-    prefill.steps(None)
-    assert decode.finished("d").tokens == alone[0]
-    assert prefill.finished("p").computed > len(LONG)
+    begin_again(*hybrids, alone[0])
 
 
 def test_a_request_that_is_aborted_on_either_side(hybrids: Pair) -> None:
     prefill, decode = hybrids
     for side in ("prefill", "decode"):
-        decode.add(f"d-{side}", LONG, TOKENS, do_remote_prefill=True, transfer_id=side, **prefill.address())
-        decode.await_grant(f"d-{side}")
-        prefill.steps(2)
-        prefill.produce(f"p-{side}", LONG, transfer_id=side)
-        prefill.await_steps()
+        half_prefilled(prefill, decode, f"-{side}")
         if side == "prefill":
             prefill.abort("p-prefill")
             prefill.steps(None)

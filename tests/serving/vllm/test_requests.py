@@ -10,12 +10,10 @@ import time
 import pytest
 
 from tests.serving.models import PROMPTS
-from tests.serving.vllm.engines import FREE, TOKENS, Engine
+from tests.serving.vllm.engines import FREE, LONG, TOKENS, Engine, begin_again, half_prefilled
 from tests.serving.vllm.host import BLOCK, CHUNK
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
-
-LONG = PROMPTS[0]  # of five chunks
 
 Pair = tuple[Engine, Engine]
 
@@ -93,26 +91,13 @@ def test_twenty_requests_of_three_names(engines: Pair, golden: list[list[int]]) 
 
 
 def test_a_request_that_is_preempted_while_it_is_sent_begins_again(engines: Pair, golden: list[list[int]]) -> None:
-    prefill, decode = engines
-    decode.add("d", LONG, TOKENS, do_remote_prefill=True, transfer_id="x", **prefill.address())
-    decode.await_grant("d")
-    prefill.steps(2)
-    prefill.produce("p", LONG, transfer_id="x")
-    prefill.await_steps()
-    prefill.preempt()
-    prefill.steps(None)
-    assert decode.finished("d").tokens == golden[0]
-    assert prefill.finished("p").computed > len(LONG)
+    begin_again(*engines, golden[0])
 
 
 def half_sent(engines: Pair) -> None:
     """Decode waits for a request of which prefill has computed and sent two chunks of five, and makes no step."""
     prefill, decode = engines
-    decode.add("d", LONG, TOKENS, do_remote_prefill=True, transfer_id="x", **prefill.address())
-    decode.await_grant("d")
-    prefill.steps(2)
-    prefill.produce("p", LONG, transfer_id="x")
-    prefill.await_steps()
+    half_prefilled(prefill, decode)
     assert decode.free() == FREE - -(-len(LONG) // BLOCK)
     assert prefill.free() <= FREE - 2 * CHUNK // BLOCK
 
