@@ -22,7 +22,20 @@ from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import Message
 from torchkv.protocol.stage_allocator import Stage
 
-__all__ = ["Account", "Action", "BoundGrant", "Halt", "Scatter", "SendOp", "Settle", "Split", "Start", "Tell", "Work"]
+__all__ = [
+    "Account",
+    "Action",
+    "BoundGrant",
+    "Halt",
+    "Scatter",
+    "SendOp",
+    "Settle",
+    "SettleCopied",
+    "Split",
+    "Start",
+    "Tell",
+    "Work",
+]
 
 Work: TypeAlias = Any  # the `KVWork` of a pending call; the protocol only hands it back (tests use strings)
 
@@ -165,6 +178,18 @@ class Settle:
 
 
 @dataclass(slots=True)
+class SettleCopied:
+    """The resident loop has copied these ops of one request: complete one part of the work of each, successfully.
+
+    nbytes: what each has moved, on the path ``direct``. One action for many ops, because they often end together, and
+    layer by layer there are many.
+    """
+
+    works: list[Work]
+    nbytes: list[int]
+
+
+@dataclass(slots=True)
 class Split:
     """``work`` has so many parts more: it goes to several receivers, as its grant has shown."""
 
@@ -181,4 +206,4 @@ class Account:
     path: str
 
 
-Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | Split | Account
+Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | SettleCopied | Split | Account
