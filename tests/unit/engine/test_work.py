@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from torchkv.engine.work import KVWork, settle_copied
-from torchkv.observe.recorder import FlightRecorder
 from torchkv.errors import KVError, TransferCancelled, TransferTimeout
+from torchkv.observe.recorder import FlightRecorder
 
 
 def test_pages_of_a_request_that_goes_on_are_not_safe() -> None:
