@@ -41,9 +41,11 @@ from torchkv.core.records import (
     MAX_PEERS,
     MAX_ROUNDS,
     MAX_WRITERS,
+    MESSAGE_NBYTES,
     NOBODY,
     OP_DONE,
     POSTED,
+    RECORD_NBYTES,
     SEALED,
     WORLD,
     Op,
@@ -63,6 +65,7 @@ from torchkv.transport.interface import Channel, NativeChannel
 __all__ = ["Core", "GrantBody", "NetworkLane", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
+PART = MESSAGE_NBYTES - RECORD_NBYTES
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NO_WORDS: list[int] = []
@@ -132,12 +135,18 @@ class NetworkLane:
 class Core:
     """One rank's loop. What is not marked "any thread" is called under the engine's lock.
 
-    device: the GPU that this rank's pages lie on, if they do. turn, window: see `World`. Without `start` it has no
-    thread, and a test calls `step`. Raises ``TransportUnavailable`` where it cannot work.
+    device: the GPU that this rank's pages lie on, if they do. turn, window, part: see `World`. Without `start` it has
+    no thread, and a test calls `step`. Raises ``TransportUnavailable`` where it cannot work.
     """
 
     def __init__(
-        self, rank: int, *, device: LoopDevice | None = None, turn: int = TURN, window: int = MAILBOX_RECORDS
+        self,
+        rank: int,
+        *,
+        device: LoopDevice | None = None,
+        turn: int = TURN,
+        window: int = MAILBOX_RECORDS,
+        part: int = PART,
     ) -> None:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
@@ -160,7 +169,8 @@ class Core:
         world["address"], world["rank"], world["bell"] = self._memory.ctypes.data, rank, self._segment.data_ptr()
         world["driver_fd"], world["futex"], world["one"] = -1, FUTEX_CALL[platform.machine()], 1
         world["spin"] = spin_wait.SPIN
-        world["functions"][:], world["turn"], world["window"] = _FUNCTIONS, turn, window
+        world["functions"][:], world["turn"], world["window"], world["part"] = _FUNCTIONS, turn, window, part
+        world["grants"] = self._segment_at + mailbox.GRANTS_AT
         self._address: int = self._memory.ctypes.data
         self._granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # of sends; touched as used
         world["granted_ids"] = self._granted_ids.ctypes.data
@@ -170,6 +180,7 @@ class Core:
         self._driver_word: Int64Array | None = None
         self._peers: dict[int, shared_memory.Segment] = {}
         self._lanes: dict[int, NetworkLane] = {}  # by rank
+        self._arrivals: dict[int, Int64Array] = {}  # by rank: of its grants; longer than a lane; touched as used
         self._slots: dict[int, int] = {rank: rank}  # of `World`'s ``peers``, by rank
         self._ranks: dict[int, int] = {rank: rank}  # by slot
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
@@ -248,6 +259,7 @@ class Core:
             assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
             loop.drop_due_to(self.world, slot)
             self._cut(rank)
+            self._arrivals.pop(rank, None)
             world["peers"][slot] = 0
             world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
             head, box = mailbox.mailbox_at(slot)
@@ -293,6 +305,12 @@ class Core:
             world["num_peers"] = max(slot + 1, int(world["num_peers"]))
             self._lanes[rank] = lane
             world["lanes"] = len(self._lanes)
+            if not peer["outbox"]:
+                if rank not in self._arrivals:
+                    self._arrivals[rank] = np.zeros(grants.ARRIVALS_NBYTES // 8, dtype=np.int64)
+                peer["arrivals"] = self._arrivals[rank].ctypes.data
+                grants.greet(self.world, slot)
+        posting.wake_loop(self._address)
         return lane
 
     def cut(self, rank: int, lane: NetworkLane) -> None:
@@ -321,6 +339,12 @@ class Core:
         lane = self._lanes.get(rank)
         failed = lane is not None and self._memory[0]["peers"][self._slots[rank]]["failed"] != 0
         return None if failed else lane
+
+    def hears(self, rank: int) -> bool:
+        """Whether the loop of ``rank`` takes grants from this one, in its mailbox or through the network."""
+        if self.lane(rank) is not None and self._memory[0]["peers"][self._slots[rank]]["hears"]:
+            return True
+        return self.reaches(rank)
 
     def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
         """Whether the put of this number, and all before it, are in the memory of ``rank``.
@@ -602,24 +626,49 @@ class Core:
             self._address, flow, self._segment_at + at, *hashes, writers, prefix_tokens, len(name), pages
         )
 
-    def granted(self, rank: int, flow: int, generation: int) -> GrantBody | None:
-        """The grant that ``rank`` has given; None if another, or none, lies in the slot. Its words are not checked."""
-        if rank not in self._peers or not 0 <= flow < MAX_FLOWS:
+    def granted(self, rank: int, flow: int, generation: int, *, network: bool = False) -> GrantBody | None:
+        """The grant that ``rank`` has given; None if another, or none, lies in the slot. Its words are not checked.
+
+        network: whether it has come through the network, instead of lying in mapped memory.
+        """
+        if rank not in (self._arrivals if network else self._peers) or not 0 <= flow < MAX_FLOWS:
             return None
-        at = self._peers[rank].ptr + mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
+        if network:
+            slots = self._arrivals[rank].ctypes.data + grants.SLOTS_AT
+        else:
+            slots = self._peers[rank].ptr + mailbox.GRANTS_AT
+        at = slots + flow * mailbox.GRANT_SLOT
         # Each part is copied once and then looked at, because the peer may change it meanwhile.
         found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack("<8q", ctypes.string_at(at, GRANT_NBYTES))
         if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
             return None
-        pages = np.frombuffer(ctypes.string_at(at + GRANT_NBYTES, 8 * count), np.int64)
+        pages = np.frombuffer(ctypes.string_at(at + grants.IDS_AT, 8 * count), np.int64)
         return GrantBody(ctypes.string_at(at + grants.NAME_AT, name_nbytes), pages, prefix, writers)
+
+    def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
+        """Whether a grant of ``rank`` that has come in a message is new. Then the loop will not take it, too.
+
+        flow: under which the loop of ``rank`` may have told of it. While the loop stands still, and has settled.
+        """
+        arrivals = self._arrivals.get(rank)
+        if arrivals is None or not 0 <= flow < MAX_FLOWS:
+            return True
+        if arrivals[flow] >= generation:
+            return False
+        arrivals[flow] = generation
+        return True
 
     def untold(self, flow: int) -> tuple[list[int], bool]:
         """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.
 
-        While it stands still. That the receive is complete Python tells the leader in any case.
+        While it stands still. That the receive is complete Python tells the leader in any case. Of writers that were
+        told through the network it is not known, unless something has come of them: these are among the ranks.
         """
         slots = int(loop.drop_due(self.world, GRANT, flow))
+        receive, cover = self._memory[0]["receives"][flow], self._kept_receives[flow]
+        for number, writer in enumerate(receive["writers"][: int(receive["num_writers"])]):
+            if writer["told"] and writer["sealed"] < 0 and not writer["aux_nbytes"] and not cover[number, :, 0].any():
+                slots |= 1 << int(writer["rank"])
         loop.drop_due(self.world, DONE, flow)
         unposted = loop.drop_due(self.world, POSTED, flow) != 0
         return [self._ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
@@ -790,6 +839,7 @@ def warm_up() -> None:
         peer = core._memory[0]["peers"][0]
         peer["memory"] = lane.memory.ctypes.data
         network.cut(world, cast(Peer, peer))
+        grants.greet(world, 0)
         emit(world, CUT, 0, 0)
     core.step()
     posting.wake_loop(core._address)

@@ -3,9 +3,23 @@
 The receiver writes a grant's body into the slot of its flow in its own segment, and a GRANT record into the mailbox of
 each writer:
 
-    `torchkv.core.records.Grant` | page ids: int64 [MAX_GRANTED] | name in UTF-8: MAX_NAME bytes
+    `torchkv.core.records.Grant` | name in UTF-8: MAX_NAME bytes | page ids: int64 [MAX_GRANTED]
 
 The slot stays as it is until the request has ended, so until every writer has seen the record or is gone.
+
+A writer of another host does not map the slot. The receiver's loop sends it what lies in it, in parts behind GRANT
+records, one after another; the writer's loop puts them together in a slot of its own, of which it has as many for each
+peer as that has flows. From there on it makes no difference.
+
+*Once.* Such a grant and a control message have no order. So Python, when it takes a receive back, tells the grant again
+in a message to writers that have not shown that they know it, before it tells whatever else. A writer takes each grant
+once: for each flow of a peer it notes the latest generation that has come in either way, and drops what is not later.
+A flow is used again only after all its writers have known of the end of its last request, or have ended themselves.
+
+*Greetings.* A rank makes its lane to a peer when it first needs it, and hears no record of that peer before. So each
+end sends HELLO when it has made its lane, and answers that of the other: who has an answer knows that it is heard. Only
+then grants go through the network, before in control messages. HELLOs are as long as messages get: an answer also says
+that the transport carries one in one piece, as `torchkv.core.network.receive` wants them.
 
 A writer's loop looks for the send that waits for this receiver under this name, and binds it if Python would bind it
 too. Everything else it leaves to Python: a grant that nobody waits for yet, one of other writers than expected, one
@@ -19,6 +33,7 @@ from __future__ import annotations
 
 from torchkv.core.events import emit, tell_driver
 from torchkv.core.mailbox import GRANT_SLOT, owe, ring, room, tell
+from torchkv.core.network import received, record_room, send
 from torchkv.core.records import (
     BOUND,
     BUCKETS,
@@ -26,10 +41,15 @@ from torchkv.core.records import (
     GRANT,
     GRANT_NBYTES,
     GRANTED,
+    HELLO,
     MAX_FLOWS,
     MAX_GRANTED,
+    MAX_NAME,
     OPEN,
     POSTED,
+    RECORD_NBYTES,
+    Peer,
+    Receive,
     Record,
     Send,
     World,
@@ -37,17 +57,40 @@ from torchkv.core.records import (
     word_at,
 )
 from torchkv.core.sending import queue_op, seal_if_done
-from torchkv.host.atomics import copy_bytes, load
+from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 
-__all__ = ["NAME_AT", "forget", "on_grant", "owe_grants", "park", "pay_grant", "wait_for_grant"]
+__all__ = [
+    "ARRIVALS_NBYTES",
+    "FROM_NETWORK",
+    "IDS_AT",
+    "NAME_AT",
+    "SLOTS_AT",
+    "forget",
+    "greet",
+    "on_grant",
+    "on_hello",
+    "on_part",
+    "owe_grants",
+    "park",
+    "pay_grant",
+    "pay_hello",
+    "wait_for_grant",
+]
 
-NAME_AT = GRANT_NBYTES + 8 * MAX_GRANTED  # offset of the name in a slot
+NAME_AT = GRANT_NBYTES  # offsets of the name and of the page ids in a slot
+IDS_AT = NAME_AT + MAX_NAME
+
+# A peer's grants that come through the network: of each of its flows the latest generation, then the slots.
+SLOTS_AT = 8 * MAX_FLOWS
+ARRIVALS_NBYTES = SLOTS_AT + MAX_FLOWS * GRANT_SLOT
+FROM_NETWORK = 1  # ``spare`` of the record of a GRANTED event, if the grant lies there
 
 _GENERATION, _WRITERS = grant_word_at("generation"), grant_word_at("writers")
 _HASH0, _HASH1 = grant_word_at("hash0"), grant_word_at("hash1")
 _PREFIX, _NUM_PAGES = grant_word_at("prefix"), grant_word_at("num_pages")
 _HEED, _HEAD = word_at("heed"), word_at("event_head")
+_BEHIND = word_at("inbox") + RECORD_NBYTES
 
 # ---------------------------------------------------------------- the receiver
 
@@ -69,6 +112,8 @@ def pay_grant(world: World, rank: int, flow: int, generation: int) -> bool:
     if receive["state"] == FREE or receive["generation"] != generation:
         return True  # Python has taken the flow back, and tells this writer itself
     peer = world["peers"][rank]
+    if peer["outbox"] == 0:
+        return _send_grant(world, receive, rank, flow)
     if room(world, peer) < 1:
         return False
     record: Record = world["record"]
@@ -77,6 +122,62 @@ def pay_grant(world: World, rank: int, flow: int, generation: int) -> bool:
     tell(world, peer)
     ring(world, peer["bell"])
     return True
+
+
+@compiled
+def _send_grant(world: World, receive: Receive, rank: int, flow: int) -> bool:
+    """Sends a grant to a writer of another host; False where there is no room for all of it."""
+    peer = world["peers"][rank]
+    body = world["grants"] + flow * GRANT_SLOT
+    nbytes, part = IDS_AT + 8 * load(body + _NUM_PAGES), world["part"]
+    if record_room(world, peer) < (nbytes + part - 1) // part:
+        return False
+    for number in range(receive["num_writers"]):
+        if receive["writers"][number]["rank"] == rank:
+            receive["writers"][number]["told"] = 1
+    record: Record = world["record"]
+    record["head"], record["flows"], record["generation"] = GRANT, flow, receive["generation"]
+    record["hi"], record["nbytes"], record["spare"] = nbytes, 0, 0
+    for at in range(0, nbytes, part):
+        record["lo"] = at
+        send(world, peer, body + at, min(part, nbytes - at))
+    return True
+
+
+# ---------------------------------------------------------------- greetings
+
+
+@compiled
+def greet(world: World, peer: int) -> None:
+    """A HELLO is due."""
+    if world["peers"][peer]["greeting"] == 0:
+        world["peers"][peer]["greeting"] = 1
+        owe(world, HELLO, peer, 0, 0)
+
+
+@compiled
+def pay_hello(world: World, peer: Peer) -> bool:
+    """Sends a HELLO; False where there is no room for it."""
+    if peer["endpoint"] != 0 and peer["failed"] == 0:
+        if record_room(world, peer) < 1:
+            return False
+        record: Record = world["record"]
+        record["head"], record["lo"], record["hi"] = HELLO, 1 - peer["hears"], peer["heard"]
+        record["flows"] = record["generation"] = record["nbytes"] = record["spare"] = 0
+        send(world, peer, 0, world["part"])
+    peer["greeting"] = 0
+    return True
+
+
+@compiled
+def on_hello(world: World, source: int) -> None:
+    """The peer has its lane to this rank, and may have heard this rank's greeting."""
+    record, peer = world["record"], world["peers"][source]
+    peer["heard"] = 1
+    if record["hi"] != 0:
+        peer["hears"] = 1
+    if record["lo"] != 0:
+        greet(world, source)
 
 
 # ---------------------------------------------------------------- the writer
@@ -126,12 +227,41 @@ def park(world: World, index: int) -> None:
 
 
 @compiled
-def on_grant(world: World, source: int) -> None:
-    """Binds the send that waits for the grant that ``world["record"]`` tells of, or leaves the grant to Python."""
+def on_part(world: World, source: int) -> None:
+    """Takes in a part of a grant that comes through the network. With the last one it is there: see `on_grant`."""
+    record, peer, nbytes = world["record"], world["peers"][source], received(world) - RECORD_NBYTES
+    flow, generation, at, end = record["flows"], record["generation"], record["lo"], record["hi"]
+    if at == 0:
+        peer["part_flow"], peer["part_generation"], peer["part_at"] = flow, generation, 0
+    follows = flow == peer["part_flow"] and generation == peer["part_generation"] and at == peer["part_at"]
+    known = 0 <= flow < MAX_FLOWS and peer["arrivals"] != 0
+    if not follows or not known or not IDS_AT < end <= GRANT_SLOT or not 0 < nbytes <= end - at:
+        peer["part_flow"] = -1
+        return
+    body = peer["arrivals"] + SLOTS_AT + flow * GRANT_SLOT
+    copy_bytes(body + at, world["address"] + _BEHIND, nbytes)
+    peer["part_at"] += nbytes
+    if peer["part_at"] < end:
+        return
+    peer["part_flow"] = -1
+    latest = peer["arrivals"] + 8 * flow
+    if load(body + _NUM_PAGES) != (end - IDS_AT) // 8 or generation <= load(latest):
+        return
+    store(latest, generation)
+    on_grant(world, source, peer["arrivals"] + SLOTS_AT, FROM_NETWORK)
+
+
+@compiled
+def on_grant(world: World, source: int, slots: int, where: int) -> None:
+    """Binds the send that waits for the grant that ``world["record"]`` tells of, or leaves the grant to Python.
+
+    slots: address of the peer's grants. where: `FROM_NETWORK`, or 0.
+    """
     flow = world["record"]["flows"] & 0xFFFFFFFF
+    world["record"]["spare"] = where
     mine = -1
     if flow < MAX_FLOWS:
-        body = world["peers"][source]["grants"] + flow * GRANT_SLOT
+        body = slots + flow * GRANT_SLOT
         mine = _waiting(world, source, load(body + _HASH0), load(body + _HASH1))
         if mine >= 0 and _fits(world, mine, body):
             _bind(world, mine, body, source)
@@ -173,7 +303,7 @@ def _fits(world: World, flow: int, body: int) -> bool:
     if send["num_pages"] >= 0 and abs(send["num_pages"] * src_page - tokens) >= max(src_page, dst_page):
         return False
     ids = world["granted_ids"] + 8 * MAX_GRANTED * flow
-    copy_bytes(ids, body + GRANT_NBYTES, 8 * count)
+    copy_bytes(ids, body + IDS_AT, 8 * count)
     for i in range(count):
         page = load(ids + 8 * i)
         if page < 0 or page >= send["max_page"]:

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchkv.core.events import emit, event_room
-from torchkv.core.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
+from torchkv.core.grants import (
+    forget,
+    on_grant,
+    on_hello,
+    on_part,
+    owe_grants,
+    park,
+    pay_grant,
+    pay_hello,
+    wait_for_grant,
+)
 from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
-from torchkv.core.network import NONE, drive, receive
+from torchkv.core.network import NONE, drive, receive, received
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
     AUX,
@@ -20,9 +30,11 @@ from torchkv.core.records import (
     DONE,
     DUE,
     GRANT,
+    HELLO,
     MAX_OPS,
     OUTSIDE,
     POSTED,
+    RECORD_NBYTES,
     SEAL,
     STRAY,
     SYSCALL,
@@ -151,7 +163,7 @@ def _heed(world: World, source: int) -> bool:
     record = world["record"]
     kind, known = record["head"] & 0xFF, True
     if kind == GRANT:
-        on_grant(world, source)
+        on_grant(world, source, world["peers"][source]["grants"], 0)
     elif kind == VERDICT:
         known = on_verdict(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
     elif kind == DONE:
@@ -174,8 +186,12 @@ def _hear_network(world: World) -> bool:
         if source == NONE:
             break
         heard += 1
-        # Grants and rounds are no records here: they lie in memory, which such a peer does not map.
-        if source >= 0 and world["record"]["head"] & 0xFF in (WRITTEN, AUX, SEAL, VERDICT) and not _heed(world, source):
+        kind = -1 if source < 0 else world["record"]["head"] & 0xFF
+        if kind == HELLO:
+            on_hello(world, source)
+        elif kind == GRANT:
+            on_part(world, source)
+        elif kind in (WRITTEN, AUX, SEAL, VERDICT) and received(world) == RECORD_NBYTES and not _heed(world, source):
             emit(world, STRAY, 0, source)
     return heard > 0
 
@@ -217,6 +233,8 @@ def _pay_one(world: World, kind: int, rank: int, flow: int, generation: int) -> 
         return pay_seal(world, flow, generation)
     if kind == GRANT:
         return pay_grant(world, rank, flow, generation)
+    if kind == HELLO:
+        return pay_hello(world, world["peers"][rank])
     if kind == POSTED:
         return pay_posted(world, rank, flow, generation)
     if kind == DONE:

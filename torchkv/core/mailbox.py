@@ -25,7 +25,7 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 
 from __future__ import annotations
 
-from torchkv.core.network import record_room, send_record
+from torchkv.core.network import record_room, send
 from torchkv.core.records import (
     DUE,
     GRANT_NBYTES,
@@ -107,7 +107,7 @@ def room(world: World, peer: Peer) -> int:
 def tell(world: World, peer: Peer) -> None:
     """Puts ``world["record"]`` into the peer's mailbox, in which there must be room. Ring its bell afterwards."""
     if peer["outbox"] == 0:
-        send_record(world, peer)
+        send(world, peer, 0, 0)
         return
     to = peer["outbox"] + (peer["written"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
     copy_bytes(to, world["address"] + _RECORD, _SEQ)

@@ -5,9 +5,10 @@ Puts to a peer are numbered. Their requests end in any order, and say only that 
 and the next one stands for all that was put meanwhile. Then a record tells the receiver, as a mailbox does on one host.
 
 Records are messages of 64 bytes with a tag that names the two ranks: both know it, and nobody outside the group can
-guess it. Their memory is the peer's own ring of `RECORDS`, until the transport has read it. Records arrive once and in
-order as long as the endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with
-the peer back.
+guess it. Grants and greetings are longer (see `torchkv.core.grants`), and none is longer than `MESSAGE_NBYTES`. Their
+memory is the peer's own ring of `RECORDS` messages, until the transport has read it. Messages arrive once and in order
+as long as the endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with the
+peer back.
 
 What this lane proves: who sends a record knows the tag. Somebody who reads the network can forge records, as he can
 forge the bytes of the pages themselves: UCX protects neither. So the receiver checks every field, as of a mailbox.
@@ -22,6 +23,7 @@ from torchkv.core.records import (
     CHECK,
     FLUSH,
     FREE_REQUEST,
+    MESSAGE_NBYTES,
     PROBE,
     PROGRESS,
     PUT,
@@ -45,21 +47,22 @@ __all__ = [
     "put_pairs",
     "put_room",
     "receive",
+    "received",
     "record_room",
-    "send_record",
+    "send",
 ]
 
 PUTS = 8192  # requests of puts to one peer: over TCP each ends only when the peer has answered
 PUT_NBYTES = 16 << 20  # bytes of them: nothing of it can be called back
 MAX_PUT = 4 << 20  # bytes of one put
-RECORDS = 64  # records on their way to one peer
+RECORDS = 64  # messages on their way to one peer
 _ROUNDS = 8  # of the transport's progress in one step
 
 NONE, DROPPED = -1, -2  # instead of the peer that a record came from
 NO_ROOM = -1  # instead of bytes: puts have to end first
 
-# A peer's memory: its records, the request of each, and the ring of puts: request and bytes.
-_REQUESTS_AT = RECORDS * RECORD_NBYTES
+# A peer's memory: its messages, the request of each, and the ring of puts: request and bytes.
+_REQUESTS_AT = RECORDS * MESSAGE_NBYTES
 _PUTS_AT = _REQUESTS_AT + 8 * RECORDS
 NETWORK_NBYTES = _PUTS_AT + 16 * PUTS
 
@@ -231,7 +234,7 @@ def cut(world: World, peer: Peer) -> None:
 
 @compiled
 def record_room(world: World, peer: Peer) -> int:
-    """Records that may be sent to the peer now. Frees the requests of those that have been sent."""
+    """Messages that may be sent to the peer now. Frees the requests of those that have been sent."""
     if peer["endpoint"] == 0 or peer["failed"] != 0:
         return 0
     while peer["returned"] < peer["written"]:
@@ -245,13 +248,20 @@ def record_room(world: World, peer: Peer) -> int:
 
 
 @compiled
-def send_record(world: World, peer: Peer) -> None:
-    """Sends ``world["record"]``. There must be room."""
+def send(world: World, peer: Peer, behind: int, nbytes: int) -> None:
+    """Sends ``world["record"]``, and behind it so many bytes at the address ``behind``; 0: whatever they are.
+
+    There must be room.
+    """
+    if peer["failed"] != 0:
+        return
     place = peer["written"] & (RECORDS - 1)
-    at = peer["memory"] + RECORD_NBYTES * place
+    at = peer["memory"] + MESSAGE_NBYTES * place
     copy_bytes(at, world["address"] + _RECORD, RECORD_NBYTES)
+    if behind != 0:
+        copy_bytes(at + RECORD_NBYTES, behind, nbytes)
     params, function = world["address"] + _PARAMS, world["native"][SEND_MESSAGE]
-    result = call_five(function, peer["endpoint"], at, RECORD_NBYTES, peer["tag_out"], params)
+    result = call_five(function, peer["endpoint"], at, RECORD_NBYTES + nbytes, peer["tag_out"], params)
     peer["written"] += 1
     if _LAST_ERROR <= result < 0:
         peer["failed"] = result
@@ -261,16 +271,19 @@ def send_record(world: World, peer: Peer) -> None:
 
 @compiled
 def receive(world: World) -> int:
-    """Takes the next record into ``world["record"]``: the peer that it came from, `NONE`, or `DROPPED`."""
+    """Takes the next message into ``world["inbox"]``, and its record into ``world["record"]``.
+
+    Returns the peer that it came from, `NONE`, or `DROPPED`. `received` has its length.
+    """
     found, inbox = world["address"] + _MESSAGE, world["address"] + _INBOX
     message = call_five(world["native"][PROBE], world["worker"], 0, 0, 1, found)
     if message == 0:
         return NONE
     function, params = world["native"][RECEIVE_MESSAGE], world["address"] + _PARAMS
-    result = call_five(function, world["worker"], inbox, RECORD_NBYTES, message, params)
-    if result > 0:  # a record is there as a whole; this is something longer
+    result = call_five(function, world["worker"], inbox, MESSAGE_NBYTES, message, params)
+    if result > 0:  # a message is there as a whole; this is something longer
         call_free(world["native"][FREE_REQUEST], result)
-    if result != 0 or load(found + 8) != RECORD_NBYTES:
+    if result != 0 or not RECORD_NBYTES <= load(found + 8) <= MESSAGE_NBYTES:
         return DROPPED
     tag = load(found)
     for slot in range(world["num_peers"]):
@@ -278,3 +291,10 @@ def receive(world: World) -> int:
             copy_bytes(world["address"] + _RECORD, inbox, RECORD_NBYTES)
             return slot
     return DROPPED
+
+
+@compiled
+def received(world: World) -> int:
+    """The length of the message that `receive` has taken."""
+    nbytes: int = load(world["address"] + _MESSAGE + 8)
+    return nbytes

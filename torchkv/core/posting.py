@@ -13,12 +13,12 @@ from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.core.events import tell_driver, tell_waiters
+from torchkv.core.grants import IDS_AT
 from torchkv.core.loop import FINISH, POST, ROUND, START, WAIT
 from torchkv.core.mailbox import NAPPING, call_yield, ring
 from torchkv.core.records import (
     CLOCK,
     COMMANDS,
-    GRANT_NBYTES,
     OPEN,
     SYSCALL,
     WAITING,
@@ -215,7 +215,7 @@ def add_writer(address: int, flow: int, rank: int, layers: int, page_size: int, 
     receive = world["receives"][flow]
     writer = receive["writers"][receive["num_writers"]]
     writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
-    writer["sealed"], writer["flow"], writer["aux_nbytes"] = -1, 0, 0
+    writer["sealed"], writer["flow"], writer["aux_nbytes"], writer["told"] = -1, 0, 0, 0
     receive["num_writers"] += 1
     if last != 0:
         receive["state"] = OPEN
@@ -240,7 +240,7 @@ def post_grant(
     words = (hash0, hash1, writers, prefix, len(ids), name_nbytes)
     for i in range(len(words)):
         store(body + 8 * (i + 1), words[i])
-    copy_bytes(body + GRANT_NBYTES, ids.ctypes.data, 8 * len(ids))
+    copy_bytes(body + IDS_AT, ids.ctypes.data, 8 * len(ids))
     store(body, world["receives"][flow]["generation"])
     _command(world, POST, flow)
 

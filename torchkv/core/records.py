@@ -44,6 +44,7 @@ __all__ = [
     "GRANT",
     "GRANTED",
     "GRANT_NBYTES",
+    "HELLO",
     "IDS",
     "LAUNCH",
     "LAUNCH_FIELDS",
@@ -61,6 +62,7 @@ __all__ = [
     "MAX_PEERS",
     "MAX_ROUNDS",
     "MAX_WRITERS",
+    "MESSAGE_NBYTES",
     "NEWS",
     "NOBODY",
     "OPEN",
@@ -115,7 +117,7 @@ MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no l
 MAX_WRITERS = 8  # of one receive
 MAX_EVENTS = 8192  # a power of two, as are the three below
 COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
-DUE = 8192  # messages that wait for room: at most one per send, round and writer of a receive, and two per receive
+DUE = 8192  # messages that wait for room: at most one per send, round, peer and writer of a receive, two per receive
 MAILBOX_RECORDS = 256  # records of one mailbox
 MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
 SCRATCH = 1024  # page pairs that are copied in one go
@@ -134,8 +136,8 @@ GATES = 8  # streams of which one step remembers an event that has not happened
 # VOTED: a receive that is complete, as the leader of the instance is told.
 FREE, OPEN, SEALED, LEAVING, WAITING, VOTED = 0, 1, 2, 3, 4, 5
 
-# Kinds of records. The last three go between a rank and the leader of its instance.
-WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED = 1, 2, 3, 4, 5, 6, 7, 8
+# Kinds of records. POSTED to DECIDED go between a rank and the leader of its instance, HELLO through the network only.
+WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED, HELLO = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 # Who declares that a complete receive has succeeded, if not the loop of the rank that leads the instance. ALONE: this
 # loop, for there are no other ranks. NOBODY: no loop; Python asks the leader.
@@ -166,6 +168,7 @@ LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torch
 
 
 RECORD_NBYTES = 64
+MESSAGE_NBYTES = 4096  # of the network at most: a record and what lies behind it. Transports carry as much in one piece
 
 
 class Record(TypedDict):
@@ -174,9 +177,11 @@ class Record(TypedDict):
     head: kind | first << 8 | last << 32, where [first, last) are positions among the plan's layers. flows: the
     addressee's flow | the sender's own flow << 32. WRITTEN: tokens [lo, hi) and their bytes. AUX: ``first`` bytes of
     aux, in the three words from ``lo`` on and ``spare``. SEAL: ``lo`` pages, and ``hi`` bytes of aux in all. GRANT: of
-    the sender's own flow; the rest is its `Grant`. POSTED: of the sender's own flow, too; its name's hashes, ``nbytes``
-    tokens of prefix, ``spare`` pages, and in the head, from bit 8 on, the `Receive`'s ``told``. DONE: of the sender's
-    own flow. DECIDED: of the addressee's.
+    the sender's own flow; the rest is its `Grant`, of which through the network bytes from ``lo`` on, of ``hi``, follow
+    the record. POSTED: of the sender's own flow, too; its name's hashes, ``nbytes`` tokens of prefix, ``spare`` pages,
+    and in the head, from bit 8 on, the `Receive`'s ``told``. DONE: of the sender's own flow. DECIDED: of the
+    addressee's. HELLO: ``lo``: whether the sender wants to know that the addressee hears it, ``hi``: whether it has
+    heard the addressee.
     """
 
     head: int
@@ -190,7 +195,7 @@ class Record(TypedDict):
 
 
 class Grant(TypedDict):
-    """The body of a grant, in its receiver's segment. Behind it lie the page ids and the name: `torchkv.core.grants`.
+    """The body of a grant, in its receiver's segment. Behind it lie the name and the page ids: `torchkv.core.grants`.
 
     hash0, hash1: of the name. writers: a bit for each. prefix: tokens. name_nbytes: of the name in UTF-8.
     """
@@ -300,7 +305,7 @@ class Op(TypedDict):
 class Writer(TypedDict):
     """A writer of a receive. layers: that it owes. page_size: its own. sealed: pages of its seal, or -1.
 
-    flow: its own, which the seal tells. aux_nbytes: that have come.
+    flow: its own, which the seal tells. aux_nbytes: that have come. told: 1 once its grant has gone into the network.
     """
 
     rank: int
@@ -309,6 +314,7 @@ class Writer(TypedDict):
     sealed: int
     flow: int
     aux_nbytes: int
+    told: int
 
 
 class Receive(TypedDict):
@@ -357,6 +363,10 @@ class Peer(TypedDict):
     the first in their ring, how many, and bytes. puts: the number of the last one; those up to the number ``flushed``
     have arrived; of those up to ``flushing`` the request ``flush`` will tell; and those up to ``wanted`` somebody waits
     for. failed: the status of the first failure; reported: 1 once Python knows of it.
+
+    See `torchkv.core.grants`: hears: 1 once it is known to take messages of `MESSAGE_NBYTES` from here; heard: 1 once
+    such a one has come from it; greeting: 1 while a HELLO is due. arrivals: address of what has come of its grants, or
+    0. part_flow, part_generation, part_at: of the grant of which ``part_at`` bytes have come; -1 if none goes on.
     """
 
     inbox: int
@@ -382,6 +392,13 @@ class Peer(TypedDict):
     wanted: int
     failed: int
     reported: int
+    hears: int
+    heard: int
+    greeting: int
+    arrivals: int
+    part_flow: int
+    part_generation: int
+    part_at: int
 
 
 class Event(TypedDict):
@@ -418,7 +435,7 @@ class World(TypedDict):
     `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
     with them. under_way: peers to which puts are, or of which a flush is awaited. driving: whether the loop alone
     drives the transport; else Python's thread does, too, and wakes the loop if something has come. message, inbox: of
-    the message that has come.
+    the message that has come. grants: address of this rank's own grants. part: bytes behind the record of one message.
     """
 
     address: int
@@ -463,6 +480,8 @@ class World(TypedDict):
     network: int
     under_way: int
     driving: int
+    grants: int
+    part: int
     flying: int
     broken: int
     steps: int
@@ -511,7 +530,7 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "put_params": ("i8", PARAM_WORDS),
     "params": ("i8", PARAM_WORDS),
     "message": ("i8", 8),
-    "inbox": ("i8", RECORD_NBYTES // 8),
+    "inbox": ("i8", MESSAGE_NBYTES // 8),
     "src": ("i8", SCRATCH),
     "dst": ("i8", SCRATCH),
     "length": ("i8", SCRATCH),

@@ -25,6 +25,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core, NetworkLane, Notice
 from torchkv.core.device import NO_GATE, Gate
+from torchkv.core.grants import FROM_NETWORK
 from torchkv.core.records import (
     ALL_HERE,
     ALONE,
@@ -192,7 +193,7 @@ class Flows:
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self._route(req.dst, plan)
-        if route is None or not self.core.reaches(req.dst):  # then the grant comes in a message
+        if route is None or not self.core.hears(req.dst):  # then the grant comes in a message
             return
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
@@ -213,6 +214,10 @@ class Flows:
 
     def heed_grants(self, heeds: bool) -> None:
         self.core.heed_grants(heeds)
+
+    def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
+        with self._standing_still():
+            return self.core.takes_grant(rank, flow, generation)
 
     def settle(self) -> None:
         with self._standing_still():
@@ -427,7 +432,7 @@ class Flows:
         name = req.request.encode()
         if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
             return False
-        if not all(self.core.reaches(rank) for rank in req.writers):
+        if not all(self.core.hears(rank) for rank in req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
@@ -586,8 +591,8 @@ class Flows:
 
     def _on_granted(self, source: int, words: list[int], now: float) -> None:
         """A grant that the loop has not bound: Python does, as if it had come in a message."""
-        _, flow, generation, *_ = words
-        body = self.core.granted(source, flow, generation)
+        _, flow, generation, *_, where = words
+        body = self.core.granted(source, flow, generation, network=where == FROM_NETWORK)
         if body is None:
             return  # its receiver has ended the request
         writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]

@@ -70,7 +70,8 @@ class Machines:
         """
         match message:
             case Grant():
-                self.sender.on_grant(src, message, now)
+                if self._is_new(src, message):
+                    self.sender.on_grant(src, message, now)
             case Attest():
                 self.receiver.on_attest(src, message, now)
             case Seal():
@@ -100,6 +101,10 @@ class Machines:
             case _:
                 return self._handle_staging(src, message, now)
         return True
+
+    def _is_new(self, src: int, grant: Grant) -> bool:
+        flows = self.sender.flows
+        return flows is None or grant.told_as is None or flows.takes_grant(src, grant.told_as, grant.generation)
 
     def _handle_staging(self, src: int, message: Message, now: float) -> bool:
         match message:

@@ -36,6 +36,12 @@ class RequestFlows(Protocol):
     def heed_grants(self, heeds: bool) -> None:
         """Whether requests wait for grants in Python, so that it has to be told of each grant at once."""
 
+    def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
+        """Whether a grant of ``rank`` that has come in a message is new: the loop may have been told of it, too.
+
+        flow: under which the loop of ``rank`` has told of it.
+        """
+
     def settle(self) -> None:
         """Learns all that the loop has been told by now. A message that came later, by another way, waits for that."""
 

@@ -100,6 +100,7 @@ class Grant(Message, frozen=True, tag="grant"):
     ``pages``: little-endian int64 page ids, in order of position after the prefix. ``writers``: all contributing ranks,
     ascending; together with the layouts they determine what each of them owes. ``absent_tokens``: how much of the
     prefix are pages that the receiver does not hold, and needs not; verbs count their pages from before those.
+    ``told_as``: the flow under which the receiver's loop may have told of this grant, too.
     """
 
     request: Request
@@ -110,6 +111,7 @@ class Grant(Message, frozen=True, tag="grant"):
     state_slot: Count | None = None  # None: the receiver's layout has no state
     flow: Count | None = None  # the receiver's, if its resident loop serves the request
     absent_tokens: Count = 0
+    told_as: Count | None = None
 
 
 class Attest(Message, frozen=True, tag="attest"):

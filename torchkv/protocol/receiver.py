@@ -263,10 +263,10 @@ class Receiver:
         page_size = self._group_map.layout(self._group_map.rank).page_size
         self._tell_leader(Post(req.request, req.generation, req.prefix_tokens, req.num_tokens, page_size, req.flow))
 
-    def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int]) -> None:
+    def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int], *, told_as: int | None = None) -> None:
         pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(req.writers))
         slot, absent = req.state_slot, req.absent_tokens
-        message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, slot, req.flow, absent)
+        message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, slot, req.flow, absent, told_as)
         self.actions.extend(Tell(rank, message) for rank in ranks)
 
     def decline(self, request: str, writers: Iterable[int]) -> None:
@@ -374,9 +374,9 @@ class Receiver:
     ) -> None:
         """The request is no longer on the loop; what has arrived, and the seals, have been added to its writers.
 
-        untold: writers that do not know of their grant yet. unposted: whether the instance's leader does not.
+        untold: writers that do not know of their grant, or may not. unposted: whether the instance's leader does not.
         """
-        self._tell_grant(req, untold)
+        self._tell_grant(req, untold, told_as=req.reserved)
         if unposted:
             self._tell_post(req)
         trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)

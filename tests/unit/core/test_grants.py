@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core import mailbox
+from torchkv.core.grants import IDS_AT
 from torchkv.core.records import (
     BOUND,
     GRANT,
-    GRANT_NBYTES,
     GRANTED,
     MAX_FLOWS,
     MAX_GRANTED,
@@ -182,10 +182,10 @@ def test_no_body_crashes_the_writer(words: dict[str, int], ids: list[int], flow:
 def pair_again(pair: Pair, flow: int, words: dict[str, int], ids: list[int]) -> Pair:
     """The same slot with other words, and a fresh send that waits."""
     at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
-    slot = np.frombuffer(pair.reader._bytes, np.int64, GRANT_NBYTES // 8 + len(ids), at)
+    slot = np.frombuffer(pair.reader._bytes, np.int64, IDS_AT // 8 + len(ids), at)
     for number, name in enumerate(Grant.__annotations__):
         if name in words:
             slot[number] = words[name]
-    slot[GRANT_NBYTES // 8 :] = ids
+    slot[IDS_AT // 8 :] = ids
     pair.start(pair.wait(), [0, 1])
     return pair
