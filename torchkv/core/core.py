@@ -65,7 +65,7 @@ from torchkv.transport.interface import Channel, NativeChannel
 __all__ = ["Core", "GrantBody", "NetworkLane", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
-PART = MESSAGE_NBYTES - RECORD_NBYTES
+PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NO_WORDS: list[int] = []

@@ -17,8 +17,9 @@ from tests.helpers.simulation.loop_runs import loop_scenario
 from torchkv.bench.scale.loops import TOKENS, Pair
 from torchkv.core import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
 from torchkv.core.core import Core
-from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
+from torchkv.core.records import DECIDED, DONE, OPEN, RECEIVED, RECORD_NBYTES, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
+from torchkv.host.atomics import copy_bytes, load, store
 
 __all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
 
@@ -180,6 +181,51 @@ def _reuses_the_memory_of_records() -> None:
     swap(mailbox, record_room=room)
 
 
+def _binds_what_python_was_told_already() -> None:
+    swap(Core, takes_grant=lambda self, rank, flow, generation: True)
+
+
+def _does_not_tell_again() -> None:
+    def untold(self: Core, flow: int) -> tuple[list[int], bool]:
+        for writer in self.world["receives"][flow]["writers"]:
+            writer["told"] = 0
+        return real(self, flow)
+
+    real = Core.untold
+    swap(Core, untold=untold)
+
+
+def _does_not_wait_to_be_heard() -> None:
+    def greet(world: Any, peer: int) -> None:
+        world["peers"][peer]["hears"] = 1
+
+    swap(grants, greet=greet)
+
+
+def _takes_part_of_a_grant_for_all_of_it() -> None:
+    def on_part(world: Any, source: int) -> None:
+        record, peer = world["record"], world["peers"][source]
+        body = peer["arrivals"] + grants.SLOTS_AT + int(record["flows"]) * mailbox.GRANT_SLOT + record["lo"]
+        copy_bytes(body, world["address"] + grants._BEHIND, network.received(world) - RECORD_NBYTES)
+        latest = peer["arrivals"] + 8 * record["flows"]
+        if load(latest) < record["generation"]:
+            store(latest, record["generation"])
+            grants.on_grant(world, source, peer["arrivals"] + grants.SLOTS_AT, grants.FROM_NETWORK)
+
+    swap(loop, on_part=on_part)
+
+
+def _binds_a_grant_twice() -> None:
+    real = loop.on_part
+
+    def on_part(world: Any, source: int) -> None:
+        peer, flow = world["peers"][source], int(world["record"]["flows"])
+        store(peer["arrivals"] + 8 * flow, 0)
+        real(world, source)
+
+    swap(loop, on_part=on_part)
+
+
 def _hears_only_while_it_has_flows() -> None:
     hear = loop._hear_network
     swap(loop, _hear_network=lambda world: bool(world["network"] and hear(world)))
@@ -276,6 +322,11 @@ NETWORK_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "forgets puts under way": (_forgets_puts_under_way, False),
     "reuses the memory of records": (_reuses_the_memory_of_records, True),
     "hears only while it has flows": (_hears_only_while_it_has_flows, True),
+    "binds what Python was told already": (_binds_what_python_was_told_already, False),
+    "does not tell again": (_does_not_tell_again, False),
+    "does not wait to be heard": (_does_not_wait_to_be_heard, True),
+    "takes part of a grant for all of it": (_takes_part_of_a_grant_for_all_of_it, True),
+    "binds a grant twice": (_binds_a_grant_twice, False),
 }
 
 BREAKS: dict[str, tuple[Callable[[], None], bool]] = {

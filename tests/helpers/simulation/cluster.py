@@ -21,7 +21,7 @@ from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
-from torchkv.core.core import Core
+from torchkv.core.core import PART, Core
 from torchkv.core.records import MAILBOX_RECORDS
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
@@ -227,12 +227,13 @@ def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Pla
 
 
 def _narrow(core: Core, dice: random.Random) -> None:
-    """Turns of a few bytes and mailboxes of a few records, so that much happens in the middle of a request.
+    """Turns of a few bytes, mailboxes of a few records, grants in parts: much happens in the middle of a request.
 
     And a loop that now and then gets no processor, while Python goes on.
     """
     core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
     core.world["window"] = dice.choice([2, 3, 9, MAILBOX_RECORDS])
+    core.world["part"] = dice.choice([200, 600, PART])
     turns, step = dice.choice([1.0, 1.0, 0.6, 0.2]), core.step
     core.step = lambda: dice.random() < turns and step()
 
@@ -289,6 +290,8 @@ class Cluster:
                 self._gpu_due[engine.group_map.rank] = 0.0
             if engine.flows is not None:
                 _narrow(engine.flows.core, random.Random(f"loop {seed} {engine.group_map.rank}"))
+        if network:
+            self._make_lanes(random.Random(f"lanes {seed}"))
 
     def _registration(self, index: int, place: Place, sees_death: bool, views: bool) -> Registration:
         world = self.world
@@ -312,6 +315,13 @@ class Cluster:
                 connect(metadata) if metadata.instance == place.instance else None
             )
         return registration
+
+    def _make_lanes(self, dice: random.Random) -> None:
+        """Most ranks have had to do with most others before: their loops have lanes to them."""
+        for rank in self.ranks:
+            for other in self.ranks:
+                if rank is not other and rank.engine.flows is not None and dice.random() < 0.8:
+                    rank.engine.flows._lane(other.rank, rank.engine.connection(other.rank))
 
     def __getitem__(self, rank: int) -> Rank:
         return self.ranks[rank]

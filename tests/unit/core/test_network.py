@@ -4,117 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torchkv_loopback import Faults, World
+from torchkv_loopback import Faults
 from torchkv_loopback.channel import LoopbackChannel
 
-from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
+from tests.helpers.apart import LAYERS, TAGS, PAGES, Apart, kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core import network
-from torchkv.core.core import Core, NetworkLane, Notice
-from torchkv.core.records import ALONE, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.core.records import CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
 from torchkv.errors import PeerLost
-
-TAGS = (71, 72)
-LAYERS, PAGES = 3, 12
-
-
-class Apart:
-    """A writer, rank 0, and a reader, rank 1, that share nothing but a network; and pages on both sides."""
-
-    def __init__(self, seed: int = 0, **limits: int) -> None:
-        self.world = World(seed, faults=Faults(min_delay=1e-4, max_delay=1e-3))
-        self.network = NativeNetwork(self.world)
-        self.writer, self.reader = (Core(rank, **limits) for rank in (0, 1))
-        generator = np.random.default_rng(seed)
-        self.src = torch.from_numpy(generator.integers(0, 256, (LAYERS, PAGES, PAGE), dtype=np.uint8))
-        self.dst = torch.full_like(self.src, 0xAB)
-        transports = [NetworkTransport(self.world, self.network) for _ in range(2)]
-        regions = [t.register(memory) for t, memory in zip(transports, (self.src, self.dst), strict=True)]
-        self.channels = [
-            transports[i].connect(transports[1 - i].address(), [regions[1 - i].descriptor()]) for i in (0, 1)
-        ]
-        lane = self.writer.connect_network(1, self.channels[0], TAGS)
-        assert lane is not None
-        self.lane: NetworkLane = lane
-        assert self.reader.connect_network(0, self.channels[1], TAGS[::-1]) is not None
-        words = [LAYERS, *range(LAYERS + 1)]
-        for layer in range(LAYERS):
-            words += [self.src[layer].data_ptr(), self.dst[layer].data_ptr(), PAGE, PAGE, 0, 0, PAGE // TOKENS]
-            words += [PAGE // TOKENS, 1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1]
-        self.geometry = np.array(words, dtype=np.int64)
-
-    def receive(self, pages: int, generation: int = 1) -> int:
-        flow = self.reader.reserve_receive()
-        assert flow is not None
-        self.reader.open_receive(
-            flow,
-            generation=generation,
-            num_tokens=pages * TOKENS,
-            page_size=TOKENS,
-            leader=ALONE,
-            writers=[(0, LAYERS, TOKENS)],
-            network=True,
-        )
-        return flow
-
-    def send(self, peer_flow: int, pages: list[int], generation: int = 1) -> int:
-        flow = self.writer.open_send(
-            peer=1,
-            peer_flow=peer_flow,
-            generation=generation,
-            geometry=self.geometry,
-            pages=np.array(pages, dtype=np.int64),
-            src_page=TOKENS,
-            dst_page=TOKENS,
-            network=True,
-        )
-        assert flow is not None
-        return flow
-
-    def start(self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS)) -> int:
-        index = self.writer.start_op(flow, np.array(layers, dtype=np.int64), np.array(pages, dtype=np.int64), start)
-        assert index is not None
-        return index
-
-    def begin(self) -> tuple[int, int, int]:
-        """A send of two pages whose puts are under way: its flow, its op, and the number of the last put."""
-        send = self.send(self.receive(2), [0, 1])
-        op = self.start(send, [0, 1])
-        self.writer.step()
-        with self.writer.standing_still():
-            posted = self.writer.put(op)
-        assert posted > 0
-        return send, op, posted
-
-    def step(self) -> None:
-        self.writer.step()
-        self.reader.step()
-        self.world.advance(self.world.now + 1e-4)
-        assert self.network.problems == []
-
-    def run(self, steps: int = 400) -> tuple[list[Notice], list[Notice]]:
-        for _ in range(steps):
-            self.step()
-        return self.writer.events(), self.reader.events()
-
-    def message(self, data: bytes, tag: int = TAGS[1]) -> None:
-        """A message arrives at the reader, whatever it says."""
-        self.network.inboxes.setdefault(self.channels[1].node, deque()).append((tag, data))
-
-    def record(self, **words: int) -> bytes:
-        names = ("head", "flows", "generation", "lo", "hi", "nbytes", "spare", "seq")
-        return np.array([words.get(name, 0) for name in names], dtype=np.int64).tobytes()
-
-
-def kinds(notices: list[Notice]) -> list[int]:
-    return [notice.kind for notice in notices]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,145 @@
+"""Two resident loops in one process, without threads, that share nothing but a network: rank 0 writes to rank 1."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torchkv_loopback import Faults, World
+
+from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
+from torchkv.bench.scale.loops import PAGE, TOKENS
+from torchkv.core.core import Core, NetworkLane, Notice
+from torchkv.core.records import ALONE, Record
+from torchkv.protocol.messages import name_hashes
+
+__all__ = ["LAYERS", "PAGES", "TAGS", "Apart", "kinds"]
+
+TAGS = (71, 72)
+LAYERS, PAGES = 3, 12
+
+
+class Apart:
+    """A writer, rank 0, and a reader, rank 1, that share nothing but a network; and pages on both sides.
+
+    reads: whether the reader has made its lane, too; see `read`.
+    """
+
+    def __init__(self, seed: int = 0, *, reads: bool = True, **limits: int) -> None:
+        self.world = World(seed, faults=Faults(min_delay=1e-4, max_delay=1e-3))
+        self.network = NativeNetwork(self.world)
+        self.writer, self.reader = (Core(rank, **limits) for rank in (0, 1))
+        generator = np.random.default_rng(seed)
+        self.src = torch.from_numpy(generator.integers(0, 256, (LAYERS, PAGES, PAGE), dtype=np.uint8))
+        self.dst = torch.full_like(self.src, 0xAB)
+        transports = [NetworkTransport(self.world, self.network) for _ in range(2)]
+        regions = [t.register(memory) for t, memory in zip(transports, (self.src, self.dst), strict=True)]
+        self.channels = [
+            transports[i].connect(transports[1 - i].address(), [regions[1 - i].descriptor()]) for i in (0, 1)
+        ]
+        lane = self.writer.connect_network(1, self.channels[0], TAGS)
+        assert lane is not None
+        self.lane: NetworkLane = lane
+        if reads:
+            self.read()
+        words = [LAYERS, *range(LAYERS + 1)]
+        for layer in range(LAYERS):
+            words += [self.src[layer].data_ptr(), self.dst[layer].data_ptr(), PAGE, PAGE, 0, 0, PAGE // TOKENS]
+            words += [PAGE // TOKENS, 1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1]
+        self.geometry = np.array(words, dtype=np.int64)
+
+    def read(self) -> None:
+        """The reader makes its lane."""
+        assert self.reader.connect_network(0, self.channels[1], TAGS[::-1]) is not None
+
+    def meet(self) -> None:
+        """Steps until both know that they are heard."""
+        while not (self.writer.hears(1) and self.reader.hears(0)):
+            self.step()
+
+    def receive(self, pages: int, generation: int = 1) -> int:
+        flow = self.reader.reserve_receive()
+        assert flow is not None
+        self.reader.open_receive(
+            flow,
+            generation=generation,
+            num_tokens=pages * TOKENS,
+            page_size=TOKENS,
+            leader=ALONE,
+            writers=[(0, LAYERS, TOKENS)],
+            network=True,
+        )
+        return flow
+
+    def send(self, peer_flow: int, pages: list[int], generation: int = 1) -> int:
+        flow = self.writer.open_send(
+            peer=1,
+            peer_flow=peer_flow,
+            generation=generation,
+            geometry=self.geometry,
+            pages=np.array(pages, dtype=np.int64),
+            src_page=TOKENS,
+            dst_page=TOKENS,
+            network=True,
+        )
+        assert flow is not None
+        return flow
+
+    def wait(self, name: str = "name", *, max_page: int = PAGES) -> int:
+        """A send that waits for its grant."""
+        flow = self.writer.wait_for_grant(
+            peer=1,
+            hashes=name_hashes(name),
+            writers=1,
+            max_page=max_page,
+            geometry=self.geometry,
+            src_page=TOKENS,
+            dst_page=TOKENS,
+            network=True,
+        )
+        assert flow is not None
+        return flow
+
+    def grant(self, flow: int, pages: Sequence[int], name: str = "name", *, prefix_tokens: int = 0) -> None:
+        ids = np.array(pages, dtype=np.int64)
+        self.reader.grant(flow, name.encode(), name_hashes(name), ids, prefix_tokens=prefix_tokens, writers=1)
+
+    def start(self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS)) -> int:
+        index = self.writer.start_op(flow, np.array(layers, dtype=np.int64), np.array(pages, dtype=np.int64), start)
+        assert index is not None
+        return index
+
+    def begin(self) -> tuple[int, int, int]:
+        """A send of two pages whose puts are under way: its flow, its op, and the number of the last put."""
+        send = self.send(self.receive(2), [0, 1])
+        op = self.start(send, [0, 1])
+        self.writer.step()
+        with self.writer.standing_still():
+            posted = self.writer.put(op)
+        assert posted > 0
+        return send, op, posted
+
+    def step(self) -> None:
+        self.writer.step()
+        self.reader.step()
+        self.world.advance(self.world.now + 1e-4)
+        assert self.network.problems == []
+
+    def run(self, steps: int = 400) -> tuple[list[Notice], list[Notice]]:
+        for _ in range(steps):
+            self.step()
+        return self.writer.events(), self.reader.events()
+
+    def message(self, data: bytes, tag: int = TAGS[1], *, to: int = 1) -> None:
+        """A message arrives at the reader, or at the writer, whatever it says."""
+        self.network.inboxes.setdefault(self.channels[to].node, deque()).append((tag, data))
+
+    @staticmethod
+    def record(**words: int) -> bytes:
+        return np.array([words.get(name, 0) for name in Record.__annotations__], dtype=np.int64).tobytes()
+
+
+def kinds(notices: list[Notice]) -> list[int]:
+    return [notice.kind for notice in notices]

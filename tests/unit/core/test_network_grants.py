@@ -1,0 +1,314 @@
+"""Grants that loops send through the network, step by step: what binds, once; what is in parts, and what lies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.apart import PAGES, TAGS, Apart, kinds
+from torchkv.core.grants import IDS_AT, NAME_AT
+from torchkv.core.mailbox import GRANT_SLOT
+from torchkv.core.records import (
+    BOUND,
+    CUT,
+    GRANT,
+    GRANT_NBYTES,
+    GRANTED,
+    HELLO,
+    MAX_FLOWS,
+    MAX_GRANTED,
+    MESSAGE_NBYTES,
+    OP_DONE,
+    RECEIVED,
+    RECORD_NBYTES,
+    SENT,
+)
+from torchkv.protocol.messages import name_hashes
+
+
+def met(seed: int = 0, **limits: int) -> Apart:
+    apart = Apart(seed, **limits)
+    apart.meet()
+    return apart
+
+
+def untold(apart: Apart, flow: int) -> list[int]:
+    with apart.reader.standing_still():
+        apart.reader.settle()
+        return apart.reader.untold(flow)[0]
+
+
+def told_in_a_message(apart: Apart, flow: int, generation: int) -> bool:
+    """Python of the writer gets the grant in a message, too. Whether it is new."""
+    with apart.writer.standing_still():
+        apart.writer.settle()
+        return apart.writer.takes_grant(1, flow, generation)
+
+
+@pytest.mark.parametrize("granted_first", [False, True])
+@pytest.mark.parametrize("part", [400, 1096, MESSAGE_NBYTES - RECORD_NBYTES])
+def test_a_request_that_waits(granted_first: bool, part: int) -> None:
+    """The grant may come before its ops are started. Every byte, in parts of any length."""
+    apart = met(turn=300, part=part)
+    flow, send = apart.receive(3), apart.wait()
+    if granted_first:
+        apart.grant(flow, [6, 1, 4])
+        assert kinds(apart.run()[0]) == [BOUND]
+    apart.start(send, [2, 7, 0])
+    apart.writer.finish_send(send, 3, b"aux")
+    if not granted_first:
+        assert apart.run(20) == ([], [])
+        apart.grant(flow, [6, 1, 4])
+    told, heard = apart.run()
+    assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
+    assert kinds(heard) == [RECEIVED]
+    peer_flow, generation, pages = apart.writer.bound(send)
+    assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
+    expected = torch.full_like(apart.dst, 0xAB)
+    expected[:, [6, 1, 4]] = apart.src[:, [2, 7, 0]]
+    assert torch.equal(apart.dst, expected)
+
+
+@pytest.mark.parametrize("count", [1, 375, 376, 377, 5000, MAX_GRANTED])
+def test_grants_of_many_pages(count: int) -> None:
+    apart = met(count)
+    ids = random.Random(count).choices(range(PAGES), k=count)
+    flow, send = apart.receive(count), apart.wait("x" * 1024)
+    apart.grant(flow, ids, "x" * 1024)
+    assert kinds(apart.run(40)[0]) == [BOUND]
+    assert apart.writer.bound(send)[2].tolist() == ids
+
+
+def test_a_grant_that_nobody_waits_for_is_left_to_python() -> None:
+    apart = met(part=500)
+    flow = apart.receive(3)
+    apart.grant(flow, [6, 1, 4], "näme", prefix_tokens=32)
+    told, _ = apart.run(20)
+    assert kinds(told) == [GRANTED]
+    body = apart.writer.granted(1, flow, 1, network=True)
+    assert body is not None
+    assert (body.name, body.pages.tolist(), body.prefix_tokens) == ("näme".encode(), [6, 1, 4], 32)
+    assert apart.writer.granted(1, flow, 1) is None, "nothing is mapped"
+    assert apart.writer.granted(1, flow, 2, network=True) is None
+    assert apart.writer.granted(1, MAX_FLOWS, 1, network=True) is None
+
+
+# ---------------------------------------------------------------- greetings
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_makes_its_lane_later_is_heard(seed: int) -> None:
+    """What was sent before is lost, as nobody has its tag; grants wait for an answer."""
+    apart = Apart(seed, reads=False)
+    apart.run(seed)
+    assert not apart.writer.hears(1)
+    apart.read()
+    apart.meet()
+    apart.wait()
+    apart.grant(apart.receive(1), [1])
+    assert kinds(apart.run(40)[0]) == [BOUND]
+
+
+def test_greetings_end() -> None:
+    apart = met()
+    apart.run(20)
+    messages = apart.network.messages
+    apart.run(50)
+    assert apart.network.messages == messages <= 6
+    for _ in range(3):  # a peer that asks again is answered, once each time
+        apart.message(apart.record(head=HELLO, lo=1))
+        apart.run(10)
+    assert apart.network.messages == messages + 3
+
+
+def test_a_greeting_to_a_broken_connection_is_forgotten() -> None:
+    """Else the loop would never sleep again."""
+    apart = Apart()
+    apart.channels[0].lose("cut")
+    apart.run(10)
+    assert int(apart.writer.world["due_head"]) == int(apart.writer.world["due_tail"])
+    assert not apart.writer.hears(1)
+
+
+# ---------------------------------------------------------------- once
+
+
+def test_the_same_grant_in_a_message() -> None:
+    """Whichever comes first is taken; it may be that the loop's has bound, or even ended, a request."""
+    apart = met()
+    flow, send = apart.receive(1), apart.wait()
+    apart.grant(flow, [1])
+    apart.run(40)
+    assert not told_in_a_message(apart, flow, 1)
+    assert told_in_a_message(apart, flow, 2)  # of the next request on this flow
+    assert told_in_a_message(apart, flow + 1, 1)
+    assert apart.writer.bound(send)[:2] == (flow, 1)
+
+
+@pytest.mark.parametrize("parts_before", [0, 1, 2])
+def test_a_message_that_overtakes_the_loops(parts_before: int) -> None:
+    apart = met(part=500)
+    flow, send = apart.receive(3), apart.wait()
+    apart.grant(flow, [6, 1, 4])
+    apart.reader.step()
+    inbox = apart.network.inboxes[apart.channels[0].node]
+    while len(inbox) < 3:
+        apart.world.advance(apart.world.now + 1e-4)
+    later = [inbox.pop() for _ in range(3 - parts_before)]
+    apart.writer.step()
+    assert told_in_a_message(apart, flow, 1)
+    inbox.extend(reversed(later))
+    assert apart.run(20) == ([], [])
+    assert apart.writer.world["sends"][send]["next"] == 0
+    assert apart.writer.granted(1, flow, 1, network=True) is not None, "it has come, and binds nothing"
+
+
+def test_whom_python_tells_again() -> None:
+    """Writers of which nothing has come: they may not know of their grant. Nobody who never was told by the loop."""
+    apart = met()
+    flow = apart.receive(1)
+    assert untold(apart, flow) == []
+    apart.grant(flow, [1])
+    assert untold(apart, flow) == [0], "it was not sent yet"
+    apart.run(5)
+    flow = apart.receive(1, 2)
+    apart.grant(flow, [2])
+    apart.run(20)
+    assert untold(apart, flow) == [0], "it may not have arrived"
+    apart.start(apart.send(flow, [2], 2), [3])
+    apart.run()
+    assert untold(apart, flow) == []
+
+
+def test_a_grant_on_a_broken_connection_is_pythons() -> None:
+    apart = met()
+    flow = apart.receive(1)
+    apart.channels[1].lose("cut")
+    apart.grant(flow, [1])
+    _, heard = apart.run(10)
+    assert CUT in kinds(heard)
+    assert not apart.reader.hears(0)
+    assert untold(apart, flow) == [0]
+
+
+def test_a_grant_that_finds_no_room_for_all_of_it_waits() -> None:
+    apart = met()
+    apart.network.holding = True
+    flows = [apart.receive(MAX_GRANTED, generation) for generation in range(1, 6)]
+    for flow in flows:
+        apart.wait(str(flow))
+        apart.grant(flow, [1] * MAX_GRANTED, str(flow))
+    told = apart.run(60)[0]
+    assert 0 < len(told) < 5, "parts of the others would never be followed by the rest"
+    apart.network.holding = False
+    assert kinds(told + apart.run(200)[0]) == [BOUND] * 5
+
+
+# ---------------------------------------------------------------- lies
+
+
+def parts(pages: list[int], *, generation: int = 1, flow: int = 0, part: int = 500, **words: int) -> list[bytes]:
+    """The messages of an honest grant, and words that are not."""
+    hash0, hash1 = name_hashes("name")
+    slot = np.zeros(GRANT_SLOT, dtype=np.uint8)
+    slot[:GRANT_NBYTES].view(np.int64)[:] = generation, hash0, hash1, 1, 0, len(pages), 4, 0
+    slot[NAME_AT : NAME_AT + 4] = list(b"name")
+    slot[IDS_AT : IDS_AT + 8 * len(pages)].view(np.int64)[:] = pages
+    end = IDS_AT + 8 * len(pages)
+    record = {"head": GRANT, "flows": flow, "generation": generation, "hi": end, **words}
+    made = []
+    for at in range(0, end, part):
+        head = Apart.record(**{**record, "lo": at + words.get("lo", 0)})
+        made.append(head + slot[at : min(end, at + part)].tobytes())
+    return made
+
+
+def without(number: int) -> Callable[[list[bytes]], list[bytes]]:
+    return lambda made: made[:number] + made[number + 1 :]
+
+
+HUGE = 1 << 62
+LIES: dict[str, Callable[[], list[bytes]]] = {
+    "no first part": lambda: without(0)(parts([6, 1, 4])),
+    "no second part": lambda: without(1)(parts([6, 1, 4])),
+    "no last part": lambda: without(2)(parts([6, 1, 4])),
+    "parts out of order": lambda: parts([6, 1, 4])[::-1],
+    "parts of two generations": lambda: parts([6, 1, 4])[:2] + parts([6, 1, 4], generation=2)[2:],
+    "parts of two flows": lambda: parts([6, 1, 4])[:2] + parts([6, 1, 4], flow=1)[2:],
+    "more than there is": lambda: parts([6, 1, 4], hi=IDS_AT + 16),
+    "less than there is": lambda: parts([6, 1, 4], hi=IDS_AT + 32),
+    "an end before the ids": lambda: parts([6, 1, 4], hi=IDS_AT),
+    "a negative end": lambda: parts([6, 1, 4], hi=-HUGE * 2),
+    "an end behind the slot": lambda: parts([6, 1, 4], hi=GRANT_SLOT + 8),
+    "a huge end": lambda: parts([6, 1, 4], hi=HUGE * 2 - 1),
+    "a huge place": lambda: parts([6, 1, 4], lo=HUGE),
+    "a negative place": lambda: parts([6, 1, 4], lo=-HUGE),
+    "a flow that there is not": lambda: parts([6, 1, 4], flow=MAX_FLOWS),
+    "a negative flow": lambda: parts([6, 1, 4], flow=-1),
+    "a flow of more bits": lambda: parts([6, 1, 4], flow=1 << 32),
+    "a page that there is not": lambda: parts([6, PAGES, 4]),
+    "a negative page": lambda: parts([6, -1, 4]),
+    "no record": lambda: [b"\x05" * 65],
+    "a record and nothing": lambda: [each[:RECORD_NBYTES] for each in parts([6, 1, 4])],
+    "more than a message": lambda: parts([6] * 600, part=MESSAGE_NBYTES),
+    "no generation": lambda: parts([6, 1, 4], generation=0),
+    "a negative generation": lambda: parts([6, 1, 4], generation=-1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_grants_that_lie_bind_nothing(lie: str) -> None:
+    apart = met()
+    send = apart.wait()
+    for data in LIES[lie]():
+        apart.message(data, TAGS[0], to=0)
+        apart.writer.step()
+    told = apart.run(10)[0]
+    assert kinds(told) in ([], [GRANTED])
+    for notice in told:  # Python looks at what lies there
+        apart.writer.granted(1, notice.words[1], notice.words[2], network=True)
+    assert int(apart.writer.world["sends"][send]["generation"]) == 0
+    flow = apart.receive(1, 3)
+    apart.grant(flow, [2])
+    assert kinds(apart.run(40)[0]) == [BOUND], "the next grant of the peer finds its request"
+
+
+def test_a_grant_with_the_tag_of_nobody() -> None:
+    apart = met()
+    apart.wait()
+    for tag in (0, TAGS[1], -1):
+        for data in parts([6, 1, 4]):
+            apart.message(data, tag, to=0)
+    assert apart.run(10)[0] == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_noise(seed: int) -> None:
+    """Messages of random words and lengths change nothing beyond the slots that are their sender's."""
+    dice = random.Random(seed)
+    apart = met(seed)
+    apart.wait()
+    words = [0, 1, -1, 8, IDS_AT, GRANT_SLOT, MAX_FLOWS - 1, MAX_FLOWS, 1 << 62, -(1 << 63)]
+    for _ in range(300):
+        record = {name: dice.choice(words) for name in ("flows", "generation", "lo", "hi", "nbytes", "spare")}
+        head = dice.choice([GRANT, GRANT, HELLO, dice.getrandbits(8)])
+        data = Apart.record(head=head, **record) + dice.randbytes(dice.choice([0, 1, 64, 500, 4032, 5000]))
+        apart.message(data, TAGS[0], to=0)
+        apart.writer.step()
+    for notice in apart.run(10)[0]:
+        if notice.kind == GRANTED:
+            apart.writer.granted(1, notice.words[1], notice.words[2], network=True)
+    assert (apart.dst == 0xAB).all()
+
+
+def test_a_peer_that_goes_takes_its_grants_along() -> None:
+    apart = met()
+    apart.receive(1)
+    apart.grant(0, [1])
+    apart.run(20)
+    apart.writer.disconnect(1)
+    assert apart.writer.granted(1, 0, 1, network=True) is None
