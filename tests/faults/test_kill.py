@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, ask, kv_world
+from tests.helpers.ranks.loop_ways import acquaint
 from tests.helpers.ranks.small_cache import Never, check_transfer, random_cache
 from torchkv import KVError, KVProcessGroup, KVWork, PageOutOfRange, PeerLost, TransferCancelled
 
@@ -35,6 +36,13 @@ def join(instances: list[str], big: bool, unmapped: bool = False) -> None:
     kv = kv_world()
     cache = random_cache(num_pages=64, unmapped=unmapped, **BIG) if big else random_cache()
     kv.register(cache, instance=instances[kv.rank()])
+
+
+def join_apart(instances: list[str]) -> None:
+    """With pages that the loops put, and loops that have met."""
+    kv = kv_world()
+    kv.register(random_cache(unmapped=True, num_kv_heads=8, head_dim=64), instance=instances[kv.rank()])
+    acquaint(kv, SURVIVOR, VICTIM, BYSTANDER)
 
 
 def expect_lost(call: Callable[[], Any]) -> PeerLost:
@@ -206,12 +214,12 @@ def usable(first: int, second: int) -> None:
 
 
 @pytest.fixture
-def new_ranks() -> Iterator[Callable[[dict[str, str]], Ranks]]:
+def new_ranks() -> Iterator[Callable[..., Ranks]]:
     """Ranks for one test: one of them will be dead at its end."""
     made: list[Ranks] = []
 
-    def make(env: dict[str, str]) -> Ranks:
-        made.append(Ranks(3, env={**DEADLINES, **env}))
+    def make(env: dict[str, str], **options: Any) -> Ranks:
+        made.append(Ranks(3, env={**DEADLINES, **env}, **options))
         return made[-1]
 
     yield make
@@ -239,7 +247,7 @@ def scenario(ranks: Ranks, victim: Callable[[], Any], survivor: Callable[[], Any
     ],
 )
 def test_a_writer_is_killed(
-    victim: Callable[[], Any], survivor: Callable[[], Any], new_ranks: Callable[[dict[str, str]], Ranks]
+    victim: Callable[[], Any], survivor: Callable[[], Any], new_ranks: Callable[..., Ranks]
 ) -> None:
     ranks = new_ranks({})
     ranks.run(join, ALONE, False)
@@ -260,7 +268,7 @@ def test_a_receiver_is_killed(
     victim: Callable[[], Any],
     survivor: Callable[[], Any],
     instances: list[str],
-    new_ranks: Callable[[dict[str, str]], Ranks],
+    new_ranks: Callable[..., Ranks],
 ) -> None:
     ranks = new_ranks({})
     ranks.run(join, instances, False)
@@ -272,13 +280,33 @@ def test_a_receiver_is_killed(
 @pytest.mark.parametrize("victim_writes", [True, False], ids=["writer", "receiver"])
 @pytest.mark.parametrize("env", [{"TORCHKV_PATH": "slices"}, {}], ids=["by Python", "by the loop"])
 def test_killed_in_the_middle_of_puts_over_tcp(
-    env: dict[str, str], victim_writes: bool, new_ranks: Callable[[dict[str, str]], Ranks]
+    env: dict[str, str], victim_writes: bool, new_ranks: Callable[..., Ranks]
 ) -> None:
     """No lane but TCP, 48 MiB: the kill falls among puts that are on their way."""
     ranks = new_ranks({"UCX_TLS": "tcp", **env})
     ranks.run(join, ALONE, True, not env)
     victim, survivor = (write_half, receive_half) if victim_writes else (read, send_half)
     scenario(ranks, functools.partial(victim, BIG_PAGES), functools.partial(survivor, BIG_PAGES))
+    ranks.run(usable, SURVIVOR, BYSTANDER)
+
+
+@pytest.mark.parametrize(
+    ("victim", "survivor"),
+    [
+        pytest.param(write_nothing, receive_unsent, id="granted"),
+        pytest.param(functools.partial(write_half, PAGES), functools.partial(receive_half, PAGES), id="half sent to"),
+        pytest.param(write_all, receive_all, id="sealed"),
+        pytest.param(write_nothing, send_ungranted, id="before its grant"),
+        pytest.param(read_and_cancel, send_to_one_who_cancels, id="after its cancel"),
+        pytest.param(functools.partial(read, PAGES), functools.partial(send_half, PAGES), id="half sent"),
+    ],
+)
+def test_killed_when_loops_grant_through_the_network(
+    victim: Callable[[], Any], survivor: Callable[[], Any], new_ranks: Callable[..., Ranks]
+) -> None:
+    ranks = new_ranks({"UCX_TLS": "tcp"}, apart=True)
+    ranks.run(join_apart, ALONE)
+    scenario(ranks, victim, survivor)
     ranks.run(usable, SURVIVOR, BYSTANDER)
 
 
@@ -305,7 +333,7 @@ def forks(pid_file: str, run: Callable[[], None]) -> None:
 @pytest.mark.parametrize("victim_writes", [True, False], ids=["writer", "receiver"])
 @pytest.mark.parametrize("lane", LANES)
 def test_a_forked_child_of_the_dead_keeps_no_pages(
-    lane: str, victim_writes: bool, new_ranks: Callable[[dict[str, str]], Ranks], tmp_path: Path
+    lane: str, victim_writes: bool, new_ranks: Callable[..., Ranks], tmp_path: Path
 ) -> None:
     env, big, unmapped = LANES[lane]
     pages = BIG_PAGES if big else PAGES
@@ -346,7 +374,7 @@ def send_healthy() -> None:
     kv.finish("healthy", SURVIVOR).wait(PATIENCE)
 
 
-def test_a_death_ends_only_the_requests_it_concerns(new_ranks: Callable[[dict[str, str]], Ranks]) -> None:
+def test_a_death_ends_only_the_requests_it_concerns(new_ranks: Callable[..., Ranks]) -> None:
     ranks = new_ranks({})
     ranks.run(join, ALONE, False)
     ranks.start(hold_pages, ranks=[SURVIVOR])

@@ -7,12 +7,15 @@ two instances share mailboxes in some seeds, and none in most. Broken loops, whi
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
 
 from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
+from torchkv.core.core import Notice
+from torchkv.core.records import BOUND, GRANTED
 from torchkv.engine.flows import Flows
 from torchkv.protocol.send_request import SenderRequest
 
@@ -44,8 +47,26 @@ def test_a_bad_network_alone_fails_nothing(first: int) -> None:
 
 
 def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests end on the loop, and are taken back from it while puts are under way; else nothing is shown."""
+    """Requests end on the loop, and are taken back from it while puts are under way; else nothing is shown.
+
+    Grants come by the loop and bind there, or are left to Python; and they come again in messages, before and after.
+    """
     ended: list[str] = []
+    grants: Counter[str] = Counter()
+    act, takes = Flows._act, Flows.takes_grant
+
+    def acting(self: Flows, notice: Notice, now: float) -> None:
+        if notice.kind in (BOUND, GRANTED):
+            grants["bound" if notice.kind == BOUND else "left to Python"] += notice.source not in self.core._peers
+        act(self, notice, now)
+
+    def take_grant(self: Flows, rank: int, flow: int, generation: int) -> bool:
+        new = takes(self, rank, flow, generation)
+        grants["first in a message" if new else "again in a message"] += 1
+        return new
+
+    monkeypatch.setattr(Flows, "_act", acting)
+    monkeypatch.setattr(Flows, "takes_grant", take_grant)
     real = Flows.take_back_send
 
     def take_back(self: Flows, req: SenderRequest) -> bool | None:
@@ -66,6 +87,10 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert puts > 500
     assert messages > 100
     assert {"sealed", "landing", "idle"} <= set(ended), ended
+    assert grants["bound"] > 5
+    assert grants["left to Python"] > 20
+    assert grants["again in a message"] > 10
+    assert grants["first in a message"] > 0
 
 
 @pytest.mark.parametrize("seed", [5, 41])

@@ -5,19 +5,24 @@ On one host the loops share mailboxes; "apart" they do not, as on two hosts, so 
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.harness import Ranks, kv_group
-from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
+from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER, acquaint
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
+from torchkv.core.records import MAX_GRANTED
+from torchkv.engine.flows import Flows
 from torchkv.engine.registration import Registration
+from torchkv.protocol.receiver import Receiver
 
 WIDE = {"num_kv_heads": 8, "head_dim": 64}  # pages of 16 KiB
 TCP = {"UCX_TLS": "tcp"}
@@ -183,3 +188,124 @@ def cancelled(apart: bool, by_reader: bool) -> None:
 @pytest.mark.parametrize("by_reader", [True, False], ids=["by the reader", "by the writer"])
 def test_cancelled(by_reader: bool, apart: bool, shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("tcp", 2, env=TCP).run(cancelled, apart, by_reader)
+
+
+# ---------------------------------------------------------------- grants of loops that have no mailboxes
+
+
+class Grants:
+    """How grants have travelled. told: by this rank, in messages. bound: by its loop, without Python."""
+
+    def __init__(self) -> None:
+        self.told = self.bound = 0
+
+    def __enter__(self) -> Grants:
+        self._real = Receiver._tell_grant, Flows._on_bound
+        tell, bind = self._real
+
+        def tell_grant(receiver: Receiver, req: Any, ranks: Any, **how: Any) -> None:
+            self.told += len(ranks := list(ranks))
+            tell(receiver, req, ranks, **how)
+
+        def on_bound(flows: Flows, flow: int, now: float) -> None:
+            self.bound += 1
+            bind(flows, flow, now)
+
+        Receiver._tell_grant, Flows._on_bound = tell_grant, on_bound
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Receiver._tell_grant, Flows._on_bound = self._real
+
+
+def exchange(kv: KVProcessGroup, cache: KVCache, name: str, pages: int, *, writer_first: bool, **how: Any) -> None:
+    """A request whose writer, or whose reader, is first by far."""
+    last = cache.num_pages - 1
+    sent, received = list(range(pages)), [last - page for page in range(pages)]
+    if (kv.rank() == WRITER) != writer_first:
+        meet(kv)
+    if kv.rank() == WRITER:
+        kv.send_pages(name, sent, how.get("dst", READER))
+        done = kv.finish(name, how.get("dst", READER), aux=name[:200].encode())
+    else:
+        done = kv.recv_pages(name, received, WRITER, prefix_tokens=how.get("prefix", 0))
+    if (kv.rank() == WRITER) == writer_first:
+        meet(kv)
+    done.wait(30)
+    check_bytes(kv, cache, sent, received)
+
+
+def granted_by_loops() -> None:
+    """No message tells of a grant, however long its name, and however many its pages."""
+    with Loop(True), kv_group() as kv, Grants() as grants:
+        cache = random_cache(num_pages=1100, unmapped=True, num_kv_heads=4, head_dim=64)
+        kv.register(cache)
+        acquaint(kv, WRITER, READER)
+        grants.told = grants.bound = 0
+        for pages in (1, 375, 376, 377, 1100):
+            for writer_first in (True, False):
+                exchange(kv, cache, f"{pages}", pages, writer_first=writer_first)
+        exchange(kv, cache, "n" * 1024, 3, writer_first=True)
+        assert grants.told == 0
+        assert grants.bound >= (6 if kv.rank() == WRITER else 0)
+        # Python binds these, as the loop shows them to it.
+        exchange(kv, cache, "to anybody", 3, writer_first=True, dst=None)
+        exchange(kv, cache, "to anybody, late", 3, writer_first=False, dst=None)
+        exchange(kv, cache, "behind a prefix", 3, writer_first=True, prefix=32)
+        exchange(kv, cache, "behind a prefix, late", 3, writer_first=False, prefix=32)
+        assert grants.told == 0
+        meet(kv)
+
+
+def test_loops_grant_through_the_network(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("tcp", 2, env=TCP).run(granted_by_loops)
+
+
+def too_large_for_the_loop() -> None:
+    """More pages than a slot has: in a message, and what comes next by the loop."""
+    with Loop(True), kv_group() as kv, Grants() as grants:
+        cache = random_cache(num_pages=MAX_GRANTED + 1, unmapped=True, num_layers=1, num_kv_heads=2, head_dim=64)
+        kv.register(cache)
+        acquaint(kv, WRITER, READER)
+        grants.told = 0
+        exchange(kv, cache, "large", MAX_GRANTED + 1, writer_first=True)
+        assert grants.told == int(kv.rank() == READER)
+        exchange(kv, cache, "largest", MAX_GRANTED, writer_first=True)
+        assert grants.told == int(kv.rank() == READER)
+        meet(kv)
+
+
+def test_grants_that_are_too_large_for_the_loop(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("tcp", 2, env=TCP).run(too_large_for_the_loop)
+
+
+def given_up_at_once(seed: int) -> None:
+    """Readers, or writers, cancel while grants travel: messages overtake them. Each name is used again."""
+    dice = random.Random(seed)
+    with Loop(True), kv_group() as kv:
+        cache = random_cache(num_pages=64, unmapped=True, **WIDE)
+        kv.register(cache)
+        acquaint(kv, WRITER, READER)
+        for number in range(60):
+            name, pages = f"r{number % 7}", dice.randint(1, 40)
+            by_reader, both = dice.random() < 0.6, dice.random() < 0.5
+            with suppress(TransferCancelled):  # unless everything is there before
+                if kv.rank() == WRITER:
+                    kv.send_pages(name, list(range(pages)), READER)
+                    done = kv.finish(name, READER)
+                else:
+                    done = kv.recv_pages(name, list(range(pages)), WRITER)
+                if by_reader == (kv.rank() == READER):
+                    kv.cancel(name).wait(30)
+                done.wait(30)
+            kv.cancel(name).wait(30)
+            if both:
+                meet(kv)
+                check_transfer(kv, WRITER, READER, request=f"after {number}")
+            meet(kv)
+            assert kv.quarantined() == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_that_are_given_up_at_once(seed: int, shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("tcp", 2, env=TCP).run(given_up_at_once, seed)

@@ -1,13 +1,17 @@
-"""Ways to send three pages of a cache of two layers: what the resident loop does by itself, and what it cannot do."""
+"""Ways to send three pages of a cache of two layers: what the resident loop does by itself, and what it cannot do.
+
+And ranks of which the loops have met.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 
-from tests.helpers.ranks.small_cache import Gate
+from tests.helpers.ranks.small_cache import Gate, check_transfer
 from torchkv import KVProcessGroup, KVWork
 
-__all__ = ["READER", "WAYS", "WRITER"]
+__all__ = ["READER", "WAYS", "WRITER", "acquaint"]
 
 WRITER, READER = range(2)
 
@@ -39,3 +43,17 @@ def in_chunks(kv: KVProcessGroup) -> list[KVWork]:
 
 
 WAYS = {"layers": by_layer, "gated": gated, "staged": staged, "staged first": staged_first, "chunks": in_chunks}
+
+
+def acquaint(kv: KVProcessGroup, *ranks: int) -> None:
+    """Each of these ranks sends to each other, as all of them call it. From then on grants are told by their loops."""
+    for writer in ranks:
+        for reader in ranks:
+            if writer != reader:
+                check_transfer(kv, writer, reader)
+    assert kv._verbs is not None
+    flows, until = kv._verbs.engine.flows, time.monotonic() + 20
+    assert flows is not None
+    while not all(flows.core.hears(rank) for rank in ranks if rank != kv.rank()):
+        assert time.monotonic() < until
+        time.sleep(0.001)

@@ -216,7 +216,7 @@ def _takes_part_of_a_grant_for_all_of_it() -> None:
 
 
 def _binds_a_grant_twice() -> None:
-    real = loop.on_part
+    real = grants.on_part
 
     def on_part(world: Any, source: int) -> None:
         peer, flow = world["peers"][source], int(world["record"]["flows"])

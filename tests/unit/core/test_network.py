@@ -12,7 +12,7 @@ import torch
 from torchkv_loopback import Faults
 from torchkv_loopback.channel import LoopbackChannel
 
-from tests.helpers.apart import LAYERS, TAGS, PAGES, Apart, kinds
+from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core import network
 from torchkv.core.records import CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
