@@ -4,8 +4,7 @@ A request is on the loop from its first verb on, if its bytes can be copied stra
 ranks are on this host, the pages are mapped and of the same dtypes, and there is no state. This host's processor copies
 what lies in its memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages
 in host memory that are not mapped the loop puts through the network, unless their runs are so short that staging may be
-faster; from another host the grant comes in a message. Everything else, and everything that goes wrong, is Python's:
-see `torchkv.protocol.flows`.
+faster. Everything else, and everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
