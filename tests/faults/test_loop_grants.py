@@ -1,18 +1,23 @@
 """Grants that meet trouble between two resident loops: one of them gets no processor, or its mailbox has no room.
 
+Through mailboxes, and through a network that carries them late.
+
 The seeds of `test_simulated_loop` seldom hit these moments, so each is made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from torchkv_loopback.channel import LoopbackChannel
 
 from tests.helpers.references.memory import snapshot
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from tests.helpers.simulation.flows import short_runs
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.core.core import Core
 from torchkv.engine.flows import Flows
@@ -22,14 +27,35 @@ from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
 NOBODY = "no resident loop here"
 
 
+class Way:
+    """How the loops of the present test reach each other."""
+
+    network = False
+
+
+@pytest.fixture(params=[False, True], ids=["mailboxes", "network"])
+def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Way, "network", request.param)
+    with short_runs():
+        yield
+
+
+both_ways = pytest.mark.usefixtures("through")
+
+
 def cluster(*sizes: tuple[str, int]) -> Cluster:
-    """Instances (name, TP size), all of whose pages are mapped, and loops of full speed."""
+    """Instances (name, TP size), and loops of full speed. All pages are mapped, or those of no other instance are."""
     places = [Place(name, layout(rank, size)) for name, size in sizes for rank in range(size)]
-    made = Cluster(places, seed=seed(), views=True)
+    made = Cluster(places, seed=seed(), views=not Way.network, network=Way.network, apart=Way.network)
     for rank in made.ranks:
         core = core_of(rank)
         core.step = lambda core=core: Core.step(core)
         core.world["window"], core.world["turn"] = 64, 1 << 20
+    if Way.network:
+        pairs = [(a, b) for a in made.ranks for b in made.ranks if a is not b]
+        for a, b in pairs:
+            a.engine.flows._lane(b.rank, a.engine.connection(b.rank))
+        assert made.run(lambda: all(core_of(a).hears(b.rank) for a, b in pairs), limit=1)
     return made
 
 
@@ -77,6 +103,7 @@ def _owes(rank: Rank) -> bool:
     return bool(world["command_tail"] != world["command_head"] or world["due_tail"] != world["due_head"])
 
 
+@both_ways
 def test_a_grant_that_the_writer_hears_after_its_end_binds_nothing() -> None:
     assert _late_grant(cluster(("p", 1), ("d", 1)))
 
@@ -84,6 +111,83 @@ def test_a_grant_that_the_writer_hears_after_its_end_binds_nothing() -> None:
 def test_the_writers_quiescence_is_what_protects_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Flows, "settle", lambda self: None)
     assert not _late_grant(cluster(("p", 1), ("d", 1)))
+
+
+class Late:
+    """Messages of loops that the network keeps until `come`, whatever has become of their senders."""
+
+    def __init__(self, world: Cluster) -> None:
+        assert world.network is not None
+        self._network = world.network
+        self._move = self._network._move
+        self._kept: list[LoopbackChannel] = []
+        self._network._move = self._kept.append  # type: ignore[method-assign]
+
+    def come(self) -> None:
+        self._network._move = self._move  # type: ignore[method-assign]
+        for channel in self._kept:
+            message = self._network._links[channel].popleft()
+            message.read()
+            assert message.data is not None
+            inbox = self._network.inboxes.setdefault(channel._peer.node, deque())
+            inbox.append((message.tag, message.data))
+
+
+def _overtaken(world: Cluster, *, again: bool) -> bool:
+    """Whether pages stay as they are that were given up before their grant came. again: the name is used again."""
+    reader = world[1]
+    for rank in world.ranks:
+        shadow(rank)  # random bytes
+    late = Late(world)
+    works = send(world[0], [0, 1, 2], 1)
+    reader.recv_pages("r", [3, 7, 1], 0)
+    assert world.run(lambda: not _owes(reader), limit=1)
+    cancel = reader.cancel("r")
+    assert world.run(cancel.is_completed, limit=5)
+    if again:
+        world[0].cancel("r")
+        works = send(world[0], [4, 5, 6], 1)  # other bytes
+    before = snapshot(reader)
+    late.come()
+    world.run(done(*works), limit=5)
+    assert again or all(isinstance(work.exception(), TransferCancelled) for work in works)
+    return unchanged(before, reader)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_grant_that_comes_after_the_message_of_its_end_binds_nothing(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        assert _overtaken(cluster(("p", 1), ("d", 1)), again=again)
+
+
+def test_grants_that_were_told_twice_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Way, "network", True)
+    monkeypatch.setattr(Flows, "takes_grant", lambda self, rank, flow, generation: True)
+    with short_runs():
+        assert not _overtaken(cluster(("p", 1), ("d", 1)), again=True)
+
+
+def test_a_grant_that_comes_after_the_end_of_its_receiver_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wait for the next request of its name to anybody, and fail it."""
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        world = cluster(("p", 1), ("d", 1), ("e", 1))
+        late = Late(world)
+        world[1].recv_pages("r", [3], 0)
+        assert world.run(lambda: not _owes(world[1]), limit=1)
+        world.kill(1)
+        monkeypatch.setattr(type(world[0].engine.peers), "_is_drained", lambda self, rank: False)  # yet
+        assert world.run(lambda: world[0].engine.flows._dead == {1}, limit=5)
+        late.come()
+        world.run(limit=0.1)
+        rx = world[2].recv_pages("r", [3], 0)
+        work = world[0].send_pages("r", [5], None)
+        world[0].finish("r", None)
+        assert world.run(done(rx, work), limit=5)
+        assert work.exception() is None
 
 
 def test_a_request_cancelled_before_its_grant_was_told_fails_at_its_writers() -> None:
@@ -119,6 +223,7 @@ def test_one_of_two_writers_is_told_by_a_message() -> None:
     assert memory.problems == []
 
 
+@both_ways
 def test_receivers_of_one_verb_hold_one_prefix() -> None:
     """Also if the loop has bound one of them already, or would soon."""
     for prefixed in (1, 2):
@@ -134,6 +239,7 @@ def test_receivers_of_one_verb_hold_one_prefix() -> None:
             assert "unequal prefixes" in str(work.exception())
 
 
+@both_ways
 def test_a_grant_by_message_meets_the_request_that_waits_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Flows, "grant", lambda self, req: False)
     world = cluster(("p", 1), ("d", 1))
@@ -147,6 +253,7 @@ def test_a_grant_by_message_meets_the_request_that_waits_on_the_loop(monkeypatch
     assert memory.problems == []
 
 
+@both_ways
 @pytest.mark.parametrize("pages", [[3], [3, 7, 1]], ids=["too few", "too many"])
 def test_pages_that_do_not_fit_are_refused_as_ever(pages: list[int]) -> None:
     world = cluster(("p", 1), ("d", 1))
@@ -161,6 +268,7 @@ def test_pages_that_do_not_fit_are_refused_as_ever(pages: list[int]) -> None:
     assert unchanged(before, world[1])
 
 
+@both_ways
 def test_many_names_at_once() -> None:
     """Requests that share buckets of the table, granted in another order than begun, some given up."""
     dice = np.random.default_rng()
@@ -182,6 +290,7 @@ def test_many_names_at_once() -> None:
     assert memory.problems == []
 
 
+@both_ways
 def test_a_grant_comes_while_a_verb_is_refused_by_the_loop() -> None:
     """The loop binds the request in the moment in which it is taken back for an op that the loop cannot do."""
     world = cluster(("p", 1), ("d", 1))
@@ -197,6 +306,7 @@ def test_a_grant_comes_while_a_verb_is_refused_by_the_loop() -> None:
     assert memory.problems == []
 
 
+@both_ways
 @pytest.mark.parametrize("refused", ["op", "pages", "aux"])
 def test_a_grant_that_python_must_bind_comes_while_the_request_is_taken_back(refused: str) -> None:
     """Of a grant behind a prefix Python learns in the middle of taking the request back."""
@@ -221,6 +331,7 @@ def test_a_grant_that_python_must_bind_comes_while_the_request_is_taken_back(ref
     assert memory.problems == []
 
 
+@both_ways
 def test_a_page_outside_a_grant_that_only_the_loop_knows() -> None:
     """The verb is accepted, because Python has not heard of the grant; then it fails, and nothing else is harmed."""
     world = cluster(("p", 1), ("d", 1))

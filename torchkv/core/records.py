@@ -168,7 +168,7 @@ LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torch
 
 
 RECORD_NBYTES = 64
-MESSAGE_NBYTES = 4096  # of the network at most: a record and what lies behind it. Transports carry as much in one piece
+MESSAGE_NBYTES = 2048  # of the network at most: a record and what lies behind it. Transports carry as much in one piece
 
 
 class Record(TypedDict):

@@ -181,6 +181,7 @@ class Flows:
         self._receives: dict[int, ReceiverRequest] = {}
         self._mailboxes: dict[int, bytes] = {}  # of newcomers that have not said which one this rank may write to
         self._rounds: set[int] = set()
+        self._dead: set[int] = set()  # ranks of which something may still come through the network
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
@@ -221,6 +222,10 @@ class Flows:
     def settle(self) -> None:
         with self._standing_still():
             pass
+
+    def peer_dead(self, rank: int) -> None:
+        self.settle()
+        self._dead.add(rank)
 
     def open_send(self, req: SenderRequest) -> None:
         grant = req.grant
@@ -333,6 +338,7 @@ class Flows:
         self._routes = {key: route for key, route in self._routes.items() if key[0] != rank}
         self._mailboxes.pop(rank, None)
         self.core.disconnect(rank)
+        self._dead.discard(rank)
 
     def _serving(self, rank: int) -> PeerConnection | None:
         """The connection to ``rank``, if the loop can copy to it, or put, and reach it."""
@@ -592,7 +598,7 @@ class Flows:
         """A grant that the loop has not bound: Python does, as if it had come in a message."""
         _, flow, generation, *_, where = words
         body = self.core.granted(source, flow, generation, network=where == FROM_NETWORK)
-        if body is None:
+        if body is None or source in self._dead:
             return  # its receiver has ended the request
         writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]
         try:

@@ -45,6 +45,9 @@ class RequestFlows(Protocol):
     def settle(self) -> None:
         """Learns all that the loop has been told by now. A message that came later, by another way, waits for that."""
 
+    def peer_dead(self, rank: int) -> None:
+        """As `settle`. The process of ``rank`` has ended, or it has left: what comes of it later grants nothing."""
+
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         """Gives the loop an op, also of a request that waits for its grant; False if it cannot do that."""
 

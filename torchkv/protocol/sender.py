@@ -584,7 +584,7 @@ class Sender:
     def peer_dead(self, rank: int) -> None:
         """The process of ``rank`` has ended: forgets its grants."""
         if self.flows is not None:
-            self.flows.settle()
+            self.flows.peer_dead(rank)
         self._unmet.forget(rank)
 
     def is_drained(self, rank: int) -> bool:
