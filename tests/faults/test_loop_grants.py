@@ -121,10 +121,10 @@ class Late:
         self._network = world.network
         self._move = self._network._move
         self._kept: list[LoopbackChannel] = []
-        self._network._move = self._kept.append  # type: ignore[method-assign]
+        self._network._move = self._kept.append
 
     def come(self) -> None:
-        self._network._move = self._move  # type: ignore[method-assign]
+        self._network._move = self._move
         for channel in self._kept:
             message = self._network._links[channel].popleft()
             message.read()

@@ -29,7 +29,6 @@ from torchkv.core.records import (
 )
 from torchkv.protocol.messages import name_hashes
 
-
 EDGE = (MESSAGE_NBYTES - RECORD_NBYTES - IDS_AT) // 8  # page ids that fit into one message
 
 
