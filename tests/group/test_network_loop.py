@@ -261,6 +261,24 @@ def test_loops_grant_through_the_network(shared_ranks: Callable[..., Ranks]) -> 
     shared_ranks("tcp", 2, env=TCP).run(granted_by_loops)
 
 
+def granted_in_pieces() -> None:
+    """UCX carries more than a record in several pieces: sooner or later a grant is missed, and told in a message."""
+    with Loop(True), kv_group() as kv, Grants() as grants:
+        cache = random_cache(num_pages=32, unmapped=True, **WIDE)
+        kv.register(cache)
+        for number in range(8):
+            for writer_first in (True, False):
+                exchange(kv, cache, f"{number}", 4, writer_first=writer_first)
+        assert grants.told > 0 or kv.rank() == WRITER
+        meet(kv)
+
+
+def test_a_network_that_carries_no_grant_in_one_piece(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("tcp in pieces", 2, env={**TCP, "UCX_TCP_TX_SEG_SIZE": "1k", "UCX_ZCOPY_THRESH": "inf"}).run(
+        granted_in_pieces
+    )
+
+
 def too_large_for_the_loop() -> None:
     """More pages than a slot has: in a message, and what comes next by the loop."""
     with Loop(True), kv_group() as kv, Grants() as grants:

@@ -342,7 +342,7 @@ class Core:
 
     def hears(self, rank: int) -> bool:
         """Whether the loop of ``rank`` takes grants from this one, in its mailbox or through the network."""
-        if self.lane(rank) is not None and self._memory[0]["peers"][self._slots[rank]]["hears"]:
+        if self.lane(rank) is not None and self._memory[0]["peers"][self._slots[rank]]["hears"] == 1:
             return True
         return self.reaches(rank)
 

@@ -19,7 +19,9 @@ A flow is used again only after all its writers have known of the end of its las
 *Greetings.* A rank makes its lane to a peer when it first needs it, and hears no record of that peer before. So each
 end sends HELLO when it has made its lane, and answers that of the other: who has an answer knows that it is heard. Only
 then grants go through the network, before in control messages. HELLOs are as long as messages get: an answer also says
-that the transport carries one in one piece, as `torchkv.core.network.receive` wants them.
+that the transport has carried one in one piece, as `torchkv.core.network.receive` wants them. If one is missed later,
+because it has come in pieces after all, its sender is told by a short HELLO: it sends grants in messages from then on,
+and Python tells those again that are under way.
 
 A writer's loop looks for the send that waits for this receiver under this name, and binds it if Python would bind it
 too. Everything else it leaves to Python: a grant that nobody waits for yet, one of other writers than expected, one
@@ -37,6 +39,7 @@ from torchkv.core.network import received, record_room, send
 from torchkv.core.records import (
     BOUND,
     BUCKETS,
+    CUT,
     FREE,
     GRANT,
     GRANT_NBYTES,
@@ -70,6 +73,7 @@ __all__ = [
     "greet",
     "on_grant",
     "on_hello",
+    "on_missed",
     "on_part",
     "owe_grants",
     "park",
@@ -90,7 +94,7 @@ _GENERATION, _WRITERS = grant_word_at("generation"), grant_word_at("writers")
 _HASH0, _HASH1 = grant_word_at("hash0"), grant_word_at("hash1")
 _PREFIX, _NUM_PAGES = grant_word_at("prefix"), grant_word_at("num_pages")
 _HEED, _HEAD = word_at("heed"), word_at("event_head")
-_BEHIND = word_at("inbox") + RECORD_NBYTES
+_BEHIND = word_at("long_inbox") + RECORD_NBYTES
 
 # ---------------------------------------------------------------- the receiver
 
@@ -162,10 +166,13 @@ def pay_hello(world: World, peer: Peer) -> bool:
         if record_room(world, peer) < 1:
             return False
         record: Record = world["record"]
-        record["head"], record["lo"], record["hi"] = HELLO, 1 - peer["hears"], peer["heard"]
+        record["head"] = HELLO
         record["flows"] = record["generation"] = record["nbytes"] = record["spare"] = 0
-        send(world, peer, 0, world["part"])
-    peer["greeting"] = 0
+        record["lo"], record["hi"] = (0 if peer["hears"] != 0 else 1), peer["heard"]
+        if peer["missed"] != 0:
+            record["lo"], record["hi"] = 0, -1
+        send(world, peer, 0, 0 if peer["missed"] != 0 else world["part"])
+    peer["greeting"] = peer["missed"] = 0
     return True
 
 
@@ -173,11 +180,24 @@ def pay_hello(world: World, peer: Peer) -> bool:
 def on_hello(world: World, source: int) -> None:
     """The peer has its lane to this rank, and may have heard this rank's greeting."""
     record, peer = world["record"], world["peers"][source]
-    peer["heard"] = 1
-    if record["hi"] != 0:
+    if record["hi"] < 0:
+        if peer["hears"] != 0:
+            peer["hears"] = 2
+            emit(world, CUT, 0, source)
+        return
+    if received(world) > RECORD_NBYTES:
+        peer["heard"] = 1
+    if record["hi"] != 0 and peer["hears"] == 0:
         peer["hears"] = 1
     if record["lo"] != 0:
         greet(world, source)
+
+
+@compiled
+def on_missed(world: World, source: int) -> None:
+    """A long message of the peer has not come in one piece."""
+    world["peers"][source]["missed"] = 1
+    greet(world, source)
 
 
 # ---------------------------------------------------------------- the writer

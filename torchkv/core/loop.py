@@ -11,6 +11,7 @@ from torchkv.core.grants import (
     forget,
     on_grant,
     on_hello,
+    on_missed,
     on_part,
     owe_grants,
     park,
@@ -19,7 +20,7 @@ from torchkv.core.grants import (
     wait_for_grant,
 )
 from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
-from torchkv.core.network import NONE, drive, receive, received
+from torchkv.core.network import MISSED, NONE, drive, receive, received
 from torchkv.core.receiving import on_record, pay_verdict
 from torchkv.core.records import (
     AUX,
@@ -187,7 +188,9 @@ def _hear_network(world: World) -> bool:
             break
         heard += 1
         kind = -1 if source < 0 else world["record"]["head"] & 0xFF
-        if kind == HELLO:
+        if source <= MISSED:
+            on_missed(world, MISSED - source)
+        elif kind == HELLO:
             on_hello(world, source)
         elif kind == GRANT:
             on_part(world, source)

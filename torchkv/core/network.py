@@ -10,6 +10,9 @@ memory is the peer's own ring of `RECORDS` messages, until the transport has rea
 as long as the endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with the
 peer back.
 
+Transports carry messages of this length in one piece by default, so nothing is kept for pieces that are still to come:
+such a message is missed, and its sender told. Nobody receives others into that memory before the last piece has come.
+
 What this lane proves: who sends a record knows the tag. Somebody who reads the network can forge records, as he can
 forge the bytes of the pages themselves: UCX protects neither. So the receiver checks every field, as of a mailbox.
 
@@ -39,6 +42,7 @@ from torchkv.host.jit import c_function, compiled
 
 __all__ = [
     "DROPPED",
+    "MISSED",
     "NETWORK_NBYTES",
     "NONE",
     "NO_ROOM",
@@ -58,7 +62,8 @@ MAX_PUT = 4 << 20  # bytes of one put
 RECORDS = 64  # messages on their way to one peer
 _ROUNDS = 8  # of the transport's progress in one step
 
-NONE, DROPPED = -1, -2  # instead of the peer that a record came from
+# Instead of the peer that a message came from. MISSED - peer: one of it has not come in one piece.
+NONE, DROPPED, MISSED = -1, -2, -3
 NO_ROOM = -1  # instead of bytes: puts have to end first
 
 # A peer's memory: its messages, the request of each, and the ring of puts: request and bytes.
@@ -68,7 +73,7 @@ NETWORK_NBYTES = _PUTS_AT + 16 * PUTS
 
 _IN_PROGRESS, _LAST_ERROR = 1, -100  # a result in (_LAST_ERROR, 0) is a status, and no request
 _RECORD, _PUT_PARAMS, _PARAMS = word_at("record"), word_at("put_params"), word_at("params")
-_MESSAGE, _INBOX = word_at("message"), word_at("inbox")
+_MESSAGE, _INBOX, _LONG_INBOX = word_at("message"), word_at("inbox"), word_at("long_inbox")
 
 call_put = c_function(6, 64)
 call_flush = c_function(2, 64)
@@ -271,26 +276,42 @@ def send(world: World, peer: Peer, behind: int, nbytes: int) -> None:
 
 @compiled
 def receive(world: World) -> int:
-    """Takes the next message into ``world["inbox"]``, and its record into ``world["record"]``.
+    """Takes the next message, and its record into ``world["record"]``; the bytes behind that are in ``long_inbox``.
 
-    Returns the peer that it came from, `NONE`, or `DROPPED`. `received` has its length.
+    Returns the peer that it came from, `NONE`, `DROPPED`, or `MISSED` less a peer. `received` has its length.
     """
-    found, inbox = world["address"] + _MESSAGE, world["address"] + _INBOX
+    found, inbox, room = world["address"] + _MESSAGE, world["address"] + _INBOX, RECORD_NBYTES
     message = call_five(world["native"][PROBE], world["worker"], 0, 0, 1, found)
     if message == 0:
         return NONE
     function, params = world["native"][RECEIVE_MESSAGE], world["address"] + _PARAMS
-    result = call_five(function, world["worker"], inbox, MESSAGE_NBYTES, message, params)
-    if result > 0:  # a message is there as a whole; this is something longer
+    long = load(found + 8) != RECORD_NBYTES
+    if long:
+        inbox, room = world["address"] + _LONG_INBOX, 0 if _is_late(world) else MESSAGE_NBYTES
+    result = call_five(function, world["worker"], inbox, room, message, params)
+    if result > 0 and long and room > 0:
+        world["late"] = result
+    elif result > 0:
         call_free(world["native"][FREE_REQUEST], result)
-    if result != 0 or not RECORD_NBYTES <= load(found + 8) <= MESSAGE_NBYTES:
+    if not RECORD_NBYTES <= load(found + 8) <= MESSAGE_NBYTES:
         return DROPPED
     tag = load(found)
     for slot in range(world["num_peers"]):
         if world["peers"][slot]["endpoint"] != 0 and world["peers"][slot]["tag_in"] == tag:
+            if result != 0:
+                return MISSED - slot
             copy_bytes(world["address"] + _RECORD, inbox, RECORD_NBYTES)
             return slot
     return DROPPED
+
+
+@compiled
+def _is_late(world: World) -> bool:
+    """Whether pieces of an earlier message may still come."""
+    if world["late"] != 0 and call_check(world["native"][CHECK], world["late"]) != _IN_PROGRESS:
+        call_free(world["native"][FREE_REQUEST], world["late"])
+        world["late"] = 0
+    return bool(world["late"] != 0)
 
 
 @compiled

@@ -148,7 +148,7 @@ ALONE, NOBODY = -1, -2
 # receive of which the loop does not know whether it is complete, although all of its writers have sealed; or on which
 # others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
 # the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
-# something, so the loop launches no more. CUT: the network to a peer has failed, or is used no more.
+# something, so the loop launches no more. CUT: the network to a peer has failed or lost something, or is used no more.
 OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
 ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT = 7, 8, 9, 10, 11, 12
 
@@ -181,7 +181,7 @@ class Record(TypedDict):
     the record. POSTED: of the sender's own flow, too; its name's hashes, ``nbytes`` tokens of prefix, ``spare`` pages,
     and in the head, from bit 8 on, the `Receive`'s ``told``. DONE: of the sender's own flow. DECIDED: of the
     addressee's. HELLO: ``lo``: whether the sender wants to know that the addressee hears it, ``hi``: whether it has
-    heard the addressee.
+    heard the addressee; -1: it has missed a message.
     """
 
     head: int
@@ -364,8 +364,9 @@ class Peer(TypedDict):
     have arrived; of those up to ``flushing`` the request ``flush`` will tell; and those up to ``wanted`` somebody waits
     for. failed: the status of the first failure; reported: 1 once Python knows of it.
 
-    See `torchkv.core.grants`: hears: 1 once it is known to take messages of `MESSAGE_NBYTES` from here; heard: 1 once
-    such a one has come from it; greeting: 1 while a HELLO is due. arrivals: address of what has come of its grants, or
+    See `torchkv.core.grants`: hears: 1 once it is known to take messages of `MESSAGE_NBYTES` from here, 2 when it has
+    missed one; heard: 1 once such a one has come from it; missed: 1 if one was missed, of which it is not told yet;
+    greeting: 1 while a HELLO is due. arrivals: address of what has come of its grants, or
     0. part_flow, part_generation, part_at: of the grant of which ``part_at`` bytes have come; -1 if none goes on.
     """
 
@@ -394,6 +395,7 @@ class Peer(TypedDict):
     reported: int
     hears: int
     heard: int
+    missed: int
     greeting: int
     arrivals: int
     part_flow: int
@@ -435,7 +437,8 @@ class World(TypedDict):
     `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
     with them. under_way: peers to which puts are, or of which a flush is awaited. driving: whether the loop alone
     drives the transport; else Python's thread does, too, and wakes the loop if something has come. message, inbox: of
-    the message that has come. grants: address of this rank's own grants. part: bytes behind the record of one message.
+    the message that has come; a longer one than a record is in ``long_inbox``. late: request of one of which pieces may
+    still come there, or 0. grants: address of this rank's own grants. part: bytes behind the record of one message.
     """
 
     address: int
@@ -480,6 +483,7 @@ class World(TypedDict):
     network: int
     under_way: int
     driving: int
+    late: int
     grants: int
     part: int
     flying: int
@@ -494,6 +498,7 @@ class World(TypedDict):
     params: Int64Array
     message: Int64Array
     inbox: Int64Array
+    long_inbox: Int64Array
     record: Record
     src: Int64Array
     dst: Int64Array
@@ -530,7 +535,8 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "put_params": ("i8", PARAM_WORDS),
     "params": ("i8", PARAM_WORDS),
     "message": ("i8", 8),
-    "inbox": ("i8", MESSAGE_NBYTES // 8),
+    "inbox": ("i8", RECORD_NBYTES // 8),
+    "long_inbox": ("i8", MESSAGE_NBYTES // 8),
     "src": ("i8", SCRATCH),
     "dst": ("i8", SCRATCH),
     "length": ("i8", SCRATCH),

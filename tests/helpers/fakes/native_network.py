@@ -23,6 +23,7 @@ __all__ = ["LOST", "NativeNetwork", "NetworkTransport"]
 _WORD, _STATUS, _COUNT = ctypes.c_int64, ctypes.c_int8, ctypes.c_uint32
 KEY_WORD = 5
 LOST, TRUNCATED = -25, -10
+PIECE = 100  # bytes
 _IN_PROGRESS = 1
 
 
@@ -47,7 +48,8 @@ class _Message:
 class NativeNetwork:
     """All channels of a world that compiled code uses.
 
-    puts, messages: how many there were. open: requests not freed. holding: the requests of messages do not end.
+    puts, messages: how many there were. open: requests not freed. holding: the requests of messages do not end. pieces:
+    how many of the messages that are longer than `PIECE` arrive in several.
     """
 
     def __init__(self, world: World) -> None:
@@ -55,6 +57,7 @@ class NativeNetwork:
         self.puts = 0
         self.messages = 0
         self.holding = False
+        self.pieces = 0.0
         self.open: dict[int, Any] = {}  # by number: completions and messages
         self.inboxes: dict[int, deque[tuple[int, bytes]]] = {}  # by node: messages that have arrived
         self._endpoints: dict[int, LoopbackChannel] = {}
@@ -194,8 +197,22 @@ class NativeNetwork:
 
     def _receive(self, worker: int, address: int, nbytes: int, message: int, params: int) -> int:
         _, data = self._found.pop(message)
+        if len(data) > PIECE and self.world.random.random() < self.pieces:
+            return self._receive_later(address, nbytes, data)
         ctypes.memmove(address, data, min(nbytes, len(data)))
         return TRUNCATED if len(data) > nbytes else 0
+
+    def _receive_later(self, address: int, nbytes: int, data: bytes) -> int:
+        """One piece of a message is there; others come some time later, also if its request is freed."""
+        message = _Message(address, nbytes, 0)
+
+        def rest() -> None:
+            ctypes.memmove(address, data, min(nbytes, len(data)))
+            message.data = data
+
+        ctypes.memmove(address, data, min(nbytes, PIECE))
+        self.world.schedule(self.world.delay(), rest)
+        return self._request(message)
 
 
 class NetworkTransport(LoopbackTransport):

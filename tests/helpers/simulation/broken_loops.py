@@ -226,6 +226,10 @@ def _binds_a_grant_twice() -> None:
     swap(loop, on_part=on_part)
 
 
+def _says_nothing_of_what_it_has_missed() -> None:
+    swap(loop, on_missed=lambda world, source: None)
+
+
 def _hears_only_while_it_has_flows() -> None:
     hear = loop._hear_network
     swap(loop, _hear_network=lambda world: bool(world["network"] and hear(world)))
@@ -327,6 +331,7 @@ NETWORK_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "does not wait to be heard": (_does_not_wait_to_be_heard, True),
     "takes part of a grant for all of it": (_takes_part_of_a_grant_for_all_of_it, True),
     "binds a grant twice": (_binds_a_grant_twice, False),
+    "says nothing of what it has missed": (_says_nothing_of_what_it_has_missed, True),
 }
 
 BREAKS: dict[str, tuple[Callable[[], None], bool]] = {

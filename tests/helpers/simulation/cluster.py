@@ -290,8 +290,10 @@ class Cluster:
                 self._gpu_due[engine.group_map.rank] = 0.0
             if engine.flows is not None:
                 _narrow(engine.flows.core, random.Random(f"loop {seed} {engine.group_map.rank}"))
-        if network:
-            self._make_lanes(random.Random(f"lanes {seed}"))
+        if self.network is not None:
+            dice = random.Random(f"lanes {seed}")
+            self.network.pieces = dice.choice([0.0, 0.0, 0.0, 0.0, 0.1, 0.5])
+            self._make_lanes(dice)
 
     def _registration(self, index: int, place: Place, sees_death: bool, views: bool) -> Registration:
         world = self.world

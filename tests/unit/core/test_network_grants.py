@@ -35,6 +35,7 @@ EDGE = (MESSAGE_NBYTES - RECORD_NBYTES - IDS_AT) // 8  # page ids that fit into 
 def met(seed: int = 0, **limits: int) -> Apart:
     apart = Apart(seed, **limits)
     apart.meet()
+    apart.run(20)  # the last answers
     return apart
 
 
@@ -134,6 +135,60 @@ def test_a_greeting_to_a_broken_connection_is_forgotten() -> None:
     apart.run(10)
     assert int(apart.writer.world["due_head"]) == int(apart.writer.world["due_tail"])
     assert not apart.writer.hears(1)
+
+
+def test_who_gets_long_messages_in_pieces_is_sent_none() -> None:
+    apart = Apart()
+    apart.network.pieces = 1.0
+    apart.run(50)
+    assert not apart.writer.hears(1)
+    assert not apart.reader.hears(0)
+    flow = apart.receive(1)
+    apart.start(apart.send(flow, [1]), [2])
+    assert kinds(apart.run()[0]) == [OP_DONE], "records are whole"
+
+
+def test_a_grant_that_comes_in_pieces_is_missed_and_told_again() -> None:
+    """Its receiver's Python takes everything back; another grant may be whole, and goes in a message all the same."""
+    apart = met()
+    apart.network.pieces = 1.0
+    flow = apart.receive(1)
+    apart.wait()
+    apart.grant(flow, [1])
+    told, heard = apart.run(60)
+    assert told == []
+    assert kinds(heard) == [CUT]
+    assert untold(apart, flow) == [0]
+    assert not apart.reader.hears(0)
+    apart.network.pieces = 0.0
+    apart.message(apart.record(head=HELLO, hi=1))
+    apart.run(10)
+    assert not apart.reader.hears(0), "not on this lane"
+    assert apart.writer.hears(1), "this is another direction"
+    assert told_in_a_message(apart, flow, 1)
+
+
+def test_pieces_that_never_come_keep_nobody_else_waiting() -> None:
+    """Their memory is not used again: long messages are missed, and records go on."""
+    apart = met()
+    real = apart.network._receive_later
+    apart.network._receive_later = lambda *given: apart.network._request(_Never())  # type: ignore[method-assign]
+    apart.network.pieces = 1.0
+    apart.message(b"\x00" * 500, TAGS[0], to=0)
+    apart.writer.step()
+    apart.network._receive_later = real  # type: ignore[method-assign]
+    apart.network.pieces = 0.0
+    apart.grant(apart.receive(1), [1])
+    told, heard = apart.run(60)
+    assert told == []
+    assert set(kinds(heard)) == {CUT}
+    flow = apart.receive(1, 2)
+    apart.start(apart.send(flow, [1], 2), [2])
+    assert kinds(apart.run()[0]) == [OP_DONE]
+
+
+class _Never:
+    done, error = False, None
 
 
 # ---------------------------------------------------------------- once
