@@ -49,7 +49,7 @@ class NativeNetwork:
     """All channels of a world that compiled code uses.
 
     puts, messages: how many there were. open: requests not freed. holding: the requests of messages do not end. pieces:
-    how many of the messages that are longer than `PIECE` arrive in several.
+    how many of the messages that are longer than `PIECE` arrive in several. slowness: of messages.
     """
 
     def __init__(self, world: World) -> None:
@@ -58,6 +58,7 @@ class NativeNetwork:
         self.messages = 0
         self.holding = False
         self.pieces = 0.0
+        self.slowness = 1.0
         self.open: dict[int, Any] = {}  # by number: completions and messages
         self.inboxes: dict[int, deque[tuple[int, bytes]]] = {}  # by node: messages that have arrived
         self._endpoints: dict[int, LoopbackChannel] = {}
@@ -158,7 +159,7 @@ class NativeNetwork:
         self.messages += 1
         message = _Message(address, nbytes, tag)
         self._links[channel].append(message)
-        self.world.schedule(self.world.delay(), lambda: self._move(channel))
+        self.world.schedule(self.slowness * self.world.delay(), lambda: self._move(channel))
         if self.world.random.random() < 0.5:
             message.read()
             return 0

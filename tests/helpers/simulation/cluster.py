@@ -293,6 +293,7 @@ class Cluster:
         if self.network is not None:
             dice = random.Random(f"lanes {seed}")
             self.network.pieces = dice.choice([0.0, 0.0, 0.0, 0.0, 0.1, 0.5])
+            self.network.slowness = dice.choice([1.0, 1.0, 5.0, 20.0])  # frames overtake them
             self._make_lanes(dice)
 
     def _registration(self, index: int, place: Place, sees_death: bool, views: bool) -> Registration:
