@@ -172,11 +172,11 @@ def test_pieces_that_never_come_keep_nobody_else_waiting() -> None:
     """Their memory is not used again: long messages are missed, and records go on."""
     apart = met()
     real = apart.network._receive_later
-    apart.network._receive_later = lambda *given: apart.network._request(_Never())  # type: ignore[method-assign]
+    apart.network._receive_later = lambda *given: apart.network._request(_Never())
     apart.network.pieces = 1.0
     apart.message(b"\x00" * 500, TAGS[0], to=0)
     apart.writer.step()
-    apart.network._receive_later = real  # type: ignore[method-assign]
+    apart.network._receive_later = real
     apart.network.pieces = 0.0
     apart.grant(apart.receive(1), [1])
     told, heard = apart.run(60)
