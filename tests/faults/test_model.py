@@ -23,9 +23,9 @@ from torchkv.engine.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
 from torchkv.protocol.receive_request import ReceiverRequest, Writer
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.unmet import Unmet
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.unmet import Unmet
 
 CANCELS = Rules(lives=2)
 DEATHS = Rules(lives=1, deaths=1, reader_cancels=0)

@@ -17,9 +17,9 @@ from tests.helpers.simulation.grouped import GroupScenario
 from torchkv.cache import KVCache
 from torchkv.errors import PageOutOfRange
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol import send_request
 from torchkv.protocol.actions import BoundGrant
 from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.sending import request as send_request
 
 Patch = pytest.MonkeyPatch
 SEEDS_PER_TEST = 15
@@ -118,7 +118,7 @@ def _absent_pages_are_counted_as_held(patch: Patch) -> None:
         return real(grant, start, num_pages, from_prompt=True) if from_prompt else (start, num_pages, 0)
 
     patch.setattr(send_request, "behind", behind)
-    patch.setattr("torchkv.protocol.sender.behind", behind)
+    patch.setattr("torchkv.protocol.sending.sender.behind", behind)
 
 
 def _every_part_has_the_whole_layout(patch: Patch) -> None:

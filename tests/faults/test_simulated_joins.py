@@ -19,7 +19,7 @@ from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.sender import Sender
 
 SEEDS_PER_TEST = 10
 LEAVES = 20  # seeds of `leave_in_mid_put`

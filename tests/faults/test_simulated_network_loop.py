@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.engine.flows import Flows
-from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 SEEDS = range(120)
 BATCH = 20

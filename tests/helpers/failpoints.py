@@ -84,12 +84,12 @@ def _before_the_seal(real: Callable[..., Any]) -> Callable[..., Any]:
 Point = tuple[str, str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]  # module, class, method, how
 
 OF_WRITERS: Mapping[str, Point] = {
-    "grant heard": ("torchkv.protocol.sender", "Sender", "on_grant", _before),
-    "grant bound": ("torchkv.protocol.sender", "Sender", "on_grant", _after),
+    "grant heard": ("torchkv.protocol.sending.sender", "Sender", "on_grant", _before),
+    "grant bound": ("torchkv.protocol.sending.sender", "Sender", "on_grant", _after),
     "mid copy": ("torchkv_ucx.channel", "UCXChannel", "put", _after),
     "mid gather": ("torchkv.staging.host_packer", "HostPacker", "gather", _amid),
-    "after the last byte, before the seal": ("torchkv.protocol.sender", "Sender", "_tell", _before_the_seal),
-    "after the seal, before the verdict": ("torchkv.protocol.sender", "Sender", "on_verdict", _before),
+    "after the last byte, before the seal": ("torchkv.protocol.sending.sender", "Sender", "_tell", _before_the_seal),
+    "after the seal, before the verdict": ("torchkv.protocol.sending.sender", "Sender", "on_verdict", _before),
 }
 OF_READERS: Mapping[str, Point] = {
     "grant made": ("torchkv.control.messenger", "ControlMessenger", "send_now", _before),

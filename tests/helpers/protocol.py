@@ -17,10 +17,10 @@ from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Grant, Message, pack_pages
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.staging_requester import StagingRequester
 from torchkv.protocol.stage_allocator import StagingRing
 from torchkv.protocol.staging_credits import StagingCredits
-from torchkv.protocol.staging_requester import StagingRequester
 
 TIMEOUT, GRANT_TIMEOUT = 10.0, 100.0
 RING = 1 << 16

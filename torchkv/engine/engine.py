@@ -50,7 +50,7 @@ from torchkv.protocol.messages import (
 )
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.sender import Sender
 from torchkv.protocol.stage_allocator import StagingRing
 from torchkv.protocol.staging_credits import StagingCredits
 from torchkv.staging.packer import Staging

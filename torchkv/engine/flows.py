@@ -63,8 +63,8 @@ from torchkv.protocol.instance import InstanceLeader, Part
 from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, checked_grant, name_hashes
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection

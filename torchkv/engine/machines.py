@@ -33,9 +33,9 @@ from torchkv.protocol.messages import (
     Withdrawn,
 )
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.staging_requester import StagingRequester
 from torchkv.protocol.staging_credits import StagingCredits
-from torchkv.protocol.staging_requester import StagingRequester
 
 __all__ = ["Machines"]
 

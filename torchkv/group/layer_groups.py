@@ -38,8 +38,8 @@ from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.leases import Wanted
-from torchkv.protocol.send_request import not_posted
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.sending.request import not_posted
+from torchkv.protocol.sending.unmet import ANYBODY
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache

@@ -14,7 +14,7 @@ from torchkv.observe.dump_format import VERSION, Dump, Member, Receive, Send, Wr
 from torchkv.observe.stats import Stats
 from torchkv.protocol.counts import SEVERAL
 from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine

@@ -34,8 +34,8 @@ from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.send_request import not_posted
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.sending.request import not_posted
+from torchkv.protocol.sending.unmet import ANYBODY
 
 __all__ = ["Verbs", "layer_wait"]
 

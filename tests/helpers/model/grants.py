@@ -24,7 +24,7 @@ from torchkv.protocol.actions import Account, BoundGrant, Halt, SendOp, Settle, 
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Message
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.sender import Sender
 
 __all__ = ["Grants", "Rules"]
 

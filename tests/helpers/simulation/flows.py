@@ -15,8 +15,8 @@ from torchkv.engine import flows
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.unmet import ANYBODY
 
 __all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]
 

@@ -29,7 +29,7 @@ from torchkv.protocol.messages import (
 )
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.staging_requester import Span
+from torchkv.protocol.sending.staging_requester import Span
 
 WRITER, OTHER, READER = range(3)
 LAYERS = [0, 1]

@@ -30,7 +30,6 @@ from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCanc
 from torchkv.layout.component import Component, State
 from torchkv.layout.layer_groups import SLOTS as SLOT_POOL
 from torchkv.layout.layout import KVLayout
-from torchkv.protocol import sender as sender_module
 from torchkv.protocol.actions import Account, Scatter, Start
 from torchkv.protocol.messages import (
     Abort,
@@ -46,7 +45,8 @@ from torchkv.protocol.messages import (
     Withdraw,
 )
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending import sender as sender_module
+from torchkv.protocol.sending.sender import Sender
 
 SLOTS = 4
 # `gqa` has two layers; the second of them has both states.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchkv.protocol.actions import SendOp
-from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 _LAYERS = st.sets(st.integers(0, 3)).map(lambda layers: tuple(sorted(layers)))
 _CHUNK = st.tuples(_LAYERS, st.integers(0, 2), st.integers(0, 3))

@@ -71,7 +71,7 @@ from torchkv.protocol.messages import (
     Verdict,
     unpack_pages,
 )
-from torchkv.protocol.send_request import (
+from torchkv.protocol.sending.request import (
     Finish,
     SenderRequest,
     behind,
@@ -84,8 +84,8 @@ from torchkv.protocol.send_request import (
     extent,
     receiver_name,
 )
-from torchkv.protocol.staging_requester import StagingRequester
-from torchkv.protocol.unmet import ANYBODY, Key, Unmet
+from torchkv.protocol.sending.staging_requester import StagingRequester
+from torchkv.protocol.sending.unmet import ANYBODY, Key, Unmet
 
 __all__ = ["Sender"]
 

@@ -13,7 +13,7 @@ from tests.helpers.simulation.staging_credits import ALIGNMENT, TIMEOUT, Exchang
 from torchkv.errors import ProtocolError, RingExhausted
 from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
-from torchkv.protocol.staging_requester import Span, StagingRequester
+from torchkv.protocol.sending.staging_requester import Span, StagingRequester
 
 DST, GENERATION, RING = 3, 7, 4096
 

@@ -10,12 +10,12 @@ import pytest
 from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, group_map, moved, pair, sender, verb
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
-from torchkv.protocol import sender as sender_module
-from torchkv.protocol import unmet
 from torchkv.protocol.actions import SendOp, Settle
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending import sender as sender_module
+from torchkv.protocol.sending import unmet
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.sender import Sender
 
 
 def bound(count: int = 2, *, ids: tuple[int, ...] = (5, 6), prefix: int = 0) -> Sender:

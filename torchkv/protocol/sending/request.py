@@ -11,7 +11,7 @@ from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolErro
 from torchkv.layout.pair_plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp, Work
 from torchkv.protocol.coverage import LayerCoverage
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.sending.unmet import ANYBODY
 
 __all__ = [
     "Finish",

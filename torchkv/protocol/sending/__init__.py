@@ -1,0 +1,1 @@
+"""What a rank sends, by the rules: requests, the grants that they meet, and the stages that they ask for."""
