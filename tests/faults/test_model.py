@@ -23,6 +23,7 @@ from torchkv.engine.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
 from torchkv.protocol.receive_request import ReceiverRequest, Writer
 from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.sending.endings import Endings
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.protocol.sending.unmet import Unmet
@@ -67,18 +68,18 @@ def _first_seal_counts(self: Receiver, req: ReceiverRequest, now: float) -> None
         self._succeed(req)
 
 
-def _seal_at_once(self: Sender, req: SenderRequest, now: float) -> None:
+def _seal_at_once(self: Endings, req: SenderRequest, now: float) -> None:
     running, req.running = req.running, {}
     _true_seal(self, req, now)
     req.running = running
 
 
-_true_seal = Sender._seal_if_done
+_true_seal = Endings.seal_if_done
 
 
 def _quiesced_at_once(self: Sender, src: int, message: Revoke, now: float) -> None:
     _true_revoke(self, src, message, now)
-    self._tell(src, Quiesced(message.generation))
+    self._endings.tell(src, Quiesced(message.generation))
 
 
 _true_revoke = Sender.on_revoke
@@ -123,7 +124,7 @@ _true_poll = Session.poll
         (ReceiverRequest, "pending_writers", _pages_are_free_at_the_failure, DEADLINES, "lands in a page"),
         (Receiver, "_writer", _any_generation, Rules(pages=2), "has succeeded with bytes"),
         (Receiver, "_complete_if_covered", _first_seal_counts, CANCELS, "has succeeded with bytes"),
-        (Sender, "_seal_if_done", _seal_at_once, CANCELS, "(lands in a page|has succeeded with bytes|never ends)"),
+        (Endings, "seal_if_done", _seal_at_once, CANCELS, "(lands in a page|has succeeded with bytes|never ends)"),
         (Sender, "on_revoke", _quiesced_at_once, CANCELS, "lands in a page"),
         (Unmet, "revoke", _grant_outlives_its_revocation, CANCELS, "lands in a page"),
         (Receiver, "peer_dead", lambda self, rank, now: None, DEATHS, "leased for ever"),

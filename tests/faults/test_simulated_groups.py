@@ -19,7 +19,7 @@ from torchkv.errors import PageOutOfRange
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import BoundGrant
 from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.sending import request as send_request
+from torchkv.protocol.sending import grant_checks
 
 Patch = pytest.MonkeyPatch
 SEEDS_PER_TEST = 15
@@ -112,12 +112,12 @@ def _a_part_frees_the_pages_of_all(patch: Patch) -> None:
 
 def _absent_pages_are_counted_as_held(patch: Patch) -> None:
     patch.setattr(BoundGrant, "held_tokens", property(lambda grant: grant.prefix_tokens))
-    real = send_request.behind
+    real = grant_checks.behind
 
     def behind(grant: BoundGrant, start: int, num_pages: int, *, from_prompt: bool) -> tuple[int, int, int]:
         return real(grant, start, num_pages, from_prompt=True) if from_prompt else (start, num_pages, 0)
 
-    patch.setattr(send_request, "behind", behind)
+    patch.setattr(grant_checks, "behind", behind)
     patch.setattr("torchkv.protocol.sending.sender.behind", behind)
 
 

@@ -178,7 +178,7 @@ def test_who_may_still_be_written_to_is_not_told_that_all_has_landed(monkeypatch
     transfer(jobs, "r1", p, d)
     sender = d.ranks[0].engine.sender
     number = d.memberships[0].peers["p"].ranks[0]
-    monkeypatch.setattr(sender, "_undrainable", {(number, 7)})
+    monkeypatch.setattr(sender.requests, "undrainable", {(number, 7)})
     pause(p)
     assert jobs.run(lambda: not d.memberships[0].peers, limit=LOST_FOR_GOOD + 5)
     assert not d.ranks[0].engine._messenger._abandoned

@@ -88,7 +88,7 @@ OF_WRITERS: Mapping[str, Point] = {
     "grant bound": ("torchkv.protocol.sending.sender", "Sender", "on_grant", _after),
     "mid copy": ("torchkv_ucx.channel", "UCXChannel", "put", _after),
     "mid gather": ("torchkv.staging.host_packer", "HostPacker", "gather", _amid),
-    "after the last byte, before the seal": ("torchkv.protocol.sending.sender", "Sender", "_tell", _before_the_seal),
+    "after the last byte, before the seal": ("torchkv.protocol.sending.endings", "Endings", "tell", _before_the_seal),
     "after the seal, before the verdict": ("torchkv.protocol.sending.sender", "Sender", "on_verdict", _before),
 }
 OF_READERS: Mapping[str, Point] = {

@@ -53,7 +53,8 @@ class Acts:
     """The actions that a machine has asked for since the last `Acts`."""
 
     def __init__(self, machine: Machine) -> None:
-        taken, machine.actions = machine.actions, []
+        taken = machine.actions[:]
+        machine.actions.clear()
         self.all = taken
         self.told = [(action.rank, action.message) for action in taken if isinstance(action, Tell)]
         self.settled = {action.work: action.error for action in taken if isinstance(action, Settle)}

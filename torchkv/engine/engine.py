@@ -151,7 +151,7 @@ class Engine:
             notify=weakly(self.notify),
         )
         self.connections, self.lost = self.peers.connections, self.peers.lost  # for verbs: the very same objects
-        self.sender.lost = self.lost
+        self.sender.grants.lost = self.lost
         self._unpacker = StageUnpacker(
             receiver=self.receiver,
             lock=self.lock,
@@ -184,7 +184,7 @@ class Engine:
                 clock=weakly(self._clock),
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
-            self.sender.flows = self.receiver.flows = self._leader.flows = proxy(self.flows)
+            self.sender.handover.flows = self.receiver.flows = self._leader.flows = proxy(self.flows)
 
     # ------------------------------------------------------------------ driving
 
@@ -270,7 +270,7 @@ class Engine:
             if isinstance(action.message, Grant) and not self.peers.is_watched(action.rank):
                 return []
             tells.append(action)
-        self.receiver.actions = []
+        self.receiver.actions.clear()
         for tell in tells:
             self._tell(tell.rank, tell.message, now)
         while self._to_self:
@@ -309,7 +309,7 @@ class Engine:
         """What waits or is under way; see `Stats`. Under the lock."""
         return {
             "ops awaiting grants": sum(len(req.queue) for req in self.sender.requests),
-            "pages awaiting grants": self.sender.queued_pages,
+            "pages awaiting grants": self.sender.requests.queued_pages,
             "transfers": self._scheduler.pending,
             "loop flows": sum(req.flow is not None for req in self.sender.requests)
             + sum(req.flow is not None for req in self.receiver.requests),
@@ -425,7 +425,7 @@ class Engine:
         """Ends the resident loop, after `end_all`, and says so. What the loop served is Python's by now."""
         if self.flows is not None:
             self.flows.core.close()
-            self.sender.flows = self.receiver.flows = self._leader.flows = None
+            self.sender.handover.flows = self.receiver.flows = self._leader.flows = None
         with self.lock:
             self.peers.leave()
             frames = self._messenger.frames(now)
@@ -637,7 +637,7 @@ def _completed(machine: Sender | Receiver) -> list[KVWork]:
                 completed.append(action.work)
         else:
             rest.append(action)
-    machine.actions = rest
+    machine.actions[:] = rest
     return completed
 
 

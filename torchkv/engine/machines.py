@@ -94,9 +94,9 @@ class Machines:
             case InstanceVerdict():
                 self.receiver.on_instance_verdict(src, message)
             case Refused():
-                self.sender.on_refused(src, message, now)
+                self.sender.grants.on_refused(src, message, now)
             case Exempt():
-                self.sender.on_exempt(src, message, now)
+                self.sender.grants.on_exempt(src, message, now)
             case _:
                 return self._handle_staging(src, message, now)
         return True
@@ -136,7 +136,7 @@ class Machines:
         for machine in (self.sender, self.receiver, self.leader):
             if machine.actions:
                 taken += machine.actions
-                machine.actions = []
+                machine.actions.clear()
         return taken
 
     def take_stage_messages(self) -> list[tuple[int, Message]]:

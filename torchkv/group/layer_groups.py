@@ -36,10 +36,9 @@ from torchkv.group.verbs import Verbs, layer_wait
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
-from torchkv.protocol.actions import SendOp
+from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.leases import Wanted
 from torchkv.protocol.sending.request import not_posted
-from torchkv.protocol.sending.unmet import ANYBODY
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache

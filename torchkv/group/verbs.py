@@ -32,10 +32,9 @@ from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
-from torchkv.protocol.actions import SendOp
+from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.sending.request import not_posted
-from torchkv.protocol.sending.unmet import ANYBODY
 
 __all__ = ["Verbs", "layer_wait"]
 
@@ -507,7 +506,7 @@ class Verbs:
             pending: list[KVWork] = []
             for name in names:
                 if decline:
-                    engine.sender.decline(name, self.clock())
+                    engine.sender.grants.decline(name, self.clock())
                 pending += engine.sender.cancel(name, work, self.clock()) + engine.receiver.cancel(name, work)
             work._expect(len(pending))
             engine.notify()

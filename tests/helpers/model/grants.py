@@ -283,7 +283,8 @@ class Grants:
             again = False
             machine: Sender | Receiver | InstanceLeader
             for rank, machine in [*self.senders.items(), (READER, self.receiver), (READER, self.leader)]:
-                actions, machine.actions = machine.actions, []
+                actions = machine.actions[:]
+                machine.actions.clear()
                 again |= bool(actions)
                 for action in actions:
                     if rank not in self.deaths:

@@ -14,9 +14,9 @@ from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
 from torchkv.engine import flows
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
+from torchkv.protocol.actions import ANYBODY
 from torchkv.protocol.receive_request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
-from torchkv.protocol.sending.unmet import ANYBODY
 
 __all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]
 

@@ -334,7 +334,7 @@ class Scenario:
     def _may_go_on(self, sending: Sending) -> bool:
         """False once it was paused or cancelled, or if an earlier request of the name has not ended when it begins."""
         name, rank = sending.flow.name, sending.rank
-        earlier_life = not sending.reqs and any(request == name for request, _ in rank.engine.sender._requests)
+        earlier_life = not sending.reqs and any(request == name for request, _ in rank.engine.sender.requests.by_key)
         sending.failed |= earlier_life or not rank.running
         return not sending.failed
 
@@ -370,7 +370,7 @@ class Scenario:
     def _adopt(self, sending: Sending) -> None:
         """Records which of the engine's sender requests are this flow's, so that grants can be traced to it."""
         known = {id(req) for other in self.sendings for req in other.reqs.values() if other is not sending}
-        for (name, dst), req in sending.rank.engine.sender._requests.items():
+        for (name, dst), req in sending.rank.engine.sender.requests.by_key.items():
             if name == sending.flow.name and id(req) not in known:
                 sending.reqs.setdefault(dst, req)
 
@@ -502,8 +502,8 @@ class Scenario:
         for rank in (rank for rank in self.cluster.ranks if rank.running):
             engine = rank.engine
             left = {
-                "lives": list(engine.sender._requests),
-                "queued pages": engine.sender._queued_pages,
+                "lives": list(engine.sender.requests.by_key),
+                "queued pages": engine.sender.requests.queued_pages,
                 "transfers": engine._scheduler.pending,
                 "live receives": list(engine.receiver._live),
                 "stages of its own": engine.staging.sending.ring.stages,

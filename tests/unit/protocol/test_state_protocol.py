@@ -45,7 +45,7 @@ from torchkv.protocol.messages import (
     Withdraw,
 )
 from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sending import sender as sender_module
+from torchkv.protocol.sending import open_requests
 from torchkv.protocol.sending.sender import Sender
 
 SLOTS = 4
@@ -71,7 +71,8 @@ def writing() -> Sender:
 
 
 def started(machine: Sender) -> list[Start]:
-    taken, machine.actions = machine.actions, []
+    taken = machine.actions[:]
+    machine.actions.clear()
     return [action for action in taken if isinstance(action, Start)]
 
 
@@ -269,7 +270,7 @@ def test_verbs_of_state_after_finish_raise() -> None:
 
 
 def test_state_counts_in_the_queue_before_the_grant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_QUEUED_OPS", 3)
+    monkeypatch.setattr(open_requests, "MAX_QUEUED_OPS", 3)
     machine = writing()
     for _ in range(3):
         send_state(machine, 0)
@@ -277,7 +278,7 @@ def test_state_counts_in_the_queue_before_the_grant(monkeypatch: pytest.MonkeyPa
         send_state(machine, 1)
     assert caught.value.retryable
     machine.on_grant(1, grant(slot=1), 0.0)
-    assert machine._queued_pages == 0
+    assert machine.requests.queued_pages == 0
     send_state(machine, 1)
 
 

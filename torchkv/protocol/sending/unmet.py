@@ -14,16 +14,13 @@ A request may be meant for `ANYBODY`: for whoever grants it first.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, TypeAlias
+from typing import Any
 
 from torchkv.errors import KVError
-from torchkv.protocol.actions import BoundGrant
+from torchkv.protocol.actions import ANYBODY, BoundGrant, Key
 
-__all__ = ["ANYBODY", "MAX_REMEMBERED", "Key", "Unmet"]
+__all__ = ["MAX_REMEMBERED", "Unmet"]
 
-Key: TypeAlias = tuple[str, int]  # a request's name, and its receiver or `ANYBODY`
-
-ANYBODY = -1  # in place of a receiver: whoever grants the request
 MAX_GRANTS = 1 << 14  # of one receiver that wait for their first verb
 MAX_GRANTED_PAGES = 1 << 22  # of all these together
 MAX_REMEMBERED = 4096  # keys with refusals, with a revocation, and names with an exemption

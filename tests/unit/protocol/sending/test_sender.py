@@ -10,10 +10,9 @@ import pytest
 from tests.helpers.protocol import GRANT_TIMEOUT, TIMEOUT, Acts, finish, grant, group_map, moved, pair, sender, verb
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
-from torchkv.protocol.actions import SendOp, Settle
+from torchkv.protocol.actions import ANYBODY, SendOp, Settle
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
-from torchkv.protocol.sending import sender as sender_module
-from torchkv.protocol.sending import unmet
+from torchkv.protocol.sending import open_requests, unmet
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 
@@ -44,7 +43,7 @@ def test_verbs_before_the_grant_wait_and_then_start_in_order() -> None:
     machine.on_grant(1, grant(5, 6), 1.0)
     acts = Acts(machine)
     assert acts.started == [first, second]
-    assert machine._queued_pages == 0
+    assert machine.requests.queued_pages == 0
 
 
 def test_a_grant_waits_for_the_first_verb() -> None:
@@ -58,7 +57,8 @@ def test_a_grant_waits_for_the_first_verb() -> None:
 
 def settled(machine: Sender) -> list[str]:
     """The works that a sender settles now, in order."""
-    taken, machine.actions = machine.actions, []
+    taken = machine.actions[:]
+    machine.actions.clear()
     return [action.work for action in taken if isinstance(action, Settle)]
 
 
@@ -94,7 +94,7 @@ def test_seal_comes_after_the_last_transfer_and_the_verdict_ends_the_request() -
     assert acts.tells(Seal) == [(1, Seal(1, 2, b"token"))]
     machine.on_verdict(1, Verdict(1))
     assert Acts(machine).settled == {"finish": None}
-    assert machine._requests == {}
+    assert machine.requests.by_key == {}
 
 
 def test_the_name_may_be_used_again_afterwards() -> None:
@@ -132,7 +132,7 @@ def test_finish_with_nothing_sent_is_legal_for_an_empty_grant_only() -> None:
     machine.on_grant(1, grant(5), 0.0)
     with pytest.raises(ProtocolError, match="layer 0 page 0"):
         finish(machine)
-    assert machine._requests == {}
+    assert machine.requests.by_key == {}
 
 
 def test_only_the_last_transfer_of_a_finished_request_is_announced() -> None:
@@ -282,7 +282,7 @@ def test_cancel_drains_first() -> None:
     assert acts.halted == [op]
     assert [message.kind for _, message in acts.tells(Abort)] == ["TransferCancelled"]
     assert "cancel" not in acts.settled
-    error = machine._requests["r", 1].error
+    error = machine.requests.by_key["r", 1].error
     assert error is not None
     assert not error.pages_safe
     machine.op_finished(op, None, flushed=True, now=0.0)
@@ -290,7 +290,7 @@ def test_cancel_drains_first() -> None:
     assert isinstance(acts.error("send"), TransferCancelled)
     assert acts.settled["cancel"] is None
     assert error.pages_safe
-    assert machine._requests == {}
+    assert machine.requests.by_key == {}
 
 
 def test_cancel_of_nothing_is_nothing() -> None:
@@ -322,8 +322,8 @@ def test_a_tombstone_answers_until_the_caller_cancels() -> None:
     new = verb(machine, 2)
     acts = Acts(machine)
     assert acts.started == [new]
-    assert machine._requests["r", 1].grant is not None
-    assert machine._requests["r", 1].grant.generation == 2
+    assert machine.requests.by_key["r", 1].grant is not None
+    assert machine.requests.by_key["r", 1].grant.generation == 2
 
 
 def test_a_cancel_before_the_grant_refuses_exactly_that_grant() -> None:
@@ -469,7 +469,7 @@ def test_a_revocation_that_met_no_verb_is_forgotten_after(operation: str) -> Non
         machine.tick(1.0 + GRANT_TIMEOUT)
     op = verb(machine, 2)
     assert Acts(machine).started == ([op] if operation == "a new grant" else [])
-    assert machine._requests["r", 1].error is None
+    assert machine.requests.by_key["r", 1].error is None
 
 
 def test_a_cancel_of_a_tombstone_keeps_the_revocation_that_the_next_request_must_meet() -> None:
@@ -495,8 +495,8 @@ def test_revocations_that_meet_no_verb_do_not_pile_up() -> None:
     for i in range(unmet.MAX_REMEMBERED + 1):
         machine.on_grant(1, grant(5, 6, request=f"r{i}", generation=i + 1), 0.0)
         machine.on_revoke(1, Revoke(i + 1, "TransferCancelled", "gone"), 0.0)
-    assert len(machine._unmet._revocations) == unmet.MAX_REMEMBERED
-    assert ("r0", 1) not in machine._unmet._revocations
+    assert len(machine.grants.unmet._revocations) == unmet.MAX_REMEMBERED
+    assert ("r0", 1) not in machine.grants.unmet._revocations
 
 
 def test_cancel_refuses_a_grant_that_no_verb_has_used() -> None:
@@ -619,7 +619,7 @@ def test_a_lost_peer_fails_its_requests_and_no_others() -> None:
 
 
 def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_QUEUED_OPS", 3)
+    monkeypatch.setattr(open_requests, "MAX_QUEUED_OPS", 3)
     machine = sender()
     for i in range(3):
         verb(machine, 1, start=i)
@@ -631,7 +631,7 @@ def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch
 
 
 def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_QUEUED_PAGES", 10)
+    monkeypatch.setattr(open_requests, "MAX_QUEUED_PAGES", 10)
     machine = sender()
     verb(machine, 6)
     with pytest.raises(ProtocolError, match="6 pages wait") as caught:
@@ -643,7 +643,7 @@ def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPa
 
 def test_requests_to_one_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs must neither fill this rank's memory nor keep it from sending to others."""
-    monkeypatch.setattr(sender_module, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(open_requests, "MAX_REQUESTS", 3)
     machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
     for name in ("a", "b", "c"):
         verb(machine, 1, request=name)
@@ -697,7 +697,7 @@ def test_fail_all_ends_everything_now() -> None:
 def test_a_drained_rank_that_leaves_says_that_it_is_quiescent() -> None:
     machine = bound()
     gone = TransferCancelled("the group was destroyed")
-    (op,) = machine._requests["r", 1].running
+    (op,) = machine.requests.by_key["r", 1].running
     machine.fail_all(gone)
     machine.op_finished(op, gone, flushed=True, now=0.0)
     machine.end_all(gone)
@@ -714,7 +714,7 @@ def test_a_rank_that_leaves_answers_grants_that_no_verb_took() -> None:
     assert isinstance(abort, Abort)
     assert "'r': the group was destroyed on rank 0" in abort.text
     assert quiesced == Quiesced(1)
-    assert machine._unmet._grants == machine._unmet._names == {}
+    assert machine.grants.unmet._grants == machine.grants.unmet._names == {}
 
 
 def test_a_receiver_that_has_ended_still_counts_for_equal_prefixes() -> None:
@@ -764,12 +764,15 @@ def test_cancels_and_revocations_look_up_what_they_need() -> None:
     machine = bound()
     verb(machine, 2, request="waits")
     machine.on_grant(1, grant(5, 6, request="granted", generation=7), 0.0)
-    machine._requests, machine._unmet._grants = NoScan(machine._requests), NoScan(machine._unmet._grants)
-    machine._unmet._revocations = NoScan()
+    machine.requests.by_key, machine.grants.unmet._grants = (
+        NoScan(machine.requests.by_key),
+        NoScan(machine.grants.unmet._grants),
+    )
+    machine.grants.unmet._revocations = NoScan()
     machine.on_revoke(1, Revoke(7, "TransferCancelled", "gone"), 0.0)
     for name in ("r", "waits", "granted", "unknown"):
         machine.cancel(name, f"cancel {name}", 0.0)
-    assert len(machine._requests) == 1  # what was bound ends when its op has
+    assert len(machine.requests.by_key) == 1  # what was bound ends when its op has
 
 
 class Lookups(dict):  # type: ignore[type-arg]
@@ -799,15 +802,15 @@ def members_seen(peers: int) -> int:
     members = Lookups(view.info)
     view.info = members
     machine = sender(view)
-    machine.flows = cast(Any, OnTheLoop())
+    machine.handover.flows = cast(Any, OnTheLoop())
     for name in ("r", "withdrawn", "cancelled"):
         verb(machine, 2, request=name)
     machine.on_grant(1, grant(5, 6, prefix=8), 0.0)  # behind a prefix: all requests of this name must hold the same
     machine.withdraw("withdrawn", "work", 0.0)
     assert machine.cancel("cancelled", "work", 0.0)
-    machine.decline("declined", 0.0)
-    assert machine._requests["r", 1].drained or machine.cancel("r", "work", 0.0)
-    machine.submit(SendOp("anyone", unmet.ANYBODY, {}, (0, 1), 0, 2, "work"), 0.0)
+    machine.grants.decline("declined", 0.0)
+    assert machine.requests.by_key["r", 1].drained or machine.cancel("r", "work", 0.0)
+    machine.submit(SendOp("anyone", ANYBODY, {}, (0, 1), 0, 2, "work"), 0.0)
     machine.on_grant(1, grant(7, 8, request="anyone", generation=2), 0.0)
     assert machine.receivers("anyone", 0.0) == (1,)
     return members.seen
@@ -856,7 +859,7 @@ class OnTheLoop:
 @pytest.mark.parametrize("finished_first", [True, False])
 def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(finished_first: bool) -> None:
     machine = sender()
-    machine.flows = loop = OnTheLoop()  # the half that senders ask
+    machine.handover.flows = loop = OnTheLoop()  # the half that senders ask
     machine.on_grant(1, grant(5, 6), 0.0)
     verb(machine, 2)
     (req,) = loop.opened
@@ -875,7 +878,7 @@ def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(fi
 def test_a_request_of_ops_that_the_loop_cannot_do_is_never_handed_over(granted_first: bool) -> None:
     """To take it back, the loop would have to stand still, which a verb would wait for."""
     machine = sender()
-    machine.flows = loop = OnTheLoop(serves=False)
+    machine.handover.flows = loop = OnTheLoop(serves=False)
     if granted_first:
         machine.on_grant(1, grant(5, 6), 0.0)
     verb(machine, 2)
@@ -890,8 +893,8 @@ def test_a_request_to_anybody_waits_until_the_earlier_one_of_its_name_has_draine
     (op,) = Acts(machine).started
     machine.cancel("r", "cancel", 1.0)
     machine.on_grant(1, grant(7, 8, generation=2), 1.0)
-    assert machine.receivers("r", 1.0) == (unmet.ANYBODY,)
-    machine.submit(SendOp("r", unmet.ANYBODY, {}, (0, 1), 0, 2, "late"), 1.0)
+    assert machine.receivers("r", 1.0) == (ANYBODY,)
+    machine.submit(SendOp("r", ANYBODY, {}, (0, 1), 0, 2, "late"), 1.0)
     machine.tick(1.1)
     assert Acts(machine).started == []
     machine.op_finished(op, None, flushed=True, now=1.2)
@@ -911,19 +914,19 @@ def test_what_one_receiver_makes_a_sender_remember_is_bounded(
     for number in range(5):
         machine.on_grant(1, grant(5, 6, generation=number + 1, request=f"r{number}"), 0.0)
     assert [(rank, abort.generation) for rank, abort in Acts(machine).tells(Abort)] == [(1, 4), (1, 5)]
-    assert len(machine._unmet.grants()) == 3
+    assert len(machine.grants.unmet.grants()) == 3
     verb(machine, 1, request="r0")  # it meets its grant, which waits no more
     machine.on_grant(1, grant(5, 6, generation=6, request="r5"), 0.0)
     assert Acts(machine).tells(Abort) == []
-    machine._unmet.forget(1)
-    assert machine._unmet._waiting == {}
+    machine.grants.unmet.forget(1)
+    assert machine.grants.unmet._waiting == {}
 
 
 def test_a_request_to_anybody_binds_no_grant_of_a_rank_that_is_lost() -> None:
     """The resident loop may tell of a grant when its rank is lost already: nobody would fail the request then."""
     machine = sender()
-    machine.lost = {1: "rank 1 is silent"}
-    machine.submit(SendOp("r", unmet.ANYBODY, {}, (0, 1), 0, 2, "op"), 0.0)
+    machine.grants.lost = {1: "rank 1 is silent"}
+    machine.submit(SendOp("r", ANYBODY, {}, (0, 1), 0, 2, "op"), 0.0)
     machine.on_grant(1, grant(5, 6), 1.0)
     acts = Acts(machine)
     assert acts.started == []
