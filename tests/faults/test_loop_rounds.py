@@ -13,7 +13,7 @@ from tests.helpers.references.memory import snapshot
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, shadow
 from torchkv.core.core import Core
-from torchkv.core.records import OPEN, VOTED
+from torchkv.core.loop.records import OPEN, VOTED
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, PeerLost, TransferCancelled, TransferTimeout
 from torchkv.options import Options

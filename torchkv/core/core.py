@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import grants, loop, mailbox, network, posting, rounds
+from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
-from torchkv.core.events import emit
-from torchkv.core.records import (
+from torchkv.core.loop import grants, loop, mailbox, network, rounds
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.records import (
     CUT,
     DECIDED,
     DONE,
@@ -109,7 +110,7 @@ class ReceiveState:
 
 
 class NetworkLane:
-    """The loop's way to a rank of another host: see `torchkv.core.network`. Made by `Core.connect_network`.
+    """The loop's way to a rank of another host: see `torchkv.core.loop.network`. Made by `Core.connect_network`.
 
     native: None after the end, or if the transport has none. failed: whether what is on its way may never arrive.
     """
@@ -552,7 +553,7 @@ class Core:
         writers: list[tuple[int, int, int]],
         network: bool = False,
     ) -> None:
-        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.records.Receive`.
+        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.records.Receive`.
 
         network: whether some of the writers are on other hosts.
 

@@ -12,10 +12,10 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
-from torchkv.core.events import tell_driver, tell_waiters
-from torchkv.core.loop import FINISH, POST, ROUND, START, WAIT
-from torchkv.core.mailbox import NAPPING, call_yield, ring
-from torchkv.core.records import (
+from torchkv.core.loop.events import tell_driver, tell_waiters
+from torchkv.core.loop.loop import FINISH, POST, ROUND, START, WAIT
+from torchkv.core.loop.mailbox import NAPPING, call_yield, ring
+from torchkv.core.loop.records import (
     CLOCK,
     COMMANDS,
     GRANT_NBYTES,

@@ -25,7 +25,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core, NetworkLane, Notice
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.records import (
+from torchkv.core.loop.records import (
     ALL_HERE,
     ALONE,
     AUX,
@@ -412,7 +412,7 @@ class Flows:
         )
 
     def _decider(self) -> int:
-        """See `torchkv.core.records.Receive`, ``leader``."""
+        """See `torchkv.core.loop.records.Receive`, ``leader``."""
         siblings, rank = self._group_map.siblings, self._group_map.rank
         if len(siblings) == 1:
             return ALONE

@@ -22,7 +22,7 @@ from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
 from torchkv.core.core import Core
-from torchkv.core.records import MAILBOX_RECORDS
+from torchkv.core.loop.records import MAILBOX_RECORDS
 from torchkv.engine.engine import Engine
 from torchkv.engine.peer_metadata import PeerMetadata
 from torchkv.engine.registration import Registration

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
-from torchkv.core import mailbox
-from torchkv.core.records import (
+from torchkv.core.loop import mailbox
+from torchkv.core.loop.records import (
     BOUND,
     GRANT,
     GRANT_NBYTES,

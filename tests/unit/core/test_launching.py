@@ -15,7 +15,7 @@ from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, LoopGpu, fake_kernels
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.records import BOUND, BROKEN, IDS, MAX_FLYING, MAX_GPU_SENDS, OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.records import BOUND, BROKEN, IDS, MAX_FLYING, MAX_GPU_SENDS, OP_DONE, RECEIVED, SENT
 from torchkv.kernels import page_copy
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns, Stripe
@@ -71,7 +71,7 @@ def kinds(notices: Sequence[Any]) -> list[int]:
 
 
 def test_parameters_lie_where_the_loop_writes_them() -> None:
-    """The offsets in `torchkv.core.launching` are those of the kernel's parameters."""
+    """The offsets in `torchkv.core.loop.launching` are those of the kernel's parameters."""
     at, found = 0, {}
     for param in page_copy.copy.params[: page_copy.NUM_INTEGERS]:
         size = {"i32": 4, "i64": 8}[param.annotation]

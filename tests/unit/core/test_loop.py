@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core import posting
 from torchkv.core.core import Core
-from torchkv.core.receiving import cover
-from torchkv.core.records import (
+from torchkv.core.loop.receiving import cover
+from torchkv.core.loop.records import (
     ALL_HERE,
     AUX,
     DECIDED,

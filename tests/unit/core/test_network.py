@@ -16,9 +16,9 @@ from torchkv_loopback.channel import LoopbackChannel
 
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.bench.scale.loops import PAGE, TOKENS
-from torchkv.core import network
 from torchkv.core.core import Core, NetworkLane, Notice
-from torchkv.core.records import ALONE, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.core.loop import network
+from torchkv.core.loop.records import ALONE, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
 from torchkv.errors import PeerLost
 
 TAGS = (71, 72)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchkv.core import mailbox
 from torchkv.core.core import Core, Notice
-from torchkv.core.records import (
+from torchkv.core.loop import mailbox
+from torchkv.core.loop.records import (
     AUX,
     DECIDED,
     DONE,

@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core import mailbox
 from torchkv.core.core import TURN, Core, Notice
-from torchkv.core.records import ALONE, MAILBOX_RECORDS, Record
+from torchkv.core.loop import mailbox
+from torchkv.core.loop.records import ALONE, MAILBOX_RECORDS, Record
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]

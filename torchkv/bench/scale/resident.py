@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchkv.bench.scale.loops import Pair
 from torchkv.core.core import Core
-from torchkv.core.records import MAX_PEERS, OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.records import MAX_PEERS, OP_DONE, RECEIVED, SENT
 from torchkv.errors import KVError
 
 __all__ = ["LoopCost", "loop_cost"]

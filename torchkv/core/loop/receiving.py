@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchkv.core.events import emit
-from torchkv.core.mailbox import owe, ring, room, tell
-from torchkv.core.records import (
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.records import (
     ALL_HERE,
     ALONE,
     AUX,

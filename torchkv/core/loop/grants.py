@@ -3,7 +3,7 @@
 The receiver writes a grant's body into the slot of its flow in its own segment, and a GRANT record into the mailbox of
 each writer:
 
-    `torchkv.core.records.Grant` | page ids: int64 [MAX_GRANTED] | name in UTF-8: MAX_NAME bytes
+    `torchkv.core.loop.records.Grant` | page ids: int64 [MAX_GRANTED] | name in UTF-8: MAX_NAME bytes
 
 The slot stays as it is until the request has ended, so until every writer has seen the record or is gone.
 
@@ -17,9 +17,9 @@ Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash ar
 
 from __future__ import annotations
 
-from torchkv.core.events import emit, tell_driver
-from torchkv.core.mailbox import GRANT_SLOT, owe, ring, room, tell
-from torchkv.core.records import (
+from torchkv.core.loop.events import emit, tell_driver
+from torchkv.core.loop.mailbox import GRANT_SLOT, owe, ring, room, tell
+from torchkv.core.loop.records import (
     BOUND,
     BUCKETS,
     FREE,
@@ -36,7 +36,7 @@ from torchkv.core.records import (
     grant_word_at,
     word_at,
 )
-from torchkv.core.sending import queue_op, seal_if_done
+from torchkv.core.loop.sending import queue_op, seal_if_done
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.jit import compiled
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchkv.core.events import emit, event_room
-from torchkv.core.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
-from torchkv.core.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
-from torchkv.core.network import NONE, drive, receive
-from torchkv.core.receiving import on_record, pay_verdict
-from torchkv.core.records import (
+from torchkv.core.loop.events import emit, event_room
+from torchkv.core.loop.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
+from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
+from torchkv.core.loop.network import NONE, drive, receive
+from torchkv.core.loop.receiving import on_record, pay_verdict
+from torchkv.core.loop.records import (
     AUX,
     CLOCK,
     COMMANDS,
@@ -33,8 +33,8 @@ from torchkv.core.records import (
     World,
     word_at,
 )
-from torchkv.core.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
-from torchkv.core.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
+from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
+from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, monotonic_ns

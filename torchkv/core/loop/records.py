@@ -5,7 +5,7 @@ fields to mypy; the dtypes below them are made of the same classes. All fields a
 
 Who writes what. Callers (under the GIL and the engine's lock, so one at a time) write commands, new flows, new ops and
 ``event_head``. The loop writes everything else; while a caller holds ``lock``, the loop writes nothing. Peers write
-their own mailbox and the bell, which lie in shared memory (see `torchkv.core.mailbox`).
+their own mailbox and the bell, which lie in shared memory (see `mailbox`).
 
 A flow or an op is the loop's from the moment at which a caller opens it until the event that ends it, and not longer:
 after that event a caller may use its slot for another one.
@@ -189,7 +189,7 @@ class Record(TypedDict):
 
 
 class Grant(TypedDict):
-    """The body of a grant, in its receiver's segment. Behind it lie the page ids and the name: `torchkv.core.grants`.
+    """The body of a grant, in its receiver's segment. Behind it lie the page ids and the name: `grants`.
 
     hash0, hash1: of the name. writers: a bit for each. prefix: tokens. name_nbytes: of the name in UTF-8.
     """
@@ -350,7 +350,7 @@ class Peer(TypedDict):
     there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
     records so far. grants: address of its grants.
 
-    Of a peer that is reached through the network (see `torchkv.core.network`) the first five are 0. endpoint: 0 for
+    Of a peer that is reached through the network (see `network`) the first five are 0. endpoint: 0 for
     others, and once it is cut. tag_in, tag_out: of the records that it sends, and that it takes. memory: address of
     `NETWORK_NBYTES`. returned: records whose memory is free again. head, requests, pending: puts that have not ended:
     the first in their ring, how many, and bytes. puts: the number of the last one; those up to the number ``flushed``
@@ -407,7 +407,7 @@ class World(TypedDict):
     votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
     round + 1, or 0.
 
-    Of a rank whose pages lie on a GPU (see `torchkv.core.launching`): stream: on which everything is enqueued. word,
+    Of a rank whose pages lie on a GPU (see `launching`): stream: on which everything is enqueued. word,
     word_device: addresses of the completion word, here and there; posted: the last value that the stream was told to
     write to it. ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued.
     broken: the driver's error code, negative until Python is told of it; or 0. steps: so far; gate_streams,

@@ -1,17 +1,17 @@
 """The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled.
 
-The processor copies a slice of an op at a time; `torchkv.core.launching` has kernels copy it where pages lie on a GPU,
-and `torchkv.core.network` puts it where the receiver is on another host.
+The processor copies a slice of an op at a time; `launching` has kernels copy it where pages lie on a GPU,
+and `network` puts it where the receiver is on another host.
 """
 
 from __future__ import annotations
 
-from torchkv.core.copies import copy_slice
-from torchkv.core.events import emit, event_room
-from torchkv.core.launching import landed
-from torchkv.core.mailbox import owe, ring, room, tell
-from torchkv.core.network import NO_ROOM
-from torchkv.core.records import (
+from torchkv.core.loop.copies import copy_slice
+from torchkv.core.loop.events import emit, event_room
+from torchkv.core.loop.launching import landed
+from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.network import NO_ROOM
+from torchkv.core.loop.records import (
     AUX,
     AUX_AT,
     AUX_PART,

@@ -14,10 +14,10 @@ way then: both name a generation, and Python judges those that no loop expects.
 
 from __future__ import annotations
 
-from torchkv.core.events import emit
-from torchkv.core.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell
-from torchkv.core.receiving import succeed
-from torchkv.core.records import (
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell
+from torchkv.core.loop.receiving import succeed
+from torchkv.core.loop.records import (
     DECIDED,
     DONE,
     FREE,

@@ -25,8 +25,8 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 
 from __future__ import annotations
 
-from torchkv.core.network import record_room, send_record
-from torchkv.core.records import (
+from torchkv.core.loop.network import record_room, send_record
+from torchkv.core.loop.records import (
     DUE,
     GRANT_NBYTES,
     MAILBOX_RECORDS,

@@ -15,7 +15,7 @@ ops, each list once while ops follow each other with equal ones.
 
 from __future__ import annotations
 
-from torchkv.core.records import (
+from torchkv.core.loop.records import (
     GATES,
     IDS,
     LAUNCH,
@@ -28,7 +28,7 @@ from torchkv.core.records import (
     Send,
     World,
 )
-from torchkv.core.stripes import owed_pairs
+from torchkv.core.loop.stripes import owed_pairs
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 

@@ -18,7 +18,7 @@ its endpoint has failed.
 
 from __future__ import annotations
 
-from torchkv.core.records import (
+from torchkv.core.loop.records import (
     CHECK,
     FLUSH,
     FREE_REQUEST,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchkv.core.records import Op, Send
+from torchkv.core.loop.records import Op, Send
 from torchkv.host.atomics import load
 from torchkv.host.jit import compiled
 

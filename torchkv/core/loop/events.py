@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchkv.core.records import ALL_HERE, MAX_EVENTS, MAX_FLOWS, SYSCALL, WRITE, World, word_at
+from torchkv.core.loop.records import ALL_HERE, MAX_EVENTS, MAX_FLOWS, SYSCALL, WRITE, World, word_at
 from torchkv.host.atomics import exchange_if, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled
