@@ -106,7 +106,7 @@ def test_a_killed_job_is_forgotten_and_comes_again(views: bool) -> None:
         assert engine.connections.keys() == set()
         assert d.cluster.registrations[0]._metadata_of.keys() == {0}
         if engine.flows is not None:
-            assert engine.flows.core._slots == {0: 0}
+            assert engine.flows.core.peers.slots == {0: 0}
             assert engine.flows._routes == {}
         assert told == [("p", True), ("p", False)] * (life + 1)
         p = requests.start("p", 1 + life % 2, 4)

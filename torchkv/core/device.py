@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core.loop.records import IDS, MAX_GPU_SENDS, World
+from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS
+from torchkv.core.loop.records import World
 from torchkv.cuda import driver
 from torchkv.cuda.events import RecordedEvent
 
@@ -33,7 +34,7 @@ _kept: list[Any] = []  # memory that kernels may still read, or a stream write t
 class LoopDevice:
     """What the loop of one rank needs of its GPU.
 
-    functions: addresses of the driver's functions, see `torchkv.core.loop.records.QUERY` and the next. stream: on which
+    functions: addresses of the driver's functions, see `torchkv.core.loop.codes.QUERY` and the next. stream: on which
     everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[MAX_GPU_SENDS, IDS]``,
     pinned and on the GPU. errors: address of two words in pinned memory for the kernels' errors. activate: prepares
     the loop's thread. keep: what must stay alive.

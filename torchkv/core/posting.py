@@ -12,22 +12,11 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
+from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
-from torchkv.core.loop.loop import FINISH, POST, ROUND, START, WAIT
+from torchkv.core.loop.limits import COMMANDS
 from torchkv.core.loop.mailbox import NAPPING, call_yield, ring
-from torchkv.core.loop.records import (
-    CLOCK,
-    COMMANDS,
-    GRANT_NBYTES,
-    OPEN,
-    SYSCALL,
-    WAITING,
-    WORLD,
-    YIELD,
-    Send,
-    World,
-    word_at,
-)
+from torchkv.core.loop.records import GRANT_NBYTES, WORLD, Send, World, word_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
 from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns

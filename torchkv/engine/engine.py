@@ -204,7 +204,7 @@ class Engine:
         if (moved or self._scheduler.posting or now >= self._next_tick) and self._transport.progress():
             busy = True
             if self.flows is not None:
-                self.flows.core.hear_network()
+                self.flows.core.peers.hear_network()
         if self.moving:
             busy |= self._scheduler.open_gates(now)
             busy |= self._scheduler.advance(now)
@@ -227,7 +227,7 @@ class Engine:
         if flows is None:
             return False
         # Without a thread of its own, as in tests, the loop takes its turns here.
-        busy = False if flows.core.running else flows.core.step()
+        busy = False if flows.core.runner.running else flows.core.runner.step()
         if flows.has_news:
             busy = self._news = True
             with self.lock:
@@ -329,7 +329,7 @@ class Engine:
     @property
     def transport_is_driven(self) -> bool:
         """Whether the resident loop drives the transport, and nothing of Python's is under way on it."""
-        driven = self.flows is not None and self.flows.core.drives_transport
+        driven = self.flows is not None and self.flows.core.peers.drives_transport
         return driven and not self.moving and not self.peers.undrained
 
     @property

@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.core import Core, NetworkLane, Notice
+from torchkv.core.core import Core, Notice
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.loop.records import (
+from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
     AUX,
@@ -35,12 +35,6 @@ from torchkv.core.loop.records import (
     DECIDED,
     DONE,
     GRANTED,
-    MAX_AUX,
-    MAX_FLOWS,
-    MAX_GRANTED,
-    MAX_NAME,
-    MAX_PEERS,
-    MAX_WRITERS,
     NEWS,
     NOBODY,
     OP_DONE,
@@ -49,12 +43,13 @@ from torchkv.core.loop.records import (
     RECEIVED,
     ROUND_OVER,
     SEAL,
-    SEGMENT_FIELDS,
     SENT,
     STRAY,
     VERDICT,
     WRITTEN,
 )
+from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS, SEGMENT_FIELDS
+from torchkv.core.peers import NetworkLane
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan

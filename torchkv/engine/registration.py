@@ -165,7 +165,7 @@ class Registration:
             regions=[region_metadata(region) for region in self._regions],
             placements=placement_metadata(self.cache),
             scales=self.cache.scales.metadata(),
-            mailboxes=b"" if self._core is None else self._core.descriptor(),
+            mailboxes=b"" if self._core is None else self._core.peers.descriptor(),
         )
 
     def engine(self, all_metadata: Sequence[PeerMetadata]) -> Engine:
@@ -357,7 +357,7 @@ class Registration:
         if self._core is None or not metadata.mailboxes:
             return
         try:
-            self._core.connect(metadata.rank, metadata.mailboxes)
+            self._core.peers.connect(metadata.rank, metadata.mailboxes)
         except TransportUnavailable as error:
             log.info("rank %d: requests of rank %d go through Python: %s", self.rank, metadata.rank, error)
 

@@ -181,7 +181,7 @@ def _engine(
     exchange.all(mine)
     exchange.or_report(lambda: registration.measure_connections(thread, engine))
     if engine.flows is not None:
-        engine.flows.core.start(thread.waker.fd, thread.waker.word)
+        engine.flows.core.runner.start(thread.waker.fd, thread.waker.word)
     exchange.all(mine)
     return engine
 

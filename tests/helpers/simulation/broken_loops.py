@@ -17,7 +17,7 @@ from tests.helpers.simulation.loop_runs import loop_scenario
 from torchkv.bench.scale.loops import TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.loop import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
-from torchkv.core.loop.records import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
+from torchkv.core.loop.codes import DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.engine.flows import Flows
 
 __all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]

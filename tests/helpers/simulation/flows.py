@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
-from torchkv.core.loop.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
 from torchkv.engine import flows
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork

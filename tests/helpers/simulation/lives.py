@@ -237,6 +237,6 @@ class Life:
                     problems.append(f"{job.name} rank {rank.rank} still knows ranks {strangers}, which are dead")
                 if not engine.connections.keys() <= group_map.info.keys():
                     problems.append(f"{job.name} rank {rank.rank}: connections {list(engine.connections)}")
-                if engine.flows is not None and not engine.flows.core._slots.keys() <= group_map.info.keys():
-                    problems.append(f"{job.name} rank {rank.rank}: mailboxes of {list(engine.flows.core._slots)}")
+                if engine.flows is not None and not engine.flows.core.peers.slots.keys() <= group_map.info.keys():
+                    problems.append(f"{job.name} rank {rank.rank}: mailboxes of {list(engine.flows.core.peers.slots)}")
         return problems

@@ -16,9 +16,10 @@ from torchkv_loopback.channel import LoopbackChannel
 
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.bench.scale.loops import PAGE, TOKENS
-from torchkv.core.core import Core, NetworkLane, Notice
+from torchkv.core.core import Core, Notice
 from torchkv.core.loop import network
-from torchkv.core.loop.records import ALONE, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.core.loop.codes import ALONE, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.core.peers import NetworkLane
 from torchkv.errors import PeerLost
 
 TAGS = (71, 72)
@@ -87,15 +88,15 @@ class Apart:
         """A send of two pages whose puts are under way: its flow, its op, and the number of the last put."""
         send = self.send(self.receive(2), [0, 1])
         op = self.start(send, [0, 1])
-        self.writer.step()
+        self.writer.runner.step()
         with self.writer.standing_still():
             posted = self.writer.put(op)
         assert posted > 0
         return send, op, posted
 
     def step(self) -> None:
-        self.writer.step()
-        self.reader.step()
+        self.writer.runner.step()
+        self.reader.runner.step()
         self.world.advance(self.world.now + 1e-4)
         assert self.network.problems == []
 
@@ -203,7 +204,7 @@ def test_one_flush_stands_for_many_ops() -> None:
 def test_puts_that_find_no_room_wait() -> None:
     """Only so many requests at once: here fewer than a layer has pages."""
     apart = Apart()
-    peer = apart.writer.world["peers"][apart.writer._slots[1]]
+    peer = apart.writer.world["peers"][apart.writer.peers.slots[1]]
     under_way = network.PUTS - 2
     peer["requests"] = under_way
     ring = int(peer["memory"]) + network.NETWORK_NBYTES - 16 * network.PUTS

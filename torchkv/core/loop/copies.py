@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from torchkv.core.loop.limits import SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
-from torchkv.core.loop.records import SCRATCH, SEGMENT_FIELDS, Op, Send, World
+from torchkv.core.loop.records import Op, Send, World
 from torchkv.core.loop.stripes import owed_pairs
 from torchkv.host.atomics import load
 from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torchkv.core.loop.records import ALL_HERE, MAX_EVENTS, MAX_FLOWS, SYSCALL, WRITE, World, word_at
+from torchkv.core.loop.codes import ALL_HERE, SYSCALL, WRITE
+from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS
+from torchkv.core.loop.records import World, word_at
 from torchkv.host.atomics import exchange_if, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled

@@ -17,25 +17,11 @@ Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash ar
 
 from __future__ import annotations
 
+from torchkv.core.loop.codes import BOUND, FREE, GRANT, GRANTED, OPEN, POSTED
 from torchkv.core.loop.events import emit, tell_driver
+from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED
 from torchkv.core.loop.mailbox import GRANT_SLOT, owe, ring, room, tell
-from torchkv.core.loop.records import (
-    BOUND,
-    BUCKETS,
-    FREE,
-    GRANT,
-    GRANT_NBYTES,
-    GRANTED,
-    MAX_FLOWS,
-    MAX_GRANTED,
-    OPEN,
-    POSTED,
-    Record,
-    Send,
-    World,
-    grant_word_at,
-    word_at,
-)
+from torchkv.core.loop.records import GRANT_NBYTES, Record, Send, World, grant_word_at, word_at
 from torchkv.core.loop.sending import queue_op, seal_if_done
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.jit import compiled

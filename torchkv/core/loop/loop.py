@@ -6,33 +6,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchkv.core.loop.events import emit, event_room
-from torchkv.core.loop.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
-from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
-from torchkv.core.loop.network import NONE, drive, receive
-from torchkv.core.loop.receiving import on_record, pay_verdict
-from torchkv.core.loop.records import (
+from torchkv.core.loop.codes import (
     AUX,
     CLOCK,
-    COMMANDS,
     CUT,
     DECIDED,
     DONE,
-    DUE,
+    FINISH,
     GRANT,
-    MAX_OPS,
     OUTSIDE,
+    POST,
     POSTED,
     SEAL,
+    START,
     STRAY,
     SYSCALL,
     VERDICT,
+    WAIT,
     WAITING,
     WRITTEN,
     YIELD,
-    World,
-    word_at,
 )
+from torchkv.core.loop.events import emit, event_room
+from torchkv.core.loop.grants import forget, on_grant, owe_grants, park, pay_grant, wait_for_grant
+from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS
+from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
+from torchkv.core.loop.network import NONE, drive, receive
+from torchkv.core.loop.receiving import on_record, pay_verdict
+from torchkv.core.loop.records import World, word_at
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
 from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
 from torchkv.host.atomics import exchange, fence, load, store
@@ -40,11 +41,6 @@ from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
 
 __all__ = [
-    "FINISH",
-    "POST",
-    "ROUND",
-    "START",
-    "WAIT",
     "drop",
     "drop_due",
     "drop_due_to",
@@ -54,8 +50,6 @@ __all__ = [
     "step_first",
 ]
 
-# Commands, with an op, the flow of a send or of a receive (POST), or a round in the bits above.
-START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
 _HEARD = 64  # records of one mailbox in one step
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer

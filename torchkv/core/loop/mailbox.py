@@ -25,21 +25,10 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 
 from __future__ import annotations
 
+from torchkv.core.loop.codes import SYSCALL
+from torchkv.core.loop.limits import DUE, MAILBOX_RECORDS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, RECORD_NBYTES
 from torchkv.core.loop.network import record_room, send_record
-from torchkv.core.loop.records import (
-    DUE,
-    GRANT_NBYTES,
-    MAILBOX_RECORDS,
-    MAX_FLOWS,
-    MAX_GRANTED,
-    MAX_NAME,
-    MAX_PEERS,
-    RECORD_NBYTES,
-    SYSCALL,
-    Peer,
-    World,
-    word_at,
-)
+from torchkv.core.loop.records import GRANT_NBYTES, Peer, World, word_at
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled

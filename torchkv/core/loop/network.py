@@ -18,20 +18,9 @@ its endpoint has failed.
 
 from __future__ import annotations
 
-from torchkv.core.loop.records import (
-    CHECK,
-    FLUSH,
-    FREE_REQUEST,
-    PROBE,
-    PROGRESS,
-    PUT,
-    RECEIVE_MESSAGE,
-    RECORD_NBYTES,
-    SEND_MESSAGE,
-    Peer,
-    World,
-    word_at,
-)
+from torchkv.core.loop.codes import CHECK, FLUSH, FREE_REQUEST, PROBE, PROGRESS, PUT, RECEIVE_MESSAGE, SEND_MESSAGE
+from torchkv.core.loop.limits import RECORD_NBYTES
+from torchkv.core.loop.records import Peer, World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 

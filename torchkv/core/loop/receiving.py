@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from torchkv.core.loop.events import emit
-from torchkv.core.loop.mailbox import owe, ring, room, tell
-from torchkv.core.loop.records import (
+from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
     AUX,
-    AUX_AT,
-    AUX_PART,
     DONE,
     FREE,
     LEAVING,
-    MAX_AUX,
-    MAX_FLOWS,
-    MAX_INTERVALS,
     NEWS,
     NOBODY,
     OPEN,
@@ -24,11 +17,11 @@ from torchkv.core.loop.records import (
     VERDICT,
     VOTED,
     WRITTEN,
-    Receive,
-    Record,
-    World,
-    word_at,
 )
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.limits import AUX_PART, MAX_AUX, MAX_FLOWS, MAX_INTERVALS
+from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 

@@ -18,82 +18,29 @@ from typing import TypedDict
 import numpy as np
 
 from torchkv.arrays import Int64Array
+from torchkv.core.loop.limits import (
+    BUCKETS,
+    COMMANDS,
+    DUE,
+    GATES,
+    MAX_AUX,
+    MAX_EVENTS,
+    MAX_FLOWS,
+    MAX_OPS,
+    MAX_PEERS,
+    MAX_ROUNDS,
+    MAX_WRITERS,
+    PARAM_WORDS,
+    RECORD_NBYTES,
+    SCRATCH,
+)
 
 __all__ = [
-    "ALL_HERE",
-    "ALONE",
-    "AUX",
     "AUX_AT",
-    "AUX_PART",
-    "BOUND",
-    "BROKEN",
-    "BUCKETS",
-    "CHECK",
-    "CLOCK",
-    "COMMANDS",
-    "CUT",
-    "DECIDED",
-    "DONE",
-    "DUE",
     "EVENT",
-    "FLUSH",
-    "FREE",
-    "FREE_REQUEST",
-    "FUTEX_CALL",
-    "GATES",
-    "GRANT",
-    "GRANTED",
     "GRANT_NBYTES",
-    "IDS",
-    "LAUNCH",
-    "LAUNCH_FIELDS",
-    "LEAVING",
-    "MAILBOX_RECORDS",
-    "MAX_AUX",
-    "MAX_EVENTS",
-    "MAX_FLOWS",
-    "MAX_FLYING",
-    "MAX_GPU_SENDS",
-    "MAX_GRANTED",
-    "MAX_INTERVALS",
-    "MAX_NAME",
-    "MAX_OPS",
-    "MAX_PEERS",
-    "MAX_ROUNDS",
-    "MAX_WRITERS",
-    "NEWS",
-    "NOBODY",
-    "OPEN",
-    "OP_DONE",
-    "OUTSIDE",
-    "PARAM_WORDS",
-    "POSTED",
-    "PROBE",
-    "PROGRESS",
-    "PUT",
-    "QUERY",
-    "RECEIVE_MESSAGE",
-    "RECEIVED",
     "RECORD",
-    "RECORD_NBYTES",
-    "ROUND_OVER",
-    "SCRATCH",
-    "SEAL",
-    "SEALED",
-    "SEGMENT_FIELDS",
-    "SEND_MESSAGE",
-    "SENT",
-    "SIGNAL",
-    "STRAY",
-    "SYSCALL",
-    "UPLOAD",
-    "VERDICT",
-    "VOTED",
-    "WAITING",
     "WORLD",
-    "WRITE",
-    "WRITTEN",
-    "YIELD",
     "Event",
     "Grant",
     "Op",
@@ -107,64 +54,6 @@ __all__ = [
     "grant_word_at",
     "word_at",
 ]
-
-MAX_FLOWS = 512  # of each kind: requests under way on the loop; more go through Python
-MAX_OPS = 8192  # verbs that wait or copy
-MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no loop
-MAX_WRITERS = 8  # of one receive
-MAX_EVENTS = 8192  # a power of two, as are the three below
-COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
-DUE = 8192  # messages that wait for room: at most one per send, round and writer of a receive, and two per receive
-MAILBOX_RECORDS = 256  # records of one mailbox
-MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
-SCRATCH = 1024  # page pairs that are copied in one go
-AUX_PART = 32  # bytes of aux in one record
-MAX_AUX = 256  # longer ones go through Python
-MAX_GRANTED = 8192  # pages of a grant; larger ones go through Python, as do longer names
-MAX_NAME = 1024  # bytes
-BUCKETS = 1024  # of the table of sends that wait for their grant; a power of two
-MAX_GPU_SENDS = 128  # as MAX_FLOWS, of sends whose pages lie on a GPU
-IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there
-MAX_FLYING = 256  # ops whose kernels are enqueued; a stream takes about a thousand operations before it blocks
-MAX_ROUNDS = MAX_FLOWS  # verdicts of an instance that are being reached on its leader
-GATES = 8  # streams of which one step remembers an event that has not happened
-
-# States of a flow, or a round. WAITING: a send without a grant. LEAVING: all that comes for the flow is Python's.
-# VOTED: a receive that is complete, as the leader of the instance is told.
-FREE, OPEN, SEALED, LEAVING, WAITING, VOTED = 0, 1, 2, 3, 4, 5
-
-# Kinds of records. The last three go between a rank and the leader of its instance.
-WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED = 1, 2, 3, 4, 5, 6, 7, 8
-
-# Who declares that a complete receive has succeeded, if not the loop of the rank that leads the instance. ALONE: this
-# loop, for there are no other ranks. NOBODY: no loop; Python asks the leader.
-ALONE, NOBODY = -1, -2
-
-# Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
-# that the loop has bound to none. ROUND_OVER: all ranks of a round have been told that it has succeeded. ALL_HERE: a
-# receive of which the loop does not know whether it is complete, although all of its writers have sealed; or on which
-# others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
-# the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
-# something, so the loop launches no more. CUT: the network to a peer has failed, or is used no more.
-OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
-ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT = 7, 8, 9, 10, 11, 12
-
-# Indices of `World`'s ``functions``: addresses of libc's.
-SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
-# Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync, cuLaunchKernel and
-# cuStreamWriteValue64.
-QUERY, UPLOAD, LAUNCH, SIGNAL = 0, 1, 2, 3
-# Indices of `World`'s ``native``: the functions of `torchkv.transport.NativeChannel`.
-PUT, FLUSH, CHECK, FREE_REQUEST, PROGRESS, SEND_MESSAGE, PROBE, RECEIVE_MESSAGE = 0, 1, 2, 3, 4, 5, 6, 7
-PARAM_WORDS = 32  # the most words of their last argument
-FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
-
-# A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.transfer.loop_geometry`.
-SEGMENT_FIELDS = 23
-LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`
-
-
-RECORD_NBYTES = 64
 
 
 class Record(TypedDict):

@@ -14,23 +14,12 @@ way then: both name a generation, and Python judges those that no loop expects.
 
 from __future__ import annotations
 
+from torchkv.core.loop.codes import DECIDED, DONE, FREE, OPEN, POSTED, ROUND_OVER, STRAY, VOTED
 from torchkv.core.loop.events import emit
+from torchkv.core.loop.limits import MAX_FLOWS
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell
 from torchkv.core.loop.receiving import succeed
-from torchkv.core.loop.records import (
-    DECIDED,
-    DONE,
-    FREE,
-    MAX_FLOWS,
-    OPEN,
-    POSTED,
-    ROUND_OVER,
-    STRAY,
-    VOTED,
-    Record,
-    World,
-    grant_word_at,
-)
+from torchkv.core.loop.records import Record, World, grant_word_at
 from torchkv.host.atomics import load
 from torchkv.host.jit import compiled
 

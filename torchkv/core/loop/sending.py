@@ -6,30 +6,14 @@ and `network` puts it where the receiver is on another host.
 
 from __future__ import annotations
 
+from torchkv.core.loop.codes import AUX, BROKEN, FREE, OP_DONE, OPEN, SEAL, SEALED, SENT, WRITTEN
 from torchkv.core.loop.copies import copy_slice
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import landed
+from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS
 from torchkv.core.loop.mailbox import owe, ring, room, tell
 from torchkv.core.loop.network import NO_ROOM
-from torchkv.core.loop.records import (
-    AUX,
-    AUX_AT,
-    AUX_PART,
-    BROKEN,
-    FREE,
-    MAX_FLOWS,
-    MAX_OPS,
-    OP_DONE,
-    OPEN,
-    SEAL,
-    SEALED,
-    SENT,
-    WRITTEN,
-    Op,
-    Record,
-    Send,
-    World,
-)
+from torchkv.core.loop.records import AUX_AT, Op, Record, Send, World
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.jit import compiled
 
