@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.simulation.__main__ import main
 from torchkv import faultlab
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,8 @@ from torchkv.control.greeting import Greeter, Greeting, Refusal
 from torchkv.control.session import Session
 from torchkv.engine.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
-from torchkv.protocol.receive_request import ReceiverRequest, Writer
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 from torchkv.protocol.sending.endings import Endings
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender

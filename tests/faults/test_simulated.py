@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.protocol.messages import Attest, Quiesced
-from torchkv.protocol.receive_request import ReceiverRequest, Writer
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 
 SEEDS_PER_TEST = 20
 MUTANT_SEEDS = range(50, 200)

@@ -18,7 +18,7 @@ from torchkv.cache import KVCache
 from torchkv.errors import PageOutOfRange
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import BoundGrant
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending import grant_checks
 
 Patch = pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.errors import PeerLost, ProtocolError, TransferCancelled
 from torchkv.protocol.messages import Attest, Grant, Quiesced, Seal, Verdict, decode_frame
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
 

@@ -13,11 +13,11 @@ from tests.helpers.simulation.staging_rings import FifoEnd, LaggingPacker
 from torchkv.errors import KVError
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import Staged
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits, _StageState
 from torchkv.protocol.sending.staging_requester import Span, StagingRequester
-from torchkv.protocol.stage_allocator import Stage, StagingRing
-from torchkv.protocol.staging_credits import StagingCredits, _StageState
 from torchkv.staging.packer import GatherJob
 from torchkv.staging.transfer import StagedTransfer
 from torchkv.transport import Batch

@@ -19,8 +19,8 @@ from torchkv.errors import KVError, PageOutOfRange, TransferCancelled, TransferT
 from torchkv.layout.layer_groups import SLOTS
 from torchkv.layout.layout import KVLayout, State
 from torchkv.protocol.actions import BoundGrant
-from torchkv.protocol.receive_request import ReceiverRequest, Writer
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
 STATES = (State("ssm", (4, 3), torch.int16, shard_dim=0), State("flat", (5,), torch.uint8, layers=(1,)))

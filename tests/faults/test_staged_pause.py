@@ -20,7 +20,7 @@ from tests.helpers.harness import Ranks, ask, kv_world
 from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import page_bytes, random_cache
 from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.staging import host_packer
 from torchkv.staging.transfer import StagedTransfer
 

@@ -94,10 +94,10 @@ OF_WRITERS: Mapping[str, Point] = {
 OF_READERS: Mapping[str, Point] = {
     "grant made": ("torchkv.control.messenger", "ControlMessenger", "send_now", _before),
     "grant sent": ("torchkv.control.messenger", "ControlMessenger", "send_now", _with_frames),
-    "layer attested": ("torchkv.protocol.receiver", "Receiver", "on_attest", _before),
+    "layer attested": ("torchkv.protocol.receiving.receiver", "Receiver", "on_attest", _before),
     "mid scatter": ("torchkv.staging.host_packer", "HostPacker", "scatter", _amid),
-    "seal heard": ("torchkv.protocol.receiver", "Receiver", "on_seal", _before),
-    "succeeded, before the verdict": ("torchkv.protocol.receiver", "Receiver", "_succeed", _after),
+    "seal heard": ("torchkv.protocol.receiving.receiver", "Receiver", "on_seal", _before),
+    "succeeded, before the verdict": ("torchkv.protocol.receiving.receiver", "Receiver", "_succeed", _after),
 }
 AT_REGISTER: Mapping[str, Point] = {
     "before it publishes": ("torchkv.engine.registration", "Registration", "metadata", _before),

@@ -48,11 +48,11 @@ from torchkv.protocol.messages import (
     StageGrant,
     Verdict,
 )
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 from torchkv.protocol.sending.sender import Sender
-from torchkv.protocol.stage_allocator import StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
 from torchkv.staging.packer import Staging
 from torchkv.staging.unpacker import StageUnpacker
 from torchkv.transfer.peer_connection import PeerConnection

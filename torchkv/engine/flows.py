@@ -56,8 +56,8 @@ from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.instance import InstanceLeader, Part
 from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, checked_grant, name_hashes
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.loop_geometry import geometry

@@ -32,10 +32,10 @@ from torchkv.protocol.messages import (
     Withdraw,
     Withdrawn,
 )
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 from torchkv.protocol.sending.sender import Sender
 from torchkv.protocol.sending.staging_requester import StagingRequester
-from torchkv.protocol.staging_credits import StagingCredits
 
 __all__ = ["Machines"]
 

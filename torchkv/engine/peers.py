@@ -32,7 +32,7 @@ from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Left
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 

@@ -37,7 +37,7 @@ from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
-from torchkv.protocol.leases import Wanted
+from torchkv.protocol.receiving.leases import Wanted
 from torchkv.protocol.sending.request import not_posted
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torchkv.layout.layer_groups import SEPARATOR, group_of
 from torchkv.observe.dump_format import VERSION, Dump, Member, Receive, Send, WriterOf
 from torchkv.observe.stats import Stats
 from torchkv.protocol.counts import SEVERAL
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import not_posted
 
 __all__ = ["Verbs", "layer_wait"]

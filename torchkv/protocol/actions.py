@@ -18,7 +18,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
 from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import Message
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving.stage_allocator import Stage
 
 if TYPE_CHECKING:
     from torchkv.layout.pair_plan import PairPlan

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torchkv.errors import KVError
 from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.staging.packer import Packer
 
 __all__ = ["StageUnpacker"]

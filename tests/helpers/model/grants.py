@@ -23,7 +23,7 @@ from torchkv.protocol import messages
 from torchkv.protocol.actions import Account, BoundGrant, Halt, SendOp, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Message
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.sending.sender import Sender
 
 __all__ = ["Grants", "Rules"]

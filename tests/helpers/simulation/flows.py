@@ -15,7 +15,7 @@ from torchkv.engine import flows
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.protocol.actions import ANYBODY
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]

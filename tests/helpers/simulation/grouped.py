@@ -17,7 +17,7 @@ from torchkv.errors import KVError
 from torchkv.layout.layer_groups import absent_allowed
 from torchkv.layout.layout import KVLayout
 from torchkv.options import Options
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 
 NUM_PAGES = 48
 RECV_PAGES = 32  # pages [0, RECV_PAGES) receive, the rest send

@@ -17,7 +17,7 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
 from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 
 __all__ = ["NAMES", "Life", "Requests", "layouts", "leased_pages"]
 

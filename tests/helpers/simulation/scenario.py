@@ -20,7 +20,7 @@ from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
 from torchkv.layout.layer_groups import PAGES, SLOTS
 from torchkv.layout.layout import State
 from torchkv.options import Options
-from torchkv.protocol.staging_credits import Owner
+from torchkv.protocol.receiving.staging_credits import Owner
 
 RECV_PAGES = 10  # pages [0, RECV_PAGES) of a pool receive, the rest sends
 BUSY_SECONDS = 4.0  # virtual seconds in which requests begin and faults happen

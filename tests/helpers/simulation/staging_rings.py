@@ -17,9 +17,9 @@ from torchkv_loopback import World
 from torchkv.engine.engine import Engine
 from torchkv.errors import KVError
 from torchkv.layout.stage_format import MAX_CHANNELS, SLOTS, MemorySpan
-from torchkv.protocol import receiver as receiver_module
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving import receiver as receiver_module
+from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.staging import transfer as staged_transfer
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import StageMemory

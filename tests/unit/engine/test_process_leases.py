@@ -26,7 +26,7 @@ from torchkv.layout.component import Component, State
 from torchkv.layout.layer_groups import PAGES, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Quiesced, StageAsk
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.staging.memory import StageMemory
 
 WRITER, ME = 0, 1

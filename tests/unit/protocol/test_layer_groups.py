@@ -13,7 +13,6 @@ from torchkv.errors import PageOutOfRange, ProtocolError, TransferTimeout
 from torchkv.layout.layer_groups import Pools, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import SendOp
-from torchkv.protocol.leases import Wanted
 from torchkv.protocol.messages import (
     Abort,
     Attest,
@@ -27,10 +26,11 @@ from torchkv.protocol.messages import (
     Seal,
     pack_pages,
 )
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.stage_allocator import StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.receiving.leases import Wanted
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 
 FULL, NEAR, FAR = (part_name("r", group) for group in GROUPS)
 APART: Pools = {(group, slots): i for i, (group, slots) in enumerate((g, s) for g in GROUPS for s in (False, True))}

@@ -44,7 +44,7 @@ from torchkv.protocol.messages import (
     Verdict,
     Withdraw,
 )
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.sending import open_requests
 from torchkv.protocol.sending.sender import Sender
 

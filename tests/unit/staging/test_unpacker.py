@@ -12,7 +12,7 @@ import pytest
 from torchkv.errors import ChecksumMismatch, KVError
 from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.staging.unpacker import MAX_ACTIVE, MAX_OF_ONE_WRITER, StageUnpacker
 
 

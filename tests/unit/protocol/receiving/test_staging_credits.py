@@ -19,8 +19,8 @@ from torchkv.protocol.messages import (
     Withdraw,
     Withdrawn,
 )
-from torchkv.protocol.stage_allocator import Stage, StagingRing
-from torchkv.protocol.staging_credits import MAX_STAGES, StagingCredits
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.staging_credits import MAX_STAGES, StagingCredits
 
 TIMEOUT = 10.0
 A, B, C = 1, 2, 3

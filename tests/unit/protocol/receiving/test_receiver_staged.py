@@ -11,7 +11,6 @@ from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import ChecksumMismatch, ProtocolError, RingExhausted, TransferCancelled, TransferTimeout
 from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, SLOTS, ChunkFifo, Signal
-from torchkv.protocol import receiver as receiver_module
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import (
     Abort,
@@ -27,8 +26,9 @@ from torchkv.protocol.messages import (
     Withdrawn,
     pack_pages,
 )
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving import receiver as receiver_module
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.staging_requester import Span
 
 WRITER, OTHER, READER = range(3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
 from torchkv.layout.stage_format import ALIGNMENT
-from torchkv.protocol.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 
 UNIT = 8
 

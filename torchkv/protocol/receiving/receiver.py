@@ -19,7 +19,7 @@
   fails; whether the others have succeeded it cannot know.
 * **Revoke.** Whatever fails the request, its work fails at once and every writer is told to stop. A one-sided write
   cannot be called back, so the pages stay leased, in *quarantine*, until every writer is *quiescent* or cannot reach
-  them, and until this rank's own unpacking has ended. `receive_request` shows what proves quiescence.
+  them, and until this rank's own unpacking has ended. `request` shows what proves quiescence.
 
 Invariant: a page is leased from before its grant is sent until no write under that grant can land on it any more. No
 timeout ends a lease; it only fails the request.
@@ -53,7 +53,6 @@ from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Sign
 from torchkv.protocol.actions import Account, Action, Scatter, Settle, Tell, Work
 from torchkv.protocol.counts import SEVERAL, Counts
 from torchkv.protocol.flows import RequestFlows
-from torchkv.protocol.leases import Leases, Wanted
 from torchkv.protocol.messages import (
     MAX_TEXT,
     Abort,
@@ -74,9 +73,10 @@ from torchkv.protocol.messages import (
     Withdraw,
     pack_pages,
 )
-from torchkv.protocol.receive_request import ReceiverRequest, Writer
-from torchkv.protocol.stage_allocator import Stage
-from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.receiving.leases import Leases, Wanted
+from torchkv.protocol.receiving.request import ReceiverRequest, Writer
+from torchkv.protocol.receiving.stage_allocator import Stage
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 
 __all__ = ["Receiver"]
 

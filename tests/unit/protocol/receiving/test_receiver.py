@@ -29,7 +29,7 @@ from torchkv.protocol.messages import (
     Seal,
     Verdict,
 )
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.receiver import Receiver
 
 KINDS = st.sampled_from(["attest", "seal", "abort", "quiesced", "alive"])
 

@@ -43,7 +43,7 @@ from typing import NamedTuple
 from torchkv.errors import ProtocolError
 from torchkv.layout.stage_format import SIGNAL_STEP, Signal
 from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
-from torchkv.protocol.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 
 __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 

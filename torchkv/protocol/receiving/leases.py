@@ -24,7 +24,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import PageOutOfRange
 from torchkv.host.jit import at_register, compiled_with_gil
 from torchkv.layout.layer_groups import PAGES, UNGROUPED, Pools
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 
 __all__ = ["Leases", "OtherLeases", "Wanted", "warm_up"]
 
