@@ -126,7 +126,7 @@ def errors() -> None:
             ):
                 with pytest.raises(wrong, match=message):
                     kv.recv_pages("r", pages, 0)
-            assert not kv._verbs.engine.receiver._requests
+            assert not kv._verbs.engine.receiver.requests.by_generation
             kv.recv_pages("r", lists, 0).wait(30)
         meet(kv)
 

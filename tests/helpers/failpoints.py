@@ -97,7 +97,7 @@ OF_READERS: Mapping[str, Point] = {
     "layer attested": ("torchkv.protocol.receiving.receiver", "Receiver", "on_attest", _before),
     "mid scatter": ("torchkv.staging.host_packer", "HostPacker", "scatter", _amid),
     "seal heard": ("torchkv.protocol.receiving.receiver", "Receiver", "on_seal", _before),
-    "succeeded, before the verdict": ("torchkv.protocol.receiving.receiver", "Receiver", "_succeed", _after),
+    "succeeded, before the verdict": ("torchkv.protocol.receiving.endings", "Endings", "succeed", _after),
 }
 AT_REGISTER: Mapping[str, Point] = {
     "before it publishes": ("torchkv.engine.registration", "Registration", "metadata", _before),

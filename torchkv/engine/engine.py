@@ -153,7 +153,7 @@ class Engine:
         self.connections, self.lost = self.peers.connections, self.peers.lost  # for verbs: the very same objects
         self.sender.grants.lost = self.lost
         self._unpacker = StageUnpacker(
-            receiver=self.receiver,
+            stages=self.receiver.stages,
             lock=self.lock,
             packer=None if memory.staging is None else memory.staging.packer,
             send_stage_messages=weakly(self._send_stage_messages),
@@ -184,7 +184,7 @@ class Engine:
                 clock=weakly(self._clock),
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
-            self.sender.handover.flows = self.receiver.flows = self._leader.flows = proxy(self.flows)
+            self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
 
     # ------------------------------------------------------------------ driving
 
@@ -425,7 +425,7 @@ class Engine:
         """Ends the resident loop, after `end_all`, and says so. What the loop served is Python's by now."""
         if self.flows is not None:
             self.flows.core.close()
-            self.sender.handover.flows = self.receiver.flows = self._leader.flows = None
+            self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = None
         with self.lock:
             self.peers.leave()
             frames = self._messenger.frames(now)

@@ -104,11 +104,11 @@ class Machines:
     def _handle_staging(self, src: int, message: Message, now: float) -> bool:
         match message:
             case StageAsk():
-                self.receiver.on_stage_ask(src, message, now)
+                self.receiver.stages.on_stage_ask(src, message, now)
             case Staged():
-                self.receiver.on_staged(src, message, now)
+                self.receiver.stages.on_staged(src, message, now)
             case Withdraw():
-                self.receiver.on_withdraw(src, message)
+                self.receiver.stages.on_withdraw(src, message)
             case StageGrant():
                 peer = self._group_map.info[src]
                 self.requester.on_grant(src, message, peer.staging, peer.signals)

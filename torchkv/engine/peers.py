@@ -143,7 +143,7 @@ class Peers:
     def named(self) -> set[int]:
         """Ranks with which requests are under way."""
         with self._lock:
-            return self._sender.requests.receivers() | self._receiver.writers()
+            return self._sender.requests.receivers() | self._receiver.requests.writers()
 
     def forget(self, rank: int, *, farewell: str = "") -> None:
         """Drops a member that is `gone`, or with which nothing has begun yet.

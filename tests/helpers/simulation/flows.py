@@ -105,7 +105,7 @@ def flows_left(engine: Engine) -> list[object]:
     if flows is None:
         return []
     core = flows.core
-    quarantined = sum(req.reserved is not None for req in engine.receiver._requests.values())
+    quarantined = sum(req.reserved is not None for req in engine.receiver.requests)
     free = [len(core._free_sends), len(core._free_receives) + quarantined, len(core._free_ops)]
     left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
     return left + ([free] if free != [MAX_FLOWS if core.device is None else MAX_GPU_SENDS, MAX_FLOWS, MAX_OPS] else [])

@@ -300,7 +300,7 @@ class GroupScenario:
                 if leased := np.flatnonzero(rank.engine.receiver.leases.marks(pool)).tolist():
                     self.problems.append(f"rank {rank.rank} still leases {leased} of pool {pool}")
         for rank in self._running():
-            if left := [*rank.engine.sender.requests.by_key, *rank.engine.receiver._live]:
+            if left := [*rank.engine.sender.requests.by_key, *rank.engine.receiver.requests.live]:
                 self.problems.append(f"rank {rank.rank} still knows {left}")
         for found in self.received:
             if not found.rank.running:

@@ -105,7 +105,7 @@ class Requests:
             work = rank.recv_pages(name, pages, src)
         except KVError:
             return
-        req = rank.engine.receiver._live[name]
+        req = rank.engine.receiver.requests.live[name]
         self.receivings.append(Receiving(name, rank, req, work, before, pages, writers))
 
     def send(self, rank: Rank, name: str, dst: str) -> None:

@@ -295,7 +295,7 @@ class Scenario:
         except KVError as error:
             self.note("not posted", rank.rank, flow.name, type(error).__name__)
             return
-        req = rank.engine.receiver._live[flow.name]
+        req = rank.engine.receiver.requests.live[flow.name]
         self.note("posted", rank.rank, flow.name, req.generation, tuple(pages))
         self.receivings.append(Receiving(flow, rank, req, work, before, pages, slot))
 
@@ -457,7 +457,7 @@ class Scenario:
 
     def _quarantine_is_justified(self, rank: Rank) -> bool:
         """Whether every writer that this rank still waits for is one whose quiescence cannot be proved."""
-        failed = [req for req in rank.engine.receiver._requests.values() if req.error is not None]
+        failed = [req for req in rank.engine.receiver.requests if req.error is not None]
         held = {writer for req in failed for writer in req.pending_writers()}
         return bool(held) and all(self._unknown(writer, rank) for writer in held)
 
@@ -505,7 +505,7 @@ class Scenario:
                 "lives": list(engine.sender.requests.by_key),
                 "queued pages": engine.sender.requests.queued_pages,
                 "transfers": engine._scheduler.pending,
-                "live receives": list(engine.receiver._live),
+                "live receives": list(engine.receiver.requests.live),
                 "stages of its own": engine.staging.sending.ring.stages,
                 "asks for stages": list(engine._machines.requester._queues),
                 "flows": flows_left(rank.engine),

@@ -16,12 +16,12 @@ staging ring only, and so unable to reach the pages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
-from torchkv.layout.pair_plan import PairPlan
+from torchkv.layout.pair_plan import PairPlan, seal_matches
 from torchkv.protocol.actions import Scatter, Work
 from torchkv.protocol.coverage import LayerCoverage
 
@@ -128,3 +128,41 @@ class ReceiverRequest:
     def pending_writers(self) -> tuple[int, ...]:
         """Ranks whose writes may still land on the pages."""
         return tuple(rank for rank, writer in self.writers.items() if not writer.harmless)
+
+    def bad_seal(self, writer: Writer, name: str) -> str | None:
+        """Why the seal of a writer does not match the grant, or None if it does. name: of the writer, in messages."""
+        granted, sealed, plan = len(self.pages), writer.sealed, writer.plan
+        if not sealed:
+            owes = any(owed for _, owed in plan.owed(self.num_tokens))
+        else:
+            owes = not seal_matches(sealed, plan.src_page_size, granted, plan.dst_page_size)
+        if not owes:
+            return None
+        return (
+            f"request {self.request!r}: {name} sealed {sealed} pages of {plan.src_page_size} tokens, but {granted} "
+            f"pages of {plan.dst_page_size} tokens are granted behind a prefix of {self.prefix_tokens} tokens; send "
+            f"exactly the pages after the prefix"
+        )
+
+    def first_missing(self, name: Callable[[int], str]) -> str:
+        """Names what has not arrived, though all writers have sealed. name: what messages call a rank."""
+        for rank, writer in self.writers.items():
+            if missing := writer.missing(None, self.num_tokens):
+                return f"{missing} from {name(rank)}"
+        return f"{len(self.scattering)} stages to be unpacked"
+
+    def deadline(self, *, timeout: float, grant_timeout: float) -> tuple[float, str]:
+        """When the request fails unless something happens, and the words for the error. Limits in seconds."""
+        if self.complete_at is not None:
+            # Only the leader times out complete ranks: one of them must not fail while it declares success.
+            return float("inf"), ""
+        if self.total is not None:
+            return self.begun_at + self.total, f"not complete within recv_pages(timeout={self.total:g})"
+        progress_at = self.progress_at
+        if self.parts:  # a layer group may be sent after the others
+            moved = [part.progress_at for part in self.parts if part.progress_at is not None]
+            progress_at = max(moved, default=None)
+        if progress_at is None:
+            text = f"no byte and no seal within {grant_timeout:g} s (Options.grant_timeout)"
+            return self.begun_at + grant_timeout, text
+        return progress_at + timeout, f"no progress for {timeout:g} s (Options.timeout)"

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, make_error
 from torchkv.layout.group_map import GroupMap
@@ -71,7 +72,8 @@ class Sender:
         self._grant_timeout = grant_timeout
         self.requests = OpenRequests(group_map.name)
         self._endings = Endings(self.requests, requester)
-        self.actions, self.counts = self._endings.actions, self._endings.counts
+        self.actions: Final = self._endings.actions  # the parts append to the very same list
+        self.counts = self._endings.counts
         self.handover = Handover(group_map, self.requests, self._endings, timeout=timeout)
         self.grants = Grants(group_map, self.requests, self._endings, self.handover, lifetime=grant_timeout)
 
@@ -248,7 +250,7 @@ class Sender:
                 continue
             self.requests.queued_pages -= sum(op.num_pages for op in req.queue)
             for op in req.queue:
-                self.actions += [Settle(op.work, _withdrawn(req)), Settle(work)]
+                self.actions.extend((Settle(op.work, _withdrawn(req)), Settle(work)))
                 pending.append(work)
             req.queue.clear()
             req.forget_sent()

@@ -515,11 +515,11 @@ def test_a_cancel_looks_up_what_it_needs() -> None:
     machine = receiver()
     for name, page in (("r", 1), ("other", 2)):
         machine.post(name, np.array([page]), (0,), prefix_tokens=0, total=None, work=name, now=0.0)
-    machine._requests = NoScan(machine._requests)
+    machine.requests.by_generation = NoScan(machine.requests.by_generation)
     assert machine.cancel("r", "cancel") == ["cancel"]
     assert machine.cancel("unknown", "cancel") == []
     machine.on_quiesced(0, Quiesced(1), 1.0)
-    assert list(machine._named) == ["other"]
+    assert list(machine.requests._named) == ["other"]
 
 
 def complete_member() -> Receiver:

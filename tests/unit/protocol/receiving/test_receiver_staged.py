@@ -26,7 +26,7 @@ from torchkv.protocol.messages import (
     Withdrawn,
     pack_pages,
 )
-from torchkv.protocol.receiving import receiver as receiver_module
+from torchkv.protocol.receiving import stages
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.staging_requester import Span
@@ -52,7 +52,7 @@ def ask(
     nbytes: int = 16384,
 ) -> Span | None:
     """Asks for a stage; the granted span, or None if it is not granted at once."""
-    machine.on_stage_ask(src, StageAsk(generation, serial, nbytes, nbytes, ring_only), now)
+    machine.stages.on_stage_ask(src, StageAsk(generation, serial, nbytes, nbytes, ring_only), now)
     grants = [m for to, m in take(machine) if isinstance(m, StageGrant) and (to, m.serial) == (src, serial)]
     return Span(grants[0].offset, grants[0].nbytes) if grants else None
 
@@ -74,9 +74,9 @@ def staged(
     fifo: ChunkFifo | None = None,
 ) -> list[Scatter]:
     """Announces a stage; the unpacking jobs that follow."""
-    machine.on_staged(src, Staged(1, serial, layers, start, num_pages, False, False, *(fifo or ())), now)
+    machine.stages.on_staged(src, Staged(1, serial, layers, start, num_pages, False, False, *(fifo or ())), now)
     jobs = [action for action in machine.actions if isinstance(action, Scatter)]
-    machine.actions = [action for action in machine.actions if not isinstance(action, Scatter)]
+    machine.actions[:] = [action for action in machine.actions if not isinstance(action, Scatter)]
     return jobs
 
 
@@ -106,10 +106,10 @@ def test_success_waits_for_the_last_stage_to_be_unpacked() -> None:
     (first,) = staged(machine, serial=0)
     (again,) = staged(machine, serial=1)
     machine.on_seal(0, Seal(1, 2, b""), 2.0)
-    machine.scattered(first, None, 3.0)
+    machine.stages.scattered(first, None, 3.0)
     assert not is_free(machine, req), "all bytes are here, but some of them are still being written"
     assert Acts(machine).settled == {}
-    machine.scattered(again, None, 4.0)
+    machine.stages.scattered(again, None, 4.0)
     assert is_free(machine, req)
     acts = Acts(machine)
     assert acts.settled == {"rx": None}
@@ -122,7 +122,7 @@ def test_a_seal_alone_completes_nothing() -> None:
     req = post(machine, 4, 7)
     ask(machine)
     (job,) = staged(machine, layers=[0])
-    machine.scattered(job, None, 1.0)
+    machine.stages.scattered(job, None, 1.0)
     machine.on_seal(0, Seal(1, 2, b""), 2.0)
     assert machine.layer_done(req, 0)
     assert not machine.layer_done(req, 1)
@@ -175,7 +175,7 @@ def test_a_running_scatter_keeps_the_pages() -> None:
     assert not is_free(machine, req)
     assert not req.error.pages_safe
     assert Acts(machine).settled.keys() == {"rx"}
-    machine.scattered(job, ChecksumMismatch("too late to matter"), 2.0)
+    machine.stages.scattered(job, ChecksumMismatch("too late to matter"), 2.0)
     assert is_free(machine, req)
     assert isinstance(req.error, TransferCancelled)
     assert in_use(machine) == (0, 0)
@@ -188,7 +188,7 @@ def test_pages_of_a_writer_without_promise_wait_for_its_word(how: str) -> None:
     if how != "never asked":
         ask(machine, ring_only=how == "withdrew")
     if how == "withdrew":
-        machine.on_withdraw(0, Withdraw(1))
+        machine.stages.on_withdraw(0, Withdraw(1))
         assert take(machine) == [(0, Withdrawn(1))]
     fail(machine, req)
     assert not is_free(machine, req)
@@ -218,7 +218,7 @@ def test_a_promise_is_kept_after_the_failure() -> None:
     req = post(machine, 4, 7)
     ask(machine)
     fail(machine, req)
-    machine.on_withdraw(0, Withdraw(1))
+    machine.stages.on_withdraw(0, Withdraw(1))
     assert take(machine) == []
 
 
@@ -243,7 +243,7 @@ def test_a_failed_scatter_fails_the_request_everywhere() -> None:
     ask(machine, src=OTHER)
     (job,) = staged(machine, src=WRITER)
     error = ChecksumMismatch("layer 1")
-    machine.scattered(job, error, 2.0)
+    machine.stages.scattered(job, error, 2.0)
     acts = Acts(machine)
     assert acts.settled == {"rx": error}
     assert [rank for rank, _ in acts.tells(Revoke)] == [WRITER, OTHER]
@@ -259,7 +259,7 @@ def test_a_dead_writers_scatter_is_still_waited_for() -> None:
     machine.peer_dead(0, 2.0)
     assert not is_free(machine, req)
     assert in_use(machine)[0] > 0, "it is being read"
-    machine.scattered(job, None, 3.0)
+    machine.stages.scattered(job, None, 3.0)
     assert is_free(machine, req)
     assert in_use(machine) == (0, 0)
 
@@ -363,7 +363,7 @@ def test_a_stage_that_came_late_leaves_its_writer_the_full_time() -> None:
     req = post(machine, 4, 7)
     ask(machine, generation=2, now=0.0)
     machine.tick(TIMEOUT - 0.1)
-    machine.on_staged(0, Staged(1, 0, [], 0, 0, False), TIMEOUT - 0.1)  # the other request gives its stage back
+    machine.stages.on_staged(0, Staged(1, 0, [], 0, 0, False), TIMEOUT - 0.1)  # the other request gives its stage back
     assert any(isinstance(message, StageGrant) for _, message in take(machine))
     machine.tick(TIMEOUT + 1)
     machine.tick(2 * TIMEOUT - 0.2)
@@ -400,7 +400,7 @@ FIFO = ChunkFifo(16, 2)
 
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "CHUNK_UNIT", 16)
+    monkeypatch.setattr(stages, "CHUNK_UNIT", 16)
 
 
 @pytest.mark.usefixtures("_small_chunks")
@@ -415,7 +415,7 @@ def test_a_fifo_is_one_job_that_waits_for_its_chunks() -> None:
     machine.on_seal(0, Seal(1, 2, b""), 2.0)
     assert not is_free(machine, req)
     job.written = True
-    machine.scattered(job, None, 3.0)
+    machine.stages.scattered(job, None, 3.0)
     assert is_free(machine, req)
     assert in_use(machine) == (0, 0)
 
@@ -431,7 +431,7 @@ def test_pages_wait_for_a_job_that_waits_and_its_stage_for_the_writer(came: bool
     assert job.stopped, "the unpacker must not wait for chunks that may never come"
     assert not is_free(machine, req)
     job.written = came
-    machine.scattered(job, None, 3.0)
+    machine.stages.scattered(job, None, 3.0)
     assert is_free(machine, req)
     assert in_use(machine) == ((0, 0) if came else (16384, 16384))
     machine.on_quiesced(0, Quiesced(1), 5.0)
@@ -460,7 +460,7 @@ def test_a_stage_without_a_signal_cannot_be_a_fifo() -> None:
 
 def streamed(machine: Receiver, chunk: int, channels: int, *, checked: bool = False) -> Scatter | None:
     message = Staged(1, 0, LAYERS, 0, 2, checked, chunk=chunk, channels=channels)
-    machine.on_staged(0, message, 1.0)
+    machine.stages.on_staged(0, message, 1.0)
     jobs = [action for action in machine.actions if isinstance(action, Scatter)]
     return jobs[0] if jobs else None
 
@@ -506,7 +506,7 @@ def test_a_stream_that_does_not_fit_its_stage_fails_the_request(
     machine = receiver(signals=1, ring=1 << 20)
     req = post(machine, 4, 7)
     if words == "layers of more":
-        monkeypatch.setattr(receiver_module, "MAX_FIFO_BYTES", 100)
+        monkeypatch.setattr(stages, "MAX_FIFO_BYTES", 100)
     ask(machine, nbytes=2 * SLOTS * CHUNK_UNIT)
     assert streamed(machine, chunk, channels, **how) is None
     assert isinstance(req.error, ProtocolError)
