@@ -28,14 +28,14 @@ from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
-from torchkv.engine.work import KVWork
+from torchkv.engine.work import KVWork, settle_copied
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layer_groups import UNGROUPED
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
-from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, Split, Start, Tell
+from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
 from torchkv.protocol.messages import (
     Alive,
     Grant,
@@ -158,7 +158,7 @@ class Engine:
             packer=None if memory.staging is None else memory.staging.packer,
             send_stage_messages=weakly(self._send_stage_messages),
         )
-        self._settled: deque[Settle] = deque()  # works to complete when peers have been told
+        self._settled: deque[Settle | SettleCopied] = deque()  # works to complete when peers have been told
         self._announced: deque[KVWork] = deque()  # completed; their futures are still to be
         self._news = False  # whether threads that wait for ``changed`` should look again
         self._awaiting_change = 0  # threads in `wait_change`
@@ -576,7 +576,7 @@ class Engine:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
         if self._settled:
             with self.lock:  # callers complete works too: see `catch_up`
-                completed = [action.work for action in self._settled if _settle(action)]
+                completed = [work for action in self._settled for work in _settle(action)]
                 self._settled.clear()
                 if completed:
                     self._announced.extend(completed)
@@ -595,6 +595,8 @@ class Engine:
                 self._tell(action.rank, action.message, now)
             case Settle():
                 self._news |= action.error is not None
+                self._settled.append(action)
+            case SettleCopied():
                 self._settled.append(action)
             case Account():
                 action.work._account(action.nbytes, action.path)
@@ -632,22 +634,24 @@ def _completed(machine: Sender | Receiver) -> list[KVWork]:
             action.work._account(action.nbytes, action.path)
         elif isinstance(action, Split):
             action.work._split(action.more)
-        elif isinstance(action, Settle):
-            if _settle(action):
-                completed.append(action.work)
+        elif isinstance(action, Settle | SettleCopied):
+            completed += _settle(action)
         else:
             rest.append(action)
     machine.actions[:] = rest
     return completed
 
 
-def _settle(action: Settle) -> bool:
-    """Completes one part of a work. Whether the work is complete."""
+def _settle(action: Settle | SettleCopied) -> list[KVWork]:
+    """Completes one part of a work, or of several. Those that are complete now."""
+    if isinstance(action, SettleCopied):
+        return settle_copied(action.works, action.nbytes)
+    work: KVWork = action.work
     if action.nbytes:
-        action.work._account(action.nbytes, action.path)
+        work._account(action.nbytes, action.path)
     if action.first is not None:
-        action.work._first = action.first
-    return bool(action.work._settle(action.error, action.aux))
+        work._first = action.first
+    return [work] if work._settle(action.error, action.aux) else []
 
 
 def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:

@@ -516,12 +516,14 @@ class Flows:
         self._notices.extend(self.core.events())
         now = self._now()
         while self._notices:
-            self._act(self._notices.popleft(), now)
+            notice = self._notices.popleft()
+            if notice.kind == OP_DONE:
+                self._on_op_done(notice.index, now)
+            else:
+                self._act(notice, now)
 
     def _act(self, notice: Notice, now: float) -> None:
         match notice.kind:
-            case x if x == OP_DONE:
-                self._on_op_done(notice.index, now)
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
                 self._lanes.pop(notice.index, None)
@@ -591,11 +593,19 @@ class Flows:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
     def _on_op_done(self, index: int, now: float) -> None:
+        """An op has ended, and with it those of the same request whose notices come next."""
         req, op = self._ops.pop(index)
-        nbytes, runs = self.core.op_result(index)
+        indices, ops = [index], [op]
+        notices = self._notices
+        while notices and notices[0].kind == OP_DONE and self._ops[notices[0].index][0] is req:
+            index = notices.popleft().index
+            indices.append(index)
+            ops.append(self._ops.pop(index)[1])
+        nbytes, spans = self.core.op_results(indices)
         connection = self._connections[req.dst]
-        connection.count("view" if connection.direct else connection.lane, transfers=1, spans=runs, nbytes=nbytes)
-        self._sender.copied(req, op, nbytes, now)
+        lane = "view" if connection.direct else connection.lane
+        connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes))
+        self._sender.copied(req, ops, nbytes, now)
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:
         """A record that the loop did not take: Python judges it, as a message with the same meaning."""

@@ -6,7 +6,7 @@ import builtins
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from torchkv.engine.layer_wait import LayerWait
     from torchkv.observe.recorder import FlightRecorder
 
-__all__ = ["KVWork", "LoopProgress", "drivers"]
+__all__ = ["KVWork", "LoopProgress", "drivers", "settle_copied"]
 
+_DIRECT = frozenset({"direct"})
 # Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
 _completing = threading.Lock()
 _forks = 0  # how often this process's ancestors have forked it
@@ -318,18 +319,27 @@ class KVWork(dist.Work):
         with _completing:
             self._ended = time.perf_counter()
             self._is_done = True
-            if self._latch is not None:
-                self._latch.release()
-            if self._source_latch is not None and self._reading:
-                self._source_latch.release()
-            for stream_wait in self._stream_waits:
-                stream_wait.open()
-            self._stream_waits = ()
+            self._release()
         if self._recorder is not None:
-            if self._error is None and self._phase is None:  # of a verb that sends: one of many
-                self._recorder.settle(self._number, self._ended, self.bytes, self._paths)
-            else:
-                self._record()
+            self._record_end()
+
+    def _release(self) -> None:
+        """Lets go whoever waits for the work in another way than by asking. Under `_completing`."""
+        if self._latch is not None:
+            self._latch.release()
+        if self._source_latch is not None and self._reading:
+            self._source_latch.release()
+        for stream_wait in self._stream_waits:
+            stream_wait.open()
+        self._stream_waits = ()
+
+    def _record_end(self) -> None:
+        assert self._recorder is not None
+        assert self._ended is not None
+        if self._error is None and self._phase is None:  # of a verb that sends: one of many
+            self._recorder.settle(self._number, self._ended, self.bytes, self._paths)
+        else:
+            self._record()
 
     def _record(self) -> None:
         """Tells the flight recorder how this work has ended. Under the engine's lock. Idempotent."""
@@ -387,6 +397,31 @@ class KVWork(dist.Work):
             future.set_result([])
         else:
             future.set_exception(self._error)
+
+
+def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int]) -> list[KVWork]:
+    """As `KVWork._account` and `KVWork._settle` of one part of each, on the path ``direct``: quick for many works.
+
+    Returns those that are complete.
+    """
+    completed: list[KVWork] = []
+    with _completing:
+        ended = time.perf_counter()
+        for work, moved in zip(works, nbytes, strict=True):
+            assert work._parts > 0
+            if moved:
+                work.bytes += moved
+                work._paths = work._paths | _DIRECT if work._paths else _DIRECT
+            work._parts -= 1
+            if not work._parts:
+                work._ended = ended
+                work._is_done = True
+                work._release()
+                completed.append(work)
+    for work in completed:
+        if work._recorder is not None:
+            work._record_end()
+    return completed
 
 
 def _await(latch: threading.Lock, limit: float) -> bool:

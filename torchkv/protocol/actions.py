@@ -34,6 +34,7 @@ __all__ = [
     "Scatter",
     "SendOp",
     "Settle",
+    "SettleCopied",
     "Split",
     "Start",
     "Tell",
@@ -184,6 +185,18 @@ class Settle:
 
 
 @dataclass(slots=True)
+class SettleCopied:
+    """The resident loop has copied these ops of one request: complete one part of the work of each, successfully.
+
+    nbytes: what each has moved, on the path ``direct``. One action for many ops, because they often end together, and
+    layer by layer there are many.
+    """
+
+    works: list[Work]
+    nbytes: list[int]
+
+
+@dataclass(slots=True)
 class Split:
     """``work`` has so many parts more: it goes to several receivers, as its grant has shown."""
 
@@ -200,4 +213,4 @@ class Account:
     path: str
 
 
-Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | Split | Account
+Action: TypeAlias = Tell | Start | Halt | Scatter | Settle | SettleCopied | Split | Account

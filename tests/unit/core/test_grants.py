@@ -38,7 +38,7 @@ def test_a_request_that_waits(granted_first: bool, limits: dict[str, int]) -> No
     told, heard = pair.run()
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
-    assert pair.writer.op_result(op) == (3 * 3 * PAGE, 9)
+    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
     peer_flow, generation, pages = pair.writer.bound(send)
     assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
     expected = np.full_like(pair.dst, 0xAB)

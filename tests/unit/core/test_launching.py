@@ -93,7 +93,7 @@ def test_a_request() -> None:
     assert (told, heard) == ([], [])  # nothing is announced before the stream has written its word
     assert pair.gpu.log == ["upload", "launch", "signal"]
     assert pair.finish() == ([OP_DONE, SENT], [RECEIVED])
-    assert pair.writer.op_result(op) == (3 * 3 * PAGE, 9)
+    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
     assert (pair.dst == expected).all()

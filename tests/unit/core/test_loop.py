@@ -53,7 +53,7 @@ def test_a_request(aux: bytes, limits: dict[str, int]) -> None:
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
-    assert pair.writer.op_result(op) == (3 * 3 * PAGE, 9)
+    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
     state = pair.reader.receive_state(flow)
     assert state.nbytes == 3 * 3 * PAGE
     assert [writer.aux for writer in state.writers] == [aux]

@@ -141,7 +141,7 @@ def test_requests(seed: int) -> None:
         assert apart.reader.receive_state(flow).writers[0].aux == b"aux" * life
         for notice in told:
             if notice.kind == OP_DONE:
-                apart.writer.op_result(notice.index)
+                apart.writer.op_results([notice.index])
         apart.writer.end_send(send)
         apart.reader.close_receive(flow)
         apart.reader.free_receive(flow)
@@ -158,7 +158,7 @@ def test_what_is_adjacent_is_put_as_one() -> None:
     op = apart.start(send, [0, 1, 2, 7, 8, 10])
     told, _ = apart.run()
     assert kinds(told) == [OP_DONE]
-    assert apart.writer.op_result(op) == (LAYERS * 6 * PAGE, LAYERS * 4)
+    assert apart.writer.op_results([op]) == ([LAYERS * 6 * PAGE], LAYERS * 4)
     assert apart.network.puts == LAYERS * 4
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 
-from torchkv.engine.work import KVWork
+from torchkv.engine.work import KVWork, settle_copied
 from torchkv.errors import KVError, TransferCancelled, TransferTimeout
+from torchkv.observe.recorder import FlightRecorder
 
 
 def test_pages_of_a_request_that_goes_on_are_not_safe() -> None:
@@ -55,3 +57,44 @@ def test_a_work_without_a_deadline_of_its_own_has_a_limit() -> None:
         work.wait()
     work._settle(None)
     assert work.wait()
+
+
+def test_works_that_are_settled_together_end_as_each_by_itself_would() -> None:
+    """Of two parts, of one whose other part has failed, without a byte, waited for, recorded, with a future."""
+    together, alone = _works(), _works()
+    recorder = FlightRecorder(8)
+    for works in (together, alone):
+        works[4]._recorder, works[4]._number = recorder, recorder.begin("send_layer", "r", 1, 0, 1, works[4]._began)
+    future, waited = together[5].get_future(), threading.Thread(target=together[3].wait)
+    waited.start()
+    nbytes = [8, 16, 0, 24, 32, 40]
+    completed = settle_copied(together, nbytes)
+    for work, moved in zip(alone, nbytes, strict=True):
+        if moved:
+            work._account(moved, "direct")
+        work._settle(None)
+    waited.join()
+    assert completed == [work for work in together if work.is_completed()] == together[1:]
+    seen = [
+        [(w.is_completed(), w.exception(), w.bytes, w.path, w._parts) for w in works] for works in (together, alone)
+    ]
+    assert [row[2:] for row in seen[0]] == [row[2:] for row in seen[1]]
+    assert [str(row[1]) for row in seen[0]] == [str(row[1]) for row in seen[1]]
+    first, second = recorder.entries()
+    assert (
+        (first.state, first.nbytes, first.path)
+        == (second.state, second.nbytes, second.path)
+        == ("completed", 32, "direct")
+    )
+    assert not future.done()  # its callbacks run where no lock is held
+    together[5]._announce()
+    assert future.done()
+
+
+def _works() -> list[KVWork]:
+    works = [KVWork(f"send_layer({number})") for number in range(6)]
+    for work, parts in zip(works, (2, 2, 1, 1, 1, 1), strict=True):
+        work._expect(parts)
+    works[1]._account(4, "staged")
+    works[1]._settle(TransferCancelled("gone"))
+    return works

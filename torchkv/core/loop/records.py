@@ -52,6 +52,7 @@ __all__ = [
     "World",
     "Writer",
     "grant_word_at",
+    "receive_word_at",
     "word_at",
 ]
 
@@ -450,6 +451,11 @@ def _offset(dtype: np.dtype[np.void], name: str) -> int:
 def word_at(name: str) -> int:
     """Offset in bytes of a field of `World`."""
     return _offset(WORLD, name)
+
+
+def receive_word_at(name: str) -> int:
+    """The word of `Receive` at which a field begins."""
+    return _offset(_RECEIVE, name) // 8
 
 
 def grant_word_at(name: str) -> int:

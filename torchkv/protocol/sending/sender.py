@@ -33,7 +33,7 @@ from typing import Final
 
 from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, make_error
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol.actions import ANYBODY, Account, BoundGrant, Halt, SendOp, Settle, Tell, Work
+from torchkv.protocol.actions import ANYBODY, Account, BoundGrant, Halt, SendOp, Settle, SettleCopied, Tell, Work
 from torchkv.protocol.messages import Alive, Attest, Grant, Quiesced, Revoke, Verdict
 from torchkv.protocol.sending.endings import Endings
 from torchkv.protocol.sending.grant_checks import (
@@ -319,12 +319,15 @@ class Sender:
         else:
             self._endings.after_drain(req)
 
-    def copied(self, req: SenderRequest, op: SendOp, nbytes: int, now: float) -> None:
-        """The loop has copied and announced all of ``op``."""
-        trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, nbytes)
-        del req.running[op]
-        self.actions.append(Settle(op.work, nbytes=nbytes, path="direct" if nbytes else "none"))
-        self.counts.moved(op.dst, "direct", nbytes)
+    def copied(self, req: SenderRequest, ops: list[SendOp], nbytes: list[int], now: float) -> None:
+        """The loop has copied and announced all of these ops. nbytes: of each."""
+        if trace.isEnabledFor(logging.DEBUG):
+            for op, moved in zip(ops, nbytes, strict=True):
+                trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, moved)
+        for op in ops:
+            del req.running[op]
+        self.actions.append(SettleCopied([op.work for op in ops], nbytes))
+        self.counts.moved(req.dst, "direct", sum(nbytes))
         if req.finish is not None and not req.running:
             req.sealed_at = req.progress_at = now
 
