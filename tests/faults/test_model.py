@@ -19,7 +19,7 @@ from tests.helpers.model.sessions import Sessions
 from torchkv.control import greeting
 from torchkv.control.greeting import Greeter, Greeting, Refusal
 from torchkv.control.session import Session
-from torchkv.engine.membership import Membership
+from torchkv.engine.joining.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
 from torchkv.protocol.receiving.endings import Endings as ReceiverEndings
 from torchkv.protocol.receiving.open_receives import OpenReceives

@@ -11,7 +11,7 @@ from tests.helpers.simulation.cluster import Rank
 from tests.helpers.simulation.jobs import Job, Jobs
 from tests.helpers.simulation.lives import leased_pages
 from tests.helpers.simulation.requests import done
-from torchkv.engine import membership
+from torchkv.engine.joining import membership
 from torchkv.engine.peers import Peers
 from torchkv.engine.work import KVWork
 from torchkv.errors import PeerLost

@@ -18,7 +18,7 @@ from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVProcessGroup, KVWork
 from torchkv.engine.flows import Flows
-from torchkv.engine.registration import Registration
+from torchkv.engine.joining.registration import Registration
 
 
 def without_a_loop(on: int | None) -> None:

@@ -17,7 +17,7 @@ from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
-from torchkv.engine.registration import Registration
+from torchkv.engine.joining.registration import Registration
 
 WIDE = {"num_kv_heads": 8, "head_dim": 64}  # pages of 16 KiB
 TCP = {"UCX_TLS": "tcp"}

@@ -17,8 +17,8 @@ from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.small_cache import check_transfer, random_cache
 from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, ProtocolError, State, TransportUnavailable
 from torchkv.engine.engine import Engine
+from torchkv.engine.joining.registration import Registration
 from torchkv.engine.progress import ProgressThread
-from torchkv.engine.registration import Registration
 from torchkv.group import bring_up
 
 # How rank 1's layout differs from rank 0's; the field's name and both values, as the message must show them.

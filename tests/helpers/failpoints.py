@@ -100,12 +100,12 @@ OF_READERS: Mapping[str, Point] = {
     "succeeded, before the verdict": ("torchkv.protocol.receiving.endings", "Endings", "succeed", _after),
 }
 AT_REGISTER: Mapping[str, Point] = {
-    "before it publishes": ("torchkv.engine.registration", "Registration", "metadata", _before),
-    "after it has published": ("torchkv.engine.registration", "Registration", "engine", _before),
+    "before it publishes": ("torchkv.engine.joining.registration", "Registration", "metadata", _before),
+    "after it has published": ("torchkv.engine.joining.registration", "Registration", "engine", _before),
 }
 AT_JOIN: Mapping[str, Point] = {
-    "greeted": ("torchkv.engine.membership", "Membership", "receive", _with_greetings),
-    "admitted": ("torchkv.engine.membership", "Membership", "_admit", _after),
+    "greeted": ("torchkv.engine.joining.membership", "Membership", "receive", _with_greetings),
+    "admitted": ("torchkv.engine.joining.membership", "Membership", "_admit", _after),
 }
 POINTS = {**OF_WRITERS, **OF_READERS, **AT_REGISTER, **AT_JOIN}
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torchkv.cache import KVCache
 from torchkv.control.channel import ZmqControlChannel
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import MAX_METADATA, PeerMetadata
+from torchkv.engine.joining.peer_metadata import MAX_METADATA, PeerMetadata
+from torchkv.engine.joining.registration import Registration, choose_transport, failure_metadata, new_incarnation
 from torchkv.engine.progress import ProgressThread
-from torchkv.engine.registration import Registration, choose_transport, failure_metadata, new_incarnation
 from torchkv.errors import PeerLost, ProtocolError
 from torchkv.group.observation import check_observation
 from torchkv.host.processes import this_process

@@ -12,8 +12,8 @@ from torchkv.transfer.peer_connection import Costs, Counter, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
+    from torchkv.engine.joining.registration import Registration
     from torchkv.engine.progress import ProgressThread
-    from torchkv.engine.registration import Registration
 
 __all__ = ["Explanation", "explain"]
 

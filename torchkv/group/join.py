@@ -1,4 +1,4 @@
-"""`join`: a KV cache among instances that are launched apart, and come and go. See `torchkv.engine.membership`."""
+"""`join`: a KV cache among instances that are launched apart, and come and go. See `torchkv.engine.joining.membership`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchkv.cache import KVCache
-from torchkv.engine.membership import Listener, Membership, Peer
+from torchkv.engine.joining.membership import Listener, Membership, Peer
 from torchkv.engine.work import drivers
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, TransportUnavailable
 from torchkv.group.bring_up import Exchange, bring_up, check_instance

@@ -1,6 +1,6 @@
 """Chooses the path of a verb by cost: puts or staging.
 
-The costs of a channel are measured by `torchkv.engine.probe`; here are the formulas, and costs for unmeasured channels.
+The costs of a channel are measured by `torchkv.engine.joining.probe`; here are the formulas, and costs for unmeasured channels.
 """
 
 from __future__ import annotations

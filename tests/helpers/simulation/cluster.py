@@ -24,8 +24,8 @@ from torchkv.control.channel import PeerEvent, PeerState
 from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAILBOX_RECORDS
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import PeerMetadata
-from torchkv.engine.registration import Registration
+from torchkv.engine.joining.peer_metadata import PeerMetadata
+from torchkv.engine.joining.registration import Registration
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchkv.cache import KVCache
-from torchkv.engine.peer_metadata import PeerMetadata, PlacementMetadata, RegionMetadata, placement_metadata
+from torchkv.engine.joining.peer_metadata import PeerMetadata, PlacementMetadata, RegionMetadata, placement_metadata
 from torchkv.errors import ProtocolError
 from torchkv.host.processes import this_process
 from torchkv.layout import codec

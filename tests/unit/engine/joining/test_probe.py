@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchkv.engine import probe
+from torchkv.engine.joining import probe
 from torchkv.errors import KVError, PeerLost
 from torchkv.transfer.path_cost import GPU_PACK_SECONDS
 from torchkv.transport import Batch

@@ -18,11 +18,11 @@ import msgspec
 from torchkv.control.channel import ControlChannel
 from torchkv.control.greeting import Greeter, Greeting, Refusal, decode_greeting, encode_greeting
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import PeerMetadata
+from torchkv.engine.joining.peer_metadata import PeerMetadata
 from torchkv.errors import KVError, PeerLost, ProtocolError
 
 if TYPE_CHECKING:
-    from torchkv.engine.registration import Registration
+    from torchkv.engine.joining.registration import Registration
 
 __all__ = ["Listener", "Membership", "Peer"]
 

@@ -24,8 +24,8 @@ from torchkv.control.channel import ControlChannel
 from torchkv.core.core import Core
 from torchkv.core.device import loop_device
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import PeerMetadata, placement_metadata, region_metadata
-from torchkv.engine.probe import PROBE_BYTES, calibration, measure
+from torchkv.engine.joining.peer_metadata import PeerMetadata, placement_metadata, region_metadata
+from torchkv.engine.joining.probe import PROBE_BYTES, calibration, measure
 from torchkv.engine.process_leases import GroupLeases
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.engine.weak_callback import weakly
