@@ -74,7 +74,7 @@ LATENCY_CRITICAL = (Grant, Alive, StageAsk, Staged, StageGrant)
 
 
 class Newcomers(Protocol):
-    """Greets those who are no members yet, and lets them in: see `torchkv.engine.joining.membership`. Driver's thread only."""
+    """Greets those who are no members yet, and lets them in: see `joining.membership`. Driver's thread only."""
 
     def receive(self, greetings: Sequence[bytes], now: float) -> None: ...
 

@@ -92,12 +92,12 @@ def explain(
         return Explanation(path="none", link="none", why=why, limit_gbps=None, lanes={}, **common)
     connection = thread.call(lambda: engine.connection(rank))
     lane = thread.call(lambda: connection.lane)
-    limit = None if common["lost"] else registration.measure(thread, connection)
+    limit = None if common["lost"] else registration.connector.measure(thread, connection)
     forced = engine.options.forced_path
     converts = group_map.converts(rank)
     path, why = _path(connection, forced, page_for_page=group_map.page_for_page(rank), converts=converts)
     if path != "direct" and not common["lost"]:
-        registration.calibrate(thread, connection)
+        registration.connector.calibrate(thread, connection)
     if path != "direct" and forced is None and not converts:
         choice = registration.choose(engine, connection, TYPICAL_TOKENS)
         why = f"{why}; {_reason(choice, path)}"

@@ -1,4 +1,4 @@
-"""`join`: a KV cache among instances that are launched apart, and come and go. See `torchkv.engine.joining.membership`."""
+"""`join`: a KV cache among instances that are launched apart, and come and go. See `engine.joining.membership`."""
 
 from __future__ import annotations
 

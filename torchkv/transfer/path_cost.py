@@ -1,6 +1,6 @@
 """Chooses the path of a verb by cost: puts or staging.
 
-The costs of a channel are measured by `torchkv.engine.joining.probe`; here are the formulas, and costs for unmeasured channels.
+`torchkv.engine.joining.probe` measures the costs of a channel; here are the formulas, and costs where they are not measured.
 """
 
 from __future__ import annotations

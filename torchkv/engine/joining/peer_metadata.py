@@ -6,6 +6,7 @@ Bytes of peers are not trusted: every field has bounds, and `PeerMetadata.info` 
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated
@@ -13,8 +14,8 @@ from typing import Annotated
 import msgspec
 
 from torchkv.cache import KVCache, Placement
-from torchkv.errors import ProtocolError, make_error
-from torchkv.host.processes import ProcessId
+from torchkv.errors import ProtocolError, error_kind, make_error
+from torchkv.host.processes import ProcessId, this_process
 from torchkv.layout import codec
 from torchkv.layout.conversion import ScaleMetadata, Scales, decode_scales
 from torchkv.layout.group_map import RankInfo
@@ -27,6 +28,8 @@ __all__ = [
     "PeerMetadata",
     "PlacementMetadata",
     "RegionMetadata",
+    "failure_metadata",
+    "new_incarnation",
     "placement_metadata",
     "region_metadata",
 ]
@@ -195,3 +198,20 @@ def placement_metadata(cache: KVCache) -> list[PlacementMetadata]:
 
 def region_metadata(region: Region) -> RegionMetadata:
     return RegionMetadata(region.descriptor(), region.nbytes)
+
+
+def failure_metadata(rank: int, incarnation: int, error: Exception) -> PeerMetadata:
+    """What a rank publishes if it cannot take part, because the other ranks wait for its metadata."""
+    return PeerMetadata(
+        rank=rank,
+        incarnation=incarnation,
+        instance="",
+        process=this_process(),
+        error_kind=error_kind(error),
+        error_text=str(error).encode(errors="backslashreplace").decode()[:4096],
+    )
+
+
+def new_incarnation() -> int:
+    """A random number that tells this registration of a rank from earlier ones."""
+    return secrets.randbits(62)

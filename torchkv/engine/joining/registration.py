@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import hmac
 import logging
 import secrets
@@ -24,8 +23,9 @@ from torchkv.control.channel import ControlChannel
 from torchkv.core.core import Core
 from torchkv.core.device import loop_device
 from torchkv.engine.engine import Engine
+from torchkv.engine.joining.connector import Connector
 from torchkv.engine.joining.peer_metadata import PeerMetadata, placement_metadata, region_metadata
-from torchkv.engine.joining.probe import PROBE_BYTES, calibration, measure
+from torchkv.engine.joining.probe import PROBE_BYTES
 from torchkv.engine.process_leases import GroupLeases
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.engine.weak_callback import weakly
@@ -36,28 +36,25 @@ from torchkv.errors import (
     PeerLost,
     ProtocolError,
     TransportUnavailable,
-    error_kind,
 )
 from torchkv.host import jit
 from torchkv.host.processes import ProcessId, is_ending, this_process
 from torchkv.host.shared_memory import host_identity
 from torchkv.layout import codec
 from torchkv.layout.group_map import GroupMap
-from torchkv.layout.layout import KVLayout
 from torchkv.layout.stage_format import MAX_CHANNELS, SIGNALS, signal_offset
 from torchkv.options import Options
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import SendStages, StageMemory
 from torchkv.staging.packer import Staging
 from torchkv.transfer.path_cost import Choice, choose
-from torchkv.transfer.peer_connection import LocalPages, PeerConnection, StageTarget
-from torchkv.transport.interface import Channel, Region, RemoteView, Transport, load_transport
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
+from torchkv.transport.interface import Region, Transport, load_transport
 
 if TYPE_CHECKING:
-    from torchkv.engine.progress import ProgressThread
     from torchkv.kernels.gpu_context import GpuContext
 
-__all__ = ["Registration", "choose_transport", "failure_metadata", "new_incarnation", "new_secret"]
+__all__ = ["Registration", "choose_transport"]
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +75,11 @@ def choose_transport(name: str) -> type[Transport]:
 
 @dataclass(kw_only=True)
 class Registration:
-    """One rank's registration: the steps from a cache to an engine, and what is measured afterwards.
+    """One rank's registration: the steps from a cache to an engine.
 
-    Methods run on the thread that owns ``transport`` and ``control``, except for those that take a `ProgressThread`:
-    these run on any other thread. instance: name of the serving instance. secret: the key of control messages, if all
-    ranks have it already; it is not published then. None: the lowest rank makes one. group: its name, for messages.
+    Methods run on the thread that owns ``transport`` and ``control``. instance: name of the serving instance. secret:
+    the key of control messages, if all ranks have it already; it is not published then. None: the lowest rank makes
+    one. group: its name, for messages. connector: makes the engine's connections.
     """
 
     rank: int
@@ -103,8 +100,7 @@ class Registration:
         self._processes: dict[int, ProcessId] = {}  # of the ranks
         self._probe_memory: torch.Tensor | None = None  # the scratch memory
         self._core: Core | None = None  # the resident loop, if it can work here
-        self._key = b""  # of control frames
-        self._calibrates = False  # whether the costs of connections made from now on are measured on first use
+        self.connector: Connector  # from `engine` on
 
     def metadata(self) -> PeerMetadata:
         """Registers this rank's memory, and returns what the rank publishes.
@@ -118,7 +114,7 @@ class Registration:
             process=this_process(),
             endpoint=self.control.endpoint,
             transport=self.transport.name,
-            secret=new_secret() if self.secret is None else _fingerprint(self.secret),
+            secret=secrets.token_bytes(32) if self.secret is None else _fingerprint(self.secret),
         )
         if self.cache is None:
             return metadata
@@ -184,16 +180,26 @@ class Registration:
                 self.control.connect(metadata.rank, metadata.endpoint, metadata.process)
                 self._connect_loop(metadata)
         self._processes = {metadata.rank: metadata.process for metadata in all_metadata}
-        self._key = all_metadata[0].secret if self.secret is None else self.secret
+        key = all_metadata[0].secret if self.secret is None else self.secret
+        self.connector = Connector(
+            self.rank,
+            options=self.options,
+            transport=self.transport,
+            metadata=self._metadata_of,
+            regions=self._regions,
+            key=key,
+            records=self._core is not None,
+            gpu=self.gpu,
+        )
         engine = Engine(
             group_map=group_map,
             options=self.options,
-            key=self._key,
+            key=key,
             transport=self.transport,
             control=self.control,
             memory=self._memory(),
             core=self._core,
-            connect=self._connect,
+            connect=self.connector.connect,
         )
         if self.cache is not None:
             engine.group_leases = self._join(engine, self.cache)
@@ -259,20 +265,6 @@ class Registration:
                 engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request
                 engine.prepare_to_receive(rank)
 
-    def measure(self, thread: ProgressThread, connection: PeerConnection) -> float:
-        """The rate to a peer in GB/s (1e9 bytes/s), by stores or puts, as transfers do. Not for the progress thread."""
-        target = len(self._metadata_of[connection.rank].regions) - 1
-        stores = connection.channel is None or (connection.direct and self.options.forced_path in (None, "direct"))
-        return measure(thread, connection, self._regions[-1], target, stores=stores, gpu=self.gpu)
-
-    def calibrate(self, thread: ProgressThread, connection: PeerConnection) -> None:
-        """Measures what puts cost on ``connection``, unless that is known. Not for the progress thread."""
-        if connection.channel is None or connection.costs is not None:
-            return
-        thread.call(lambda: self._plan_calibration(connection))
-        while not thread.call(connection.calibrated):  # one step per call: the thread serves requests in between
-            continue
-
     def choose(self, engine: Engine, connection: PeerConnection, tokens: int) -> Choice:
         """The path that a transfer of all layers of ``tokens`` tokens in scattered pages would take, with its costs."""
         plan = engine.group_map.plan(
@@ -293,31 +285,6 @@ class Registration:
             runs=None,
             ring=0 if self._staging is None else connection.ring(self._staging.sending.ring.capacity),
         )
-
-    def measure_connections(self, thread: ProgressThread, engine: Engine) -> None:
-        """Measures all connections: the cost of puts if paths depend on it, the rate if ``Options.min_gbps`` is set.
-
-        Connections made later are measured by the first transfer that needs the costs. Without this call, as in
-        simulations on a virtual clock, costs are assumed. Raises ``TransportUnavailable`` for a connection that is
-        slower than ``Options.min_gbps``.
-        """
-        if self.cache is not None and self.options.forced_path is None:
-            self._calibrates = True
-            for rank, connection in list(engine.connections.items()):
-                if engine.group_map.owes(rank) and not connection.direct:
-                    self.calibrate(thread, connection)
-        if self.options.min_gbps is None:
-            return
-        for rank, connection in engine.connections.items():
-            if connection.channel is None:
-                continue
-            rate = self.measure(thread, connection)
-            if rate < self.options.min_gbps:
-                lane = thread.call(lambda connection=connection: connection.lane)  # type: ignore[misc]  # a default argument
-                raise TransportUnavailable(
-                    f"the link to rank {rank} ({lane}) carries {rate:.3g} GB/s, Options.min_gbps asks for "
-                    f"{self.options.min_gbps:g}; see explain({rank}) for why it is no better, or lower the limit"
-                )
 
     def release(self) -> None:
         """Releases the memory that was allocated for this group. To be called after its thread has ended."""
@@ -360,11 +327,6 @@ class Registration:
             self._core.peers.connect(metadata.rank, metadata.mailboxes)
         except TransportUnavailable as error:
             log.info("rank %d: requests of rank %d go through Python: %s", self.rank, metadata.rank, error)
-
-    def _plan_calibration(self, connection: PeerConnection) -> None:
-        if connection.calibration is None:
-            target = len(self._metadata_of[connection.rank].regions) - 1
-            connection.calibration = calibration(connection, self._regions[-1], target, self.transport.progress)
 
     def _check_metadata(self, all_metadata: Sequence[PeerMetadata]) -> None:
         if [metadata.rank for metadata in all_metadata] != list(range(len(all_metadata))):
@@ -422,67 +384,6 @@ class Registration:
             scales=self.cache.scales,
         )
 
-    def _connect(self, rank: int) -> PeerConnection:
-        """The connection to ``rank``. Raises ``LayoutMismatch``, ``ProtocolError``, ``TransportUnavailable``."""
-        metadata = self._metadata_of[rank]
-        layout = metadata.info().layout
-        if layout is None:
-            raise LayoutMismatch(f"rank {rank} registered no cache")
-        if rank == self.rank:
-            views: list[RemoteView | None] = [RemoteView(r.ptr, r.nbytes, r.device) for r in self._regions]
-            return self._connection(metadata, layout, None, views)
-        channel = self.transport.connect(metadata.address, [region.descriptor for region in metadata.regions])
-        views = []
-        why = ""
-        for index, region in enumerate(metadata.regions):
-            view = channel.view(index)
-            if view is not None and view.nbytes < region.nbytes:
-                channel.close()
-                raise ProtocolError(
-                    f"rank {rank}: region {index} of {region.nbytes} bytes is mapped with {view.nbytes}"
-                )
-            if view is None and not why:
-                why = channel.why_no_view(index)
-            views.append(view)
-        connection = self._connection(metadata, layout, channel, views, why)
-        if self._calibrates and not connection.direct:
-            self._plan_calibration(connection)
-        return connection
-
-    def _connection(
-        self,
-        metadata: PeerMetadata,
-        layout: KVLayout,
-        channel: Channel | None,
-        views: list[RemoteView | None],
-        no_view: str = "",
-    ) -> PeerConnection:
-        return PeerConnection(
-            rank=metadata.rank,
-            layout=layout,
-            placements=metadata.placement_map(),
-            scales=metadata.page_scales(layout),
-            channel=channel,
-            views=views,
-            staging=StageTarget(len(metadata.regions) - 2, metadata.staging, metadata.channels)
-            if metadata.staging
-            else None,
-            no_view=no_view,
-            tags=self._tags(metadata) if metadata.mailboxes and self._core is not None else None,
-        )
-
-    def _tags(self, peer: PeerMetadata) -> tuple[int, int]:
-        """Of records from a peer, and of those to it; a process's address is like no other's."""
-        ours, theirs = self._metadata_of[self.rank].address, peer.address
-        return _tag(self._key, theirs, ours), _tag(self._key, ours, theirs)
-
-
-def _tag(key: bytes, source: bytes, target: bytes) -> int:
-    digest = hashlib.blake2b(key=key, digest_size=8, person=b"torchkv records")
-    for part in (source, target):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return int.from_bytes(digest.digest(), "little", signed=True)
-
 
 def _check_alike(all_metadata: Sequence[PeerMetadata]) -> None:
     """Raises ``TransportUnavailable`` unless ranks have one transport, and their caches one device type."""
@@ -493,18 +394,6 @@ def _check_alike(all_metadata: Sequence[PeerMetadata]) -> None:
     if len(devices) > 1:
         where = ", ".join(f"{device} (rank {rank})" for device, rank in sorted(devices.items()))
         raise TransportUnavailable(f"the caches of one group lie in unlike memory: {where}; use one device type")
-
-
-def failure_metadata(rank: int, incarnation: int, error: Exception) -> PeerMetadata:
-    """What a rank publishes if it cannot take part, because the other ranks wait for its metadata."""
-    return PeerMetadata(
-        rank=rank,
-        incarnation=incarnation,
-        instance="",
-        process=this_process(),
-        error_kind=error_kind(error),
-        error_text=str(error).encode(errors="backslashreplace").decode()[:4096],
-    )
 
 
 @functools.cache
@@ -521,13 +410,3 @@ def _collect_garbage() -> None:
 def _fingerprint(secret: bytes) -> bytes:
     """Tells whether two ranks have the same secret, and nothing else about it."""
     return blake2b(key=secret, digest_size=32, person=b"torchkv-same").digest()
-
-
-def new_secret() -> bytes:
-    """A key of 32 random bytes."""
-    return secrets.token_bytes(32)
-
-
-def new_incarnation() -> int:
-    """A random number that tells this registration of a rank from earlier ones."""
-    return secrets.randbits(62)
