@@ -1,6 +1,6 @@
 """Chooses the path of a verb by cost: puts or staging.
 
-`torchkv.engine.joining.probe` measures the costs of a channel; here are the formulas, and costs where they are not measured.
+`torchkv.engine.joining.probe` measures what a channel costs. Here are the formulas, and costs where nothing is measured.
 """
 
 from __future__ import annotations
