@@ -1,6 +1,6 @@
 """Chooses the path of a verb by cost: puts or staging.
 
-`torchkv.engine.joining.probe` measures what a channel costs. Here are the formulas, and costs where nothing is measured.
+`torchkv.engine.joining.probe` measures what a channel costs. Here are the formulas, and costs for what is not measured.
 """
 
 from __future__ import annotations
