@@ -76,7 +76,7 @@ def test_a_request_of_two_ranks_takes_no_message(monkeypatch: pytest.MonkeyPatch
     memories = [shadow(world[rank]) for rank in (LEADER, MEMBER)]
     before, source = [snapshot(world[rank]) for rank in (LEADER, MEMBER)], snapshot(world[WRITER])
     for rank in world.ranks:
-        monkeypatch.setattr(rank.engine._messenger, "tell", lambda to, message: told.append(message))
+        monkeypatch.setattr(rank.engine.messenger, "tell", lambda to, message: told.append(message))
     assert all_right(world, [*receive(world), *write(world)])
     for memory, pages in zip(memories, before, strict=True):
         memory.check_received("r", pages, [3, 7], {0: source}, {0: [9, 4]})

@@ -101,7 +101,7 @@ class Tap:
     def __init__(self, cluster: Cluster) -> None:
         self.seen: list[tuple[int, int, bytes]] = []
         self.lose: Callable[[object], bool] = lambda message: False
-        self._key = cluster[0].engine._messenger._key
+        self._key = cluster[0].engine.messenger._key
         self.world_send = cluster.world.send
         cluster.world.send = self._send
 
@@ -211,7 +211,7 @@ def test_frames_with_another_key_are_dropped() -> None:
         new.world.send(*frame)
     new.run(limit=2)
     assert not second.is_completed()
-    assert new[0].engine.dropped_frames + new[1].engine.dropped_frames == len(tap.seen)
+    assert new[0].engine.messenger.dropped + new[1].engine.messenger.dropped == len(tap.seen)
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------

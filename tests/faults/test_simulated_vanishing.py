@@ -94,7 +94,7 @@ def test_one_that_vanished_is_forgotten_after_a_time_with_all_that_was_kept_of_i
     assert d.cluster.registrations[0]._metadata_of.keys() == {0}
     control: Any = d.cluster.registrations[0].control
     assert control._nodes.keys() == set()
-    assert engine._messenger._sessions.keys() == set()
+    assert engine.messenger._sessions.keys() == set()
     transfer_with_the_next(jobs, d)
 
 
@@ -181,7 +181,7 @@ def test_who_may_still_be_written_to_is_not_told_that_all_has_landed(monkeypatch
     monkeypatch.setattr(sender.requests, "undrainable", {(number, 7)})
     pause(p)
     assert jobs.run(lambda: not d.memberships[0].peers, limit=LOST_FOR_GOOD + 5)
-    assert not d.ranks[0].engine._messenger._abandoned
+    assert not d.ranks[0].engine.messenger._abandoned
     resume(p)
     p.ranks[0].recv_pages("r0", PAGES, "d")
     jobs.run(limit=5.0)

@@ -117,7 +117,7 @@ def kept() -> dict[str, int]:
     """What the sender keeps for its peers."""
     verbs = Member.kv._verbs
     assert verbs is not None
-    sender, sessions = verbs.engine.sender, verbs.engine._messenger._sessions
+    sender, sessions = verbs.engine.sender, verbs.engine.messenger._sessions
     return {
         "requests": len(sender.requests.by_key),
         "pages that wait": sender.requests.queued_pages,

@@ -146,8 +146,8 @@ def receive_from_other(kv: KVProcessGroup) -> torch.Tensor:
 
 def ring_is_empty(kv: KVProcessGroup) -> bool:
     engine = kv._verbs.engine
-    with engine.changed:
-        return bool(engine.changed.wait_for(lambda: engine.credits.ring.in_use == 0, PATIENCE))
+    with engine.callers.changed:
+        return bool(engine.callers.changed.wait_for(lambda: engine.credits.ring.in_use == 0, PATIENCE))
 
 
 def receive_and_fail(how: str) -> None:

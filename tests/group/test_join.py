@@ -238,7 +238,7 @@ def test_who_has_another_secret_is_nobody(secret: Path, tmp_path: Path, monkeypa
             d.connect(p.address, timeout=1.0).result(10)
         assert p.peers() == {}
         assert p._verbs is not None
-        assert p._verbs.engine.dropped_frames == 0, "what strangers send is not even decoded"
+        assert p._verbs.engine.messenger.dropped == 0, "what strangers send is not even decoded"
 
 
 @pytest.mark.usefixtures("secret")

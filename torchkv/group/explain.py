@@ -83,8 +83,8 @@ def explain(
         "instance": member.instance,
         "transport": thread.transport.name,
         "lost": engine.lost.get(rank, ""),
-        "dropped_frames": engine.dropped_frames,
-        "staging": thread.call(lambda: engine.staging_use(rank)),
+        "dropped_frames": engine.messenger.dropped,
+        "staging": thread.call(lambda: _staging_use(engine, rank)),
         "notes": tuple(notes),
     }
     if not group_map.owes(rank):
@@ -111,6 +111,19 @@ def explain(
         **_costs(connection.costs),
         **common,
     )
+
+
+def _staging_use(engine: Engine, rank: int) -> dict[str, int]:
+    """Bytes of staging memory by use; see `Explanation.staging`. Progress thread only."""
+    ring = engine.credits.ring
+    with engine.lock:
+        return {
+            "send": 0 if engine.staging is None else engine.staging.sending.taken,
+            "recv": ring.capacity,
+            "in use": ring.in_use,
+            "quarantined": ring.quarantined,
+            "peer": engine.group_map.info[rank].staging,
+        }
 
 
 def _path(connection: PeerConnection, forced: str | None, *, page_for_page: bool, converts: bool) -> tuple[str, str]:

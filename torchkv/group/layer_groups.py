@@ -295,7 +295,7 @@ class GroupedVerbs(Verbs):
                 missing = [name for name, prefix in prefixes.items() if prefix is None]
                 if not missing:
                     return next(prefix for prefix in prefixes.values() if prefix is not None)
-                if not engine.wait_change(seen, deadline - time.monotonic()):
+                if not engine.callers.wait_change(seen, deadline - time.monotonic()):
                     rank = begun[missing[0]][0]
                     raise TransferTimeout(
                         f"{operation}: {not_posted(rank, engine.sender.named(rank))} within "

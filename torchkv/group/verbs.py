@@ -412,7 +412,7 @@ class Verbs:
                 ranks = known or self._found(request, operation)
                 if (prefix := self._prefix(request, ranks)) is not None:
                     return prefix
-                if not engine.wait_change(seen, deadline - time.monotonic()):
+                if not engine.callers.wait_change(seen, deadline - time.monotonic()):
                     missing = next(rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
                     raise TransferTimeout(
                         f"{operation}: {not_posted(missing, engine.sender.named(missing))} within "
@@ -498,7 +498,7 @@ class Verbs:
             self.layout("cancel(decline=True)")
         work = self._work(f"cancel({request!r})")
         work._limit = engine.options.timeout
-        with engine.changed:
+        with engine.callers.changed:
             if engine.closed:  # every request ended with the group
                 work._expect(0)
                 return work
@@ -509,7 +509,7 @@ class Verbs:
                     engine.sender.grants.decline(name, self.clock())
                 pending += engine.sender.cancel(name, work, self.clock()) + engine.receiver.cancel(name, work)
             work._expect(len(pending))
-            engine.notify()
+            engine.callers.notify()
         self._wake()
         return work
 

@@ -504,7 +504,7 @@ class Scenario:
             left = {
                 "lives": list(engine.sender.requests.by_key),
                 "queued pages": engine.sender.requests.queued_pages,
-                "transfers": engine._scheduler.pending,
+                "transfers": engine.scheduler.pending,
                 "live receives": list(engine.receiver.requests.live),
                 "stages of its own": engine.staging.sending.ring.stages,
                 "asks for stages": list(engine._machines.requester._queues),

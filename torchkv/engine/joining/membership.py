@@ -98,7 +98,7 @@ class Membership:
             try:
                 self._greeter.receive(decode_greeting(data, self._secret), now)
             except KVError as error:
-                self._engine.drop(error)
+                self._engine.messenger.drop(error)
 
     def tick(self, now: float) -> None:
         """To be called some twenty times a second."""
@@ -125,7 +125,7 @@ class Membership:
         try:
             self._control.greet(endpoint, encode_greeting(message, self._secret))
         except ProtocolError as error:
-            self._engine.drop(error)
+            self._engine.messenger.drop(error)
 
     def _admit(self, life: int, cards: Mapping[int, PeerMetadata]) -> None:
         """Takes in an instance. Raises ``KVError`` if its ranks and this one cannot work together."""

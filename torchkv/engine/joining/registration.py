@@ -25,6 +25,7 @@ from torchkv.core.device import loop_device
 from torchkv.engine.engine import Engine
 from torchkv.engine.joining.connector import Connector
 from torchkv.engine.joining.peer_metadata import PeerMetadata, placement_metadata, region_metadata
+from torchkv.engine.joining.preparing import prepare_to_receive, prepare_to_send
 from torchkv.engine.joining.probe import PROBE_BYTES
 from torchkv.engine.process_leases import GroupLeases
 from torchkv.engine.scheduler import LocalMemory
@@ -249,7 +250,7 @@ class Registration:
         if self.cache is None:
             return
         if self.gpu is not None and ranks is None:
-            engine.prepare(self.rank)  # copies within this rank
+            prepare_to_send(engine, self.rank)  # copies within this rank
         for rank, info in engine.group_map.info.items():
             if rank == self.rank or info.layout is None or info.instance == self.instance:
                 continue
@@ -260,10 +261,10 @@ class Registration:
                 if self.options.require is not None:
                     converts = engine.group_map.converts(rank)
                     connection.path(forced=self.options.require, page_for_page=True, converts=converts)
-                engine.prepare(rank)
+                prepare_to_send(engine, rank)
             if engine.group_map.contributing((rank,), self.rank):
                 engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request
-                engine.prepare_to_receive(rank)
+                prepare_to_receive(engine, rank)
 
     def choose(self, engine: Engine, connection: PeerConnection, tokens: int) -> Choice:
         """The path that a transfer of all layers of ``tokens`` tokens in scattered pages would take, with its costs."""
