@@ -180,7 +180,7 @@ class Host:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         receiving = get_kv_transfer_group()._worker._receiving
-        return any(name.startswith(request) and each.work is not None for name, each in receiving.items())
+        return any(name.startswith(request) and each.work is not None for name, (_, each) in receiving.items())
 
     def address(self) -> tuple[str, int]:
         endpoint = self.scheduler.connector._scheduler.endpoint
