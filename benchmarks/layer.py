@@ -155,7 +155,7 @@ def _device_times(kv: KVProcessGroup, pages: Int64Array, theirs: torch.Tensor) -
     engine, thread = kv._verbs.engine, kv._thread
     assert thread is not None
     connection = thread.call(lambda: engine.connection(1))
-    local = engine._scheduler._local
+    local = engine.scheduler._local
     assert local is not None
     table = BaseAddressTable(engine.group_map.plan(0, (0,), 1), local, connection)
     group = table.groups[0]

@@ -60,7 +60,7 @@ class KVCache:
 
     storages: one uint8 tensor over each distinct storage. placements: (component or state, global layer id) ->
     `Placement`. pools: (layer group, or None; whether its state slots are meant) -> a number that is the same for those
-    whose pages or slots of one id share bytes, see `torchkv.protocol.leases`. scales: see `KVCache.__init__`.
+    whose pages or slots of one id share bytes, see `torchkv.protocol.receiving.leases`. scales: see `KVCache.__init__`.
     """
 
     def __init__(

@@ -53,9 +53,9 @@ def succeed(world: Cluster, *works: KVWork) -> None:
 def nothing_left(world: Cluster) -> None:
     for rank in world.ranks:
         sender = rank.engine.sender
-        assert (sender._requests, sender._addressed, sender._queued_pages) == ({}, {}, 0)
-        assert sender._unmet._grants == sender._unmet._revocations == sender._unmet._refusals == {}
-        assert sender._unmet._exemptions == {}
+        assert (sender.requests.by_key, sender.requests.addressed, sender.requests.queued_pages) == ({}, {}, 0)
+        assert sender.grants.unmet._grants == sender.grants.unmet._revocations == sender.grants.unmet._refusals == {}
+        assert sender.grants.unmet._exemptions == {}
 
 
 @served_by
@@ -106,7 +106,7 @@ def test_an_instance_that_is_still_busy_with_the_name_is_waited_for() -> None:
     assert world.run(done(*received), limit=SOON)
     received += [d.recv_pages("r", [4], "p") for d in (d0, d1)]
     world.run(limit=0.3)
-    assert [dst for _, dst in p.engine.sender._requests] == [2]
+    assert [dst for _, dst in p.engine.sender.requests.by_key] == [2]
     works = [p.send_pages("r", [2], None), p.finish("r", None)]
     world.run(limit=0.3)
     assert not any(work.is_completed() for work in works)

@@ -23,8 +23,8 @@ from tests.helpers.ranks.member import Member, await_forgotten, leave
 from tests.helpers.ranks.small_cache import check_transfer, page_bytes, random_cache
 from torchkv import KVError, PeerLost
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import PeerMetadata
-from torchkv.engine.registration import Registration
+from torchkv.engine.joining.peer_metadata import PeerMetadata
+from torchkv.engine.joining.registration import Registration
 from torchkv.host.processes import has_ended
 
 SURVIVOR, VICTIM, BYSTANDER = range(3)

@@ -253,8 +253,8 @@ def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, 
                     kv.cancel(names[0]).wait(30)
                 for work in works[first % 10 == 0 :]:
                     work.wait(30)
-            with engine.changed:
-                assert engine.changed.wait_for(lambda: not engine.credits.ring.in_use, 30)
+            with engine.callers.changed:
+                assert engine.callers.changed.wait_for(lambda: not engine.credits.ring.in_use, 30)
             owned.append((_owned(), dict(kv.explain(1 - kv.rank()).staging)))
         return owned
 

@@ -20,6 +20,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.flows import short_runs
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.core.core import Core
+from torchkv.core.runner import Runner
 from torchkv.engine.flows import Flows
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
@@ -49,7 +50,7 @@ def cluster(*sizes: tuple[str, int]) -> Cluster:
     made = Cluster(places, seed=seed(), views=not Way.network, network=Way.network, apart=Way.network)
     for rank in made.ranks:
         core = core_of(rank)
-        core.step = lambda core=core: Core.step(core)
+        core.runner.step = lambda core=core: Runner.step(core.runner)
         core.world["window"], core.world["turn"] = 64, 1 << 20
     if Way.network:
         pairs = [(a, b) for a in made.ranks for b in made.ranks if a is not b]
@@ -67,10 +68,10 @@ def core_of(rank: Rank) -> Core:
 def stall(rank: Rank) -> Callable[[], None]:
     """The rank's loop gets no processor, until the result is called."""
     core = core_of(rank)
-    core.step = lambda: False
+    core.runner.step = lambda: False
 
     def go_on() -> None:
-        core.step = lambda: Core.step(core)
+        core.runner.step = lambda: Runner.step(core.runner)
 
     return go_on
 
@@ -341,7 +342,7 @@ def test_a_page_outside_a_grant_that_only_the_loop_knows() -> None:
     rx = world[1].recv_pages("r", [3], 0)
     for _ in range(4):
         for rank in world.ranks:
-            core_of(rank).step()
+            core_of(rank).runner.step()
     before = snapshot(world[1])
     outside = world[0].send_pages("r", [4], 1, start=1)
     assert world.run(done(first, rx, outside), limit=5)

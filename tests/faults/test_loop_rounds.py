@@ -13,7 +13,8 @@ from tests.helpers.references.memory import snapshot
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, shadow
 from torchkv.core.core import Core
-from torchkv.core.records import OPEN, VOTED
+from torchkv.core.loop.codes import OPEN, VOTED
+from torchkv.core.runner import Runner
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, PeerLost, TransferCancelled, TransferTimeout
 from torchkv.options import Options
@@ -27,7 +28,7 @@ def cluster(**options: float) -> Cluster:
     made = Cluster(places, seed=seed(), views=True, options=Options(transport="loopback", **options))
     for rank in made.ranks:
         core = core_of(rank)
-        core.step = lambda core=core: Core.step(core)
+        core.runner.step = lambda core=core: Runner.step(core.runner)
         core.world["window"], core.world["turn"] = 64, 1 << 20
     return made
 
@@ -40,10 +41,10 @@ def core_of(rank: Rank) -> Core:
 def stall(rank: Rank) -> Callable[[], None]:
     """The rank's loop gets no processor, until the result is called."""
     core = core_of(rank)
-    core.step = lambda: False
+    core.runner.step = lambda: False
 
     def go_on() -> None:
-        core.step = lambda: Core.step(core)
+        core.runner.step = lambda: Runner.step(core.runner)
 
     return go_on
 
@@ -75,7 +76,7 @@ def test_a_request_of_two_ranks_takes_no_message(monkeypatch: pytest.MonkeyPatch
     memories = [shadow(world[rank]) for rank in (LEADER, MEMBER)]
     before, source = [snapshot(world[rank]) for rank in (LEADER, MEMBER)], snapshot(world[WRITER])
     for rank in world.ranks:
-        monkeypatch.setattr(rank.engine._messenger, "tell", lambda to, message: told.append(message))
+        monkeypatch.setattr(rank.engine.messenger, "tell", lambda to, message: told.append(message))
     assert all_right(world, [*receive(world), *write(world)])
     for memory, pages in zip(memories, before, strict=True):
         memory.check_received("r", pages, [3, 7], {0: source}, {0: [9, 4]})

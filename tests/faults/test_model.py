@@ -19,13 +19,16 @@ from tests.helpers.model.sessions import Sessions
 from torchkv.control import greeting
 from torchkv.control.greeting import Greeter, Greeting, Refusal
 from torchkv.control.session import Session
-from torchkv.engine.membership import Membership
+from torchkv.engine.joining.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
-from torchkv.protocol.receive_request import ReceiverRequest, Writer
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.unmet import Unmet
+from torchkv.protocol.receiving.endings import Endings as ReceiverEndings
+from torchkv.protocol.receiving.open_receives import OpenReceives
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest, Writer
+from torchkv.protocol.sending.endings import Endings
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.unmet import Unmet
 
 CANCELS = Rules(lives=2)
 DEATHS = Rules(lives=1, deaths=1, reader_cancels=0)
@@ -54,31 +57,31 @@ def _pages_are_free_at_the_failure(self: ReceiverRequest) -> tuple[int, ...]:
     return ()
 
 
-def _any_generation(self: Receiver, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
-    req = next((req for req in self._requests.values() if req.live and src in req.writers), None)
+def _any_generation(self: OpenReceives, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
+    req = next((req for req in self if req.live and src in req.writers), None)
     return None if req is None else (req, req.writers[src])
 
 
-def _first_seal_counts(self: Receiver, req: ReceiverRequest, now: float) -> None:
+def _first_seal_counts(self: ReceiverEndings, req: ReceiverRequest, now: float) -> None:
     if req.complete_at is None and any(
         writer.sealed is not None and not writer.missing(None, req.num_tokens) for writer in req.writers.values()
     ):
         req.complete_at = now
-        self._succeed(req)
+        self.succeed(req)
 
 
-def _seal_at_once(self: Sender, req: SenderRequest, now: float) -> None:
+def _seal_at_once(self: Endings, req: SenderRequest, now: float) -> None:
     running, req.running = req.running, {}
     _true_seal(self, req, now)
     req.running = running
 
 
-_true_seal = Sender._seal_if_done
+_true_seal = Endings.seal_if_done
 
 
 def _quiesced_at_once(self: Sender, src: int, message: Revoke, now: float) -> None:
     _true_revoke(self, src, message, now)
-    self._tell(src, Quiesced(message.generation))
+    self._endings.tell(src, Quiesced(message.generation))
 
 
 _true_revoke = Sender.on_revoke
@@ -121,9 +124,9 @@ _true_poll = Session.poll
     [
         (ReceiverRequest, "pending_writers", _pages_are_free_at_the_failure, CANCELS, "lands in a page"),
         (ReceiverRequest, "pending_writers", _pages_are_free_at_the_failure, DEADLINES, "lands in a page"),
-        (Receiver, "_writer", _any_generation, Rules(pages=2), "has succeeded with bytes"),
-        (Receiver, "_complete_if_covered", _first_seal_counts, CANCELS, "has succeeded with bytes"),
-        (Sender, "_seal_if_done", _seal_at_once, CANCELS, "(lands in a page|has succeeded with bytes|never ends)"),
+        (OpenReceives, "writer", _any_generation, Rules(pages=2), "has succeeded with bytes"),
+        (ReceiverEndings, "complete_if_covered", _first_seal_counts, CANCELS, "has succeeded with bytes"),
+        (Endings, "seal_if_done", _seal_at_once, CANCELS, "(lands in a page|has succeeded with bytes|never ends)"),
         (Sender, "on_revoke", _quiesced_at_once, CANCELS, "lands in a page"),
         (Unmet, "revoke", _grant_outlives_its_revocation, CANCELS, "lands in a page"),
         (Receiver, "peer_dead", lambda self, rank, now: None, DEATHS, "leased for ever"),

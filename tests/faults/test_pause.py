@@ -153,8 +153,8 @@ def one_check_from_other() -> None:
 def usable() -> None:
     engine = kv_world()._verbs.engine
     assert engine is not None
-    with engine.changed:  # its frames may have come another way before the connection that shows it to be there
-        assert engine.changed.wait_for(lambda: not engine.lost, PATIENCE)
+    with engine.callers.changed:  # its frames may have come another way before the connection that shows it to be there
+        assert engine.callers.changed.wait_for(lambda: not engine.lost, PATIENCE)
     dist.barrier(kv_world())
     check_transfer(kv_world(), WRITER, RECEIVER)
     check_transfer(kv_world(), RECEIVER, WRITER)

@@ -12,8 +12,10 @@ import pytest
 
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.protocol.messages import Attest, Quiesced
-from torchkv.protocol.receive_request import ReceiverRequest, Writer
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.open_receives import OpenReceives
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 
 SEEDS_PER_TEST = 20
 MUTANT_SEEDS = range(50, 200)
@@ -77,34 +79,34 @@ def test_equal_seeds_give_equal_runs(seed: int) -> None:
 # -- negative controls: broken protocols that the same checks must catch ----------------------------------------------
 
 
-def _frees_at_failure(self: Receiver, req: ReceiverRequest) -> None:
+def _frees_at_failure(self: Endings, req: ReceiverRequest) -> None:
     if req.error is not None:
-        self._end(req)
+        self.end(req)
 
 
 def _first_ack_is_enough(self: Receiver, src: int, message: Quiesced, _now: float) -> None:
-    req = self._requests.get(message.generation)
+    req = self.requests.by_generation.get(message.generation)
     if req is None or req.error is None:
         return
     for writer in req.writers.values():
         writer.quiescent = True
-    self._end_if_quiescent(req)
+    self._endings.end_if_quiescent(req)
 
 
 def _counts_messages(self: Receiver, src: int, message: Attest, now: float) -> None:
     """Completes after as many attestations as there are layers, as many systems do."""
-    found = self._writer(src, message.generation)
+    found = self.requests.writer(src, message.generation)
     if found is None:
         return
     req, writer = found
     writer.attested.add(message.layers, 0, req.num_tokens)
     if all(w.attested.first_gap(w.plan.owed(req.num_tokens)) is None for w in req.writers.values()):
-        self._succeed(req)
+        self._endings.succeed(req)
 
 
-def _ignores_generations(self: Receiver, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
-    exact = self._requests.get(generation)
-    live = [exact] if exact is not None and exact.error is None else list(self._live.values())
+def _ignores_generations(self: OpenReceives, src: int, generation: int) -> tuple[ReceiverRequest, Writer] | None:
+    exact = self.by_generation.get(generation)
+    live = [exact] if exact is not None and exact.error is None else list(self.live.values())
     req = next((req for req in live if src in req.writers), None)
     return None if req is None else (req, req.writers[src])
 
@@ -118,17 +120,17 @@ def _assert_caught(symptom: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "mutant", "symptom"),
+    ("owner", "method", "mutant", "symptom"),
     [
-        ("_end_if_quiescent", _frees_at_failure, "free, but written to"),
-        ("on_quiesced", _first_ack_is_enough, "free, but written to"),
-        ("on_attest", _counts_messages, "wrong bytes"),
-        ("_writer", _ignores_generations, ""),
+        (Endings, "end_if_quiescent", _frees_at_failure, "free, but written to"),
+        (Receiver, "on_quiesced", _first_ack_is_enough, "free, but written to"),
+        (Receiver, "on_attest", _counts_messages, "wrong bytes"),
+        (OpenReceives, "writer", _ignores_generations, ""),
     ],
     ids=["frees at failure", "first ack", "counts messages", "no generation"],
 )
 def test_broken_protocols_are_caught(
-    monkeypatch: pytest.MonkeyPatch, method: str, mutant: Callable[..., object], symptom: str
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mutant: Callable[..., object], symptom: str
 ) -> None:
-    monkeypatch.setattr(Receiver, method, mutant)
+    monkeypatch.setattr(owner, method, mutant)
     _assert_caught(symptom)

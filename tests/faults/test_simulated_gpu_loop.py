@@ -18,7 +18,7 @@ from tests.helpers.simulation.requests import layout
 from tests.helpers.simulation.requests import seed as new_seed
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.flows import Flows
-from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 BATCH = 20
 

@@ -17,9 +17,9 @@ from tests.helpers.simulation.grouped import GroupScenario
 from torchkv.cache import KVCache
 from torchkv.errors import PageOutOfRange
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol import send_request
 from torchkv.protocol.actions import BoundGrant
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending import grant_checks
 
 Patch = pytest.MonkeyPatch
 SEEDS_PER_TEST = 15
@@ -112,13 +112,13 @@ def _a_part_frees_the_pages_of_all(patch: Patch) -> None:
 
 def _absent_pages_are_counted_as_held(patch: Patch) -> None:
     patch.setattr(BoundGrant, "held_tokens", property(lambda grant: grant.prefix_tokens))
-    real = send_request.behind
+    real = grant_checks.behind
 
     def behind(grant: BoundGrant, start: int, num_pages: int, *, from_prompt: bool) -> tuple[int, int, int]:
         return real(grant, start, num_pages, from_prompt=True) if from_prompt else (start, num_pages, 0)
 
-    patch.setattr(send_request, "behind", behind)
-    patch.setattr("torchkv.protocol.sender.behind", behind)
+    patch.setattr(grant_checks, "behind", behind)
+    patch.setattr("torchkv.protocol.sending.sender.behind", behind)
 
 
 def _every_part_has_the_whole_layout(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.sending.open_requests import OpenRequests
 
 SEEDS_PER_TEST = 10
 LEAVES = 20  # seeds of `leave_in_mid_put`
@@ -106,7 +106,7 @@ def test_a_killed_job_is_forgotten_and_comes_again(views: bool) -> None:
         assert engine.connections.keys() == set()
         assert d.cluster.registrations[0]._metadata_of.keys() == {0}
         if engine.flows is not None:
-            assert engine.flows.core._slots == {0: 0}
+            assert engine.flows.core.peers.slots == {0: 0}
             assert engine.flows._routes == {}
         assert told == [("p", True), ("p", False)] * (life + 1)
         p = requests.start("p", 1 + life % 2, 4)
@@ -294,7 +294,7 @@ def test_a_map_that_mixes_lives_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_leaving_while_puts_are_under_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_jobs, "DRAIN", 0.0)
-    monkeypatch.setattr(Sender, "has_landed", lambda self, rank: True)
+    monkeypatch.setattr(OpenRequests, "has_landed", lambda self, rank: True)
     monkeypatch.setattr(TransferScheduler, "moves_to", lambda self, rank: False)
     assert any(leave_in_mid_put(seed) for seed in range(LEAVES))
 

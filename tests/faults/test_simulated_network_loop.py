@@ -15,9 +15,9 @@ import pytest
 from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.core.core import Notice
-from torchkv.core.records import BOUND, GRANTED
+from torchkv.core.loop.codes import BOUND, GRANTED
 from torchkv.engine.flows import Flows
-from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 SEEDS = range(120)
 BATCH = 20
@@ -57,7 +57,9 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def acting(self: Flows, notice: Notice, now: float) -> None:
         if notice.kind in (BOUND, GRANTED):
-            grants["bound" if notice.kind == BOUND else "left to Python"] += notice.source not in self.core._peers
+            grants["bound" if notice.kind == BOUND else "left to Python"] += (
+                notice.source not in self.core.peers._mapped
+            )
         act(self, notice, now)
 
     def take_grant(self: Flows, rank: int, flow: int, generation: int) -> bool:

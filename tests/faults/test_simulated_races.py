@@ -14,7 +14,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.errors import PeerLost, ProtocolError, TransferCancelled
 from torchkv.protocol.messages import Attest, Grant, Quiesced, Seal, Verdict, decode_frame
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.endings import Endings
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
 
@@ -83,10 +83,10 @@ def test_a_cancelled_requests_late_writes_never_reach_the_next_owner() -> None:
 def test_the_abort_race_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with a receiver that frees pages at once, the next owner's bytes are destroyed."""
 
-    def free_at_once(self: Receiver, req: object) -> None:
-        self._end(req)
+    def free_at_once(self: Endings, req: object) -> None:
+        self.end(req)
 
-    monkeypatch.setattr(Receiver, "_end_if_quiescent", free_at_once)
+    monkeypatch.setattr(Endings, "end_if_quiescent", free_at_once)
     problems = _abort_race(pair())
     assert problems
     assert all("free, but written to" in problem for problem in problems)
@@ -101,7 +101,7 @@ class Tap:
     def __init__(self, cluster: Cluster) -> None:
         self.seen: list[tuple[int, int, bytes]] = []
         self.lose: Callable[[object], bool] = lambda message: False
-        self._key = cluster[0].engine._messenger._key
+        self._key = cluster[0].engine.messenger._key
         self.world_send = cluster.world.send
         cluster.world.send = self._send
 
@@ -122,8 +122,8 @@ def test_the_posting_thread_sends_the_grant() -> None:
     for name in names:
         cluster[1].recv_pages(name, [], 0)
     assert 0 < tap.count(Grant) < len(names)
-    assert cluster.run(lambda: len(cluster[0].engine.sender._unmet.grants()) == len(names), limit=20)
-    assert [grant.request for grant in cluster[0].engine.sender._unmet.grants()] == names
+    assert cluster.run(lambda: len(cluster[0].engine.sender.grants.unmet.grants()) == len(names), limit=20)
+    assert [grant.request for grant in cluster[0].engine.sender.grants.unmet.grants()] == names
 
 
 @pytest.mark.parametrize("kind", [Quiesced, Verdict, Attest, Seal])
@@ -195,7 +195,7 @@ def test_frames_of_an_earlier_process_are_dropped() -> None:
         tap.world_send(new[src].node, new[dst].node, data)
     new.run(limit=2)
     assert not second.is_completed()
-    assert [(each.request, each.dst) for each in new[0].engine.sender._unmet.grants()] == [("r", 1)]
+    assert [(each.request, each.dst) for each in new[0].engine.sender.grants.unmet.grants()] == [("r", 1)]
     works = send(new[0], [5, 6], 1)
     assert new.run(done(second, *works), limit=20)
     assert second.exception() is None
@@ -211,7 +211,7 @@ def test_frames_with_another_key_are_dropped() -> None:
         new.world.send(*frame)
     new.run(limit=2)
     assert not second.is_completed()
-    assert new[0].engine.dropped_frames + new[1].engine.dropped_frames == len(tap.seen)
+    assert new[0].engine.messenger.dropped + new[1].engine.messenger.dropped == len(tap.seen)
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------

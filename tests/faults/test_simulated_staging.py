@@ -13,11 +13,12 @@ from tests.helpers.simulation.staging_rings import FifoEnd, LaggingPacker
 from torchkv.errors import KVError
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import Staged
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.stage_allocator import Stage, StagingRing
-from torchkv.protocol.staging_credits import StagingCredits, _StageState
-from torchkv.protocol.staging_requester import Span, StagingRequester
+from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.stages import Stages
+from torchkv.protocol.receiving.staging_credits import StagingCredits, _StageState
+from torchkv.protocol.sending.staging_requester import Span, StagingRequester
 from torchkv.staging.packer import GatherJob
 from torchkv.staging.transfer import StagedTransfer
 from torchkv.transport import Batch
@@ -53,33 +54,33 @@ def _stage_reused_early(patch: Patch) -> None:
 
 def _remembers_ended(patch: Patch) -> None:
     """Ended requests can still be found, so that the broken receivers below do not merely crash."""
-    end = Receiver._end
+    end = Endings.end
 
-    def keep(self: Receiver, req: ReceiverRequest) -> None:
+    def keep(self: Endings, req: ReceiverRequest) -> None:
         if not req.ended:
             end(self, req)
-            vars(self).setdefault("past", {})[req.generation] = req
+            vars(self._requests).setdefault("past", {})[req.generation] = req
 
-    def scattered(self: Receiver, job: Scatter, error: KVError | None, now: float) -> None:
-        req = self._requests.get(job.generation)
+    def scattered(self: Stages, job: Scatter, error: KVError | None, now: float) -> None:
+        req = self._requests.by_generation.get(job.generation)
         if req is not None:
             real(self, job, error, now)
         else:
             self._credits.release(job.src, job.generation, job.serial, now)
 
-    real = Receiver.scattered
-    patch.setattr(Receiver, "_end", keep)
-    patch.setattr(Receiver, "scattered", scattered)
+    real = Stages.scattered
+    patch.setattr(Endings, "end", keep)
+    patch.setattr(Stages, "scattered", scattered)
     patch.setattr(Scatter, "stopped", property(lambda job: False, lambda job, value: None))
 
 
 def _unpacks_for_the_failed(patch: Patch) -> None:
     """A stage that was written before its writer learned of the failure is unpacked nevertheless."""
     _remembers_ended(patch)
-    real = Receiver.on_staged
+    real = Stages.on_staged
 
-    def on_staged(self: Receiver, src: int, message: Staged, now: float) -> None:
-        req = vars(self).get("past", {}).get(message.generation)
+    def on_staged(self: Stages, src: int, message: Staged, now: float) -> None:
+        req = vars(self._requests).get("past", {}).get(message.generation)
         queue = self._credits._queue_of(src, message.generation)
         held = None if queue is None else queue.stages.get(message.serial)
         if req is None or held is None or req.error is None or not message.num_pages:
@@ -87,35 +88,35 @@ def _unpacks_for_the_failed(patch: Patch) -> None:
             return
         # The request is live again while the job is made.
         held.state, error = _StageState.GRANTED, req.error
-        self._requests[message.generation], req.error = req, None
+        self._requests.by_generation[message.generation], req.error = req, None
         real(self, src, message, now)
         req.error = error
-        del self._requests[message.generation]
+        del self._requests.by_generation[message.generation]
 
-    patch.setattr(Receiver, "on_staged", on_staged)
+    patch.setattr(Stages, "on_staged", on_staged)
 
 
 def _does_not_wait_for_scatters_at_failure(patch: Patch) -> None:
     _remembers_ended(patch)
 
-    def end_if_quiescent(self: Receiver, req: ReceiverRequest) -> None:
+    def end_if_quiescent(self: Endings, req: ReceiverRequest) -> None:
         if req.error is not None and not req.pending_writers():
-            self._end(req)
+            self.end(req)
 
-    patch.setattr(Receiver, "_end_if_quiescent", end_if_quiescent)
+    patch.setattr(Endings, "end_if_quiescent", end_if_quiescent)
 
 
 def _does_not_wait_for_scatters_at_success(patch: Patch) -> None:
     """Success does not wait for bytes that were sent twice and are being unpacked the second time."""
     _remembers_ended(patch)
-    real = Receiver._complete_if_covered
+    real = Endings.complete_if_covered
 
-    def complete_if_covered(self: Receiver, req: ReceiverRequest, now: float) -> None:
+    def complete_if_covered(self: Endings, req: ReceiverRequest, now: float) -> None:
         scattering, req.scattering = req.scattering, set()
         real(self, req, now)
         req.scattering = scattering
 
-    patch.setattr(Receiver, "_complete_if_covered", complete_if_covered)
+    patch.setattr(Endings, "complete_if_covered", complete_if_covered)
 
 
 def _tells_before_the_flush(patch: Patch) -> None:

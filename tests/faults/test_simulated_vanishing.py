@@ -11,7 +11,7 @@ from tests.helpers.simulation.cluster import Rank
 from tests.helpers.simulation.jobs import Job, Jobs
 from tests.helpers.simulation.lives import leased_pages
 from tests.helpers.simulation.requests import done
-from torchkv.engine import membership
+from torchkv.engine.joining import membership
 from torchkv.engine.peers import Peers
 from torchkv.engine.work import KVWork
 from torchkv.errors import PeerLost
@@ -94,7 +94,7 @@ def test_one_that_vanished_is_forgotten_after_a_time_with_all_that_was_kept_of_i
     assert d.cluster.registrations[0]._metadata_of.keys() == {0}
     control: Any = d.cluster.registrations[0].control
     assert control._nodes.keys() == set()
-    assert engine._messenger._sessions.keys() == set()
+    assert engine.messenger._sessions.keys() == set()
     transfer_with_the_next(jobs, d)
 
 
@@ -178,10 +178,10 @@ def test_who_may_still_be_written_to_is_not_told_that_all_has_landed(monkeypatch
     transfer(jobs, "r1", p, d)
     sender = d.ranks[0].engine.sender
     number = d.memberships[0].peers["p"].ranks[0]
-    monkeypatch.setattr(sender, "_undrainable", {(number, 7)})
+    monkeypatch.setattr(sender.requests, "undrainable", {(number, 7)})
     pause(p)
     assert jobs.run(lambda: not d.memberships[0].peers, limit=LOST_FOR_GOOD + 5)
-    assert not d.ranks[0].engine._messenger._abandoned
+    assert not d.ranks[0].engine.messenger._abandoned
     resume(p)
     p.ranks[0].recv_pages("r0", PAGES, "d")
     jobs.run(limit=5.0)

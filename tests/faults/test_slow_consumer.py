@@ -19,7 +19,7 @@ from tests.helpers.ranks import member
 from tests.helpers.ranks.member import Member, await_peer, connect, leave
 from tests.helpers.resident import resident_kib
 from torchkv import KVError
-from torchkv.protocol.sender import MAX_QUEUED_PAGES, MAX_REQUESTS
+from torchkv.protocol.sending.open_requests import MAX_QUEUED_PAGES, MAX_REQUESTS
 
 SENDER, SLOW, QUICK = 0, 1, 2  # tags of the instances' bytes
 OPEN = [f"s{number}" for number in range(4)]  # requests that the slow one has posted
@@ -117,10 +117,10 @@ def kept() -> dict[str, int]:
     """What the sender keeps for its peers."""
     verbs = Member.kv._verbs
     assert verbs is not None
-    sender, sessions = verbs.engine.sender, verbs.engine._messenger._sessions
+    sender, sessions = verbs.engine.sender, verbs.engine.messenger._sessions
     return {
-        "requests": len(sender._requests),
-        "pages that wait": sender._queued_pages,
+        "requests": len(sender.requests.by_key),
+        "pages that wait": sender.requests.queued_pages,
         "messages": sum(len(session._unacked) for session in sessions.values()),
     }
 

@@ -20,7 +20,7 @@ from tests.helpers.harness import Ranks, ask, kv_world
 from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import page_bytes, random_cache
 from torchkv import KVError, KVProcessGroup, PeerLost, TransferCancelled, TransferTimeout
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.staging import host_packer
 from torchkv.staging.transfer import StagedTransfer
 
@@ -146,8 +146,8 @@ def receive_from_other(kv: KVProcessGroup) -> torch.Tensor:
 
 def ring_is_empty(kv: KVProcessGroup) -> bool:
     engine = kv._verbs.engine
-    with engine.changed:
-        return bool(engine.changed.wait_for(lambda: engine.credits.ring.in_use == 0, PATIENCE))
+    with engine.callers.changed:
+        return bool(engine.callers.changed.wait_for(lambda: engine.credits.ring.in_use == 0, PATIENCE))
 
 
 def receive_and_fail(how: str) -> None:

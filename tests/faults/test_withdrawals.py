@@ -38,7 +38,7 @@ def poison(rank: Rank, pages: list[int]) -> None:
 
 def nothing_left(world: Cluster) -> None:
     sender = world[0].engine.sender
-    assert (sender._requests, sender._queued_pages, sender._addressed) == ({}, 0, {})
+    assert (sender.requests.by_key, sender.requests.queued_pages, sender.requests.addressed) == ({}, 0, {})
 
 
 def finish(world: Cluster, dst: str | None, received: list[KVWork], pages: list[int]) -> None:

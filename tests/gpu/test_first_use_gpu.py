@@ -17,7 +17,7 @@ from tests.helpers.harness import Ranks
 from tests.helpers.ranks.gpu_pair import READER, WRITER, check_both_ways, gpu_group, needs_gpus, registered_cache, until
 from tests.helpers.ranks.small_cache import meet, page_bytes
 from torchkv import KVCache, KVProcessGroup, TransferTimeout
-from torchkv.engine.engine import Engine
+from torchkv.engine.joining import registration
 from torchkv.staging.cuda_pack import CudaPackLauncher
 
 SOURCE, TARGET, CANARIES = [9, 2, 11, 4], [1, 14, 3, 8], [0, 5, 15]
@@ -110,7 +110,7 @@ def test_the_first_transfer_ends_though_both_default_streams_wait_for_it(
 
 def nothing_loaded_for_a_receive() -> None:
     with pytest.MonkeyPatch.context() as patch, gpu_group(timeout=2) as kv:
-        patch.setattr(Engine, "prepare_to_receive", lambda self, rank: None)
+        patch.setattr(registration, "prepare_to_receive", lambda engine, rank: None)
         cache = registered_cache(kv)
         canaries = page_bytes(cache, CANARIES)
         rx = None
@@ -150,7 +150,7 @@ def test_a_stream_that_waits_for_what_cannot_be_loaded_is_let_go_when_time_is_up
 
 def nothing_loaded_for_a_send() -> None:
     with pytest.MonkeyPatch.context() as patch, gpu_group() as kv:
-        patch.setattr(Engine, "prepare", lambda self, rank: None)
+        patch.setattr(registration, "prepare_to_send", lambda engine, rank: None)
         cache = registered_cache(kv)
         me, other = kv.rank(), 1 - kv.rank()
         theirs = all_bytes(page_bytes(cache, SOURCE))[other]
@@ -162,7 +162,7 @@ def nothing_loaded_for_a_send() -> None:
         with torch.cuda.stream(beside):
             work = kv.send_slice(f"from {me}", None, SOURCE, other)
             if me == READER:
-                until(lambda: kv._verbs.engine._scheduler.gated, "the send waits")
+                until(lambda: kv._verbs.engine.scheduler.gated, "the send waits")
                 assert not work.is_completed()
             meet(kv)
             if me == WRITER:

@@ -31,7 +31,7 @@ def run_once(staged: bool) -> tuple[list[weakref.ref[Any]], None]:
             received.wait(30)
         torch.cuda.synchronize()
         engine = kv._verbs.engine
-        kept = [cache, *cache.storages, kv, engine, engine._scheduler, engine.gpu, kv._registration._staging.packer]
+        kept = [cache, *cache.storages, kv, engine, engine.scheduler, engine.gpu, kv._registration._staging.packer]
         return [weakref.ref(one) for one in kept], None
 
 

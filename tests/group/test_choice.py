@@ -14,7 +14,7 @@ from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.lane_transfer import Case, Report, adopted_cache, check_reports, transfer
 from tests.helpers.ranks.layout_cases import case, gqa
 from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, small_layout
-from torchkv.engine import registration
+from torchkv.engine.joining import registration
 from torchkv.transfer.peer_connection import Costs, PeerConnection
 
 HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}

@@ -170,6 +170,7 @@ def test_a_verb_may_name_an_address() -> None:
         assert torchkv.explain("p", group=d).peer == d.peers()["p"].ranks[0]
         assert torchkv.quarantined(group=d) == {}
         assert d.connect("p").result(0) == "p", "who is here need not be looked for"
+        assert d.connect(p.address).result(0) == "p"
 
 
 def await_instance(kv: torchkv.KVMember, name: str) -> None:
@@ -223,6 +224,16 @@ def test_who_is_not_there_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("secret")
+def test_who_must_be_at_an_address_is_checked() -> None:
+    """Also if it is known already who is there."""
+    with member("p") as p, member("d") as d:
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="'q' should be, there is 'p'"):
+                d.connect(p.address, instance="q").result(20)
+        assert d.connect(p.address, instance="p").result(0) == "p"
+
+
+@pytest.mark.usefixtures("secret")
 def test_who_cannot_work_together_is_told_why() -> None:
     with member("p") as p, member("d", head_dim=16) as d:
         with pytest.raises(LayoutMismatch, match="dim"):
@@ -238,7 +249,7 @@ def test_who_has_another_secret_is_nobody(secret: Path, tmp_path: Path, monkeypa
             d.connect(p.address, timeout=1.0).result(10)
         assert p.peers() == {}
         assert p._verbs is not None
-        assert p._verbs.engine.dropped_frames == 0, "what strangers send is not even decoded"
+        assert p._verbs.engine.messenger.dropped == 0, "what strangers send is not even decoded"
 
 
 @pytest.mark.usefixtures("secret")

@@ -108,7 +108,7 @@ def errors() -> None:
                 kv.finish("r" * 1024, 2)
             with pytest.raises(ProtocolError, match="'x' is no layer group"):
                 kv.quarantined(layer_group="x")
-            assert not kv._verbs.engine.sender._requests
+            assert not kv._verbs.engine.sender.requests.by_key
             kv.send_layer("r", 0, lists["near"], 2)  # one list is right where all layers lie in one group
             kv.send_pages("r", lists, 2, layers=[1, 2, 4])
             with pytest.raises(ProtocolError, match=r"layer 5 .* was not sent"):
@@ -126,7 +126,7 @@ def errors() -> None:
             ):
                 with pytest.raises(wrong, match=message):
                     kv.recv_pages("r", pages, 0)
-            assert not kv._verbs.engine.receiver._requests
+            assert not kv._verbs.engine.receiver.requests.by_generation
             kv.recv_pages("r", lists, 0).wait(30)
         meet(kv)
 

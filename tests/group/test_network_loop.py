@@ -19,10 +19,10 @@ from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER, acquaint
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
-from torchkv.core.records import MAX_GRANTED
+from torchkv.core.loop.limits import MAX_GRANTED
 from torchkv.engine.flows import Flows
-from torchkv.engine.registration import Registration
-from torchkv.protocol.receiver import Receiver
+from torchkv.engine.joining.registration import Registration
+from torchkv.protocol.receiving.receiver import Receiver
 
 WIDE = {"num_kv_heads": 8, "head_dim": 64}  # pages of 16 KiB
 TCP = {"UCX_TLS": "tcp"}

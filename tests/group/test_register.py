@@ -17,8 +17,9 @@ from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.small_cache import check_transfer, random_cache
 from torchkv import Component, KVCache, KVError, KVLayout, LayoutMismatch, ProtocolError, State, TransportUnavailable
 from torchkv.engine.engine import Engine
+from torchkv.engine.joining.connector import Connector
+from torchkv.engine.joining.registration import Registration
 from torchkv.engine.progress import ProgressThread
-from torchkv.engine.registration import Registration
 from torchkv.group import bring_up
 
 # How rank 1's layout differs from rank 0's; the field's name and both values, as the message must show them.
@@ -260,12 +261,14 @@ def late_to_connect() -> tuple[float, float]:
             super().warm(engine, ranks)
             moments.append(time.monotonic())
 
-        def measure_connections(self, thread: ProgressThread, engine: Engine) -> None:
-            moments.append(time.monotonic())
-            super().measure_connections(thread, engine)
+    def measure_all(self: Connector, thread: ProgressThread, engine: Engine) -> None:
+        moments.append(time.monotonic())
+        real(self, thread, engine)
 
+    real = Connector.measure_all
     with kv_group() as kv, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bring_up, "Registration", Late)
+        patch.setattr(Connector, "measure_all", measure_all)
         kv.register(random_cache())
         connections = kv._verbs.engine.connections
         for rank in range(kv.size()):

@@ -54,7 +54,7 @@ def run_once(way: str, options: dict[str, Any]) -> tuple[list[weakref.ref[Any]],
             *cache.storages,
             kv,
             kv._verbs.engine,
-            kv._verbs.engine._scheduler,
+            kv._verbs.engine.scheduler,
             staging.packer,
             kv._registration.transport,
         ]

@@ -11,8 +11,10 @@ from torchkv_loopback import Faults, World
 
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.bench.scale.loops import PAGE, TOKENS
-from torchkv.core.core import Core, NetworkLane, Notice
-from torchkv.core.records import ALONE, Record
+from torchkv.core.core import Core, Notice
+from torchkv.core.loop.codes import ALONE
+from torchkv.core.loop.records import Record
+from torchkv.core.peers import NetworkLane
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["LAYERS", "PAGES", "TAGS", "Apart", "kinds"]
@@ -115,15 +117,15 @@ class Apart:
         """A send of two pages whose puts are under way: its flow, its op, and the number of the last put."""
         send = self.send(self.receive(2), [0, 1])
         op = self.start(send, [0, 1])
-        self.writer.step()
+        self.writer.runner.step()
         with self.writer.standing_still():
             posted = self.writer.put(op)
         assert posted > 0
         return send, op, posted
 
     def step(self) -> None:
-        self.writer.step()
-        self.reader.step()
+        self.writer.runner.step()
+        self.reader.runner.step()
         self.world.advance(self.world.now + 1e-4)
         assert self.network.problems == []
 

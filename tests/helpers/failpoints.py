@@ -84,28 +84,28 @@ def _before_the_seal(real: Callable[..., Any]) -> Callable[..., Any]:
 Point = tuple[str, str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]  # module, class, method, how
 
 OF_WRITERS: Mapping[str, Point] = {
-    "grant heard": ("torchkv.protocol.sender", "Sender", "on_grant", _before),
-    "grant bound": ("torchkv.protocol.sender", "Sender", "on_grant", _after),
+    "grant heard": ("torchkv.protocol.sending.sender", "Sender", "on_grant", _before),
+    "grant bound": ("torchkv.protocol.sending.sender", "Sender", "on_grant", _after),
     "mid copy": ("torchkv_ucx.channel", "UCXChannel", "put", _after),
     "mid gather": ("torchkv.staging.host_packer", "HostPacker", "gather", _amid),
-    "after the last byte, before the seal": ("torchkv.protocol.sender", "Sender", "_tell", _before_the_seal),
-    "after the seal, before the verdict": ("torchkv.protocol.sender", "Sender", "on_verdict", _before),
+    "after the last byte, before the seal": ("torchkv.protocol.sending.endings", "Endings", "tell", _before_the_seal),
+    "after the seal, before the verdict": ("torchkv.protocol.sending.sender", "Sender", "on_verdict", _before),
 }
 OF_READERS: Mapping[str, Point] = {
     "grant made": ("torchkv.control.messenger", "ControlMessenger", "send_now", _before),
     "grant sent": ("torchkv.control.messenger", "ControlMessenger", "send_now", _with_frames),
-    "layer attested": ("torchkv.protocol.receiver", "Receiver", "on_attest", _before),
+    "layer attested": ("torchkv.protocol.receiving.receiver", "Receiver", "on_attest", _before),
     "mid scatter": ("torchkv.staging.host_packer", "HostPacker", "scatter", _amid),
-    "seal heard": ("torchkv.protocol.receiver", "Receiver", "on_seal", _before),
-    "succeeded, before the verdict": ("torchkv.protocol.receiver", "Receiver", "_succeed", _after),
+    "seal heard": ("torchkv.protocol.receiving.receiver", "Receiver", "on_seal", _before),
+    "succeeded, before the verdict": ("torchkv.protocol.receiving.endings", "Endings", "succeed", _after),
 }
 AT_REGISTER: Mapping[str, Point] = {
-    "before it publishes": ("torchkv.engine.registration", "Registration", "metadata", _before),
-    "after it has published": ("torchkv.engine.registration", "Registration", "engine", _before),
+    "before it publishes": ("torchkv.engine.joining.registration", "Registration", "metadata", _before),
+    "after it has published": ("torchkv.engine.joining.registration", "Registration", "engine", _before),
 }
 AT_JOIN: Mapping[str, Point] = {
-    "greeted": ("torchkv.engine.membership", "Membership", "receive", _with_greetings),
-    "admitted": ("torchkv.engine.membership", "Membership", "_admit", _after),
+    "greeted": ("torchkv.engine.joining.membership", "Membership", "receive", _with_greetings),
+    "admitted": ("torchkv.engine.joining.membership", "Membership", "_admit", _after),
 }
 POINTS = {**OF_WRITERS, **OF_READERS, **AT_REGISTER, **AT_JOIN}
 

@@ -15,12 +15,12 @@ from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import Halt, SendOp, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Grant, Message, pack_pages
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.stage_allocator import StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
-from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.staging_requester import StagingRequester
 
 TIMEOUT, GRANT_TIMEOUT = 10.0, 100.0
 RING = 1 << 16
@@ -53,7 +53,8 @@ class Acts:
     """The actions that a machine has asked for since the last `Acts`."""
 
     def __init__(self, machine: Machine) -> None:
-        taken, machine.actions = machine.actions, []
+        taken = machine.actions[:]
+        machine.actions.clear()
         self.all = taken
         self.told = [(action.rank, action.message) for action in taken if isinstance(action, Tell)]
         self.settled = {action.work: action.error for action in taken if isinstance(action, Settle)}

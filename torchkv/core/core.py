@@ -1,68 +1,39 @@
-"""The resident loop's face to Python: its memory, its thread, and the calls by which requests are handed to it."""
+"""The resident loop's face to Python: the calls by which requests are handed to it, and its events."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import os
-import platform
-import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import grants, loop, mailbox, network, posting, rounds
+from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
-from torchkv.core.events import emit
-from torchkv.core.records import (
-    CUT,
-    DECIDED,
-    DONE,
-    FREE,
-    FUTEX_CALL,
-    GRANT,
-    GRANT_NBYTES,
+from torchkv.core.loop import grants, loop, network, rounds
+from torchkv.core.loop.codes import CUT, DECIDED, DONE, FREE, GRANT, NOBODY, OP_DONE, POSTED, SEALED
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.limits import (
     MAILBOX_RECORDS,
     MAX_AUX,
     MAX_EVENTS,
     MAX_FLOWS,
     MAX_GPU_SENDS,
-    MAX_GRANTED,
     MAX_INTERVALS,
-    MAX_NAME,
     MAX_OPS,
     MAX_PEERS,
     MAX_ROUNDS,
     MAX_WRITERS,
     MESSAGE_NBYTES,
-    NOBODY,
-    OP_DONE,
-    POSTED,
     RECORD_NBYTES,
-    SEALED,
-    WORLD,
-    Op,
-    Peer,
-    Record,
-    Send,
-    World,
-    Writer,
-    receive_word_at,
-    word_at,
 )
-from torchkv.errors import PeerLost, TransportUnavailable
-from torchkv.host import shared_memory, spin_wait
-from torchkv.host.jit import at_register, libc_functions
-from torchkv.transport.interface import Channel, NativeChannel
+from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
+from torchkv.core.peers import NetworkLane, Peers
+from torchkv.core.runner import Runner
+from torchkv.host.jit import at_register
 
-__all__ = ["Core", "GrantBody", "NetworkLane", "Notice", "ReceiveState", "WriterState"]
+__all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
 PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
@@ -76,11 +47,10 @@ _MOVED, _GATED, _SEND_NETWORK = (list(Send.__annotations__).index(name) for name
 _RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
 _WRITER = list(Writer.__annotations__)
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
-_NETWORK = word_at("network") // 8
-_PEER = list(Peer.__annotations__)
-_OF_NETWORK = _PEER[_PEER.index("endpoint") :]
-
-_FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
+_TAIL, _HEAD, _NEWS, _SLEEPERS, _NETWORK, _COMMAND_TAIL, _COMMAND_HEAD = (
+    word_at(name) // 8
+    for name in ("event_tail", "event_head", "news", "sleepers", "network", "command_tail", "command_head")
+)
 
 
 @dataclass(slots=True)
@@ -103,16 +73,6 @@ class WriterState:
 
 
 @dataclass(slots=True)
-class GrantBody:
-    """A grant as its receiver wrote it; checked is only that the parts lie in their slot. writers: a bit for each."""
-
-    name: bytes
-    pages: Int64Array
-    prefix_tokens: int
-    writers: int
-
-
-@dataclass(slots=True)
 class ReceiveState:
     """What the loop knows of a receive, and of each of its writers."""
 
@@ -120,23 +80,12 @@ class ReceiveState:
     writers: list[WriterState]
 
 
-class NetworkLane:
-    """The loop's way to a rank of another host: see `torchkv.core.network`. Made by `Core.connect_network`.
-
-    native: None after the end, or if the transport has none. failed: whether what is on its way may never arrive.
-    """
-
-    def __init__(self) -> None:
-        self.native: NativeChannel | None = None
-        self.memory = np.zeros(network.NETWORK_NBYTES // 8, dtype=np.int64)
-        self.failed = False
-
-
 class Core:
     """One rank's loop. What is not marked "any thread" is called under the engine's lock.
 
-    device: the GPU that this rank's pages lie on, if they do. turn, window, part: see `World`. Without `start` it has
-    no thread, and a test calls `step`. Raises ``TransportUnavailable`` where it cannot work.
+    device: the GPU that this rank's pages lie on, if they do. turn, window, part: see `World`. Raises
+    ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
+    calls `Runner.step`. peers: how it reaches other loops.
     """
 
     def __init__(
@@ -148,285 +97,44 @@ class Core:
         window: int = MAILBOX_RECORDS,
         part: int = PART,
     ) -> None:
-        if rank >= MAX_PEERS:
-            raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
-        if platform.machine() not in FUTEX_CALL:
-            raise TransportUnavailable(f"the resident loop knows no futex on {platform.machine()}")
         self.rank = rank
-        self._memory = np.zeros(1, WORLD)
-        world = self._memory[0]
-        self.world = cast(World, world)
-        self._words = self._memory.view(np.int64).reshape(-1)
+        self.device = device
+        self.runner = Runner(rank, device=device, turn=turn, window=window, part=part)
+        self.peers = Peers(rank, self.runner)
+        peers = self.peers
+        self.standing_still, self.granted = self.runner.standing_still, peers.granted
+        self.hears, self.takes_grant = peers.hears, peers.takes_grant
+        self.reaches, self.reserve_slot = peers.reaches, peers.reserve_slot
+        self.connect, self.disconnect = peers.connect, peers.disconnect
+        self.connect_network, self.lane, self.has_arrived = peers.connect_network, peers.lane, peers.has_arrived
+        self.world = self.runner.world
+        self._address = self.runner.address
+        self._memory = self.runner.memory
+        self._words = self.runner.words
         # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
         self._events = self._memory["events"].view(np.int64).reshape(MAX_EVENTS, -1).data
         self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
         self._receives = self._memory["receives"].view(np.int64).reshape(MAX_FLOWS, -1).data
-        self._view = self._words.data
-        self._segment: torch.Tensor = shared_memory.allocate(mailbox.SEGMENT_NBYTES)
-        self._bytes = self._segment.numpy().data
-        self._segment_at = self._segment.data_ptr()
-        world["address"], world["rank"], world["bell"] = self._memory.ctypes.data, rank, self._segment.data_ptr()
-        world["driver_fd"], world["futex"], world["one"] = -1, FUTEX_CALL[platform.machine()], 1
-        world["spin"] = spin_wait.SPIN
-        world["functions"][:], world["turn"], world["window"], world["part"] = _FUNCTIONS, turn, window, part
-        world["grants"] = self._segment_at + mailbox.GRANTS_AT
-        self._address: int = self._memory.ctypes.data
-        self._granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # of sends; touched as used
-        world["granted_ids"] = self._granted_ids.ctypes.data
-        self.device = device
-        if device is not None:
-            device.describe(self.world)
-        self._driver_word: Int64Array | None = None
-        self._peers: dict[int, shared_memory.Segment] = {}
-        self._lanes: dict[int, NetworkLane] = {}  # by rank
-        self._arrivals: dict[int, Int64Array] = {}  # by rank: of its grants; longer than a lane; touched as used
-        self._slots: dict[int, int] = {rank: rank}  # of `World`'s ``peers``, by rank
-        self._ranks: dict[int, int] = {rank: rank}  # by slot
+        self._slots = self.peers.slots
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
         self._free_receives = list(range(MAX_FLOWS))
         self._free_ops = list(range(MAX_OPS))
         self._free_rounds = list(range(MAX_ROUNDS))
+        # What the loop reads at addresses that it was given.
         self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
         self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
         self._kept_rounds: dict[int, Int64Array] = {}
         self._network_receives: set[int] = set()  # flows of which writers are on other hosts
-        self._tail, self._head = word_at("event_tail") // 8, word_at("event_head") // 8
-        self._command_tail, self._command_head = word_at("command_tail") // 8, word_at("command_head") // 8
-        self._news, self._sleepers = word_at("news") // 8, word_at("sleepers") // 8
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
-        self._holding = False
         self._counting = threading.Lock()
-
-    # ------------------------------------------------------------------ mailboxes and the thread
-
-    def descriptor(self) -> bytes:
-        """With this a peer of the same host maps this rank's mailboxes: see `connect`."""
-        return shared_memory.share(self._segment) or b""
-
-    def reserve_slot(self, rank: int, slot: int | None = None) -> int:
-        """The mailbox here that ``rank`` will write to. slot: which one it must be; None: any that is free.
-
-        Raises ``TransportUnavailable`` if there is none. `disconnect` frees it.
-        """
-        if rank in self._slots:
-            return self._slots[rank]
-        if slot is None:
-            slot = next((each for each in range(MAX_PEERS) if each not in self._ranks), MAX_PEERS)
-        if slot >= MAX_PEERS or slot in self._ranks:
-            raise TransportUnavailable(f"rank {rank}: the resident loop has {MAX_PEERS} mailboxes, and none for it")
-        self._slots[rank], self._ranks[slot] = slot, rank
-        return slot
-
-    def connect(self, rank: int, descriptor: bytes, *, slot: int | None = None) -> None:
-        """Maps the mailboxes of ``rank``, which has reserved ``slot`` there for this rank: see `reserve_slot`.
-
-        slot: None among ranks that call each other by the same numbers: then these are their slots.
-        Raises ``TransportUnavailable`` and ``ProtocolError`` if it cannot.
-        """
-        if slot is None:
-            self.reserve_slot(rank, rank)
-            slot = self.rank
-        here = self._slots[rank]
-        segment = shared_memory.open_segment(descriptor)
-        if segment.nbytes < mailbox.SEGMENT_NBYTES or slot >= MAX_PEERS:
-            segment.close()
-            raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
-        self._peers[rank] = segment
-        base = self._segment_at
-        inbox_head, inbox = (base + offset for offset in mailbox.mailbox_at(here))
-        outbox_head, outbox = (segment.ptr + offset for offset in mailbox.mailbox_at(slot))
-        with self.standing_still():
-            peer = self._memory[0]["peers"][here]
-            peer["outbox_head"], peer["outbox"], peer["bell"] = outbox_head, outbox, segment.ptr
-            peer["inbox_head"], peer["inbox"], peer["grants"] = inbox_head, inbox, segment.ptr + mailbox.GRANTS_AT
-            peer["written"] = 0  # records may have gone through the network before
-            self._memory[0]["num_peers"] = max(here + 1, int(self._memory[0]["num_peers"]))
-        ctypes.c_int64.from_address(outbox_head + mailbox.READS_AT).value = 1
-
-    def disconnect(self, rank: int) -> None:
-        """Unmaps the mailboxes of ``rank``, whose process has ended, and frees its slot. Idempotent.
-
-        No request may be on the loop with it any more. What is still due to it is forgotten.
-        """
-        slot = self._slots.get(rank)
-        if slot is None or rank == self.rank:
-            return
-        with self.standing_still():
-            world = self._memory[0]
-            assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
-            loop.drop_due_to(self.world, slot)
-            self._cut(rank)
-            self._arrivals.pop(rank, None)
-            world["peers"][slot] = 0
-            world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
-            head, box = mailbox.mailbox_at(slot)
-            for at, nbytes in ((head, mailbox.LINE), (box, mailbox.MAILBOX_NBYTES)):
-                self._bytes[at : at + nbytes] = bytes(nbytes)
-        del self._ranks[slot], self._slots[rank]
-        if (segment := self._peers.pop(rank, None)) is not None:
-            segment.close()
-
-    def reaches(self, rank: int) -> bool:
-        """Whether records can be sent to ``rank``: both ranks have mapped each other's mailboxes."""
-        at = mailbox.mailbox_at(self._slots[rank])[0] + mailbox.READS_AT if rank in self._peers else 0
-        return at > 0 and self._bytes[at] != 0
-
-    # ------------------------------------------------------------------ the network
-
-    def connect_network(self, rank: int, channel: Channel, tags: tuple[int, int]) -> NetworkLane | None:
-        """Has the loop put to ``rank`` through ``channel``; None if only Python can, or no mailbox is left for it.
-
-        tags: of records that come from there, and that go there, unless the loops have mapped each other's mailboxes.
-        No send to the rank may be on the loop.
-        """
-        lane = NetworkLane()
-        try:
-            slot = self.reserve_slot(rank)
-        except TransportUnavailable:
-            return None
-        if (native := channel.native(partial(self.cut, rank, lane))) is None:
-            return None
-        lane.native = native
-        with self.standing_still():
-            self._cut(rank)
-            world = self._memory[0]
-            world["worker"], world["native"][:] = native.worker, native.functions
-            for name, words in (("put_params", native.put_params), ("params", native.params)):
-                world[name][: len(words)] = words
-            world["key_at"] = self._address + word_at("put_params") + 8 * native.key_word
-            peer = world["peers"][slot]
-            for name in _OF_NETWORK if peer["outbox"] else Peer.__annotations__:
-                peer[name] = 0
-            peer["endpoint"], peer["memory"] = native.endpoint, lane.memory.ctypes.data
-            peer["tag_in"], peer["tag_out"] = tags
-            world["num_peers"] = max(slot + 1, int(world["num_peers"]))
-            self._lanes[rank] = lane
-            world["lanes"] = len(self._lanes)
-            if not peer["outbox"]:
-                if rank not in self._arrivals:
-                    self._arrivals[rank] = np.zeros(grants.ARRIVALS_NBYTES // 8, dtype=np.int64)
-                peer["arrivals"] = self._arrivals[rank].ctypes.data
-                grants.greet(self.world, slot)
-        posting.wake_loop(self._address)
-        return lane
-
-    def cut(self, rank: int, lane: NetworkLane) -> None:
-        """The endpoint of a lane ends: nothing uses it after this. Any thread, without the engine's lock."""
-        posting.hold(self._address)
-        try:
-            if self._lanes.get(rank) is lane:
-                self._cut(rank)
-        finally:
-            posting.let_go(self._address)
-
-    def _cut(self, rank: int) -> None:
-        """While the loop stands still."""
-        if (lane := self._lanes.pop(rank, None)) is None:
-            return
-        self._memory[0]["lanes"] = len(self._lanes)
-        peer = self._memory[0]["peers"][self._slots[rank]]
-        lane.failed = True  # what has not arrived yet may never do
-        lane.native = None
-        if peer["endpoint"]:
-            network.cut(self.world, cast(Peer, peer))
-            emit(self.world, CUT, 0, self._slots[rank])
-
-    def lane(self, rank: int) -> NetworkLane | None:
-        """The way to ``rank`` through the network, while there is one that works."""
-        lane = self._lanes.get(rank)
-        failed = lane is not None and self._memory[0]["peers"][self._slots[rank]]["failed"] != 0
-        return None if failed else lane
-
-    def hears(self, rank: int) -> bool:
-        """Whether the loop of ``rank`` takes grants from this one, in its mailbox or through the network."""
-        if self.lane(rank) is not None and self._memory[0]["peers"][self._slots[rank]]["hears"] == 1:
-            return True
-        return self.reaches(rank)
-
-    def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
-        """Whether the put of this number, and all before it, are in the memory of ``rank``.
-
-        Raises ``PeerLost`` if nobody will know.
-        """
-        if not lane.failed:
-            peer = self._memory[0]["peers"][self._slots[rank]]
-            if peer["flushed"] >= posted:
-                return True
-            lane.failed = bool(peer["failed"])
-        if lane.failed:
-            raise PeerLost(f"the connection to rank {rank} broke while pages were put: some may not have arrived")
-        return False
-
-    @property
-    def drives_transport(self) -> bool:
-        """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
-        return bool(self._view[word_at("driving") // 8])
-
-    def hear_network(self) -> None:
-        """Has the loop look for messages of the network, if it expects none."""
-        if self._lanes and not self.drives_transport:
-            posting.wake_loop(self._address)
-
-    # ------------------------------------------------------------------ its thread
-
-    @property
-    def running(self) -> bool:
-        """Whether the loop has a thread."""
-        return self._thread is not None
-
-    def start(self, driver_fd: int, driver_word: Int64Array) -> None:
-        """Starts the loop's thread. It never takes the GIL, and ends with `stop`.
-
-        driver_fd, driver_word: an eventfd and a word that wake Python's own thread (see `torchkv.engine.progress`).
-        """
-        self._driver_word = driver_word
-        self._memory[0]["driver_fd"], self._memory[0]["driver_word"] = driver_fd, driver_word.ctypes.data
-        self._thread = threading.Thread(target=self._run, name="torchkv-loop", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
-
-    def _run(self) -> None:
-        spin_wait.wake_on_time()
-        if self.device is not None:
-            self.device.activate()
-        loop.run(self.world)
-
-    def stop(self) -> None:
-        """Ends the thread. Idempotent. In a forked child there is none."""
-        atexit.unregister(self.stop)
-        thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._pid:
-            posting.stop(self._address)
-            thread.join()
 
     def close(self) -> None:
         """Ends the thread and unmaps the peers' mailboxes."""
-        self.stop()
+        self.runner.stop()
         if self.device is not None:
             self.device.close(int(self._memory[0]["posted"]))
-        while self._peers:
-            self._peers.popitem()[1].close()
-
-    def step(self) -> bool:
-        """One turn, for a loop without a thread. Whether there was anything to do."""
-        return bool(loop.step_first(cast(Any, self._memory)))
-
-    @contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """The loop stands still inside: no byte moves, and no record is taken, unless the caller does it."""
-        if self._holding:
-            yield
-            return
-        posting.hold(self._address)
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
-            posting.let_go(self._address)
+        self.peers.close()
 
     # ------------------------------------------------------------------ sends
 
@@ -492,7 +200,7 @@ class Core:
     def bound(self, flow: int) -> tuple[int, int, Int64Array]:
         """The receiver's flow, the generation and the pages of the grant that the loop has bound a send to."""
         send = self._memory[0]["sends"][flow]
-        pages = self._granted_ids[flow, : int(send["granted"]) // int(send["dst_page"])].copy()
+        pages = self.runner.granted_ids[flow, : int(send["granted"]) // int(send["dst_page"])].copy()
         return int(send["peer_flow"]), int(send["generation"]), pages
 
     def start_op(
@@ -504,6 +212,29 @@ class Core:
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
         posting.start_op(self._address, index, flow, positions, pages, start, *gate)
+        return index
+
+    def start_more(
+        self,
+        flow: int,
+        positions: Int64Array,
+        pages: Int64Array,
+        copied: Int64Array,
+        num_pages: int,
+        start: int,
+        gate: Gate,
+    ) -> int | None:
+        """`start_op` of ``pages``, which are copied to ``copied`` in the same call. None also if one is out of range.
+
+        num_pages: of the cache.
+        """
+        if not self._free_ops:
+            return None
+        index = self._free_ops.pop()
+        self._kept_ops[index] = positions, copied
+        if not posting.start_more(self._address, index, flow, positions, pages, copied, num_pages, start, *gate):
+            self._free_ops.append(index)
+            return None
         return index
 
     def finish_send(self, flow: int, num_pages: int, aux: bytes) -> None:
@@ -589,7 +320,7 @@ class Core:
         writers: list[tuple[int, int, int]],
         network: bool = False,
     ) -> None:
-        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.records.Receive`.
+        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.records.Receive`.
 
         network: whether some of the writers are on other hosts.
 
@@ -610,7 +341,7 @@ class Core:
             posting.wake_loop(self._address)
 
     def _count_network(self, change: int) -> None:
-        self._view[_NETWORK] += change
+        self._words[_NETWORK] += change
 
     def grant(
         self, flow: int, name: bytes, hashes: tuple[int, int], pages: Int64Array, *, prefix_tokens: int, writers: int
@@ -619,44 +350,9 @@ class Core:
 
         At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
         """
-        at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
-        self._bytes[at + grants.NAME_AT : at + grants.NAME_AT + len(name)] = name
+        body = self.peers.name_grant(flow, name)
         pages = np.ascontiguousarray(pages, dtype=np.int64)
-        posting.post_grant(
-            self._address, flow, self._segment_at + at, *hashes, writers, prefix_tokens, len(name), pages
-        )
-
-    def granted(self, rank: int, flow: int, generation: int, *, network: bool = False) -> GrantBody | None:
-        """The grant that ``rank`` has given; None if another, or none, lies in the slot. Its words are not checked.
-
-        network: whether it has come through the network, instead of lying in mapped memory.
-        """
-        if rank not in (self._arrivals if network else self._peers) or not 0 <= flow < MAX_FLOWS:
-            return None
-        if network:
-            slots = self._arrivals[rank].ctypes.data + grants.SLOTS_AT
-        else:
-            slots = self._peers[rank].ptr + mailbox.GRANTS_AT
-        at = slots + flow * mailbox.GRANT_SLOT
-        # Each part is copied once and then looked at, because the peer may change it meanwhile.
-        found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack("<8q", ctypes.string_at(at, GRANT_NBYTES))
-        if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
-            return None
-        pages = np.frombuffer(ctypes.string_at(at + grants.IDS_AT, 8 * count), np.int64)
-        return GrantBody(ctypes.string_at(at + grants.NAME_AT, name_nbytes), pages, prefix, writers)
-
-    def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
-        """Whether a grant of ``rank`` that has come in a message is new. Then the loop will not take it, too.
-
-        flow: under which the loop of ``rank`` may have told of it. While the loop stands still, and has settled.
-        """
-        arrivals = self._arrivals.get(rank)
-        if arrivals is None or not 0 <= flow < MAX_FLOWS:
-            return True
-        if arrivals[flow] >= generation:
-            return False
-        arrivals[flow] = generation
-        return True
+        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages)
 
     def untold(self, flow: int) -> tuple[list[int], bool]:
         """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.
@@ -671,7 +367,7 @@ class Core:
                 slots |= 1 << int(writer["rank"])
         loop.drop_due(self.world, DONE, flow)
         unposted = loop.drop_due(self.world, POSTED, flow) != 0
-        return [self._ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
+        return [self.peers.ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
 
     def receive_state(self, flow: int, *, coverage: bool = True) -> ReceiveState:
         """What has arrived. While the loop stands still, or has ended the flow, or left it to Python.
@@ -750,12 +446,12 @@ class Core:
     @property
     def has_events(self) -> bool:
         """Whether `events` would return any. Any thread, without the lock."""
-        return bool(self._view[self._tail] != self._view[self._head])
+        return bool(self._words[_TAIL] != self._words[_HEAD])
 
     def events(self) -> list[Notice]:
         """What has happened since the last call."""
         events = self._events
-        head, tail = self._view[self._head], self._view[self._tail]
+        head, tail = self._words[_HEAD], self._words[_TAIL]
         taken: list[Notice] = []
         for number in range(head, tail):
             at = number & (MAX_EVENTS - 1)
@@ -764,15 +460,15 @@ class Core:
                 taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
             else:
                 words = [events[at, word] for word in _EVENT_WORDS]
-                taken.append(Notice(kind, events[at, 1], self._ranks.get(events[at, 2], -1), words))
+                taken.append(Notice(kind, events[at, 1], self.peers.ranks.get(events[at, 2], -1), words))
         if taken:
-            self._view[self._head] = tail
+            self._words[_HEAD] = tail
         return taken
 
     @property
     def has_commands(self) -> bool:
         """Whether the loop has not taken all commands."""
-        return bool(self._view[self._command_tail] != self._view[self._command_head])
+        return bool(self._words[_COMMAND_TAIL] != self._words[_COMMAND_HEAD])
 
     def settle(self) -> None:
         """Takes in all commands and all messages that have come. While the loop stands still."""
@@ -784,7 +480,7 @@ class Core:
 
     def heed_grants(self, heeds: bool) -> None:
         """Whether Python's thread is woken for every grant that the loop does not bind, because requests wait there."""
-        self._view[word_at("heed") // 8] = heeds
+        self._words[word_at("heed") // 8] = heeds
         if heeds and self.has_events:  # a grant among them did not wake it
             posting.wake_driver(self._address)
 
@@ -795,7 +491,7 @@ class Core:
     @property
     def news(self) -> int:
         """Changes with each event. Read it before looking whether what is awaited is there, then `wait`. Any thread."""
-        return int(self._view[self._news])
+        return int(self._words[_NEWS])
 
     def wait(self, seen: int, seconds: float) -> None:
         """Waits, without the GIL, until ``news`` is not ``seen``, for so long or `SLICE` at most. Any thread.
@@ -806,12 +502,12 @@ class Core:
         if posting.spin_for_news(self._address, seen, nanoseconds):
             return
         with self._counting:
-            self._view[self._sleepers] += 1
+            self._words[_SLEEPERS] += 1
         try:
             posting.wait_news(self._address, seen, nanoseconds)
         finally:
             with self._counting:
-                self._view[self._sleepers] -= 1
+                self._words[_SLEEPERS] -= 1
 
 
 @at_register
@@ -823,13 +519,14 @@ def warm_up() -> None:
     flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
+    core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
     core.wait_for_grant(peer=0, hashes=(0, 0), writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
     core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
     core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
     index = core.open_round([(0, 1, 1, False)])
     assert index is not None
     core.finish_send(1, -1, b"")
-    with core.standing_still():
+    with core.runner.standing_still():
         core.settle()
         loop.drop(world, flow)
         core.untold(0)
@@ -841,7 +538,7 @@ def warm_up() -> None:
         network.cut(world, cast(Peer, peer))
         grants.greet(world, 0)
         emit(world, CUT, 0, 0)
-    core.step()
+    core.runner.step()
     posting.wake_loop(core._address)
     posting.spin_for_news(core._address, -1, 0)
     posting.wait_news(core._address, -1, 0)

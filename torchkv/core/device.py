@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core.records import IDS, MAX_GPU_SENDS, World
+from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS
+from torchkv.core.loop.records import World
 from torchkv.cuda import driver
 from torchkv.cuda.events import RecordedEvent
 
@@ -33,7 +33,7 @@ _kept: list[Any] = []  # memory that kernels may still read, or a stream write t
 class LoopDevice:
     """What the loop of one rank needs of its GPU.
 
-    functions: addresses of the driver's functions, see `torchkv.core.records.QUERY` and the next. stream: on which
+    functions: addresses of the driver's functions, see `torchkv.core.loop.codes.QUERY` and the next. stream: on which
     everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[MAX_GPU_SENDS, IDS]``,
     pinned and on the GPU. errors: address of two words in pinned memory for the kernels' errors. activate: prepares
     the loop's thread. keep: what must stay alive.
@@ -89,13 +89,12 @@ def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> Loop
 
     Raises ``TransportUnavailable`` if the driver lacks a function.
     """
-    library = driver.library()
     device = stream.device
     word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     ids = torch.zeros((MAX_GPU_SENDS, IDS), dtype=torch.int64, pin_memory=True)
     errors = torch.zeros(2, dtype=torch.int64, pin_memory=True)
     there = torch.empty((MAX_GPU_SENDS, IDS), dtype=torch.int64, device=device)
-    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _NAMES]
+    functions = [driver.address(name) for name in _NAMES]
     return LoopDevice(
         functions=np.array(functions, dtype=np.int64),
         stream=stream.cuda_stream,

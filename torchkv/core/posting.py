@@ -12,25 +12,16 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
-from torchkv.core.events import tell_driver, tell_waiters
-from torchkv.core.grants import IDS_AT
-from torchkv.core.loop import FINISH, POST, ROUND, START, WAIT
-from torchkv.core.mailbox import NAPPING, call_yield, ring
-from torchkv.core.records import (
-    CLOCK,
-    COMMANDS,
-    OPEN,
-    SYSCALL,
-    WAITING,
-    WORLD,
-    YIELD,
-    Send,
-    World,
-    word_at,
-)
+from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
+from torchkv.core.loop.events import tell_driver, tell_waiters
+from torchkv.core.loop.grants import IDS_AT
+from torchkv.core.loop.limits import COMMANDS
+from torchkv.core.loop.mailbox import NAPPING, call_yield, ring
+from torchkv.core.loop.records import WORLD, Send, World, word_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
 from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
+from torchkv.host.page_id_check import copy_ids
 
 __all__ = [
     "add_writer",
@@ -42,6 +33,7 @@ __all__ = [
     "open_send",
     "post_grant",
     "spin_for_news",
+    "start_more",
     "start_op",
     "stop",
     "wait_for_grant",
@@ -176,6 +168,27 @@ def start_op(
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = 0
     _command(world, START, index)
+
+
+@compiled_with_gil
+def start_more(
+    address: int,
+    index: int,
+    flow: int,
+    positions: Int64Array,
+    given: Int64Array,
+    ids: Int64Array,
+    num_pages: int,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+) -> bool:
+    """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
+    if not copy_ids(given, ids, num_pages):
+        return False
+    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number)
+    return True
 
 
 @compiled_with_gil

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import proxy
@@ -21,45 +21,30 @@ from weakref import proxy
 from torchkv.control.channel import ControlChannel
 from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
+from torchkv.engine.callers import Callers
 from torchkv.engine.flows import Flows
 from torchkv.engine.gpu_kernels import GpuKernels
-from torchkv.engine.layer_wait import LayerStreamWaits, LayerWait
+from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
 from torchkv.engine.weak_callback import weakly
-from torchkv.engine.work import KVWork, settle_copied
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layer_groups import UNGROUPED
-from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
-from torchkv.protocol.messages import (
-    Alive,
-    Grant,
-    Left,
-    Mailbox,
-    Message,
-    Seal,
-    StageAsk,
-    Staged,
-    StageGrant,
-    Verdict,
-)
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.stage_allocator import StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.messages import Alive, Grant, Left, Mailbox, Message, Seal, StageAsk, Staged, StageGrant, Verdict
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 from torchkv.staging.packer import Staging
 from torchkv.staging.unpacker import StageUnpacker
 from torchkv.transfer.peer_connection import PeerConnection
 from torchkv.transport.interface import Transport
 
 if TYPE_CHECKING:
-    from torchkv.cuda.sync_words import SyncWords
     from torchkv.engine.process_leases import GroupLeases
 
 __all__ = ["Engine"]
@@ -74,7 +59,7 @@ LATENCY_CRITICAL = (Grant, Alive, StageAsk, Staged, StageGrant)
 
 
 class Newcomers(Protocol):
-    """Greets those who are no members yet, and lets them in: see `torchkv.engine.membership`. Driver's thread only."""
+    """Greets those who are no members yet, and lets them in: see `joining.membership`. Driver's thread only."""
 
     def receive(self, greetings: Sequence[bytes], now: float) -> None: ...
 
@@ -87,7 +72,7 @@ class Engine:
     """One registered rank.
 
     key: the secret that authenticates control frames. memory: this rank's pages, GPU and staging memory. core: the
-    resident loop, if this rank has one. connect: makes the connection to a rank.
+    resident loop, if this rank has one, and a cache. connect: makes the connection to a rank.
     """
 
     def __init__(
@@ -103,11 +88,11 @@ class Engine:
         connect: Callable[[int], PeerConnection],
     ) -> None:
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)  # notified when a grant or a layer has arrived, or a call failed
         self.group_map = group_map
+        self.callers = Callers(self.lock, core)
         self.options = options
         self.gpu = memory.gpu
-        self._scales = NO_SCALES if memory.pages is None else memory.pages.scales
+        self.scales = NO_SCALES if memory.pages is None else memory.pages.scales
         self.staging = memory.staging
         self.credits = _staging_credits(memory.staging, options.timeout)
         self._machines = Machines(
@@ -124,9 +109,9 @@ class Engine:
         self.newcomers: Newcomers | None = None  # where instances come and go
         self.closed = ""  # the reason why verbs are refused; empty while the group is open
         self._transport = transport
-        self._messenger = ControlMessenger(group_map, key, control)
+        self.messenger = ControlMessenger(group_map, key, control)
         self._to_self: deque[Message] = deque()  # messages of this rank to itself
-        self._scheduler = TransferScheduler(
+        self.scheduler = TransferScheduler(
             sender=self.sender,
             lock=self.lock,
             options=options,
@@ -140,29 +125,24 @@ class Engine:
             group_map=group_map,
             lock=self.lock,
             control=control,
-            messenger=self._messenger,
+            messenger=self.messenger,
             sender=self.sender,
             receiver=self.receiver,
             leader=self._leader,
             gpu=memory.gpu,
             connect=connect,
-            moves_to=self._scheduler.moves_to,
+            moves_to=self.scheduler.moves_to,
             unmap=weakly(self._unmap),
-            notify=weakly(self.notify),
+            notify=self.callers.notify,
         )
         self.connections, self.lost = self.peers.connections, self.peers.lost  # for verbs: the very same objects
-        self.sender.lost = self.lost
+        self.sender.grants.lost = self.lost
         self._unpacker = StageUnpacker(
-            receiver=self.receiver,
+            stages=self.receiver.stages,
             lock=self.lock,
             packer=None if memory.staging is None else memory.staging.packer,
             send_stage_messages=weakly(self._send_stage_messages),
         )
-        self._settled: deque[Settle | SettleCopied] = deque()  # works to complete when peers have been told
-        self._announced: deque[KVWork] = deque()  # completed; their futures are still to be
-        self._news = False  # whether threads that wait for ``changed`` should look again
-        self._awaiting_change = 0  # threads in `wait_change`
-        self.layer_stream_waits = LayerStreamWaits()
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
         self.needs_gil: Callable[[], None] = lambda: None  # the driver serves requests itself from now on
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
@@ -170,6 +150,9 @@ class Engine:
         self._now = 0.0  # the time of the current step
         self.flows: Flows | None = None  # the requests that the resident loop serves
         if core is not None and memory.pages is not None:
+            kernels = memory.kernels
+            if kernels is None and core.device is not None:
+                kernels = GpuKernels(self.scheduler, core.device)
             self.flows = Flows(
                 core,
                 group_map=group_map,
@@ -178,13 +161,13 @@ class Engine:
                 leader=self._leader,
                 local=memory.pages,
                 connections=self.connections,
-                kernels=memory.kernels or (None if core.device is None else GpuKernels(self._scheduler, core.device)),
+                kernels=kernels,
                 direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
                 puts=options.forced_path is None,
                 clock=weakly(self._clock),
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
-            self.sender.flows = self.receiver.flows = self._leader.flows = proxy(self.flows)
+            self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
 
     # ------------------------------------------------------------------ driving
 
@@ -199,17 +182,17 @@ class Engine:
         if heard:
             busy |= self._receive_messages(now, heard)
         if self.peers.follow(now):
-            busy = self._news = True
+            busy = self.callers.has_news = True
         busy |= self._settle(now)
-        if (moved or self._scheduler.posting or now >= self._next_tick) and self._transport.progress():
+        if (moved or self.scheduler.posting or now >= self._next_tick) and self._transport.progress():
             busy = True
             if self.flows is not None:
-                self.flows.core.hear_network()
+                self.flows.core.peers.hear_network()
         if self.moving:
-            busy |= self._scheduler.open_gates(now)
-            busy |= self._scheduler.advance(now)
+            busy |= self.scheduler.open_gates(now)
+            busy |= self.scheduler.advance(now)
             if self._unpacker.advance(now):
-                busy = self._news = True
+                busy = self.callers.has_news = True
             busy |= self._settle(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
@@ -217,7 +200,7 @@ class Engine:
             if self.newcomers is not None:
                 self.newcomers.tick(now)
             with self.lock:
-                self._news |= self._machines.tick(now)
+                self.callers.has_news |= self._machines.tick(now)
             busy |= self._settle(now)
         return busy
 
@@ -227,9 +210,9 @@ class Engine:
         if flows is None:
             return False
         # Without a thread of its own, as in tests, the loop takes its turns here.
-        busy = False if flows.core.running else flows.core.step()
+        busy = False if flows.core.runner.running else flows.core.runner.step()
         if flows.has_news:
-            busy = self._news = True
+            busy = self.callers.has_news = True
             with self.lock:
                 self.catch_up()
         return busy
@@ -241,12 +224,11 @@ class Engine:
         """Carries out the state machines' actions, sends messages, completes works. True if there were any."""
         with self.lock:
             performed = self._perform(now)
-            frames = self._messenger.frames(now)
+            frames = self.messenger.frames(now)
         if frames:
-            self._messenger.send(frames)
+            self.messenger.send(frames)
         # Last, after the peers have been told: a woken thread of this process competes with this one for the GIL.
-        if self._settled or self._news or self._announced:
-            self._announce()
+        self.callers.announce()
         return performed or bool(frames)
 
     def _send_stage_messages(self) -> None:
@@ -254,8 +236,8 @@ class Engine:
         with self.lock:
             for rank, message in self._machines.take_stage_messages():
                 self._tell(rank, message, self._now)
-            frames = self._messenger.frames(self._now)
-        self._messenger.send(frames)
+            frames = self.messenger.frames(self._now)
+        self.messenger.send(frames)
 
     def take_grants(self, now: float) -> FramesByRank:
         """The frames of the grants just posted. Under the lock; the caller passes them to `send_now` without the lock.
@@ -270,66 +252,35 @@ class Engine:
             if isinstance(action.message, Grant) and not self.peers.is_watched(action.rank):
                 return []
             tells.append(action)
-        self.receiver.actions = []
+        self.receiver.actions.clear()
         for tell in tells:
             self._tell(tell.rank, tell.message, now)
         while self._to_self:
             self._handle(self.group_map.rank, self._to_self.popleft(), now)
-        return self._messenger.frames(now, {tell.rank for tell in tells if tell.rank != self.group_map.rank})
+        return self.messenger.frames(now, {tell.rank for tell in tells if tell.rank != self.group_map.rank})
 
     def send_now(self, frames: FramesByRank) -> None:
         """Sends what `take_grants` returned. Any thread."""
-        self._messenger.send_now(frames)
+        self.messenger.send_now(frames)
 
     def next_wake(self, now: float) -> float:
         """Seconds until ``step`` has something to do even if nothing arrives."""
-        wake = min(self._next_tick, self._messenger.next_poll)
-        if self._scheduler.gated:
+        wake = min(self._next_tick, self.messenger.next_poll)
+        if self.scheduler.gated:
             wake = min(wake, now + GATE_POLL)
         if self.gpu is not None:
             wake = min(wake, self.gpu.pause_ends)
         return max(0.0, wake - now)
 
-    def drop(self, error: KVError) -> None:
-        """Counts a message that was refused, and says so once in a while."""
-        self._messenger.drop(error)
-
-    @property
-    def dropped_frames(self) -> int:
-        return self._messenger.dropped
-
-    @property
-    def retries(self) -> dict[str, int]:
-        """What was done again; see `Stats`. Under the lock."""
-        taken_back = self.sender.counts.taken_back + self.receiver.counts.taken_back
-        return {"frames": self._messenger.repeats, "transfers": self._scheduler.restarts, "from loop": taken_back}
-
-    @property
-    def queues(self) -> dict[str, int]:
-        """What waits or is under way; see `Stats`. Under the lock."""
-        return {
-            "ops awaiting grants": sum(len(req.queue) for req in self.sender.requests),
-            "pages awaiting grants": self.sender.queued_pages,
-            "transfers": self._scheduler.pending,
-            "loop flows": sum(req.flow is not None for req in self.sender.requests)
-            + sum(req.flow is not None for req in self.receiver.requests),
-            "scatters": sum(len(req.scattering) for req in self.receiver.requests),
-        }
-
-    @property
-    def sync_words(self) -> SyncWords | None:
-        """The words through which CUDA streams wait for works; None if the cache lies in host memory."""
-        return None if self.gpu is None else self.gpu.sync_words
-
     @property
     def moving(self) -> bool:
         """Whether transfers or stages are under way, so that ``step`` has to be called again and again."""
-        return self._scheduler.moving or self._unpacker.busy
+        return self.scheduler.moving or self._unpacker.busy
 
     @property
     def transport_is_driven(self) -> bool:
         """Whether the resident loop drives the transport, and nothing of Python's is under way on it."""
-        driven = self.flows is not None and self.flows.core.drives_transport
+        driven = self.flows is not None and self.flows.core.peers.drives_transport
         return driven and not self.moving and not self.peers.undrained
 
     @property
@@ -358,46 +309,11 @@ class Engine:
         return LayerWait(
             req,
             layer,
-            changed=self.changed,
+            changed=self.callers.changed,
             is_done=partial(self.receiver.layer_done, req, layer),
             closed=lambda: self.closed,
-            stream_waits=self.layer_stream_waits,
+            stream_waits=self.callers.layer_stream_waits,
         )
-
-    def prepare(self, rank: int) -> None:
-        """Loads what requests to ``rank`` need (kernels, tables, staging memory), so that the first is not delayed."""
-        for plan in self._likely_plans(self.group_map.rank, self.group_map.siblings, rank):
-            self._scheduler.prepare(plan, self.connection(rank))
-
-    def prepare_to_receive(self, rank: int) -> None:
-        """Loads what unpacking the stages of requests from ``rank`` needs."""
-        if self.staging is None or self.staging.receiving is None:
-            return
-        siblings = self.group_map.siblings_of(rank)
-        for plan in self._likely_plans(rank, siblings, self.group_map.rank):
-            checksum = self.group_map.info[rank].checksum
-            self.staging.packer.prepare(plan, sending=False, checksum=checksum, scales=self._scales)
-
-    def _likely_plans(self, writer: int, siblings: tuple[int, ...], reader: int) -> Iterator[PairPlan]:
-        """Plans of requests written by the whole instance, and by ``writer`` alone if it holds all that is needed."""
-        for group_map in self.group_map.parts.values() or (self.group_map,):
-            choices = [group_map.contributing(siblings, reader)]
-            if choices[0] != (writer,) and group_map.gap((writer,), reader) is None:
-                choices.append((writer,))
-            for writers in choices:
-                if writer in writers:  # else it has nothing of this layer group for the reader
-                    yield from group_map.plan(writer, writers, reader).parts
-
-    def staging_use(self, rank: int) -> dict[str, int]:
-        """Bytes of staging memory by use; see `Explanation.staging`. Driver's thread only."""
-        with self.lock:
-            return {
-                "send": 0 if self.staging is None else self.staging.sending.taken,
-                "recv": self.credits.ring.capacity,
-                "in use": self.credits.ring.in_use,
-                "quarantined": self.credits.ring.quarantined,
-                "peer": self.group_map.info[rank].staging,
-            }
 
     def fail_all(self, error: KVError, now: float) -> None:
         """Fails every pending call with ``error``: the group is being destroyed.
@@ -410,8 +326,8 @@ class Engine:
             self.sender.fail_all(error)
             self.receiver.fail_all(error)
             self._perform(now)
-        self._news = True
-        self._announce()
+        self.callers.has_news = True
+        self.callers.announce()
 
     def end_all(self, error: KVError, now: float) -> None:
         """Ends what is left after `fail_all`. Tells receivers which of their pages this rank can no longer write to."""
@@ -425,22 +341,22 @@ class Engine:
         """Ends the resident loop, after `end_all`, and says so. What the loop served is Python's by now."""
         if self.flows is not None:
             self.flows.core.close()
-            self.sender.flows = self.receiver.flows = self._leader.flows = None
+            self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = None
         with self.lock:
             self.peers.leave()
-            frames = self._messenger.frames(now)
-        self._messenger.send(frames)
+            frames = self.messenger.frames(now)
+        self.messenger.send(frames)
 
     def is_heard(self, now: float) -> bool:
         """After `leave`: sends again what peers have not acknowledged. Whether those that answer have heard all."""
-        received = self._messenger.receive(-1)
+        received = self.messenger.receive(-1)
         with self.lock:
             for source, frame in received:
-                if any(isinstance(message, Left) for message in self._messenger.accept(source, frame)):
-                    self._messenger.mark_left(source)
-            frames = self._messenger.frames(now)
-            unheard = self._messenger.unheard() - self.lost.keys()
-        self._messenger.send(frames)
+                if any(isinstance(message, Left) for message in self.messenger.accept(source, frame)):
+                    self.messenger.mark_left(source)
+            frames = self.messenger.frames(now)
+            unheard = self.messenger.unheard() - self.lost.keys()
+        self.messenger.send(frames)
         return not unheard
 
     # ------------------------------------------------------------------ control
@@ -455,22 +371,22 @@ class Engine:
             for info, mailboxes in newcomers:
                 slot = None if self.flows is None else self.flows.meet(info.rank, mailboxes)
                 if slot is not None:
-                    self._messenger.tell(info.rank, Mailbox(slot))
+                    self.messenger.tell(info.rank, Mailbox(slot))
 
     def _receive_messages(self, now: float, readable: int) -> bool:
-        frames = self._messenger.receive(readable)
+        frames = self.messenger.receive(readable)
         if self.newcomers is not None:
-            self.newcomers.receive(self._messenger.take_greetings(), now)
+            self.newcomers.receive(self.messenger.take_greetings(), now)
         if not frames:
             return False
         with self.lock:
             for source, frame in frames:
-                for message in self._messenger.accept(source, frame):
-                    self._news = True
+                for message in self.messenger.accept(source, frame):
+                    self.callers.has_news = True
                     try:
                         self._handle(source, message, now)
                     except KVError as error:
-                        self._messenger.dropped += 1
+                        self.messenger.dropped += 1
                         log.warning("rank %d ignored a message of rank %d: %s", self.group_map.rank, source, error)
         return True
 
@@ -496,7 +412,7 @@ class Engine:
             for action in actions:
                 self._act(action, now)
             while self._to_self:
-                self._news = True
+                self.callers.has_news = True
                 self._handle(self.group_map.rank, self._to_self.popleft(), now)
         return performed
 
@@ -515,36 +431,7 @@ class Engine:
         if self.flows is None or not self.flows.has_news:
             return
         self.flows.catch_up()
-        for work in [*_completed(self.sender), *_completed(self.receiver)]:
-            if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
-                self._announced.append(work)
-        self.layer_stream_waits.release()
-        self.changed.notify_all()
-        self.wake_waiters()  # others may have found nothing left to take in before this was done
-
-    def notify(self) -> None:
-        """Wakes the threads that wait for a grant, a layer or a failure. Under the lock."""
-        self.changed.notify_all()
-        if self._awaiting_change:  # else it would wake those that wait for the end of a work, for nothing
-            self.wake_waiters()
-
-    def wait_change(self, seen: int, seconds: float) -> bool:
-        """Waits, without the lock, for what `notify` tells of, or the loop. False if there is no time left.
-
-        To be called under the lock. It may end early. seen: `news` before the caller looked whether it has to wait.
-        """
-        if self.flows is None:
-            return self.changed.wait(seconds)
-        if seconds <= 0:
-            return False
-        self._awaiting_change += 1
-        self.lock.release()
-        try:
-            self.flows.core.wait(seen, seconds)
-        finally:
-            self.lock.acquire()
-            self._awaiting_change -= 1
-        return True
+        self.callers.complete(self.sender, self.receiver)
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""
@@ -562,51 +449,26 @@ class Engine:
         self.needs_gil()
         self.flows.core.make_eager()
 
-    def wake_waiters(self) -> None:
-        """Ends the sleep of all threads in `wait`. Any thread."""
-        if self.flows is not None:
-            self.flows.core.wake_waiters()
-
     @property
     def has_actions(self) -> bool:
         """Whether the driver has something to carry out. Under the lock."""
-        return bool(self._machines.has_actions or self._to_self or self._announced)
-
-    def _announce(self) -> None:
-        """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
-        if self._settled:
-            with self.lock:  # callers complete works too: see `catch_up`
-                completed = [work for action in self._settled for work in _settle(action)]
-                self._settled.clear()
-                if completed:
-                    self._announced.extend(completed)
-                    self.wake_waiters()
-        while self._announced:
-            self._announced.popleft()._announce()
-        if self._news:
-            self._news = False
-            with self.lock:
-                self.layer_stream_waits.release()
-                self.notify()
+        return bool(self._machines.has_actions or self._to_self or self.callers.pending)
 
     def _act(self, action: Action, now: float) -> None:
         match action:
             case Tell():
                 self._tell(action.rank, action.message, now)
-            case Settle():
-                self._news |= action.error is not None
-                self._settled.append(action)
-            case SettleCopied():
-                self._settled.append(action)
+            case Settle() | SettleCopied():
+                self.callers.settle(action)
             case Account():
                 action.work._account(action.nbytes, action.path)
             case Split():
                 action.work._split(action.more)
             case Start():
                 self.needs_gil()
-                self._scheduler.start(action.op, action.grant)
+                self.scheduler.start(action.op, action.grant)
             case Halt():
-                self._scheduler.halt(action.op)
+                self.scheduler.halt(action.op)
             case Scatter():
                 self.needs_gil()
                 self._unpacker.start(action)
@@ -614,7 +476,7 @@ class Engine:
     def _tell(self, rank: int, message: Message, now: float) -> None:
         if rank == self.group_map.rank:
             self._to_self.append(message)
-        elif self._messenger.reaches(rank):
+        elif self.messenger.reaches(rank):
             if isinstance(message, Grant) and not self.peers.is_watched(rank):
                 self.peers.watch(rank)
             if isinstance(message, Seal) or (isinstance(message, Grant) and message.flow is None):
@@ -622,36 +484,7 @@ class Engine:
                 self.needs_gil()
             elif isinstance(message, Verdict):
                 self.spin_until = now
-            self._messenger.tell(rank, message)
-
-
-def _completed(machine: Sender | Receiver) -> list[KVWork]:
-    """Carries out the machine's actions that complete works or count their bytes. The works that are complete."""
-    completed: list[KVWork] = []
-    rest: list[Action] = []
-    for action in machine.actions:
-        if isinstance(action, Account):
-            action.work._account(action.nbytes, action.path)
-        elif isinstance(action, Split):
-            action.work._split(action.more)
-        elif isinstance(action, Settle | SettleCopied):
-            completed += _settle(action)
-        else:
-            rest.append(action)
-    machine.actions = rest
-    return completed
-
-
-def _settle(action: Settle | SettleCopied) -> list[KVWork]:
-    """Completes one part of a work, or of several. Those that are complete now."""
-    if isinstance(action, SettleCopied):
-        return settle_copied(action.works, action.nbytes)
-    work: KVWork = action.work
-    if action.nbytes:
-        work._account(action.nbytes, action.path)
-    if action.first is not None:
-        work._first = action.first
-    return [work] if work._settle(action.error, action.aux) else []
+            self.messenger.tell(rank, message)
 
 
 def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:

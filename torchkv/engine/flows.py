@@ -22,10 +22,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.core import Core, NetworkLane, Notice
+from torchkv.core.core import Core, Notice
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.grants import FROM_NETWORK
-from torchkv.core.records import (
+from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
     AUX,
@@ -35,12 +34,6 @@ from torchkv.core.records import (
     DECIDED,
     DONE,
     GRANTED,
-    MAX_AUX,
-    MAX_FLOWS,
-    MAX_GRANTED,
-    MAX_NAME,
-    MAX_PEERS,
-    MAX_WRITERS,
     NEWS,
     NOBODY,
     OP_DONE,
@@ -49,22 +42,24 @@ from torchkv.core.records import (
     RECEIVED,
     ROUND_OVER,
     SEAL,
-    SEGMENT_FIELDS,
     SENT,
     STRAY,
     VERDICT,
     WRITTEN,
 )
+from torchkv.core.loop.grants import FROM_NETWORK
+from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS, SEGMENT_FIELDS
+from torchkv.core.peers import NetworkLane
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.instance import InstanceLeader, Part
 from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, checked_grant, name_hashes
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
@@ -253,11 +248,8 @@ class Flows:
         assert req.flow is not None
         source: SourcePages = op.source_pages
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
-        # The critical path of a verb: what is usual is done here, without a call.
-        route = self._routes.get((req.dst, id(plan)))
-        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
-            route = self._route(req.dst, plan)
-        gate = NO_GATE if self._kernels is None and source.event is None else self._gate(source.event)
+        route = self._route(req.dst, plan)
+        gate = self._gate(source.event)
         if gate is None or route is None or not self.serves(op) or (self._kernels is not None and self.core.broken):
             return False
         pages = source.pages
@@ -271,6 +263,32 @@ class Flows:
             self._waiting[req.flow][1].append(index)
         else:
             req.running[op] = index
+        return True
+
+    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> bool:
+        """`start` for a verb's critical path: of a bound request, and nothing is done where that needs more thought.
+
+        pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
+        """
+        grant = req.grant
+        if req.flow is None or grant is None or req.finish is not None or op.source_pages.path not in (None, "direct"):
+            return False
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return False
+        route = self._routes.get((req.dst, id(plan)))
+        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
+            return False
+        gate = self._gate(op.source_pages.event)
+        if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
+            return False
+        index = self.core.start_more(
+            req.flow, route.positions[op.layers], pages, op.source_pages.pages, self._local.num_pages, op.start, gate
+        )
+        if index is None:
+            return False
+        self._ops[index] = req, op
+        req.running[op] = index
         return True
 
     def finish(self, req: SenderRequest) -> bool:
@@ -422,7 +440,7 @@ class Flows:
         )
 
     def _decider(self) -> int:
-        """See `torchkv.core.records.Receive`, ``leader``."""
+        """See `torchkv.core.loop.records.Receive`, ``leader``."""
         siblings, rank = self._group_map.siblings, self._group_map.rank
         if len(siblings) == 1:
             return ALONE

@@ -12,7 +12,7 @@ from torchkv.errors import KVError, ProtocolError, TransferTimeout
 
 if TYPE_CHECKING:
     from torchkv.cuda.sync_words import HostReleasedWait
-    from torchkv.protocol.receive_request import ReceiverRequest
+    from torchkv.protocol.receiving.request import ReceiverRequest
 
 __all__ = ["LayerStreamWaits", "LayerWait"]
 

@@ -32,10 +32,10 @@ from torchkv.protocol.messages import (
     Withdraw,
     Withdrawn,
 )
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.staging_credits import StagingCredits
-from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.staging_credits import StagingCredits
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.staging_requester import StagingRequester
 
 __all__ = ["Machines"]
 
@@ -95,25 +95,25 @@ class Machines:
             case InstanceVerdict():
                 self.receiver.on_instance_verdict(src, message)
             case Refused():
-                self.sender.on_refused(src, message, now)
+                self.sender.grants.on_refused(src, message, now)
             case Exempt():
-                self.sender.on_exempt(src, message, now)
+                self.sender.grants.on_exempt(src, message, now)
             case _:
                 return self._handle_staging(src, message, now)
         return True
 
     def _is_new(self, src: int, grant: Grant) -> bool:
-        flows = self.sender.flows
+        flows = self.sender.handover.flows
         return flows is None or grant.told_as is None or flows.takes_grant(src, grant.told_as, grant.generation)
 
     def _handle_staging(self, src: int, message: Message, now: float) -> bool:
         match message:
             case StageAsk():
-                self.receiver.on_stage_ask(src, message, now)
+                self.receiver.stages.on_stage_ask(src, message, now)
             case Staged():
-                self.receiver.on_staged(src, message, now)
+                self.receiver.stages.on_staged(src, message, now)
             case Withdraw():
-                self.receiver.on_withdraw(src, message)
+                self.receiver.stages.on_withdraw(src, message)
             case StageGrant():
                 peer = self._group_map.info[src]
                 self.requester.on_grant(src, message, peer.staging, peer.signals)
@@ -141,7 +141,7 @@ class Machines:
         for machine in (self.sender, self.receiver, self.leader):
             if machine.actions:
                 taken += machine.actions
-                machine.actions = []
+                machine.actions.clear()
         return taken
 
     def take_stage_messages(self) -> list[tuple[int, Message]]:

@@ -32,8 +32,8 @@ from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Left
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Peers:
         To be called when the resident loop has ended. Under the lock.
         """
         for rank in self._group_map.info.keys() - {self._group_map.rank}:
-            if not self._moves_to(rank) and self._sender.has_landed(rank):
+            if not self._moves_to(rank) and self._sender.requests.has_landed(rank):
                 self._messenger.tell(rank, Left())
 
     def on_left(self, rank: int, now: float) -> None:
@@ -125,7 +125,7 @@ class Peers:
                 rank in self._messenger.dead
                 and rank not in self.undrained
                 and all(connection.rank != rank for connection in self.closing)
-                and self._sender.is_done_with(rank)
+                and self._sender.requests.is_done_with(rank)
                 and self._receiver.is_done_with(rank)
             )
 
@@ -134,12 +134,16 @@ class Peers:
         if self._moves_to(rank):
             return False
         with self._lock:
-            return rank not in self.undrained and self._sender.is_done_with(rank) and self._receiver.is_done_with(rank)
+            return (
+                rank not in self.undrained
+                and self._sender.requests.is_done_with(rank)
+                and self._receiver.is_done_with(rank)
+            )
 
     def named(self) -> set[int]:
         """Ranks with which requests are under way."""
         with self._lock:
-            return self._sender.addressees() | self._receiver.writers()
+            return self._sender.requests.receivers() | self._receiver.requests.writers()
 
     def forget(self, rank: int, *, farewell: str = "") -> None:
         """Drops a member that is `gone`, or with which nothing has begun yet.
@@ -148,7 +152,7 @@ class Peers:
         something that this rank wrote there may still land, nothing is said: it would take that for a proof.
         """
         with self._lock:
-            farewell = farewell if self._sender.has_landed(rank) else ""
+            farewell = farewell if self._sender.requests.has_landed(rank) else ""
             self._sender.forget(rank)
             if farewell:
                 self._messenger.abandon(self._group_map.info[rank], farewell)
@@ -229,7 +233,7 @@ class Peers:
         connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
         # All are asked, and first: a channel may find out now that its peer has ended, which ends what is under way.
         drained = [connection.channel is None or connection.channel.drained for connection in connections]
-        if self._moves_to(rank) or not self._sender.is_drained(rank):
+        if self._moves_to(rank) or not self._sender.requests.is_drained(rank):
             return False
         return rank in self._left or (rank not in self._unwatched and all(drained))
 

@@ -39,8 +39,8 @@ from torchkv.cache import KVCache
 from torchkv.errors import PageOutOfRange, TransferCancelled
 from torchkv.host.processes import ProcessId, has_ended
 from torchkv.layout.page_ranges import PageRange, meetings, pages_met
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 from torchkv.staging.memory import StageMemory
 
 __all__ = ["PROCESS", "GroupLeases", "ProcessLeases"]

@@ -24,8 +24,8 @@ from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.options import Options
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.protocol.sender import Sender
-from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.protocol.sending.sender import Sender
+from torchkv.protocol.sending.staging_requester import StagingRequester
 from torchkv.staging.packer import Staging
 from torchkv.staging.transfer import StagedTransfer
 from torchkv.transfer.base import Transfer, TransferContext

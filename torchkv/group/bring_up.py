@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torchkv.cache import KVCache
 from torchkv.control.channel import ZmqControlChannel
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import MAX_METADATA, PeerMetadata
+from torchkv.engine.joining.peer_metadata import MAX_METADATA, PeerMetadata, failure_metadata, new_incarnation
+from torchkv.engine.joining.registration import Registration, choose_transport
 from torchkv.engine.progress import ProgressThread
-from torchkv.engine.registration import Registration, choose_transport, failure_metadata, new_incarnation
 from torchkv.errors import PeerLost, ProtocolError
 from torchkv.group.observation import check_observation
 from torchkv.host.processes import this_process
@@ -179,9 +179,9 @@ def _engine(
     # it has read a part of that peer's put. uct_tcp_ep_replace_ep moves the put to the new endpoint without its
     # header.
     exchange.all(mine)
-    exchange.or_report(lambda: registration.measure_connections(thread, engine))
+    exchange.or_report(lambda: registration.connector.measure_all(thread, engine))
     if engine.flows is not None:
-        engine.flows.core.start(thread.waker.fd, thread.waker.word)
+        engine.flows.core.runner.start(thread.waker.fd, thread.waker.word)
     exchange.all(mine)
     return engine
 

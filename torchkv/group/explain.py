@@ -12,8 +12,8 @@ from torchkv.transfer.peer_connection import Costs, Counter, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
+    from torchkv.engine.joining.registration import Registration
     from torchkv.engine.progress import ProgressThread
-    from torchkv.engine.registration import Registration
 
 __all__ = ["Explanation", "explain"]
 
@@ -83,8 +83,8 @@ def explain(
         "instance": member.instance,
         "transport": thread.transport.name,
         "lost": engine.lost.get(rank, ""),
-        "dropped_frames": engine.dropped_frames,
-        "staging": thread.call(lambda: engine.staging_use(rank)),
+        "dropped_frames": engine.messenger.dropped,
+        "staging": thread.call(lambda: _staging_use(engine, rank)),
         "notes": tuple(notes),
     }
     if not group_map.owes(rank):
@@ -92,12 +92,12 @@ def explain(
         return Explanation(path="none", link="none", why=why, limit_gbps=None, lanes={}, **common)
     connection = thread.call(lambda: engine.connection(rank))
     lane = thread.call(lambda: connection.lane)
-    limit = None if common["lost"] else registration.measure(thread, connection)
+    limit = None if common["lost"] else registration.connector.measure(thread, connection)
     forced = engine.options.forced_path
     converts = group_map.converts(rank)
     path, why = _path(connection, forced, page_for_page=group_map.page_for_page(rank), converts=converts)
     if path != "direct" and not common["lost"]:
-        registration.calibrate(thread, connection)
+        registration.connector.calibrate(thread, connection)
     if path != "direct" and forced is None and not converts:
         choice = registration.choose(engine, connection, TYPICAL_TOKENS)
         why = f"{why}; {_reason(choice, path)}"
@@ -111,6 +111,19 @@ def explain(
         **_costs(connection.costs),
         **common,
     )
+
+
+def _staging_use(engine: Engine, rank: int) -> dict[str, int]:
+    """Bytes of staging memory by use; see `Explanation.staging`. Progress thread only."""
+    ring = engine.credits.ring
+    with engine.lock:
+        return {
+            "send": 0 if engine.staging is None else engine.staging.sending.taken,
+            "recv": ring.capacity,
+            "in use": ring.in_use,
+            "quarantined": ring.quarantined,
+            "peer": engine.group_map.info[rank].staging,
+        }
 
 
 def _path(connection: PeerConnection, forced: str | None, *, page_for_page: bool, converts: bool) -> tuple[str, str]:

@@ -22,8 +22,8 @@ from torchkv.group.verbs import Verbs
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache
+    from torchkv.engine.joining.registration import Registration
     from torchkv.engine.progress import ProgressThread
-    from torchkv.engine.registration import Registration
     from torchkv.group.bring_up import Running
     from torchkv.observe.stats import Stats
 

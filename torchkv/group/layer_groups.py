@@ -36,10 +36,9 @@ from torchkv.group.verbs import Verbs, layer_wait
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
-from torchkv.protocol.actions import SendOp
-from torchkv.protocol.leases import Wanted
-from torchkv.protocol.send_request import not_posted
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.actions import ANYBODY, SendOp
+from torchkv.protocol.receiving.leases import Wanted
+from torchkv.protocol.sending.request import not_posted
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache
@@ -296,7 +295,7 @@ class GroupedVerbs(Verbs):
                 missing = [name for name, prefix in prefixes.items() if prefix is None]
                 if not missing:
                     return next(prefix for prefix in prefixes.values() if prefix is not None)
-                if not engine.wait_change(seen, deadline - time.monotonic()):
+                if not engine.callers.wait_change(seen, deadline - time.monotonic()):
                     rank = begun[missing[0]][0]
                     raise TransferTimeout(
                         f"{operation}: {not_posted(rank, engine.sender.named(rank))} within "

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchkv.cache import KVCache, allocate
-from torchkv.engine.probe import PROBE_BYTES
-from torchkv.engine.registration import choose_transport
+from torchkv.engine.joining.probe import PROBE_BYTES
+from torchkv.engine.joining.registration import choose_transport
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.group.bring_up import Exchange, bring_up, check_instance
 from torchkv.group.kv_verbs import KVVerbs, current

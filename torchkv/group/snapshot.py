@@ -13,8 +13,8 @@ from torchkv.layout.layer_groups import SEPARATOR, group_of
 from torchkv.observe.dump_format import VERSION, Dump, Member, Receive, Send, WriterOf
 from torchkv.observe.stats import Stats
 from torchkv.protocol.counts import SEVERAL
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.send_request import SenderRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
@@ -53,7 +53,7 @@ def stats(verbs: Verbs, *, recorder: FlightRecorder | None) -> Stats:
             },
             open_sends=Counter(_send_state(req) for req in sender.requests),
             open_receives=Counter(_receive_state(req) for req in receiver.requests),
-            queues=engine.queues,
+            queues=_queues(engine),
             ring={
                 "capacity": ring.capacity,
                 "in use": ring.in_use,
@@ -62,8 +62,8 @@ def stats(verbs: Verbs, *, recorder: FlightRecorder | None) -> Stats:
             },
             quarantined_pages=pages,
             quarantined_slots=slots,
-            retries=engine.retries,
-            dropped_frames=engine.dropped_frames,
+            retries=_retries(engine),
+            dropped_frames=engine.messenger.dropped,
             lost={names.get(rank, "gone"): why for rank, why in engine.lost.items()},
         )
 
@@ -110,6 +110,24 @@ def dump(verbs: Verbs, reason: str, *, recorder: FlightRecorder) -> Dump:
         entries=recorder.entries(),
         stats=counted,
     )
+
+
+def _queues(engine: Engine) -> dict[str, int]:
+    """What waits or is under way; see `Stats`. Under the lock."""
+    sends, receives = engine.sender.requests, engine.receiver.requests
+    return {
+        "ops awaiting grants": sum(len(req.queue) for req in sends),
+        "pages awaiting grants": sends.queued_pages,
+        "transfers": engine.scheduler.pending,
+        "loop flows": sum(req.flow is not None for req in sends) + sum(req.flow is not None for req in receives),
+        "scatters": sum(len(req.scattering) for req in receives),
+    }
+
+
+def _retries(engine: Engine) -> dict[str, int]:
+    """What was done again; see `Stats`. Under the lock."""
+    taken_back = engine.sender.counts.taken_back + engine.receiver.counts.taken_back
+    return {"frames": engine.messenger.repeats, "transfers": engine.scheduler.restarts, "from loop": taken_back}
 
 
 def _names(group_map: GroupMap) -> dict[int, str]:

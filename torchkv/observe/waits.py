@@ -11,7 +11,7 @@ from torchkv.observe.dump_format import Dump, Entry, Member, Receive, Send, Writ
 
 __all__ = ["latest", "rank_name", "sentences", "timeline"]
 
-ANYBODY = -1  # as in `torchkv.protocol.unmet`
+ANYBODY = -1  # as in `torchkv.protocol.sending.unmet`
 
 
 def latest(dumps: Sequence[Dump]) -> list[Dump]:

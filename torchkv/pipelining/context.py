@@ -33,7 +33,7 @@ from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
 from torchkv.pipelining.group_size import Adaptive, Policy
 from torchkv.pipelining.layer_events import Events, all_of, layer_events
 from torchkv.pipelining.pass_timer import PassTimer
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.actions import ANYBODY
 
 if TYPE_CHECKING:
     from torchkv.group.kv_verbs import KVVerbs

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
-from torchkv.layout.pair_plan import PairPlan
-from torchkv.layout.pieces import Piece, PieceLayout
 from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import Message
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving.stage_allocator import Stage
+
+if TYPE_CHECKING:
+    from torchkv.layout.pair_plan import PairPlan
+    from torchkv.layout.pieces import Piece, PieceLayout
 
 __all__ = [
+    "ANYBODY",
     "Account",
     "Action",
     "BoundGrant",
     "Halt",
+    "Key",
     "Scatter",
     "SendOp",
     "Settle",
@@ -38,13 +42,16 @@ __all__ = [
 ]
 
 Work: TypeAlias = Any  # the `KVWork` of a pending call; the protocol only hands it back (tests use strings)
+Key: TypeAlias = tuple[str, int]  # a request's name, and its receiver or `ANYBODY`
+
+ANYBODY = -1  # in place of a receiver: whoever grants the request
 
 
 @dataclass(eq=False, slots=True)
 class SendOp:
     """One verb towards one destination.
 
-    dst: a rank, or `unmet.ANYBODY`. layers: global ids. start, num_pages: which of this rank's pages, counted after the
+    dst: a rank, or `ANYBODY`. layers: global ids. start, num_pages: which of this rank's pages, counted after the
     receiver's prefix. from_prompt: counted from the beginning of the prompt, until the grant tells of the prefix.
     prefixes: receiver rank -> its prefix in tokens, as far as grants have come; all ops of one verb share this dict,
     unless they count from the prompt. source_pages: the engine's `SourcePages`, opaque here. state: the op moves the

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torchkv.layout.pair_plan import PairPlan
     from torchkv.protocol.actions import SendOp
-    from torchkv.protocol.receive_request import ReceiverRequest
-    from torchkv.protocol.send_request import SenderRequest
+    from torchkv.protocol.receiving.request import ReceiverRequest
+    from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["InstanceRounds", "RequestFlows"]
 

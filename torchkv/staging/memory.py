@@ -10,7 +10,7 @@ import torch
 
 from torchkv.errors import TransportUnavailable
 from torchkv.layout.stage_format import MAX_CHANNELS, MemorySpan, Signal
-from torchkv.protocol.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 
 __all__ = ["SendStages", "StageMemory"]
 

@@ -38,8 +38,8 @@ from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.layout.pieces import Cutter, Piece, PieceLayout, piece_layout
 from torchkv.layout.stage_format import ALIGNMENT, CHUNK_UNIT, SLOTS, ChunkFifo, MemorySpan, signal_offset
-from torchkv.protocol.stage_allocator import Stage
-from torchkv.protocol.staging_requester import Span, StagingRequester
+from torchkv.protocol.receiving.stage_allocator import Stage
+from torchkv.protocol.sending.staging_requester import Span, StagingRequester
 from torchkv.staging.memory import SendStages
 from torchkv.staging.packer import FifoStage, GatherJob, Packer
 from torchkv.transfer import path_cost

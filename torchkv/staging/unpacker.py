@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torchkv.errors import KVError
 from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.stages import Stages
 from torchkv.staging.packer import Packer
 
 __all__ = ["StageUnpacker"]
@@ -19,21 +19,21 @@ MAX_OF_ONE_WRITER, MAX_ACTIVE = 4, 16
 
 
 class StageUnpacker:
-    """Runs the `Scatter` jobs of one rank. Used by the progress thread only; ``lock`` guards ``receiver``.
+    """Runs the `Scatter` jobs of one rank. Used by the progress thread only; ``lock`` guards ``stages``.
 
     packer: None on a rank without staging, which gets no jobs. send_stage_messages: sends the messages about stages
-    that ``receiver`` has queued.
+    that ``stages`` has queued.
     """
 
     def __init__(
         self,
         *,
-        receiver: Receiver,
+        stages: Stages,
         lock: threading.Lock,
         packer: Packer | None,
         send_stage_messages: Callable[[], None],
     ) -> None:
-        self._receiver = receiver
+        self._stages = stages
         self._lock = lock
         self._packer = packer
         self._send_stage_messages = send_stage_messages
@@ -90,6 +90,6 @@ class StageUnpacker:
 
     def _end(self, job: Scatter, error: KVError | None, now: float) -> None:
         with self._lock:
-            self._receiver.scattered(job, error, now)
+            self._stages.scattered(job, error, now)
         if self._packer is not None and self._packer.asynchronous:
             self._send_stage_messages()

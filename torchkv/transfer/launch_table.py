@@ -1,4 +1,4 @@
-"""A plan's kernels as the resident loop launches them: see `torchkv.core.launching`."""
+"""A plan's kernels as the resident loop launches them: see `torchkv.core.loop.launching`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core.launching import FIELDS
+from torchkv.core.loop.launching import FIELDS
 from torchkv.kernels import page_copy
 from torchkv.kernels.compiled import WARP
 from torchkv.kernels.launch import TILE, kernel_params, kernels_for
@@ -26,7 +26,7 @@ assert page_copy.NUM_INTEGERS > _GIVEN
 class LaunchTable:
     """The kernels of one connection and plan, loaded, with a block of parameters each that the loop overwrites.
 
-    words: int64, see `torchkv.core.launching.FIELDS`. Keeps alive what they point to. errors, blocks: as of
+    words: int64, see `torchkv.core.loop.launching.FIELDS`. Keeps alive what they point to. errors, blocks: as of
     `torchkv.kernels.copies.CopyJobs`; the loop gives no bad page ids to kernels, so nobody reads the errors.
     """
 

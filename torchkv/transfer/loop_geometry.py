@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.records import SEGMENT_FIELDS
+from torchkv.core.loop.limits import SEGMENT_FIELDS
 from torchkv.layout.pair_plan import PairPlan
 
 __all__ = ["Place", "geometry"]

@@ -1,6 +1,6 @@
 """Chooses the path of a verb by cost: puts or staging.
 
-The costs of a channel are measured by `torchkv.engine.probe`; here are the formulas, and costs for unmeasured channels.
+`torchkv.engine.joining.probe` measures what a channel costs. Here are the formulas, and costs for what is not measured.
 """
 
 from __future__ import annotations

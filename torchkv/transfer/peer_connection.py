@@ -59,7 +59,7 @@ class StageTarget:
 class LocalPages:
     """This rank's own pages. storage_ptrs, regions: address of each storage, and its region index in the transport.
 
-    pools: which of them share memory, see `torchkv.protocol.leases`. scales: of pages that are converted.
+    pools: which of them share memory, see `torchkv.protocol.receiving.leases`. scales: of pages that are converted.
     """
 
     layout: KVLayout

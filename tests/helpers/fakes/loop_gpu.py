@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
-from torchkv.core.records import IDS, MAX_GPU_SENDS
+from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS
 from torchkv.kernels import page_copy
 from torchkv.kernels.compiled import CompiledKernel, LoadedKernel
 from torchkv.layout.pair_plan import PairPlan

@@ -19,7 +19,7 @@ from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.messages import StageAsk, Staged, StageDenied, StageGrant
-from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.protocol.sending.staging_requester import StagingRequester
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import SendStages, StageMemory
 from torchkv.staging.packer import GatherJob, Packer

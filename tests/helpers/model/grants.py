@@ -23,8 +23,8 @@ from torchkv.protocol import messages
 from torchkv.protocol.actions import Account, BoundGrant, Halt, SendOp, Settle, Start, Tell
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import Message
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.sending.sender import Sender
 
 __all__ = ["Grants", "Rules"]
 
@@ -283,7 +283,8 @@ class Grants:
             again = False
             machine: Sender | Receiver | InstanceLeader
             for rank, machine in [*self.senders.items(), (READER, self.receiver), (READER, self.leader)]:
-                actions, machine.actions = machine.actions, []
+                actions = machine.actions[:]
+                machine.actions.clear()
                 again |= bool(actions)
                 for action in actions:
                     if rank not in self.deaths:

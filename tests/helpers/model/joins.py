@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.helpers.model.explorer import freeze
-from torchkv.engine.membership import Membership
-from torchkv.engine.peer_metadata import PeerMetadata
+from torchkv.engine.joining.membership import Membership
+from torchkv.engine.joining.peer_metadata import PeerMetadata
 from torchkv.host.processes import ProcessId, this_process
 
 __all__ = ["Joins"]

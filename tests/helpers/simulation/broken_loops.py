@@ -16,9 +16,10 @@ from typing import Any
 from tests.helpers.apart import Apart, kinds
 from tests.helpers.simulation.loop_runs import loop_scenario
 from torchkv.bench.scale.loops import TOKENS, Pair
-from torchkv.core import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
 from torchkv.core.core import Core
-from torchkv.core.records import BOUND, DECIDED, DONE, OPEN, RECEIVED, RECORD_NBYTES, SEAL, SEALED, WAITING, WRITTEN
+from torchkv.core.loop import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
+from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
+from torchkv.core.loop.limits import RECORD_NBYTES
 from torchkv.engine.flows import Flows
 from torchkv.host.atomics import copy_bytes, load, store
 
@@ -314,7 +315,7 @@ def _a_grant_that_a_message_overtakes() -> str:
     flow = apart.receive(1)
     apart.wait()
     apart.grant(flow, [1])
-    apart.reader.step()
+    apart.reader.runner.step()
     with apart.writer.standing_still():
         new = apart.writer.takes_grant(1, flow, 1)
     told, _ = apart.run(60)

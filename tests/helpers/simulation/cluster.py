@@ -22,10 +22,10 @@ from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
 from torchkv.core.core import PART, Core
-from torchkv.core.records import MAILBOX_RECORDS
+from torchkv.core.loop.limits import MAILBOX_RECORDS
 from torchkv.engine.engine import Engine
-from torchkv.engine.peer_metadata import PeerMetadata
-from torchkv.engine.registration import Registration
+from torchkv.engine.joining.peer_metadata import PeerMetadata
+from torchkv.engine.joining.registration import Registration
 from torchkv.engine.scheduler import LocalMemory
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs
@@ -234,8 +234,8 @@ def _narrow(core: Core, dice: random.Random) -> None:
     core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
     core.world["window"] = dice.choice([2, 3, 9, MAILBOX_RECORDS])
     core.world["part"] = dice.choice([200, 600, PART])
-    turns, step = dice.choice([1.0, 1.0, 0.6, 0.2]), core.step
-    core.step = lambda: dice.random() < turns and step()
+    turns, step = dice.choice([1.0, 1.0, 0.6, 0.2]), core.runner.step
+    core.runner.step = lambda: dice.random() < turns and step()
 
 
 class Cluster:

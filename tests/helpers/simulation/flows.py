@@ -10,13 +10,13 @@ import pytest
 
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
-from torchkv.core.records import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
 from torchkv.engine import flows
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.send_request import SenderRequest
-from torchkv.protocol.unmet import ANYBODY
+from torchkv.protocol.actions import ANYBODY
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]
 
@@ -105,7 +105,7 @@ def flows_left(engine: Engine) -> list[object]:
     if flows is None:
         return []
     core = flows.core
-    quarantined = sum(req.reserved is not None for req in engine.receiver._requests.values())
+    quarantined = sum(req.reserved is not None for req in engine.receiver.requests)
     free = [len(core._free_sends), len(core._free_receives) + quarantined, len(core._free_ops)]
     left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
     return left + ([free] if free != [MAX_FLOWS if core.device is None else MAX_GPU_SENDS, MAX_FLOWS, MAX_OPS] else [])

@@ -17,7 +17,7 @@ from torchkv.errors import KVError
 from torchkv.layout.layer_groups import absent_allowed
 from torchkv.layout.layout import KVLayout
 from torchkv.options import Options
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 
 NUM_PAGES = 48
 RECV_PAGES = 32  # pages [0, RECV_PAGES) receive, the rest send
@@ -300,7 +300,7 @@ class GroupScenario:
                 if leased := np.flatnonzero(rank.engine.receiver.leases.marks(pool)).tolist():
                     self.problems.append(f"rank {rank.rank} still leases {leased} of pool {pool}")
         for rank in self._running():
-            if left := [*rank.engine.sender._requests, *rank.engine.receiver._live]:
+            if left := [*rank.engine.sender.requests.by_key, *rank.engine.receiver.requests.live]:
                 self.problems.append(f"rank {rank.rank} still knows {left}")
         for found in self.received:
             if not found.rank.running:

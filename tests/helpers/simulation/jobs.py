@@ -9,7 +9,7 @@ from functools import partial
 from torchkv_loopback import Faults, World
 
 from tests.helpers.simulation.cluster import MAX_IDLE_ROUNDS, ROUND_SECONDS, Cluster, Place, Rank
-from torchkv.engine.membership import Membership
+from torchkv.engine.joining.membership import Membership
 from torchkv.engine.progress import DRAIN, FAREWELL
 from torchkv.errors import KVError, TransferCancelled
 from torchkv.layout.layout import KVLayout

@@ -11,7 +11,7 @@ from torchkv_loopback import Faults
 
 from tests.helpers.ranks.lane_transfer import AUX, Bytes, Case, Pool, Report, check_reader, prepare, submit, tally
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.engine.registration import Registration
+from torchkv.engine.joining.registration import Registration
 from torchkv.engine.work import KVWork
 
 __all__ = ["MILD", "PUTS", "RANKS", "VIEWS", "Lane", "Pooled", "run"]

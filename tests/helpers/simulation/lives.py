@@ -17,7 +17,7 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
 from torchkv.layout.layer_groups import PAGES
 from torchkv.layout.layout import KVLayout
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 
 __all__ = ["NAMES", "Life", "Requests", "layouts", "leased_pages"]
 
@@ -105,7 +105,7 @@ class Requests:
             work = rank.recv_pages(name, pages, src)
         except KVError:
             return
-        req = rank.engine.receiver._live[name]
+        req = rank.engine.receiver.requests.live[name]
         self.receivings.append(Receiving(name, rank, req, work, before, pages, writers))
 
     def send(self, rank: Rank, name: str, dst: str) -> None:
@@ -237,6 +237,6 @@ class Life:
                     problems.append(f"{job.name} rank {rank.rank} still knows ranks {strangers}, which are dead")
                 if not engine.connections.keys() <= group_map.info.keys():
                     problems.append(f"{job.name} rank {rank.rank}: connections {list(engine.connections)}")
-                if engine.flows is not None and not engine.flows.core._slots.keys() <= group_map.info.keys():
-                    problems.append(f"{job.name} rank {rank.rank}: mailboxes of {list(engine.flows.core._slots)}")
+                if engine.flows is not None and not engine.flows.core.peers.slots.keys() <= group_map.info.keys():
+                    problems.append(f"{job.name} rank {rank.rank}: mailboxes of {list(engine.flows.core.peers.slots)}")
         return problems

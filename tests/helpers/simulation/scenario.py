@@ -20,7 +20,7 @@ from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
 from torchkv.layout.layer_groups import PAGES, SLOTS
 from torchkv.layout.layout import State
 from torchkv.options import Options
-from torchkv.protocol.staging_credits import Owner
+from torchkv.protocol.receiving.staging_credits import Owner
 
 RECV_PAGES = 10  # pages [0, RECV_PAGES) of a pool receive, the rest sends
 BUSY_SECONDS = 4.0  # virtual seconds in which requests begin and faults happen
@@ -296,7 +296,7 @@ class Scenario:
         except KVError as error:
             self.note("not posted", rank.rank, flow.name, type(error).__name__)
             return
-        req = rank.engine.receiver._live[flow.name]
+        req = rank.engine.receiver.requests.live[flow.name]
         self.note("posted", rank.rank, flow.name, req.generation, tuple(pages))
         self.receivings.append(Receiving(flow, rank, req, work, before, pages, slot))
 
@@ -335,7 +335,7 @@ class Scenario:
     def _may_go_on(self, sending: Sending) -> bool:
         """False once it was paused or cancelled, or if an earlier request of the name has not ended when it begins."""
         name, rank = sending.flow.name, sending.rank
-        earlier_life = not sending.reqs and any(request == name for request, _ in rank.engine.sender._requests)
+        earlier_life = not sending.reqs and any(request == name for request, _ in rank.engine.sender.requests.by_key)
         sending.failed |= earlier_life or not rank.running
         return not sending.failed
 
@@ -371,7 +371,7 @@ class Scenario:
     def _adopt(self, sending: Sending) -> None:
         """Records which of the engine's sender requests are this flow's, so that grants can be traced to it."""
         known = {id(req) for other in self.sendings for req in other.reqs.values() if other is not sending}
-        for (name, dst), req in sending.rank.engine.sender._requests.items():
+        for (name, dst), req in sending.rank.engine.sender.requests.by_key.items():
             if name == sending.flow.name and id(req) not in known:
                 sending.reqs.setdefault(dst, req)
 
@@ -458,7 +458,7 @@ class Scenario:
 
     def _quarantine_is_justified(self, rank: Rank) -> bool:
         """Whether every writer that this rank still waits for is one whose quiescence cannot be proved."""
-        failed = [req for req in rank.engine.receiver._requests.values() if req.error is not None]
+        failed = [req for req in rank.engine.receiver.requests if req.error is not None]
         held = {writer for req in failed for writer in req.pending_writers()}
         return bool(held) and all(self._unknown(writer, rank) for writer in held)
 
@@ -503,10 +503,10 @@ class Scenario:
         for rank in (rank for rank in self.cluster.ranks if rank.running):
             engine = rank.engine
             left = {
-                "lives": list(engine.sender._requests),
-                "queued pages": engine.sender._queued_pages,
-                "transfers": engine._scheduler.pending,
-                "live receives": list(engine.receiver._live),
+                "lives": list(engine.sender.requests.by_key),
+                "queued pages": engine.sender.requests.queued_pages,
+                "transfers": engine.scheduler.pending,
+                "live receives": list(engine.receiver.requests.live),
                 "stages of its own": engine.staging.sending.ring.stages,
                 "asks for stages": list(engine._machines.requester._queues),
                 "flows": flows_left(rank.engine),

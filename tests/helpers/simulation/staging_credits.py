@@ -27,9 +27,9 @@ from torchkv.protocol.messages import (
     Withdraw,
     Withdrawn,
 )
-from torchkv.protocol.stage_allocator import Stage, StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
-from torchkv.protocol.staging_requester import StagingRequester
+from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
+from torchkv.protocol.sending.staging_requester import StagingRequester
 
 ALIGNMENT = 4
 TIMEOUT = 1000.0

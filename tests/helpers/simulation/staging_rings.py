@@ -17,9 +17,9 @@ from torchkv_loopback import World
 from torchkv.engine.engine import Engine
 from torchkv.errors import KVError
 from torchkv.layout.stage_format import MAX_CHANNELS, SLOTS, MemorySpan
-from torchkv.protocol import receiver as receiver_module
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving import stages
+from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.staging import transfer as staged_transfer
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import StageMemory
@@ -37,7 +37,7 @@ SIGNALS = 3  # fewer than the stages of a ring, so that some stages are no FIFOs
 def small_fifos() -> Iterator[None]:
     """Lets verbs of the simulation pass through FIFOs."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (staged_transfer, receiver_module):
+        for module in (staged_transfer, stages):
             patch.setattr(module, "CHUNK_UNIT", CHUNK)
         patch.setattr(staged_transfer, "LARGEST_CHUNK", CHUNK)
         patch.setattr(staged_transfer, "LEAST_FIFO_VERB", LEAST_FIFO_VERB)

@@ -128,7 +128,7 @@ def test_first_requests_cost_the_same_in_clusters_of_any_size() -> None:
 
 
 def test_a_scan_of_all_peers_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchkv.protocol.sender import Sender
+    from torchkv.protocol.sending.sender import Sender
 
     admit = Sender.admit
 

@@ -10,20 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
-from torchkv.core import mailbox
-from torchkv.core.grants import IDS_AT
-from torchkv.core.records import (
-    BOUND,
-    GRANT,
-    GRANTED,
-    MAX_FLOWS,
-    MAX_GRANTED,
-    OP_DONE,
-    RECEIVED,
-    SENT,
-    WAITING,
-    Grant,
-)
+from torchkv.core.loop import mailbox
+from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, OP_DONE, RECEIVED, SENT, WAITING
+from torchkv.core.loop.grants import IDS_AT
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED
+from torchkv.core.loop.records import Grant
 
 
 def kinds(notices: list[object]) -> list[int]:
@@ -182,7 +173,7 @@ def test_no_body_crashes_the_writer(words: dict[str, int], ids: list[int], flow:
 def pair_again(pair: Pair, flow: int, words: dict[str, int], ids: list[int]) -> Pair:
     """The same slot with other words, and a fresh send that waits."""
     at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
-    slot = np.frombuffer(pair.reader._bytes, np.int64, IDS_AT // 8 + len(ids), at)
+    slot = np.frombuffer(pair.reader.peers._bytes, np.int64, IDS_AT // 8 + len(ids), at)
     for number, name in enumerate(Grant.__annotations__):
         if name in words:
             slot[number] = words[name]

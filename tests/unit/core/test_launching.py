@@ -15,7 +15,8 @@ from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, LoopGpu, fake_kernels
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.records import BOUND, BROKEN, IDS, MAX_FLYING, MAX_GPU_SENDS, OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.codes import BOUND, BROKEN, OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.limits import IDS, MAX_FLYING, MAX_GPU_SENDS
 from torchkv.kernels import page_copy
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns, Stripe
@@ -30,8 +31,8 @@ class GpuPair(Pair):
         super().__init__(layers=layers, pages=pages, **limits)
         self.gpu = LoopGpu()
         self.writer = Core(0, device=self.gpu.device, **limits)
-        self.writer.connect(1, self.reader.descriptor())
-        self.reader.connect(0, self.writer.descriptor())
+        self.writer.peers.connect(1, self.reader.peers.descriptor())
+        self.reader.peers.connect(0, self.writer.peers.descriptor())
         side = PageAddressing(page_stride=PAGE, base=0, token_stride=PAGE // TOKENS, per_page=1, num_pages=pages)
         shape = Geometry(
             stripe=Stripe(TOKENS, 1), rows=StridedRuns(1, 0, 0, 1, 0, 0, PAGE), src=side, dst=side, alignment=16
@@ -71,7 +72,7 @@ def kinds(notices: Sequence[Any]) -> list[int]:
 
 
 def test_parameters_lie_where_the_loop_writes_them() -> None:
-    """The offsets in `torchkv.core.launching` are those of the kernel's parameters."""
+    """The offsets in `torchkv.core.loop.launching` are those of the kernel's parameters."""
     at, found = 0, {}
     for param in page_copy.copy.params[: page_copy.NUM_INTEGERS]:
         size = {"i32": 4, "i64": 8}[param.annotation]
@@ -120,8 +121,8 @@ def test_chunks_in_any_order(seed: int) -> None:
         gates.append(gate)
         pair.begin(send, [pages[page]], start=page, layers=layers, gate=gate)
         pair.gpu.run(dice.choice([0, 0, 1, 5]))
-        pair.writer.step()
-        pair.reader.step()
+        pair.writer.runner.step()
+        pair.reader.runner.step()
     if waits:
         pair.grant(flow, [3, 5, 0, 7])
     pair.writer.finish_send(send, 4, b"")
@@ -193,9 +194,9 @@ def test_one_shut_gate_of_a_stream_is_asked_for_once_a_step() -> None:
     send = pair.send(pair.receive(1), [6])
     for _ in range(20):
         pair.begin(send, [2], gate=pair.gpu.gate(0x40))
-    pair.writer.step()
+    pair.writer.runner.step()
     before, gated = pair.gpu.log.count("query"), pair.writer.gated(send)
-    pair.writer.step()
+    pair.writer.runner.step()
     assert pair.gpu.log.count("query") == before + 1
     assert pair.writer.gated(send) == gated + 20
 

@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core import posting
 from torchkv.core.core import Core
-from torchkv.core.receiving import cover
-from torchkv.core.records import (
+from torchkv.core.loop.codes import (
     ALL_HERE,
     AUX,
     DECIDED,
     DONE,
     GRANT,
-    MAX_AUX,
-    MAX_FLOWS,
-    MAX_INTERVALS,
     NOBODY,
     OP_DONE,
     OUTSIDE,
@@ -34,6 +30,8 @@ from torchkv.core.records import (
     VERDICT,
     WRITTEN,
 )
+from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_INTERVALS
+from torchkv.core.loop.receiving import cover
 
 
 def kinds(notices: list[object]) -> list[int]:
@@ -78,9 +76,9 @@ def test_chunks_in_any_order(seed: int) -> None:
     for layer, page in chunks:
         pair.start(send, [pages[page]], start=page, layers=[layer])
         if dice.random() < 0.5:
-            pair.writer.step()
+            pair.writer.runner.step()
         if dice.random() < 0.5:
-            pair.reader.step()
+            pair.reader.runner.step()
     pair.writer.finish_send(send, 4, b"")
     told, heard = pair.run()
     assert sorted(kinds(told)) == sorted([OP_DONE] * len(chunks) + [SENT])
@@ -97,7 +95,7 @@ def test_what_is_announced_is_there() -> None:
     for layer in (2, 0, 3, 1):
         pair.start(send, [5, 6, 7], layers=[layer])
     seen = 0
-    while pair.writer.step() | pair.reader.step():
+    while pair.writer.runner.step() | pair.reader.runner.step():
         for layer, intervals in enumerate(pair.reader.receive_state(flow).writers[0].intervals):
             for lo, hi in intervals:
                 seen += 1
@@ -233,7 +231,7 @@ def test_a_send_is_taken_back() -> None:
     send = pair.send(flow, [0, 1, 2])
     ops = [pair.start(send, [4, 5, 6], layers=[layer]) for layer in (0, 1)]
     while OP_DONE not in kinds(pair.writer.events()):
-        pair.writer.step()
+        pair.writer.runner.step()
     with pair.writer.standing_still():
         pair.writer.settle()
         assert pair.writer.events() == []
@@ -254,7 +252,7 @@ def test_a_full_mailbox_loses_nothing() -> None:
         pair.start(send, [page], start=page)
     pair.writer.finish_send(send, 8, b"")
     for _ in range(100):
-        pair.writer.step()
+        pair.writer.runner.step()
     assert kinds(pair.writer.events()) == [OP_DONE] * 2
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE] * 6 + [SENT]

@@ -14,8 +14,8 @@ from torchkv_loopback.channel import LoopbackChannel
 
 from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS
-from torchkv.core import network
-from torchkv.core.records import CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.core.loop import network
+from torchkv.core.loop.codes import CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
 from torchkv.errors import PeerLost
 
 
@@ -105,7 +105,7 @@ def test_one_flush_stands_for_many_ops() -> None:
 def test_puts_that_find_no_room_wait() -> None:
     """Only so many requests at once: here fewer than a layer has pages."""
     apart = Apart()
-    peer = apart.writer.world["peers"][apart.writer._slots[1]]
+    peer = apart.writer.world["peers"][apart.writer.peers.slots[1]]
     under_way = network.PUTS - 2
     peer["requests"] = under_way
     ring = int(peer["memory"]) + network.NETWORK_NBYTES - 16 * network.PUTS

@@ -10,23 +10,11 @@ import pytest
 import torch
 
 from tests.helpers.apart import PAGES, TAGS, Apart, kinds
-from torchkv.core.grants import IDS_AT, NAME_AT
-from torchkv.core.mailbox import GRANT_SLOT
-from torchkv.core.records import (
-    BOUND,
-    CUT,
-    GRANT,
-    GRANT_NBYTES,
-    GRANTED,
-    HELLO,
-    MAX_FLOWS,
-    MAX_GRANTED,
-    MESSAGE_NBYTES,
-    OP_DONE,
-    RECEIVED,
-    RECORD_NBYTES,
-    SENT,
-)
+from torchkv.core.loop.codes import BOUND, CUT, GRANT, GRANTED, HELLO, OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.grants import IDS_AT, NAME_AT
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MESSAGE_NBYTES, RECORD_NBYTES
+from torchkv.core.loop.mailbox import GRANT_SLOT
+from torchkv.core.loop.records import GRANT_NBYTES
 from torchkv.protocol.messages import name_hashes
 
 EDGE = (MESSAGE_NBYTES - RECORD_NBYTES - IDS_AT) // 8  # page ids that fit into one message
@@ -175,7 +163,7 @@ def test_pieces_that_never_come_keep_nobody_else_waiting() -> None:
     apart.network._receive_later = lambda *given: apart.network._request(_Never())
     apart.network.pieces = 1.0
     apart.message(b"\x00" * 500, TAGS[0], to=0)
-    apart.writer.step()
+    apart.writer.runner.step()
     apart.network._receive_later = real
     apart.network.pieces = 0.0
     apart.grant(apart.receive(1), [1])
@@ -211,12 +199,12 @@ def test_a_message_that_overtakes_the_loops(parts_before: int) -> None:
     apart = met(part=500)
     flow, send = apart.receive(3), apart.wait()
     apart.grant(flow, [6, 1, 4])
-    apart.reader.step()
+    apart.reader.runner.step()
     inbox = apart.network.inboxes[apart.channels[0].node]
     while len(inbox) < 3:
         apart.world.advance(apart.world.now + 1e-4)
     later = [inbox.pop() for _ in range(3 - parts_before)]
-    apart.writer.step()
+    apart.writer.runner.step()
     assert told_in_a_message(apart, flow, 1)
     inbox.extend(reversed(later))
     assert apart.run(20) == ([], [])
@@ -323,7 +311,7 @@ def test_grants_that_lie_bind_nothing(lie: str) -> None:
     send = apart.wait()
     for data in LIES[lie]():
         apart.message(data, TAGS[0], to=0)
-        apart.writer.step()
+        apart.writer.runner.step()
     told = apart.run(10)[0]
     assert kinds(told) in ([], [GRANTED])
     for notice in told:  # Python looks at what lies there
@@ -355,7 +343,7 @@ def test_noise(seed: int) -> None:
         head = dice.choice([GRANT, GRANT, HELLO, dice.getrandbits(8)])
         data = Apart.record(head=head, **record) + dice.randbytes(dice.choice([0, 1, 64, 500, 1984, 5000]))
         apart.message(data, TAGS[0], to=0)
-        apart.writer.step()
+        apart.writer.runner.step()
     for notice in apart.run(10)[0]:
         if notice.kind == GRANTED:
             apart.writer.granted(1, notice.words[1], notice.words[2], network=True)

@@ -5,21 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchkv.core import mailbox
 from torchkv.core.core import Core, Notice
-from torchkv.core.records import (
-    AUX,
-    DECIDED,
-    DONE,
-    MAX_FLOWS,
-    POSTED,
-    RECEIVED,
-    ROUND_OVER,
-    SEAL,
-    STRAY,
-    VERDICT,
-    WRITTEN,
-)
+from torchkv.core.loop import mailbox
+from torchkv.core.loop.codes import AUX, DECIDED, DONE, POSTED, RECEIVED, ROUND_OVER, SEAL, STRAY, VERDICT, WRITTEN
+from torchkv.core.loop.limits import MAX_FLOWS
 from torchkv.protocol.messages import name_hashes
 
 WRITER, LEADER, MEMBER = range(3)
@@ -34,7 +23,7 @@ class Instance:
         for core in self.cores:
             for other in self.cores:
                 if other is not core:
-                    core.connect(other.rank, other.descriptor())
+                    core.peers.connect(other.rank, other.peers.descriptor())
 
     def receive(self, rank: int, *, generation: int = 1, told: int = 0) -> int:
         flow = self.cores[rank].reserve_receive()
@@ -64,7 +53,7 @@ class Instance:
 
     def run(self) -> list[list[tuple[int, int]]]:
         """Steps until nothing is left to do. What each rank tells: kinds of events, and of their records if strayed."""
-        while any(core.step() for core in self.cores):
+        while any(core.runner.step() for core in self.cores):
             pass
         return [[_seen(notice) for notice in core.events()] for core in self.cores]
 
@@ -161,7 +150,7 @@ def test_what_a_rank_posts_reaches_the_leaders_python() -> None:
     instance = Instance()
     flow = instance.receive(MEMBER, generation=5, told=3)
     instance.grant(MEMBER, flow, prefix_tokens=32)
-    while any(core.step() for core in instance.cores):
+    while any(core.runner.step() for core in instance.cores):
         pass
     (notice,) = instance.cores[LEADER].events()
     head, flows, generation, hash0, hash1, prefix, pages = notice.words

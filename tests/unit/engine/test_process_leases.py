@@ -26,7 +26,7 @@ from torchkv.layout.component import Component, State
 from torchkv.layout.layer_groups import PAGES, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Quiesced, StageAsk
-from torchkv.protocol.receive_request import ReceiverRequest
+from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.staging.memory import StageMemory
 
 WRITER, ME = 0, 1
@@ -303,7 +303,7 @@ def test_a_ring_stays_as_long_as_a_stage_may_be_written(
     del held
     one = Group(process, plain_cache(memories), "one", process_id, ring)
     req = one.recv(2)
-    one.receiver.on_stage_ask(WRITER, StageAsk(req.generation, 0, 512, 512, True), 0.0)
+    one.receiver.stages.on_stage_ask(WRITER, StageAsk(req.generation, 0, 512, 512, True), 0.0)
     one.fail()
     assert req.ended, "a writer that uses the ring only cannot reach the page"
     with caplog.at_level(logging.WARNING):

@@ -13,7 +13,6 @@ from torchkv.errors import PageOutOfRange, ProtocolError, TransferTimeout
 from torchkv.layout.layer_groups import Pools, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.actions import SendOp
-from torchkv.protocol.leases import Wanted
 from torchkv.protocol.messages import (
     Abort,
     Attest,
@@ -27,10 +26,11 @@ from torchkv.protocol.messages import (
     Seal,
     pack_pages,
 )
-from torchkv.protocol.receive_request import ReceiverRequest
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.stage_allocator import StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.receiving.leases import Wanted
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.receiving.stage_allocator import StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 
 FULL, NEAR, FAR = (part_name("r", group) for group in GROUPS)
 APART: Pools = {(group, slots): i for i, (group, slots) in enumerate((g, s) for g in GROUPS for s in (False, True))}
@@ -77,14 +77,14 @@ def test_a_page_of_shared_memory_is_leased_through_every_group() -> None:
         assert leased(machine, group) == {1, 2, 3, 4, 5, 6}
     with pytest.raises(PageOutOfRange, match=f"page 3 is leased to request '{NEAR}'"):
         post(machine, "q", full=[3], near=[7], far=[8])
-    assert not machine._named.keys() - {FULL, NEAR, FAR}  # nothing of it was posted
+    assert not machine.requests._named.keys() - {FULL, NEAR, FAR}  # nothing of it was posted
 
 
 def test_a_page_is_named_once_in_all_groups_of_one_request() -> None:
     machine = reading()
     with pytest.raises(PageOutOfRange, match=r"page 2 is named twice.*full, near, far share their memory"):
         post(machine, full=[1, 2], near=[2, 4], far=[5, 6])
-    assert not machine._requests
+    assert not machine.requests.by_generation
     assert Acts(machine).told == []
 
 
@@ -236,4 +236,4 @@ def test_absent_pages_end_where_a_writers_page_does() -> None:
     machine = reading(APART, ("p", hybrid(page_size=8)), ("d", hybrid()))
     with pytest.raises(ProtocolError, match="4 tokens of absent pages is not a multiple of the page size 8"):
         post(machine, absent={"near": 4}, full=[1, 2, 3], near=[4, 5], far=[6, 7, 8])
-    assert not machine._requests
+    assert not machine.requests.by_generation

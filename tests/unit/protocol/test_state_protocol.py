@@ -30,7 +30,6 @@ from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCanc
 from torchkv.layout.component import Component, State
 from torchkv.layout.layer_groups import SLOTS as SLOT_POOL
 from torchkv.layout.layout import KVLayout
-from torchkv.protocol import sender as sender_module
 from torchkv.protocol.actions import Account, Scatter, Start
 from torchkv.protocol.messages import (
     Abort,
@@ -45,8 +44,9 @@ from torchkv.protocol.messages import (
     Verdict,
     Withdraw,
 )
-from torchkv.protocol.receiver import Receiver
-from torchkv.protocol.sender import Sender
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.sending import open_requests
+from torchkv.protocol.sending.sender import Sender
 
 SLOTS = 4
 # `gqa` has two layers; the second of them has both states.
@@ -71,7 +71,8 @@ def writing() -> Sender:
 
 
 def started(machine: Sender) -> list[Start]:
-    taken, machine.actions = machine.actions, []
+    taken = machine.actions[:]
+    machine.actions.clear()
     return [action for action in taken if isinstance(action, Start)]
 
 
@@ -269,7 +270,7 @@ def test_verbs_of_state_after_finish_raise() -> None:
 
 
 def test_state_counts_in_the_queue_before_the_grant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "MAX_QUEUED_OPS", 3)
+    monkeypatch.setattr(open_requests, "MAX_QUEUED_OPS", 3)
     machine = writing()
     for _ in range(3):
         send_state(machine, 0)
@@ -277,7 +278,7 @@ def test_state_counts_in_the_queue_before_the_grant(monkeypatch: pytest.MonkeyPa
         send_state(machine, 1)
     assert caught.value.retryable
     machine.on_grant(1, grant(slot=1), 0.0)
-    assert machine._queued_pages == 0
+    assert machine.requests.queued_pages == 0
     send_state(machine, 1)
 
 
@@ -473,7 +474,7 @@ def test_what_is_said_of_layers_that_are_not_owed_changes_nothing() -> None:
         machine.on_attest(0, attest(layer, state=False), 0.0)
     machine.on_seal(0, Seal(1, 2, b""), 0.0)
     assert "rx" not in Acts(machine).settled
-    assert machine._live["r"].writers[0].states == set(), "and takes no room"
+    assert machine.requests.live["r"].writers[0].states == set(), "and takes no room"
 
 
 def test_attestations_of_an_earlier_generation_say_nothing_of_this_ones_state() -> None:
@@ -566,12 +567,12 @@ class Ring:
         """Asks for a stage and announces it as holding the state of ``layers``; the unpacking jobs that follow."""
         machine, serial = self.machine, self.serial
         self.serial += 1
-        machine.on_stage_ask(0, StageAsk(1, serial, 4096, 4096, ring_only), 0.0)
+        machine.stages.on_stage_ask(0, StageAsk(1, serial, 4096, 4096, ring_only), 0.0)
         said, machine._credits.outbox = machine._credits.outbox, []
         assert [type(message) for _, message in said] == [StageGrant]
-        machine.on_staged(0, Staged(1, serial, list(layers), start, num_pages, False, True), 0.0)
+        machine.stages.on_staged(0, Staged(1, serial, list(layers), start, num_pages, False, True), 0.0)
         jobs = [action for action in machine.actions if isinstance(action, Scatter)]
-        machine.actions = [action for action in machine.actions if not isinstance(action, Scatter)]
+        machine.actions[:] = [action for action in machine.actions if not isinstance(action, Scatter)]
         return jobs
 
 
@@ -584,7 +585,7 @@ def test_a_stage_of_state_is_unpacked_into_the_slot_and_counts_as_state_only() -
     assert job.num_tokens == 1
     assert {section.segment.component for section in job.layout.sections} == {"ssm", "conv"}
     assert job.layout.payload == 2 * 48 + 32
-    machine.scattered(job, None, 1.0)
+    machine.stages.scattered(job, None, 1.0)
     assert req.writers[0].states == {0, 1}
     plan = req.writers[0].plan
     assert req.writers[0].attested.first_gap(plan.owed(req.num_tokens)) == (0, 0), "state is not tokens"
@@ -603,9 +604,9 @@ def test_success_waits_for_state_that_is_still_being_unpacked() -> None:
     (first,) = ring.stage(0, 1)
     (again,) = ring.stage(0)
     machine.on_seal(0, Seal(1, 0, b""), 1.0)
-    machine.scattered(first, None, 1.0)
+    machine.stages.scattered(first, None, 1.0)
     assert not req.ended, "the second copy of layer 0 may still be on its way into the slot"
-    machine.scattered(again, None, 1.0)
+    machine.stages.scattered(again, None, 1.0)
     assert req.ended
 
 
@@ -615,7 +616,7 @@ def test_a_failed_receive_keeps_its_slot_while_state_is_being_unpacked() -> None
     (job,) = Ring(machine).stage(0)
     machine.cancel("r", "cancel")
     assert machine.leases.quarantined(slots=True) == {3: ()}, "by no rank, but by this one itself"
-    machine.scattered(job, None, 1.0)
+    machine.stages.scattered(job, None, 1.0)
     assert req.ended
     post(machine, slot=3)
 
@@ -625,9 +626,9 @@ def test_a_slot_of_a_writer_that_promised_is_free_at_once_and_of_one_that_withdr
         machine = reading()
         req = post(machine, slot=3)
         (job,) = Ring(machine).stage(0)
-        machine.scattered(job, None, 1.0)
+        machine.stages.scattered(job, None, 1.0)
         if withdrawn:
-            machine.on_withdraw(0, Withdraw(1))
+            machine.stages.on_withdraw(0, Withdraw(1))
         machine.cancel("r", "cancel")
         assert req.ended == (not withdrawn)
         assert machine.leases.quarantined(slots=True) == ({3: (0,)} if withdrawn else {})
@@ -661,9 +662,9 @@ def test_pages_of_a_state_stage_are_not_taken_for_pages_of_the_cache() -> None:
     """Only the message's flag says that a stage holds state: without it, layers 0 and 1 are keys and values."""
     machine = reading()
     req = post(machine, 5, 6, slot=3)
-    machine.on_stage_ask(0, StageAsk(1, 0, 4096, 4096, True), 0.0)
-    machine.on_staged(0, Staged(1, 0, [0, 1], 0, 2, False, False), 0.0)
+    machine.stages.on_stage_ask(0, StageAsk(1, 0, 4096, 4096, True), 0.0)
+    machine.stages.on_staged(0, Staged(1, 0, [0, 1], 0, 2, False, False), 0.0)
     (job,) = [action for action in machine.actions if isinstance(action, Scatter)]
     assert np.array_equal(job.pages, req.pages)
-    machine.scattered(job, None, 1.0)
+    machine.stages.scattered(job, None, 1.0)
     assert req.writers[0].states == set()

@@ -18,7 +18,7 @@ from torchkv.kernels.launch import FifoArgs
 from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pieces import Mismatch, Piece
 from torchkv.layout.stage_format import MAX_CHANNELS, ChunkFifo, Signal
-from torchkv.protocol.stage_allocator import StagingRing
+from torchkv.protocol.receiving.stage_allocator import StagingRing
 from torchkv.staging import cuda_packer
 from torchkv.staging.cuda_pack import PieceArgs
 from torchkv.staging.cuda_packer import ASK_EVERY, PATIENCE, STATES, CudaPacker

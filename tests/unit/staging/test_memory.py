@@ -8,7 +8,7 @@ import torch
 
 from torchkv.errors import ProtocolError, TransportUnavailable
 from torchkv.layout.stage_format import MemorySpan
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.staging.memory import MAX_TURNS, SendStages, StageMemory
 
 

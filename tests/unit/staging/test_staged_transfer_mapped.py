@@ -29,7 +29,7 @@ from torchkv.layout.pieces import Piece, piece_layout
 from torchkv.layout.stage_format import SLOTS, ChunkFifo, signal_offset
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import StageAsk, Staged
-from torchkv.protocol.stage_allocator import Stage
+from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.staging import transfer as staged_transfer
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import StageMemory

@@ -12,7 +12,7 @@ import pytest
 from torchkv.errors import ChecksumMismatch, KVError
 from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.receiver import Receiver
+from torchkv.protocol.receiving.stages import Stages
 from torchkv.staging.unpacker import MAX_ACTIVE, MAX_OF_ONE_WRITER, StageUnpacker
 
 
@@ -37,7 +37,7 @@ class World:
         self.asynchronous = False  # as the packer: whether a GPU does the work
         self.told: list[int] = []  # how many reports there were when somebody was to be told
         self.unpacker = StageUnpacker(
-            receiver=cast(Receiver, self),
+            stages=cast(Stages, self),
             lock=self.lock,
             packer=cast(Any, self),
             send_stage_messages=self._send_stage_messages,

@@ -8,9 +8,11 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core import mailbox
 from torchkv.core.core import TURN, Core, Notice
-from torchkv.core.records import ALONE, MAILBOX_RECORDS, Record
+from torchkv.core.loop import mailbox
+from torchkv.core.loop.codes import ALONE
+from torchkv.core.loop.limits import MAILBOX_RECORDS
+from torchkv.core.loop.records import Record
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]
@@ -33,8 +35,8 @@ class Pair:
 
     def __init__(self, *, layers: int = 3, pages: int = 8, turn: int = TURN, window: int = MAILBOX_RECORDS) -> None:
         self.writer, self.reader = (Core(rank, turn=turn, window=window) for rank in (0, 1))
-        self.writer.connect(1, self.reader.descriptor())
-        self.reader.connect(0, self.writer.descriptor())
+        self.writer.peers.connect(1, self.reader.peers.descriptor())
+        self.reader.peers.connect(0, self.writer.peers.descriptor())
         self.layers = layers
         self.src = np.random.default_rng().integers(0, 256, (layers, pages, PAGE), dtype=np.uint8)
         self.dst = np.full_like(self.src, 0xAB)
@@ -95,7 +97,7 @@ class Pair:
 
     def run(self) -> tuple[list[Notice], list[Notice]]:
         """Steps until nothing is left to do. What the writer and the reader tell."""
-        while self.writer.step() | self.reader.step():
+        while self.writer.runner.step() | self.reader.runner.step():
             pass
         return self.writer.events(), self.reader.events()
 

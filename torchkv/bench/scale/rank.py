@@ -24,8 +24,8 @@ from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.protocol.actions import Account, Action, BoundGrant, SendOp, Settle, Start, Tell, Work
 from torchkv.protocol.messages import Message
-from torchkv.protocol.stage_allocator import StagingRing
-from torchkv.protocol.staging_credits import StagingCredits
+from torchkv.protocol.receiving.stage_allocator import StagingRing
+from torchkv.protocol.receiving.staging_credits import StagingCredits
 
 __all__ = ["KEY", "Meter", "SimulatedRank"]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torchkv.bench.scale.loops import Pair
 from torchkv.core.core import Core
-from torchkv.core.records import MAX_PEERS, OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.codes import OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.limits import MAX_PEERS
 from torchkv.errors import KVError
 
 __all__ = ["LoopCost", "loop_cost"]
@@ -40,17 +41,17 @@ def loop_cost(loops: int, *, requests: int) -> LoopCost:
     try:
         for other in others:
             for mine in (pair.writer, pair.reader):
-                mine.connect(other.rank, other.descriptor())
-                other.connect(mine.rank, mine.descriptor())
+                mine.peers.connect(other.rank, other.peers.descriptor())
+                other.peers.connect(mine.rank, mine.peers.descriptor())
         began = time.thread_time()
         for _ in range(TURNS):
-            pair.reader.step()
+            pair.reader.runner.step()
         turn = (time.thread_time() - began) / TURNS
         seconds, turns = 0.0, 0
         for generation in range(1, requests + 1):
             flow = _begin(pair, generation)
             began = time.thread_time()
-            while pair.writer.step() | pair.reader.step():
+            while pair.writer.runner.step() | pair.reader.runner.step():
                 turns += 2
             seconds += time.thread_time() - began
             _end(pair, flow)

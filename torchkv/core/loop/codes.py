@@ -1,0 +1,88 @@
+"""What the numbers in a resident loop's state mean: states, kinds, commands, indices."""
+
+__all__ = [
+    "ALL_HERE",
+    "ALONE",
+    "AUX",
+    "BOUND",
+    "BROKEN",
+    "CHECK",
+    "CLOCK",
+    "CUT",
+    "DECIDED",
+    "DONE",
+    "FINISH",
+    "FLUSH",
+    "FREE",
+    "FREE_REQUEST",
+    "FUTEX_CALL",
+    "GRANT",
+    "GRANTED",
+    "HELLO",
+    "LAUNCH",
+    "LEAVING",
+    "NEWS",
+    "NOBODY",
+    "OPEN",
+    "OP_DONE",
+    "OUTSIDE",
+    "POST",
+    "POSTED",
+    "PROBE",
+    "PROGRESS",
+    "PUT",
+    "QUERY",
+    "RECEIVED",
+    "RECEIVE_MESSAGE",
+    "ROUND",
+    "ROUND_OVER",
+    "SEAL",
+    "SEALED",
+    "SEND_MESSAGE",
+    "SENT",
+    "SIGNAL",
+    "START",
+    "STRAY",
+    "SYSCALL",
+    "UPLOAD",
+    "VERDICT",
+    "VOTED",
+    "WAIT",
+    "WAITING",
+    "WRITE",
+    "WRITTEN",
+    "YIELD",
+]
+
+# States of a flow, or a round. WAITING: a send without a grant. LEAVING: all that comes for the flow is Python's.
+# VOTED: a receive that is complete, as the leader of the instance is told.
+FREE, OPEN, SEALED, LEAVING, WAITING, VOTED = 0, 1, 2, 3, 4, 5
+
+# Kinds of records. POSTED to DECIDED go between a rank and the leader of its instance, HELLO through the network only.
+WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED, HELLO = 1, 2, 3, 4, 5, 6, 7, 8, 9
+
+# Who declares that a complete receive has succeeded, if not the loop of the rank that leads the instance. ALONE: this
+# loop, for there are no other ranks. NOBODY: no loop; Python asks the leader.
+ALONE, NOBODY = -1, -2
+
+# Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
+# that the loop has bound to none. ROUND_OVER: all ranks of a round have been told that it has succeeded. ALL_HERE: a
+# receive of which the loop does not know whether it is complete, although all of its writers have sealed; or on which
+# others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
+# the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
+# something, so the loop launches no more. CUT: the network to a peer has failed or lost something, or is used no more.
+OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
+ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT = 7, 8, 9, 10, 11, 12
+
+# Indices of `World`'s ``functions``: addresses of libc's.
+SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
+# Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync, cuLaunchKernel and
+# cuStreamWriteValue64.
+QUERY, UPLOAD, LAUNCH, SIGNAL = 0, 1, 2, 3
+# Indices of `World`'s ``native``: the functions of `torchkv.transport.NativeChannel`.
+PUT, FLUSH, CHECK, FREE_REQUEST, PROGRESS, SEND_MESSAGE, PROBE, RECEIVE_MESSAGE = 0, 1, 2, 3, 4, 5, 6, 7
+
+# Commands of callers, with an op, the flow of a send or of a receive (POST), or a round in the bits above.
+START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
+
+FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call

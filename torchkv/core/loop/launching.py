@@ -1,0 +1,242 @@
+"""Copies by kernels: how the loop drives ops whose pages lie on a GPU. Compiled.
+
+An op is launched once its gate is open: the event that says that its pages may be read. The loop asks the driver for
+that, and no stream waits for an event; so what is launched depends on nothing but the kernels before it on the stream,
+and a shut gate holds up nobody else. Behind each launch the stream writes a number to the completion word in pinned
+memory, which the loop reads without a driver call. Numbers grow, and one stream does everything in order: when the
+word has reached a number, all that was enqueued before it is done and visible to the whole system.
+
+What is enqueued cannot be called back. An op that is taken from the loop meanwhile has *landed* only when the word has
+reached its number: before that its bytes may still arrive, and the page ids that its kernels read stay where they are.
+
+Page ids lie in pinned memory and are uploaded on the same stream: the granted ones first, behind them those of the
+ops, each list once while ops follow each other with equal ones.
+"""
+
+from __future__ import annotations
+
+from torchkv.core.loop.codes import LAUNCH, QUERY, SIGNAL, UPLOAD
+from torchkv.core.loop.limits import GATES, IDS, LAUNCH_FIELDS, MAX_FLYING
+from torchkv.core.loop.records import Op, Send, World
+from torchkv.core.loop.stripes import owed_pairs
+from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.jit import c_function, compiled
+
+__all__ = ["FIELDS", "landed"]
+
+call_query = c_function(1, 32)
+call_four = c_function(4, 32)  # UPLOAD, SIGNAL
+call_launch = c_function(11, 32)
+
+PART = 512 << 20  # bytes of an op that are launched and announced together
+MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: `torchkv.kernels.launch.MAX_WORDS`
+_NOT_READY = 600  # cuEventQuery: the event has not happened
+
+# A launch table: how many groups of layers, then of each group these words. rows: address of int64 ``[positions + 1]``,
+# the first row of each position in the group's table of jobs. stripe: six words for `owed_pairs`.
+FIELDS = (
+    *("function", "threads", "shared", "params", "extra", "table", "rows"),
+    *("tokens", "per_unit", "holders", "holder", "window", "window_unit"),
+    *("pair_words", "tile_words", "blocks", "pair_nbytes", "pair_runs"),
+)
+assert len(FIELDS) == LAUNCH_FIELDS
+_FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i for i in range(8))
+_PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS = (8 * i for i in range(13, 18))
+# Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
+_JOBS, _SRC_IDS, _DST_IDS, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 96, 104
+
+
+@compiled
+def landed(world: World, send: Send, op: Op) -> bool:
+    """Whether more layers of an op have arrived, and count from now on. If none are under way, launches the next ones.
+
+    To be called until ``at`` is at the end.
+    """
+    if op["at"] == op["num_positions"]:
+        return True
+    if op["posted"] == 0:
+        if world["broken"] != 0 or world["flying"] >= MAX_FLYING or not _is_open(world, send, op):
+            return False
+        if not _launch(world, send, op):
+            return False
+    elif load(world["word"]) < op["posted"]:
+        return False
+    else:
+        op["posted"] = 0
+        world["flying"] -= 1
+    if op["posted"] != 0:
+        return False
+    op["at"] = op["until"]
+    return True
+
+
+@compiled
+def _is_open(world: World, send: Send, op: Op) -> bool:
+    """Whether the pages of an op may be read. Of events of one stream, none happens before an earlier one."""
+    if op["gate"] == 0:
+        return True
+    slot = (op["gate_stream"] >> 6) & (GATES - 1)
+    ordered = op["gate_stream"] >= 0
+    if (
+        ordered
+        and world["gate_steps"][slot] == world["steps"]
+        and world["gate_streams"][slot] == op["gate_stream"]
+        and world["gate_numbers"][slot] <= op["gate_number"]
+    ):
+        send["gated"] += 1
+        return False
+    code = call_query(world["driver"][QUERY], op["gate"])
+    if code == 0:
+        op["gate"] = 0
+        return True
+    if code != _NOT_READY:
+        _fail(world, code)
+        return False
+    send["gated"] += 1
+    if ordered:
+        world["gate_steps"][slot], world["gate_streams"][slot] = world["steps"], op["gate_stream"]
+        world["gate_numbers"][slot] = op["gate_number"]
+    return False
+
+
+@compiled
+def _fail(world: World, code: int) -> None:
+    """The driver has refused something: Python is to find out what the GPU can still do."""
+    world["broken"] = -abs(code)
+
+
+@compiled
+def _launch(world: World, send: Send, op: Op) -> bool:
+    """Enqueues the next layers; False if that has to wait. With nothing to copy, nothing is enqueued."""
+    until, nbytes, runs = _extent(send, op)
+    if nbytes > 0:
+        if not _place_ids(world, send, op):
+            return False
+        kernels = send["kernels"]
+        for number in range(load(kernels)):
+            group = kernels + 8 + 8 * LAUNCH_FIELDS * number
+            begin, stop = owed_pairs(send, op, group + _STRIPE)
+            if begin < stop and not _launch_group(world, send, op, group, until, begin, stop):
+                return False
+        posted = world["posted"] + 1
+        code = call_four(world["driver"][SIGNAL], world["stream"], world["word_device"], posted, 0)
+        if code != 0:
+            _fail(world, code)
+            return False
+        world["posted"] = send["ids_posted"] = op["posted"] = posted
+        world["flying"] += 1
+    op["until"] = until
+    op["group"] += nbytes
+    op["nbytes"] += nbytes
+    op["runs"] += runs
+    send["moved"] += nbytes
+    return True
+
+
+@compiled
+def _extent(send: Send, op: Op) -> tuple[int, int, int]:
+    """What to launch next: the position behind it, its bytes, and its runs. At least one layer, else about `PART`."""
+    kernels = send["kernels"]
+    nbytes = runs = 0
+    at: int = op["at"]
+    while at < op["num_positions"] and nbytes < PART:
+        position = load(op["positions"] + 8 * at)
+        for number in range(load(kernels)):
+            group = kernels + 8 + 8 * LAUNCH_FIELDS * number
+            rows = load(group + _ROWS) + 8 * position
+            jobs = load(rows + 8) - load(rows)
+            if jobs > 0:
+                begin, stop = owed_pairs(send, op, group + _STRIPE)
+                nbytes += jobs * (stop - begin) * load(group + _PAIR_NBYTES)
+                runs += jobs * (stop - begin) * load(group + _PAIR_RUNS)
+        at += 1
+    return at, nbytes, runs
+
+
+@compiled
+def _launch_group(world: World, send: Send, op: Op, group: int, until: int, begin: int, stop: int) -> bool:
+    """Launches the jobs of a group, as few kernels as consecutive rows allow. Pairs [begin, stop) of each."""
+    rows = load(group + _ROWS)
+    first = end = -1
+    for i in range(op["at"], until):
+        position = load(op["positions"] + 8 * i)
+        low, high = load(rows + 8 * position), load(rows + 8 * position + 8)
+        if low == high:
+            continue
+        if low != end:
+            if end > first and not _launch_rows(world, send, op, group, first, end, begin, stop):
+                return False
+            first = low
+        end = high
+    return end <= first or _launch_rows(world, send, op, group, first, end, begin, stop)
+
+
+@compiled
+def _launch_rows(world: World, send: Send, op: Op, group: int, first: int, end: int, begin: int, stop: int) -> bool:
+    """Launches one kernel, or several where a job has more than `MAX_WORDS` words."""
+    params, pair_words, tile = load(group + _PARAMS), load(group + _PAIR_WORDS), load(group + _TILE_WORDS)
+    base = world["ids_device"] + 8 * IDS * op["flow"]
+    store(params + _JOBS, load(group + _TABLE) + 16 * first)
+    store(params + _SRC_IDS, base + 8 * send["src_at"])
+    store(params + _DST_IDS, base)
+    jobs = end - first
+    while begin < stop:
+        pairs = min(stop - begin, max(1, MAX_WORDS // pair_words))
+        words = pairs * pair_words
+        store(params + _NUM_JOBS_AND_RANK, jobs | begin << 32)
+        store(params + _START_AND_WORDS, op["start"] | words << 32)
+        blocks = min(load(group + _BLOCKS), jobs * ((words + tile - 1) // tile))
+        code = call_launch(
+            world["driver"][LAUNCH],
+            load(group + _FUNCTION),
+            blocks,
+            1,
+            1,
+            load(group + _THREADS),
+            1,
+            1,
+            load(group + _SHARED),
+            world["stream"],
+            0,
+            load(group + _EXTRA),
+        )
+        if code != 0:
+            _fail(world, code)
+            return False
+        begin += pairs
+    return True
+
+
+@compiled
+def _place_ids(world: World, send: Send, op: Op) -> bool:
+    """Has the page ids that the kernels need uploaded; False while older kernels may still read what lies there."""
+    granted, base = send["granted"] // send["dst_page"], world["ids"] + 8 * IDS * op["flow"]
+    used = send["ids_used"]
+    if used > 0 and op["count"] == send["src_count"] and _equal(base + 8 * send["src_at"], op["ids"], op["count"]):
+        return True
+    if used == 0 or used + op["count"] > IDS:
+        if load(world["word"]) < send["ids_posted"]:
+            return False
+        if used == 0:
+            copy_bytes(base, send["ids"], 8 * granted)
+        else:
+            used = granted
+    fresh = used
+    if used == 0:
+        used = granted
+    copy_bytes(base + 8 * used, op["ids"], 8 * op["count"])
+    send["src_at"], send["src_count"], send["ids_used"] = used, op["count"], used + op["count"]
+    there = world["ids_device"] + 8 * IDS * op["flow"] + 8 * fresh
+    nbytes = 8 * (send["ids_used"] - fresh)
+    code = call_four(world["driver"][UPLOAD], there, base + 8 * fresh, nbytes, world["stream"])
+    if code != 0:
+        _fail(world, code)
+    return bool(code == 0)
+
+
+@compiled
+def _equal(one: int, other: int, count: int) -> bool:
+    at = 0
+    while at < count and load(one + 8 * at) == load(other + 8 * at):
+        at += 1
+    return at == count

@@ -1,0 +1,57 @@
+"""How much a resident loop holds, and how large its parts are."""
+
+__all__ = [
+    "AUX_PART",
+    "BUCKETS",
+    "COMMANDS",
+    "DUE",
+    "GATES",
+    "IDS",
+    "LAUNCH_FIELDS",
+    "MAILBOX_RECORDS",
+    "MAX_AUX",
+    "MAX_EVENTS",
+    "MAX_FLOWS",
+    "MAX_FLYING",
+    "MAX_GPU_SENDS",
+    "MAX_GRANTED",
+    "MAX_INTERVALS",
+    "MAX_NAME",
+    "MAX_OPS",
+    "MAX_PEERS",
+    "MAX_ROUNDS",
+    "MAX_WRITERS",
+    "MESSAGE_NBYTES",
+    "PARAM_WORDS",
+    "RECORD_NBYTES",
+    "SCRATCH",
+    "SEGMENT_FIELDS",
+]
+
+MAX_FLOWS = 512  # of each kind: requests under way on the loop; more go through Python
+MAX_OPS = 8192  # verbs that wait or copy
+MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no loop
+MAX_WRITERS = 8  # of one receive
+MAX_EVENTS = 8192  # a power of two, as are the three below
+COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
+DUE = 8192  # messages that wait for room: at most one per send, round, peer and writer of a receive, two per receive
+MAILBOX_RECORDS = 256  # records of one mailbox
+MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
+SCRATCH = 1024  # page pairs that are copied in one go
+AUX_PART = 32  # bytes of aux in one record
+MAX_AUX = 256  # longer ones go through Python
+MAX_GRANTED = 8192  # pages of a grant; larger ones go through Python, as do longer names
+MAX_NAME = 1024  # bytes
+BUCKETS = 1024  # of the table of sends that wait for their grant; a power of two
+MAX_GPU_SENDS = 128  # as MAX_FLOWS, of sends whose pages lie on a GPU
+IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there
+MAX_FLYING = 256  # ops whose kernels are enqueued; a stream takes about a thousand operations before it blocks
+MAX_ROUNDS = MAX_FLOWS  # verdicts of an instance that are being reached on its leader
+GATES = 8  # streams of which one step remembers an event that has not happened
+PARAM_WORDS = 32  # the most words of the last argument of `torchkv.transport.NativeChannel`'s functions
+RECORD_NBYTES = 64
+MESSAGE_NBYTES = 2048  # of the network at most: a record and what lies behind it. Transports carry as much in one piece
+
+# A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.transfer.loop_geometry`.
+SEGMENT_FIELDS = 23
+LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`

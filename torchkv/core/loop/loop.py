@@ -1,0 +1,419 @@
+"""The resident loop itself: `step` does what there is to do, `run` calls it until it is told to stop. Compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchkv.core.loop.codes import (
+    AUX,
+    CLOCK,
+    CUT,
+    DECIDED,
+    DONE,
+    FINISH,
+    GRANT,
+    HELLO,
+    OUTSIDE,
+    POST,
+    POSTED,
+    SEAL,
+    START,
+    STRAY,
+    SYSCALL,
+    VERDICT,
+    WAIT,
+    WAITING,
+    WRITTEN,
+    YIELD,
+)
+from torchkv.core.loop.events import emit, event_room
+from torchkv.core.loop.grants import (
+    forget,
+    on_grant,
+    on_hello,
+    on_missed,
+    on_part,
+    owe_grants,
+    park,
+    pay_grant,
+    pay_hello,
+    wait_for_grant,
+)
+from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS, RECORD_NBYTES
+from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
+from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
+from torchkv.core.loop.receiving import on_record, pay_verdict
+from torchkv.core.loop.records import World, word_at
+from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
+from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
+from torchkv.host.atomics import exchange, fence, load, store
+from torchkv.host.futex import futex_wait
+from torchkv.host.jit import compiled, monotonic_ns
+
+__all__ = [
+    "drop",
+    "drop_due",
+    "drop_due_to",
+    "run",
+    "settle",
+    "step",
+    "step_first",
+]
+
+_HEARD = 64  # records of one mailbox in one step
+_SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
+_NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
+# It looks after the network by naps, too: the longer nothing has come, the longer they are, in nanoseconds.
+_NAPS = ((2_000_000, _NAP), (50_000_000, 250_000))
+_LONG_NAP = 1_000_000
+_GRACE = 200_000_000  # nanoseconds after the last flow through the network, in which Python's thread notices that
+_FLIGHT = 5_000_000  # nanoseconds without work for which it spins while kernels are under way
+_ATTENTIVE = 100_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
+_TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
+_WANTED, _STOP, _NETWORK = word_at("wanted"), word_at("stop"), word_at("network")
+
+
+@compiled
+def _command(world: World) -> int:
+    """Takes the next command. The op that it starts; -1 for any other command, and for an op that waits."""
+    command = world["commands"][world["command_head"] & (COMMANDS - 1)]
+    store(world["address"] + _HEAD, world["command_head"] + 1)
+    kind, index = command & 0xFF, command >> 8
+    if kind == START:
+        return _start(world, index)
+    if kind == FINISH:
+        world["sends"][index]["num_pages"] = world["sends"][index]["finish"]
+        world["unfinished"] -= world["sends"][index]["started"]
+        seal_if_done(world, index)
+    elif kind == WAIT:
+        wait_for_grant(world, index)
+    elif kind == POST:
+        owe_grants(world, index)
+    else:
+        begin_round(world, index)
+    return -1
+
+
+@compiled
+def _start(world: World, index: int) -> int:
+    op = world["ops"][index]
+    send = world["sends"][op["flow"]]
+    if send["state"] == WAITING:
+        park(world, index)
+        return -1
+    send["running"] += 1
+    if send["started"] == 0:
+        send["started"] = 1
+        world["unfinished"] += 1
+    if op["count"] > 0 and (op["start"] + op["count"] - 1) * send["src_page"] >= send["granted"]:
+        if send["due"] == 0:
+            send["due"] = 1  # it will never be sealed
+            emit(world, OUTSIDE, index, 0)
+        return -1
+    return index
+
+
+@compiled
+def _obey(world: World) -> bool:
+    """Takes the callers' commands. An op begins at once, so that small ones overtake what is under way."""
+    tail = load(world["address"] + _TAIL)
+    if world["command_head"] == tail:
+        return False
+    budget = 2 * world["turn"]
+    while world["command_head"] != tail and budget > 0:
+        index = _command(world)
+        if index < 0:
+            continue
+        copied = advance(world, index, world["turn"])
+        if copied > ENDED:
+            queue_op(world, index)
+        budget -= ENDED - copied if copied <= ENDED else max(copied, 0)
+    return True
+
+
+@compiled
+def _hear(world: World) -> bool:
+    """Takes in what peers have sent. Whether there was anything."""
+    heard = False
+    for source in range(world["num_peers"]):
+        peer = world["peers"][source]
+        if peer["inbox"] == 0:
+            continue
+        before = peer["read"]
+        while peer["read"] < before + _HEARD and event_room(world) and take(world, peer):
+            if not _heed(world, source):
+                emit(world, STRAY, 0, source)
+        if peer["read"] != before:
+            store(peer["inbox_head"], peer["read"])
+            heard = True
+    return heard
+
+
+@compiled
+def _heed(world: World, source: int) -> bool:
+    """Acts upon ``world["record"]``; False if it is Python's to judge."""
+    record = world["record"]
+    kind, known = record["head"] & 0xFF, True
+    if kind == GRANT:
+        on_grant(world, source, world["peers"][source]["grants"], 0)
+    elif kind == VERDICT:
+        known = on_verdict(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == DONE:
+        known = on_done(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == DECIDED:
+        known = on_decided(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == POSTED:
+        known = False
+    else:
+        known = on_record(world, source)
+    return known
+
+
+@compiled
+def _hear_network(world: World) -> bool:
+    """Takes in what peers have sent through the network. Whether there was anything."""
+    heard = 0
+    while heard < _HEARD and event_room(world):
+        source = receive(world)
+        if source == NONE:
+            break
+        heard += 1
+        kind = -1 if source < 0 else world["record"]["head"] & 0xFF
+        if source <= MISSED:
+            on_missed(world, MISSED - source)
+        elif kind == HELLO:
+            on_hello(world, source)
+        elif kind == GRANT:
+            on_part(world, source)
+        elif kind in (WRITTEN, AUX, SEAL, VERDICT) and received(world) == RECORD_NBYTES and not _heed(world, source):
+            emit(world, STRAY, 0, source)
+    return heard > 0
+
+
+@compiled
+def _report_failures(world: World) -> None:
+    """Tells Python of peers to which the network has failed."""
+    for slot in range(world["num_peers"]):
+        peer = world["peers"][slot]
+        if peer["failed"] != 0 and peer["reported"] == 0 and event_room(world):
+            peer["reported"] = 1
+            emit(world, CUT, 0, slot)
+
+
+@compiled
+def _move(world: World) -> bool:
+    """Copies for the op that waits longest. One that has to wait for something goes to the end of the queue."""
+    moved = False
+    budget = world["turn"]
+    for _ in range(world["queue_tail"] - world["queue_head"]):
+        if budget <= 0:
+            break
+        index = world["queue"][world["queue_head"] & (MAX_OPS - 1)]
+        copied = advance(world, index, budget)
+        if copied < 0:
+            world["queue_head"] += 1
+        if copied == BLOCKED:
+            queue_op(world, index)
+            continue
+        moved = True
+        budget -= ENDED - copied if copied < 0 else copied
+    return moved
+
+
+@compiled
+def _pay_one(world: World, kind: int, rank: int, flow: int, generation: int) -> bool:
+    """Sends a message that is due; False if there is no room for it. flow: of this rank, or a round, or of a writer."""
+    if kind == SEAL:
+        return pay_seal(world, flow, generation)
+    if kind == GRANT:
+        return pay_grant(world, rank, flow, generation)
+    if kind == HELLO:
+        return pay_hello(world, world["peers"][rank])
+    if kind == POSTED:
+        return pay_posted(world, rank, flow, generation)
+    if kind == DONE:
+        return pay_done(world, rank, flow, generation)
+    if kind == DECIDED:
+        return pay_decided(world, flow)
+    return pay_verdict(world, rank, flow, generation)
+
+
+@compiled
+def _pay(world: World) -> bool:
+    """Sends what is due, as far as there is room for it."""
+    paid = False
+    for _ in range(world["due_tail"] - world["due_head"]):
+        due = world["due"][world["due_head"] & (DUE - 1)]
+        kind, rank, flow, generation = due[0] & 0xFF, due[0] >> 8, due[1], due[2]
+        world["due_head"] += 1
+        if _pay_one(world, kind, rank, flow, generation):
+            paid = True
+            continue
+        owe(world, kind, rank, flow, generation)
+    return paid
+
+
+@compiled
+def step(world: World) -> bool:
+    """One turn: commands, messages, a slice of the copies, messages that are due. Whether there was anything to do.
+
+    Blocks nowhere and reads no clock, so that a test can drive many loops in one thread.
+    """
+    busy = False
+    world["steps"] += 1
+    if event_room(world):
+        busy = _obey(world)
+        busy |= _hear(world)
+        if world["lanes"] > 0:
+            busy |= drive(world)
+            busy |= _hear_network(world)
+        busy |= _move(world)
+    busy |= _pay(world)
+    if world["lanes"] > 0:
+        _report_failures(world)
+    return busy
+
+
+@compiled
+def step_first(worlds: Sequence[World]) -> bool:
+    """`step` for callers in Python, who pass an array of one world in a twentieth of the time."""
+    return step(worlds[0])
+
+
+@compiled
+def settle(world: World) -> None:
+    """Takes all commands, without copying, and all messages. For a caller that holds the lock."""
+    tail = load(world["address"] + _TAIL)
+    while world["command_head"] != tail:
+        index = _command(world)
+        if index >= 0:
+            queue_op(world, index)
+    while _hear(world):
+        pass
+    if world["lanes"] > 0:
+        while _hear_network(world):
+            pass
+
+
+@compiled
+def drop(world: World, flow: int) -> None:
+    """Forgets a send: its ops that have not ended, its seal, its wait for a grant.
+
+    For a caller that holds the lock, and has settled. So no byte of them is on its way, unless kernels are enqueued.
+    """
+    kept = world["queue_head"]
+    for at in range(world["queue_head"], world["queue_tail"]):
+        index = world["queue"][at & (MAX_OPS - 1)]
+        if world["ops"][index]["flow"] != flow:
+            world["queue"][kept & (MAX_OPS - 1)] = index
+            kept += 1
+        elif world["ops"][index]["posted"] != 0 and world["sends"][flow]["network"] == 0:
+            world["flying"] -= 1
+    world["queue_tail"] = kept
+    drop_due(world, SEAL, flow)
+    send = world["sends"][flow]
+    if send["state"] == WAITING:
+        forget(world, flow)
+    send["running"] = 0
+    if send["num_pages"] < 0:
+        world["unfinished"] -= send["started"]
+
+
+@compiled
+def drop_due(world: World, kind: int, flow: int) -> int:
+    """Forgets the messages of this kind that are due for a flow. A bit for each peer that they were for."""
+    dropped = 0
+    kept = world["due_head"]
+    for at in range(world["due_head"], world["due_tail"]):
+        due = world["due"][at & (DUE - 1)]
+        if due[0] & 0xFF == kind and due[1] == flow:
+            dropped |= 1 << (due[0] >> 8)
+        else:
+            to = world["due"][kept & (DUE - 1)]
+            to[0], to[1], to[2] = due[0], due[1], due[2]
+            kept += 1
+    world["due_tail"] = kept
+    return dropped
+
+
+@compiled
+def drop_due_to(world: World, peer: int) -> None:
+    """Forgets the messages that are due to a peer, which has ended."""
+    kept = world["due_head"]
+    for at in range(world["due_head"], world["due_tail"]):
+        due = world["due"][at & (DUE - 1)]
+        kind = due[0] & 0xFF
+        if kind in (SEAL, DECIDED) or due[0] >> 8 != peer:  # these two name none
+            to = world["due"][kept & (DUE - 1)]
+            to[0], to[1], to[2] = due[0], due[1], due[2]
+            kept += 1
+    world["due_tail"] = kept
+
+
+@compiled
+def run(world: World) -> None:
+    """Steps until ``stop`` is set. Spins a while when there is nothing to do, then sleeps until the bell is rung."""
+    address, bell = world["address"], world["bell"]
+    scratch = np.zeros(2, dtype=np.int64)
+    idle_since = since = 0
+    while load(address + _STOP) == 0:
+        if load(address + _WANTED) != 0 or exchange(address + _LOCK, 1) != 0:
+            call_yield(world["functions"][YIELD], 0)
+            continue
+        busy = step(world)
+        store(address + _LOCK, 0)
+        if busy:
+            idle_since = 0
+            continue
+        # Nobody rings when a full mailbox has room again.
+        blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"]
+        now = monotonic_ns(world["functions"][CLOCK], scratch)
+        if idle_since == 0:
+            idle_since = now
+        since = _drives_since(world, now, since)
+        if now - idle_since < (_FLIGHT if world["flying"] > 0 else world["spin"]):
+            call_yield(world["functions"][YIELD], 0)
+            continue
+        nap = _NAP if blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE) else _SLEEP
+        if world["driving"] != 0:
+            nap = min(nap, _network_nap(now - idle_since))
+        state = NAPPING if nap <= _NAP else ASLEEP
+        store(bell, state)
+        fence()
+        if not _has_work(world):
+            futex_wait(world["functions"][SYSCALL], world["futex"], bell, state, nap, scratch)
+        store(bell, 0)
+
+
+@compiled
+def _drives_since(world: World, now: int, since: int) -> int:
+    """Decides whether to go on driving the transport. The time of the last look at which there was a reason to."""
+    if load(world["address"] + _NETWORK) > 0 or world["under_way"] > 0:
+        since = now
+        world["driving"] = 1
+    elif now - since > _GRACE:
+        world["driving"] = 0
+    return since
+
+
+@compiled
+def _network_nap(idle: int) -> int:
+    """Nanoseconds to sleep before the next look at the network, in which nothing has happened for so long."""
+    for until, nap in _NAPS:
+        if idle < until:
+            return nap
+    return _LONG_NAP
+
+
+@compiled
+def _has_work(world: World) -> bool:
+    """Whether somebody has stored something for this loop before the bell said that it sleeps."""
+    address = world["address"]
+    if load(address + _TAIL) != world["command_head"] or load(address + _STOP) != 0:
+        return True
+    for source in range(world["num_peers"]):
+        if world["peers"][source]["inbox"] != 0 and waiting(world["peers"][source]):
+            return True
+    return False

@@ -1,0 +1,130 @@
+"""Mailboxes: how the loops of two ranks of one host exchange records, without system calls.
+
+Each rank owns a segment of shared memory, which the kernel frees with its last user:
+
+    bell | heads: one line per peer | mailbox of peer 0 | mailbox of peer 1 | ... | grants: a slot per receive
+
+Which peer is the k-th the owner says: see `torchkv.core.core.Core.reserve_slot`. The loops know peers by these numbers.
+
+A *mailbox* is a ring of `MAILBOX_RECORDS` records with one writer, the peer that it is kept for, and one reader, the
+segment's owner. The writer copies a record and then stores its ``seq``, the count of records so far; the reader loads
+``seq``, copies the record and checks its copy. The reader's *head* says how many it has read, so the writer knows how
+much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
+
+Behind the head on a peer's line lies a word that the peer sets once it reads what this rank writes to it. Before that
+nothing is written, so that no record waits for a reader that could not map its mailbox.
+
+The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soon wakes by itself. Who has stored
+something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
+two sees the other.
+
+What a mailbox proves: its segment can be mapped by processes of this user that know its random name, as the pages can
+that the records speak of. So records carry no MAC. The reader checks every field of each: bounds, that the flow is in
+use under this generation, and that the mailbox's owner is one of its writers. What fails is left to Python.
+"""
+
+from __future__ import annotations
+
+from torchkv.core.loop.codes import SYSCALL
+from torchkv.core.loop.limits import DUE, MAILBOX_RECORDS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, RECORD_NBYTES
+from torchkv.core.loop.network import record_room, send
+from torchkv.core.loop.records import GRANT_NBYTES, Peer, World, word_at
+from torchkv.host.atomics import copy_bytes, fence, load, store
+from torchkv.host.futex import futex_wake
+from torchkv.host.jit import c_function, compiled
+
+__all__ = [
+    "ASLEEP",
+    "GRANTS_AT",
+    "GRANT_SLOT",
+    "LINE",
+    "MAILBOX_NBYTES",
+    "NAPPING",
+    "READS_AT",
+    "SEGMENT_NBYTES",
+    "call_yield",
+    "mailbox_at",
+    "owe",
+    "ring",
+    "room",
+    "take",
+    "tell",
+    "waiting",
+]
+
+ASLEEP, NAPPING = 1, 2  # of a bell
+_SEQ = 56  # offset of a record's ``seq``
+LINE = 128
+_RECORD = word_at("record")
+
+call_yield = c_function(1, 32)
+
+
+READS_AT = 8  # offset of the word that says that a rank reads, from its head
+MAILBOX_NBYTES = MAILBOX_RECORDS * RECORD_NBYTES
+GRANTS_AT = (1 + MAX_PEERS) * LINE + MAX_PEERS * MAILBOX_NBYTES
+GRANT_SLOT = GRANT_NBYTES + 8 * MAX_GRANTED + MAX_NAME
+SEGMENT_NBYTES = GRANTS_AT + MAX_FLOWS * GRANT_SLOT  # the kernel commits what is used
+
+
+def mailbox_at(slot: int) -> tuple[int, int]:
+    """Offsets of the head and of the mailbox of the writer that has this slot in a segment."""
+    return (1 + slot) * LINE, (1 + MAX_PEERS) * LINE + slot * MAILBOX_NBYTES
+
+
+@compiled
+def ring(world: World, bell: int) -> None:
+    """After a store that the bell's owner should see. A system call only if its loop sleeps."""
+    if bell == 0:  # of a peer that is reached through the network
+        return
+    fence()
+    if load(bell) != 0:
+        store(bell, 0)
+        futex_wake(world["functions"][SYSCALL], world["futex"], bell)
+
+
+@compiled
+def room(world: World, peer: Peer) -> int:
+    """Records that fit into the peer's mailbox, or its share of the network, now."""
+    if peer["outbox"] == 0:
+        return record_room(world, peer)
+    free: int = world["window"] - (peer["written"] - load(peer["outbox_head"]))
+    return free
+
+
+@compiled
+def tell(world: World, peer: Peer) -> None:
+    """Puts ``world["record"]`` into the peer's mailbox, in which there must be room. Ring its bell afterwards."""
+    if peer["outbox"] == 0:
+        send(world, peer, 0, 0)
+        return
+    to = peer["outbox"] + (peer["written"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
+    copy_bytes(to, world["address"] + _RECORD, _SEQ)
+    peer["written"] += 1
+    store(to + _SEQ, peer["written"])
+
+
+@compiled
+def owe(world: World, kind: int, rank: int, flow: int, generation: int) -> None:
+    """Notes that a message is due. What takes in records never sends, so that a full mailbox never stops an inbox."""
+    due = world["due"][world["due_tail"] & (DUE - 1)]
+    due[0], due[1], due[2] = kind | rank << 8, flow, generation
+    world["due_tail"] += 1
+
+
+@compiled
+def waiting(peer: Peer) -> bool:
+    """Whether there is a record in the peer's mailbox here."""
+    at = peer["inbox"] + (peer["read"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
+    return bool(load(at + _SEQ) == peer["read"] + 1)
+
+
+@compiled
+def take(world: World, peer: Peer) -> bool:
+    """Takes the next record of the peer's mailbox into ``world["record"]``; False if there is none."""
+    if not waiting(peer):
+        return False
+    at = peer["inbox"] + (peer["read"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
+    copy_bytes(world["address"] + _RECORD, at, _SEQ)
+    peer["read"] += 1
+    return True

@@ -1,0 +1,198 @@
+"""The receiving half of the loop: what has arrived, and whether it is all. Compiled."""
+
+from __future__ import annotations
+
+from torchkv.core.loop.codes import (
+    ALL_HERE,
+    ALONE,
+    AUX,
+    DONE,
+    FREE,
+    LEAVING,
+    NEWS,
+    NOBODY,
+    OPEN,
+    RECEIVED,
+    SEAL,
+    VERDICT,
+    VOTED,
+    WRITTEN,
+)
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.limits import AUX_PART, MAX_AUX, MAX_FLOWS, MAX_INTERVALS
+from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
+from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.jit import compiled
+
+__all__ = ["cover", "on_record", "pay_verdict", "succeed"]
+
+_EAGER = word_at("eager")
+_LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one layer's intervals
+
+
+@compiled
+def cover(at: int, lo: int, hi: int) -> bool:
+    """Adds [lo, hi) to the disjoint intervals at address ``at``; False, and nothing changed, if they would be too many.
+
+    At ``at`` lie their count and then the intervals, in no order. No two of them touch, so what [lo, hi) merges with is
+    known after one look at each.
+    """
+    count = load(at)
+    kept = 0
+    low, high = lo, hi
+    for i in range(count):
+        a, b = load(at + 8 + 16 * i), load(at + 16 + 16 * i)
+        if a <= high and low <= b:
+            low, high = min(a, low), max(b, high)
+        else:
+            kept += 1
+    if kept == MAX_INTERVALS:
+        return False
+    kept = 0
+    for i in range(count):
+        a, b = load(at + 8 + 16 * i), load(at + 16 + 16 * i)
+        if a > high or low > b:
+            store(at + 8 + 16 * kept, a)
+            store(at + 16 + 16 * kept, b)
+            kept += 1
+    store(at + 8 + 16 * kept, low)
+    store(at + 16 + 16 * kept, high)
+    store(at, kept + 1)
+    return True
+
+
+@compiled
+def _writer_of(receive: Receive, source: int) -> int:
+    for number in range(receive["num_writers"]):
+        if receive["writers"][number]["rank"] == source:
+            return number
+    return -1
+
+
+@compiled
+def on_record(world: World, source: int) -> bool:
+    """Takes in ``world["record"]`` of rank ``source``; False if it is Python's to judge."""
+    record: Record = world["record"]
+    flow = record["flows"] & 0xFFFFFFFF
+    if flow >= MAX_FLOWS:
+        return False
+    receive = world["receives"][flow]
+    if receive["state"] != OPEN or receive["generation"] != record["generation"]:
+        return False
+    number = _writer_of(receive, source)
+    if number < 0:
+        return False
+    kind = record["head"] & 0xFF
+    done = False
+    if kind == WRITTEN:
+        done = _on_written(world, receive, number)
+    elif kind == AUX:
+        done = _on_aux(world, receive, number)
+    elif kind == SEAL:
+        done = _on_seal(world, receive, number, flow)
+    if not done:
+        receive["state"] = LEAVING
+    return done
+
+
+@compiled
+def _on_written(world: World, receive: Receive, number: int) -> bool:
+    record, writer = world["record"], receive["writers"][number]
+    first, last = record["head"] >> 8 & 0xFFFFFF, record["head"] >> 32
+    lo, hi = record["lo"], min(record["hi"], receive["num_tokens"])
+    if last > writer["layers"] or lo < 0 or record["nbytes"] < 0 or writer["sealed"] >= 0:
+        return False
+    table = receive["cover"] + number * receive["layers"] * _LAYER
+    for position in range(first, last):
+        if lo < hi and not cover(table + position * _LAYER, lo, hi):
+            return False
+    receive["nbytes"] += record["nbytes"]
+    if load(world["address"] + _EAGER) != 0:
+        emit(world, NEWS, 0, 0)
+    return True
+
+
+@compiled
+def _on_aux(world: World, receive: Receive, number: int) -> bool:
+    nbytes, writer = world["record"]["head"] >> 8 & 0xFF, receive["writers"][number]
+    if nbytes > AUX_PART or writer["aux_nbytes"] + nbytes > MAX_AUX or writer["sealed"] >= 0:
+        return False
+    to = receive["aux"].ctypes.data + number * MAX_AUX + writer["aux_nbytes"]
+    copy_bytes(to, world["address"] + AUX_AT, nbytes)
+    writer["aux_nbytes"] += nbytes
+    return True
+
+
+@compiled
+def _on_seal(world: World, receive: Receive, number: int, flow: int) -> bool:
+    record, writer = world["record"], receive["writers"][number]
+    pages, size = record["lo"], writer["page_size"]
+    fits = pages > 0 and abs(pages * size - receive["num_tokens"]) < max(size, receive["page_size"])
+    if not fits or writer["sealed"] >= 0 or record["hi"] != writer["aux_nbytes"]:
+        return False
+    writer["sealed"], writer["flow"] = pages, record["flows"] >> 32
+    for other in range(receive["num_writers"]):
+        if receive["writers"][other]["sealed"] < 0:
+            return True
+    if receive["leader"] == NOBODY or not _is_whole(receive) or not _one_aux(receive):
+        receive["state"] = LEAVING
+        emit(world, ALL_HERE, flow, 0)
+    elif receive["leader"] == ALONE:
+        succeed(world, flow)
+    else:
+        receive["state"] = VOTED
+        owe(world, DONE, receive["leader"], flow, receive["generation"])
+    return True
+
+
+@compiled
+def succeed(world: World, flow: int) -> None:
+    """A receive has succeeded: its writers will be told, and it ends."""
+    receive = world["receives"][flow]
+    for number in range(receive["num_writers"]):
+        writer = receive["writers"][number]
+        owe(world, VERDICT, writer["rank"], writer["flow"], receive["generation"])
+    receive["state"] = FREE
+    emit(world, RECEIVED, flow, 0)  # last: from here on the flow may be another receive's
+
+
+@compiled
+def _is_whole(receive: Receive) -> bool:
+    """Whether every layer of every writer is there from the first token to the last.
+
+    A writer may owe less, and be complete although this is not: Python knows what it owes.
+    """
+    for number in range(receive["num_writers"]):
+        writer = receive["writers"][number]
+        end = min(receive["num_tokens"], writer["sealed"] * writer["page_size"])
+        table = receive["cover"] + number * receive["layers"] * _LAYER
+        for position in range(writer["layers"]):
+            at = table + position * _LAYER
+            if load(at) != 1 or load(at + 8) > 0 or load(at + 16) < end:
+                return False
+    return True
+
+
+@compiled
+def _one_aux(receive: Receive) -> bool:
+    """Whether at most one writer sent aux. If several did, Python compares them."""
+    having = 0
+    for number in range(receive["num_writers"]):
+        if receive["writers"][number]["aux_nbytes"] > 0:
+            having += 1
+    return having < 2
+
+
+@compiled
+def pay_verdict(world: World, rank: int, flow: int, generation: int) -> bool:
+    """Tells a writer that its request has succeeded; False where its mailbox is full. flow: its own."""
+    peer = world["peers"][rank]
+    if room(world, peer) < 1:
+        return False
+    record: Record = world["record"]
+    record["head"], record["flows"], record["generation"] = VERDICT, flow, generation
+    record["lo"] = record["hi"] = record["nbytes"] = record["spare"] = 0
+    tell(world, peer)
+    ring(world, peer["bell"])
+    return True

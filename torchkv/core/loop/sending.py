@@ -1,0 +1,168 @@
+"""The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled.
+
+The processor copies a slice of an op at a time; `launching` has kernels copy it where pages lie on a GPU,
+and `network` puts it where the receiver is on another host.
+"""
+
+from __future__ import annotations
+
+from torchkv.core.loop.codes import AUX, BROKEN, FREE, OP_DONE, OPEN, SEAL, SEALED, SENT, WRITTEN
+from torchkv.core.loop.copies import copy_slice
+from torchkv.core.loop.events import emit, event_room
+from torchkv.core.loop.launching import landed
+from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS
+from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.network import NO_ROOM
+from torchkv.core.loop.records import AUX_AT, Op, Record, Send, World
+from torchkv.host.atomics import copy_bytes, load
+from torchkv.host.jit import compiled
+
+__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done"]
+
+BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels or puts that are under way
+ENDED = -2
+
+GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
+
+
+@compiled
+def queue_op(world: World, index: int) -> None:
+    """Has an op copied in its turn. There is always room."""
+    world["queue"][world["queue_tail"] & (MAX_OPS - 1)] = index
+    world["queue_tail"] += 1
+
+
+@compiled
+def _announce(world: World, send: Send, op: Op) -> bool:
+    """Tells the receiver of the layers that are there; False where its mailbox is full."""
+    peer = world["peers"][send["peer"]]
+    sent = False
+    while op["told"] < op["arrived"]:
+        if room(world, peer) < 1:
+            if sent:
+                ring(world, peer["bell"])
+            return False
+        first = load(op["positions"] + 8 * op["told"])
+        last = first + 1
+        op["told"] += 1
+        while op["told"] < op["arrived"] and load(op["positions"] + 8 * op["told"]) == last:
+            last += 1
+            op["told"] += 1
+        record: Record = world["record"]
+        record["head"], record["flows"] = WRITTEN | first << 8 | last << 32, send["peer_flow"]
+        record["generation"], record["spare"] = send["generation"], 0
+        record["lo"], record["hi"] = op["start"] * send["src_page"], (op["start"] + op["count"]) * send["src_page"]
+        record["nbytes"] = op["group"]
+        op["group"] = 0
+        tell(world, peer)
+        sent = True
+    if sent:
+        ring(world, peer["bell"])
+    return True
+
+
+@compiled
+def _has_group(op: Op) -> bool:
+    """Whether there are whole layers to announce, and enough bytes since the last time."""
+    return bool(op["group"] >= GROUP and op["told"] < op["at"])
+
+
+@compiled
+def advance(world: World, index: int, budget: int) -> int:
+    """Copies about ``budget`` bytes of an op. Returns the bytes, `BLOCKED`, or `ENDED` less the bytes."""
+    op = world["ops"][index]
+    send = world["sends"][op["flow"]]
+    left = budget
+    if send["kernels"] != 0:
+        if not landed(world, send, op):
+            if world["broken"] < 0:
+                world["broken"] = -world["broken"]
+                emit(world, BROKEN, 0, 0)
+            return BLOCKED
+        op["arrived"] = op["at"]
+    elif send["network"] != 0:
+        left -= _put(world, send, op, left)
+        if op["told"] == op["arrived"] and op["arrived"] < op["num_positions"]:
+            return BLOCKED if left == budget else budget - left
+    else:
+        while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
+            left -= copy_slice(world, send, op, left)
+        if op["at"] < op["num_positions"] and not _has_group(op):
+            return budget - left
+        op["arrived"] = op["at"]
+    if not _announce(world, send, op) or not event_room(world):
+        return BLOCKED
+    if op["arrived"] < op["num_positions"]:
+        return max(1, budget - left)
+    send["running"] -= 1
+    seal_if_done(world, op["flow"])
+    emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
+    return ENDED - (budget - left)
+
+
+@compiled
+def _put(world: World, send: Send, op: Op, budget: int) -> int:
+    """Puts about ``budget`` bytes of an op, and notes which of its layers have arrived. The bytes put now."""
+    peer = world["peers"][send["peer"]]
+    left = budget
+    while op["at"] < op["num_positions"] and left > 0 and peer["endpoint"] != 0 and peer["failed"] == 0:
+        put = copy_slice(world, send, op, left)
+        if put == NO_ROOM:
+            break
+        left -= put
+        op["posted"] = peer["puts"]
+    if op["mark"] != 0 and peer["flushed"] >= op["mark"]:
+        op["arrived"], op["mark"] = op["until"], 0
+    if op["mark"] == 0 and op["at"] > op["arrived"]:
+        if peer["flushed"] >= op["posted"]:
+            op["arrived"] = op["at"]
+        else:
+            op["until"], op["mark"] = op["at"], op["posted"]
+            peer["wanted"] = max(peer["wanted"], op["mark"])
+    return budget - left
+
+
+@compiled
+def seal_if_done(world: World, flow: int) -> None:
+    """Once the caller has finished and every op has ended, the seal is due."""
+    send = world["sends"][flow]
+    if send["state"] == OPEN and send["num_pages"] >= 0 and send["running"] == 0 and send["due"] == 0:
+        send["due"] = 1
+        owe(world, SEAL, 0, flow, send["generation"])
+
+
+@compiled
+def pay_seal(world: World, flow: int, generation: int) -> bool:
+    """Sends the seal, with the bytes of aux before it; False where the mailbox has no room for all of it."""
+    send = world["sends"][flow]
+    if send["state"] != OPEN or send["generation"] != generation:
+        return True  # Python has taken the flow back
+    peer = world["peers"][send["peer"]]
+    parts = (send["aux_nbytes"] + AUX_PART - 1) // AUX_PART
+    if room(world, peer) < parts + 1:
+        return False
+    record: Record = world["record"]
+    for part in range(parts):
+        nbytes = min(AUX_PART, send["aux_nbytes"] - part * AUX_PART)
+        copy_bytes(world["address"] + AUX_AT, send["aux"] + part * AUX_PART, nbytes)
+        record["head"], record["flows"], record["generation"] = AUX | nbytes << 8, send["peer_flow"], send["generation"]
+        tell(world, peer)
+    record["head"], record["flows"], record["generation"] = SEAL, send["peer_flow"] | flow << 32, send["generation"]
+    record["lo"], record["hi"], record["nbytes"], record["spare"] = send["num_pages"], send["aux_nbytes"], 0, 0
+    tell(world, peer)
+    ring(world, peer["bell"])
+    send["state"] = SEALED
+    return True
+
+
+@compiled
+def on_verdict(world: World, source: int, flow: int, generation: int) -> bool:
+    """The receiver has everything. False if this is for no flow here."""
+    if flow < 0 or flow >= MAX_FLOWS:
+        return False
+    send = world["sends"][flow]
+    if send["state"] != SEALED or send["peer"] != source or send["generation"] != generation:
+        return False
+    send["state"] = FREE
+    emit(world, SENT, flow, source)
+    return True

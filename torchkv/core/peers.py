@@ -1,0 +1,288 @@
+"""The peers of a resident loop: on this host by mailboxes, on others through the network."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from torchkv.arrays import Int64Array
+from torchkv.core import posting
+from torchkv.core.loop import grants, loop, mailbox, network
+from torchkv.core.loop.codes import CUT, FREE
+from torchkv.core.loop.events import emit
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
+from torchkv.core.loop.records import GRANT_NBYTES, Peer, word_at
+from torchkv.errors import PeerLost, TransportUnavailable
+from torchkv.host import shared_memory
+from torchkv.transport.interface import Channel, NativeChannel
+
+if TYPE_CHECKING:
+    from torchkv.core.runner import Runner
+
+__all__ = ["GrantBody", "NetworkLane", "Peers"]
+
+_PEER = list(Peer.__annotations__)
+_OF_NETWORK = _PEER[_PEER.index("endpoint") :]
+
+
+@dataclass(slots=True)
+class GrantBody:
+    """A grant as its receiver wrote it; checked is only that the parts lie in their slot. writers: a bit for each."""
+
+    name: bytes
+    pages: Int64Array
+    prefix_tokens: int
+    writers: int
+
+
+class NetworkLane:
+    """The loop's way to a rank of another host: see `torchkv.core.loop.network`. Made by `Peers.connect_network`.
+
+    native: None after the end, or if the transport has none. failed: whether what is on its way may never arrive.
+    """
+
+    def __init__(self) -> None:
+        self.native: NativeChannel | None = None
+        self.memory = np.zeros(network.NETWORK_NBYTES // 8, dtype=np.int64)
+        self.failed = False
+
+
+class Peers:
+    """One rank's. What is not marked "any thread" is called under the engine's lock.
+
+    slots: of `World`'s ``peers``, by rank. ranks: by slot.
+    """
+
+    def __init__(self, rank: int, runner: Runner) -> None:
+        self.slots: dict[int, int] = {rank: rank}
+        self.ranks: dict[int, int] = {rank: rank}
+        self._rank = rank
+        self._runner = runner
+        self._memory = runner.memory
+        self._segment: torch.Tensor = shared_memory.allocate(mailbox.SEGMENT_NBYTES)
+        self._segment_at = self._segment.data_ptr()
+        self._bytes = self._segment.numpy().data
+        runner.world["bell"] = self._segment_at
+        self._mapped: dict[int, shared_memory.Segment] = {}  # by rank
+        self._lanes: dict[int, NetworkLane] = {}  # by rank
+        self._arrivals: dict[int, Int64Array] = {}  # by rank: of its grants; longer than a lane; touched as used
+
+    # ------------------------------------------------------------------ mailboxes
+
+    def descriptor(self) -> bytes:
+        """With this a peer of the same host maps this rank's mailboxes: see `connect`."""
+        return shared_memory.share(self._segment) or b""
+
+    def reserve_slot(self, rank: int, slot: int | None = None) -> int:
+        """The mailbox here that ``rank`` will write to. slot: which one it must be; None: any that is free.
+
+        Raises ``TransportUnavailable`` if there is none. `disconnect` frees it.
+        """
+        if rank in self.slots:
+            return self.slots[rank]
+        if slot is None:
+            slot = next((each for each in range(MAX_PEERS) if each not in self.ranks), MAX_PEERS)
+        if slot >= MAX_PEERS or slot in self.ranks:
+            raise TransportUnavailable(f"rank {rank}: the resident loop has {MAX_PEERS} mailboxes, and none for it")
+        self.slots[rank], self.ranks[slot] = slot, rank
+        return slot
+
+    def connect(self, rank: int, descriptor: bytes, *, slot: int | None = None) -> None:
+        """Maps the mailboxes of ``rank``, which has reserved ``slot`` there for this rank: see `reserve_slot`.
+
+        slot: None among ranks that call each other by the same numbers: then these are their slots.
+        Raises ``TransportUnavailable`` and ``ProtocolError`` if it cannot.
+        """
+        if slot is None:
+            self.reserve_slot(rank, rank)
+            slot = self._rank
+        here = self.slots[rank]
+        segment = shared_memory.open_segment(descriptor)
+        if segment.nbytes < mailbox.SEGMENT_NBYTES or slot >= MAX_PEERS:
+            segment.close()
+            raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
+        self._mapped[rank] = segment
+        inbox_head, inbox = (self._segment_at + offset for offset in mailbox.mailbox_at(here))
+        outbox_head, outbox = (segment.ptr + offset for offset in mailbox.mailbox_at(slot))
+        with self._runner.standing_still():
+            peer = self._memory[0]["peers"][here]
+            peer["outbox_head"], peer["outbox"], peer["bell"] = outbox_head, outbox, segment.ptr
+            peer["inbox_head"], peer["inbox"], peer["grants"] = inbox_head, inbox, segment.ptr + mailbox.GRANTS_AT
+            peer["written"] = 0  # records may have gone through the network before
+            self._memory[0]["num_peers"] = max(here + 1, int(self._memory[0]["num_peers"]))
+        ctypes.c_int64.from_address(outbox_head + mailbox.READS_AT).value = 1
+
+    def disconnect(self, rank: int) -> None:
+        """Unmaps the mailboxes of ``rank``, whose process has ended, and frees its slot. Idempotent.
+
+        No request may be on the loop with it any more. What is still due to it is forgotten.
+        """
+        slot = self.slots.get(rank)
+        if slot is None or rank == self._rank:
+            return
+        with self._runner.standing_still():
+            world = self._memory[0]
+            assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
+            loop.drop_due_to(self._runner.world, slot)
+            self._cut(rank)
+            self._arrivals.pop(rank, None)
+            world["peers"][slot] = 0
+            world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
+            head, box = mailbox.mailbox_at(slot)
+            for at, nbytes in ((head, mailbox.LINE), (box, mailbox.MAILBOX_NBYTES)):
+                self._bytes[at : at + nbytes] = bytes(nbytes)
+        del self.ranks[slot], self.slots[rank]
+        if (segment := self._mapped.pop(rank, None)) is not None:
+            segment.close()
+
+    def close(self) -> None:
+        """Unmaps all mailboxes of others. The loop has ended."""
+        while self._mapped:
+            self._mapped.popitem()[1].close()
+
+    def reaches(self, rank: int) -> bool:
+        """Whether records can be sent to ``rank``: both ranks have mapped each other's mailboxes."""
+        at = mailbox.mailbox_at(self.slots[rank])[0] + mailbox.READS_AT if rank in self._mapped else 0
+        return at > 0 and self._bytes[at] != 0
+
+    # ------------------------------------------------------------------ grants, which lie behind the mailboxes
+
+    def hears(self, rank: int) -> bool:
+        """Whether the loop of ``rank`` takes grants from this one, in its mailbox or through the network."""
+        if self.lane(rank) is not None and self._memory[0]["peers"][self.slots[rank]]["hears"] == 1:
+            return True
+        return self.reaches(rank)
+
+    def name_grant(self, flow: int, name: bytes) -> int:
+        """Writes the name of the grant of a receive, at most `MAX_NAME` bytes. The address of the grant's body."""
+        at = mailbox.GRANTS_AT + flow * mailbox.GRANT_SLOT
+        self._bytes[at + grants.NAME_AT : at + grants.NAME_AT + len(name)] = name
+        return self._segment_at + at
+
+    def granted(self, rank: int, flow: int, generation: int, *, network: bool = False) -> GrantBody | None:
+        """The grant that ``rank`` has given; None if another, or none, lies in the slot. Its words are not checked.
+
+        network: whether it has come through the network, instead of lying in mapped memory.
+        """
+        if rank not in (self._arrivals if network else self._mapped) or not 0 <= flow < MAX_FLOWS:
+            return None
+        if network:
+            slots = self._arrivals[rank].ctypes.data + grants.SLOTS_AT
+        else:
+            slots = self._mapped[rank].ptr + mailbox.GRANTS_AT
+        at = slots + flow * mailbox.GRANT_SLOT
+        # Each part is copied once and then looked at, because the peer may change it meanwhile.
+        found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack("<8q", ctypes.string_at(at, GRANT_NBYTES))
+        if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
+            return None
+        pages = np.frombuffer(ctypes.string_at(at + grants.IDS_AT, 8 * count), np.int64)
+        return GrantBody(ctypes.string_at(at + grants.NAME_AT, name_nbytes), pages, prefix, writers)
+
+    def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
+        """Whether a grant of ``rank`` that has come in a message is new. Then the loop will not take it, too.
+
+        flow: under which the loop of ``rank`` may have told of it. While the loop stands still, and has settled.
+        """
+        arrivals = self._arrivals.get(rank)
+        if arrivals is None or not 0 <= flow < MAX_FLOWS:
+            return True
+        if arrivals[flow] >= generation:
+            return False
+        arrivals[flow] = generation
+        return True
+
+    # ------------------------------------------------------------------ the network
+
+    def connect_network(self, rank: int, channel: Channel, tags: tuple[int, int]) -> NetworkLane | None:
+        """Has the loop put to ``rank`` through ``channel``; None if only Python can, or no mailbox is left for it.
+
+        tags: of records that come from there, and that go there, unless the loops have mapped each other's mailboxes.
+        No send to the rank may be on the loop.
+        """
+        lane = NetworkLane()
+        try:
+            slot = self.reserve_slot(rank)
+        except TransportUnavailable:
+            return None
+        if (native := channel.native(partial(self.cut, rank, lane))) is None:
+            return None
+        lane.native = native
+        with self._runner.standing_still():
+            self._cut(rank)
+            world = self._memory[0]
+            world["worker"], world["native"][:] = native.worker, native.functions
+            for name, words in (("put_params", native.put_params), ("params", native.params)):
+                world[name][: len(words)] = words
+            world["key_at"] = self._runner.address + word_at("put_params") + 8 * native.key_word
+            peer = world["peers"][slot]
+            for name in _OF_NETWORK if peer["outbox"] else Peer.__annotations__:
+                peer[name] = 0
+            peer["endpoint"], peer["memory"] = native.endpoint, lane.memory.ctypes.data
+            peer["tag_in"], peer["tag_out"] = tags
+            world["num_peers"] = max(slot + 1, int(world["num_peers"]))
+            self._lanes[rank] = lane
+            world["lanes"] = len(self._lanes)
+            if not peer["outbox"]:
+                if rank not in self._arrivals:
+                    self._arrivals[rank] = np.zeros(grants.ARRIVALS_NBYTES // 8, dtype=np.int64)
+                peer["arrivals"] = self._arrivals[rank].ctypes.data
+                grants.greet(self._runner.world, slot)
+        posting.wake_loop(self._runner.address)
+        return lane
+
+    def cut(self, rank: int, lane: NetworkLane) -> None:
+        """The endpoint of a lane ends: nothing uses it after this. Any thread, without the engine's lock."""
+        posting.hold(self._runner.address)
+        try:
+            if self._lanes.get(rank) is lane:
+                self._cut(rank)
+        finally:
+            posting.let_go(self._runner.address)
+
+    def _cut(self, rank: int) -> None:
+        """While the loop stands still."""
+        if (lane := self._lanes.pop(rank, None)) is None:
+            return
+        self._memory[0]["lanes"] = len(self._lanes)
+        peer = self._memory[0]["peers"][self.slots[rank]]
+        lane.failed = True  # what has not arrived yet may never do
+        lane.native = None
+        if peer["endpoint"]:
+            network.cut(self._runner.world, cast(Peer, peer))
+            emit(self._runner.world, CUT, 0, self.slots[rank])
+
+    def lane(self, rank: int) -> NetworkLane | None:
+        """The way to ``rank`` through the network, while there is one that works."""
+        lane = self._lanes.get(rank)
+        failed = lane is not None and self._memory[0]["peers"][self.slots[rank]]["failed"] != 0
+        return None if failed else lane
+
+    def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
+        """Whether the put of this number, and all before it, are in the memory of ``rank``.
+
+        Raises ``PeerLost`` if nobody will know.
+        """
+        if not lane.failed:
+            peer = self._memory[0]["peers"][self.slots[rank]]
+            if peer["flushed"] >= posted:
+                return True
+            lane.failed = bool(peer["failed"])
+        if lane.failed:
+            raise PeerLost(f"the connection to rank {rank} broke while pages were put: some may not have arrived")
+        return False
+
+    @property
+    def drives_transport(self) -> bool:
+        """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
+        return bool(self._runner.words[word_at("driving") // 8])
+
+    def hear_network(self) -> None:
+        """Has the loop look for messages of the network, if it expects none."""
+        if self._lanes and not self.drives_transport:
+            posting.wake_loop(self._runner.address)

@@ -1,0 +1,108 @@
+"""The resident loop's memory, and the thread that runs it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core import posting
+from torchkv.core.device import LoopDevice
+from torchkv.core.loop import loop
+from torchkv.core.loop.codes import FUTEX_CALL
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_PEERS
+from torchkv.core.loop.records import WORLD, World
+from torchkv.errors import TransportUnavailable
+from torchkv.host import spin_wait
+from torchkv.host.jit import libc_functions
+
+__all__ = ["Runner"]
+
+_FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
+
+
+class Runner:
+    """See `torchkv.core.core.Core`.
+
+    memory: an array of one `World`. address: where it lies. words: all of it, as int64. granted_ids: page ids of sends
+    that the loop has bound.
+    """
+
+    def __init__(self, rank: int, *, device: LoopDevice | None, turn: int, window: int, part: int) -> None:
+        if rank >= MAX_PEERS:
+            raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
+        if platform.machine() not in FUTEX_CALL:
+            raise TransportUnavailable(f"the resident loop knows no futex on {platform.machine()}")
+        self.memory = np.zeros(1, WORLD)
+        self.address: int = self.memory.ctypes.data
+        # Python reads words faster than fields of records, and faster in a memoryview than in an array.
+        self.words = self.memory.view(np.int64).reshape(-1).data
+        self.granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # touched as used
+        self.world = cast(World, self.memory[0])
+        self.world["address"], self.world["rank"], self.world["turn"] = self.address, rank, turn
+        self.world["driver_fd"], self.world["futex"], self.world["one"] = -1, FUTEX_CALL[platform.machine()], 1
+        self.world["spin"], self.world["window"], self.world["part"] = spin_wait.SPIN, window, part
+        self.world["functions"][:] = _FUNCTIONS
+        self.world["granted_ids"] = self.granted_ids.ctypes.data
+        self._device = device
+        if device is not None:
+            device.describe(self.world)
+        self._driver_word: Int64Array | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._holding = False
+
+    @property
+    def running(self) -> bool:
+        """Whether the loop has a thread."""
+        return self._thread is not None
+
+    def start(self, driver_fd: int, driver_word: Int64Array) -> None:
+        """Starts the loop's thread. It never takes the GIL, and ends with `stop`.
+
+        driver_fd, driver_word: an eventfd and a word that wake Python's own thread (see `torchkv.engine.progress`).
+        """
+        self._driver_word = driver_word
+        self.world["driver_fd"], self.world["driver_word"] = driver_fd, driver_word.ctypes.data
+        self._thread = threading.Thread(target=self._run, name="torchkv-loop", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def _run(self) -> None:
+        spin_wait.wake_on_time()
+        if self._device is not None:
+            self._device.activate()
+        loop.run(self.world)
+
+    def stop(self) -> None:
+        """Ends the thread. Idempotent. In a forked child there is none."""
+        atexit.unregister(self.stop)
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._pid:
+            posting.stop(self.address)
+            thread.join()
+
+    def step(self) -> bool:
+        """One turn, for a loop without a thread. Whether there was anything to do."""
+        return bool(loop.step_first(cast(Any, self.memory)))
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The loop stands still inside: no byte moves, and no record is taken, unless the caller does it."""
+        if self._holding:
+            yield
+            return
+        posting.hold(self.address)
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            posting.let_go(self.address)

@@ -1,0 +1,1 @@
+"""How a rank takes part: what it registers and publishes, whom it connects to and measures, which instances come."""
