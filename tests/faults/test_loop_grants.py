@@ -52,7 +52,8 @@ def cluster(*sizes: tuple[str, int]) -> Cluster:
         core = core_of(rank)
         core.runner.step = lambda core=core: Runner.step(core.runner)
         core.world["window"], core.world["turn"] = 64, 1 << 20
-    if Way.network:
+    if made.network is not None:
+        made.network.pieces, made.network.slowness = 0.0, 1.0
         pairs = [(a, b) for a in made.ranks for b in made.ranks if a is not b]
         for a, b in pairs:
             a.engine.flows._lane(b.rank, a.engine.connection(b.rank))
