@@ -5,7 +5,7 @@ Puts to a peer are numbered. Their requests end in any order, and say only that 
 and the next one stands for all that was put meanwhile. Then a record tells the receiver, as a mailbox does on one host.
 
 Records are messages of 64 bytes with a tag that names the two ranks: both know it, and nobody outside the group can
-guess it. Grants and greetings are longer (see `torchkv.core.grants`), and none is longer than `MESSAGE_NBYTES`. Their
+guess it. Grants and greetings are longer (see `grants`), and none is longer than `MESSAGE_NBYTES`. Their
 memory is the peer's own ring of `RECORDS` messages, until the transport has read it. Messages arrive once and in order
 as long as the endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with the
 peer back.
