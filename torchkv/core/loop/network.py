@@ -5,10 +5,9 @@ Puts to a peer are numbered. Their requests end in any order, and say only that 
 and the next one stands for all that was put meanwhile. Then a record tells the receiver, as a mailbox does on one host.
 
 Records are messages of 64 bytes with a tag that names the two ranks: both know it, and nobody outside the group can
-guess it. Grants and greetings are longer (see `grants`), and none is longer than `MESSAGE_NBYTES`. Their
-memory is the peer's own ring of `RECORDS` messages, until the transport has read it. Messages arrive once and in order
-as long as the endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with the
-peer back.
+guess it. Grants and greetings are longer (see `grants`), and none is longer than `MESSAGE_NBYTES`. Their memory is the
+peer's own ring of `RECORDS` messages, until the transport has read it. Messages arrive once and in order as long as the
+endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with the peer back.
 
 Transports carry messages of this length in one piece by default, so nothing is kept for pieces that are still to come:
 such a message is missed, and its sender told. Nobody receives others into that memory before the last piece has come.

@@ -251,10 +251,10 @@ class Peer(TypedDict):
     have arrived; of those up to ``flushing`` the request ``flush`` will tell; and those up to ``wanted`` somebody waits
     for. failed: the status of the first failure; reported: 1 once Python knows of it.
 
-    See `grants`: hears: 1 once it is known to take messages of `MESSAGE_NBYTES` from here, 2 when it has
-    missed one; heard: 1 once such a one has come from it; missed: 1 if one was missed, of which it is not told yet;
-    greeting: 1 while a HELLO is due. arrivals: address of what has come of its grants, or
-    0. part_flow, part_generation, part_at: of the grant of which ``part_at`` bytes have come; -1 if none goes on.
+    See `grants`: hears: 1 once it is known to take messages of `MESSAGE_NBYTES` from here, 2 when it has missed one;
+    heard: 1 once such a one has come from it; missed: 1 if one was missed, of which it is not told yet; greeting: 1
+    while a HELLO is due. arrivals: address of what has come of its grants, or 0. part_flow, part_generation, part_at:
+    of the grant of which ``part_at`` bytes have come; -1 if none goes on.
     """
 
     inbox: int
