@@ -146,6 +146,7 @@ def receive_all() -> None:
     assert rx.aux == b"last words"
     assert rx.exception() is None
     expect_lost_work(lambda: kv.recv_pages("later", PAGES, VICTIM))
+    kv.cancel("later").wait(PATIENCE)  # over a network it takes a moment until nothing of the victim can land
 
 
 def send_ungranted() -> None:
