@@ -44,9 +44,9 @@ _MOVED, _GATED, _SEND_NETWORK = (list(Send.__annotations__).index(name) for name
 _RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
 _WRITER = list(Writer.__annotations__)
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
-_TAIL, _HEAD, _NEWS, _SLEEPERS, _NETWORK, _COMMAND_TAIL, _COMMAND_HEAD = (
+_TAIL, _HEAD, _NEWS, _SLEEPERS, _NETWORK, _COMMAND_TAIL, _COMMAND_HEAD, _BROKEN = (
     word_at(name) // 8
-    for name in ("event_tail", "event_head", "news", "sleepers", "network", "command_tail", "command_head")
+    for name in ("event_tail", "event_head", "news", "sleepers", "network", "command_tail", "command_head", "broken")
 )
 
 
@@ -255,7 +255,7 @@ class Core:
     @property
     def broken(self) -> bool:
         """Whether the GPU's driver has refused something, so that no kernel is launched any more."""
-        return self.device is not None and bool(self._memory[0]["broken"])
+        return self.device is not None and self._view[_BROKEN] != 0
 
     def flying(self, index: int) -> int:
         """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
