@@ -11,7 +11,6 @@ sender's absent pages are left out of what it sends; `finish` finds those that t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from torchkv.arrays import Int64Array
 from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork, drivers
-from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError, TransferTimeout
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
 from torchkv.group.group_arguments import GroupArguments
@@ -38,7 +37,6 @@ from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.receiving.leases import Wanted
-from torchkv.protocol.sending.request import not_posted
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache
@@ -270,53 +268,6 @@ class GroupedVerbs(Verbs):
                     sender.finish(name, rank, aux=data, work=work, now=self.clock())
         self._wake()
         return work
-
-    def granted(self, request: str, dst: Peers | None) -> int | None:
-        operation = f"granted({request!r})"
-        known = self._granting_parts(request, dst, operation)
-        with self.engine.lock:
-            begun = self._begin_parts(known, operation)
-            prefixes = [self._prefix(name, ranks) for name, ranks in begun.items()]
-            return None if None in prefixes else prefixes[0]
-
-    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
-        operation = f"prefix_tokens({request!r})"
-        known = self._granting_parts(request, dst, operation)
-        if threading.get_ident() in drivers:
-            raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
-        engine = self.engine
-        grant_timeout = engine.options.grant_timeout
-        deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
-        with engine.lock:
-            while True:
-                seen = engine.news
-                begun = self._begin_parts(known, operation)
-                prefixes = {name: self._prefix(name, ranks) for name, ranks in begun.items()}
-                missing = [name for name, prefix in prefixes.items() if prefix is None]
-                if not missing:
-                    return next(prefix for prefix in prefixes.values() if prefix is not None)
-                if not engine.callers.wait_change(seen, deadline - time.monotonic()):
-                    rank = begun[missing[0]][0]
-                    raise TransferTimeout(
-                        f"{operation}: {not_posted(rank, engine.sender.named(rank))} within "
-                        f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
-                    )
-
-    def _granting_parts(self, request: str, dst: Peers | None, operation: str) -> dict[str, tuple[int, ...]]:
-        """By part, the ranks of ``dst`` that will grant it; none if it is not known who will."""
-        ranks = {name: self._plans(name).targets(dst, operation) for name in self._arguments.names(request).values()}
-        known = {name: some for name, some in ranks.items() if some or dst is None}
-        if not known:
-            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
-        return known
-
-    def _begin_parts(self, known: Mapping[str, tuple[int, ...]], operation: str) -> dict[str, Sequence[int]]:
-        """As `_begin`, for all parts that this rank owes anything, as far as is known."""
-        sender, now = self.engine.sender, self.clock()
-        owed = {name: ranks for name, ranks in known.items() if ranks or sender.receivers(name, now)}
-        if not owed:
-            self._found(next(iter(known)), operation)
-        return {name: self._begin(name, ranks, operation) for name, ranks in owed.items()}
 
     def check_send(
         self, request: str, dst: Peers | None, pages: Pages, start: int, *, from_prompt: bool, slot: StateSlot
