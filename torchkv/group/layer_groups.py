@@ -207,35 +207,17 @@ class GroupedVerbs(Verbs):
         if len(send.ranks) > 1 and not from_prompt:
             sender.check_prefixes(send.request, send.ranks)
 
-    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
-        engine = self.engine
-        names, operation = self._arguments.names(request), f"send_state({request!r})"
+    def _states(
+        self, request: str, layers: Layers, state_slot: StateSlot, operation: str
+    ) -> dict[str, tuple[tuple[int, ...], int]]:
+        names = self._arguments.names(request)
         held = frozenset(arguments.as_layers(layers, self.layout("send_state"), operation=operation))
-        groups = [group for group in self._arguments.with_state if held & self._groups[group].stateful]
+        own = {group: tuple(sorted(held & self._groups[group].stateful)) for group in self._arguments.with_state}
         slots = self._slots(state_slot, operation, required=False)
+        groups = [group for group, stateful in own.items() if stateful]
         if missing := [group for group in groups if group not in slots]:
             raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
-        ranks = {names[group]: self._plans(names[group]).targets(dst, operation) for group in groups}
-        sources = {
-            names[group]: self._slot_source(slots[group], ranks[names[group]], event, operation) for group in groups
-        }
-        work = self._work(operation)
-        with engine.lock:
-            self.check_open(operation)
-            engine.catch_up()
-            for name in ranks:
-                if dst is None:
-                    ranks[name] = engine.sender.receivers(name, self.clock())
-                for rank in ranks[name]:
-                    engine.sender.admit(name, rank, 0, 1, state=True)
-                self.check_alive(ranks[name], operation)
-            work._expect(sum(map(len, ranks.values())))
-            for group in groups:
-                name, own = names[group], tuple(sorted(held & self._groups[group].stateful))
-                for rank in ranks[name]:
-                    self._submit_state(name, rank, own, work, sources[name])
-        self._wake()
-        return work
+        return {names[group]: (own[group], slots[group]) for group in groups}
 
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         engine, sender = self.engine, self.engine.sender

@@ -322,31 +322,39 @@ class Verbs:
 
     def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
         """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
-        layout = self._layout or self.layout("send_state")
-        engine = self.engine
-        request = arguments.as_request(request)
-        operation = f"send_state({request!r})"
-        held = arguments.as_layers(layers, layout, operation=operation)
-        slot = self.checked_slot(operation, state_slot, layout)
-        if slot is None:
-            raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
-        ranks = engine.group_map.targets(dst, operation)
-        source_pages = self._slot_source(slot, ranks, event, operation)
+        engine, operation = self.engine, f"send_state({request!r})"
+        parts = self._states(request, layers, state_slot, operation)
+        ranks = {name: engine.group_map.of(name).targets(dst, operation) for name in parts}
+        sources = {name: self._slot_source(slot, ranks[name], event, operation) for name, (_, slot) in parts.items()}
         work = self._work(operation)
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
-            if dst is None:
-                ranks = engine.sender.receivers(request, self.clock())
-            for rank in ranks:
-                engine.sender.admit(request, rank, 0, 1, state=True)
-            self.check_alive(ranks, operation)
-            work._expect(len(ranks))
-            trace.debug(_QUEUED, request, ranks, "send_state", held, 1)
-            for rank in ranks:
-                self._submit_state(request, rank, held, work, source_pages)
+            for name in parts:
+                if dst is None:
+                    ranks[name] = engine.sender.receivers(name, self.clock())
+                for rank in ranks[name]:
+                    engine.sender.admit(name, rank, 0, 1, state=True)
+                self.check_alive(ranks[name], operation)
+            work._expect(sum(map(len, ranks.values())))
+            for name, (held, _) in parts.items():
+                trace.debug(_QUEUED, name, ranks[name], "send_state", held, 1)
+                for rank in ranks[name]:
+                    self._submit_state(name, rank, held, work, sources[name])
         self._wake()
         return work
+
+    def _states(
+        self, request: str, layers: Layers, state_slot: StateSlot, operation: str
+    ) -> dict[str, tuple[tuple[int, ...], int]]:
+        """What `send_states` sends of each part of the request, by its name: layers, and the slot of their state."""
+        layout = self._layout or self.layout("send_state")
+        request = arguments.as_request(request)
+        held = arguments.as_layers(layers, layout, operation=operation)
+        slot = self.checked_slot(operation, state_slot, layout)
+        if slot is None:
+            raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
+        return {request: (held, slot)}
 
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         layout = self._layout or self.layout("finish")
