@@ -38,12 +38,11 @@ SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NO_WORDS: list[int] = []
 _EVENT_WORDS = range(3, 3 + len(Record.__annotations__) - 1)  # of an event: its record, without ``seq``
-_NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "runs"))
-_POSTED = list(Op.__annotations__).index("posted")
-_MOVED, _GATED, _SEND_NETWORK = (list(Send.__annotations__).index(name) for name in ("moved", "gated", "network"))
-_RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
-_WRITER = list(Writer.__annotations__)
+_SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Writer))
+_NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
+_MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
+_RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
 _TAIL, _HEAD, _NEWS, _SLEEPERS, _NETWORK, _COMMAND_TAIL, _COMMAND_HEAD = (
     word_at(name) // 8
     for name in ("event_tail", "event_head", "news", "sleepers", "network", "command_tail", "command_head")
@@ -143,8 +142,8 @@ class Core:
     ) -> int | None:
         """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
 
-        network: whether they are put through the network, with the keys in ``geometry``.
-        kernels: the launch table if kernels copy the pages, of which there are `MAX_GRANTED` at most then.
+        network: whether they are put through the network, with the keys in ``geometry``. kernels: the launch table if
+        kernels copy the pages, of which there are `MAX_GRANTED` at most then.
         """
         if not self._free_sends:
             return None
@@ -289,9 +288,7 @@ class Core:
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.records.Receive`.
 
-        network: whether some of the writers are on other hosts.
-
-        writers: (rank, layers that it owes, its page size).
+        writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts.
         """
         assert 0 < len(writers) <= MAX_WRITERS
         layers = max(count for _, count, _ in writers)
