@@ -408,7 +408,7 @@ class Verbs:
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
-            work._expect(sum(len(engine.sender.withdraw(name, work, self.clock())) for name in names))
+            work._expect(sum(len(engine.sender.withdraw(name, work)) for name in names))
         self._wake()
         return work
 
