@@ -170,6 +170,7 @@ def test_a_verb_may_name_an_address() -> None:
         assert torchkv.explain("p", group=d).peer == d.peers()["p"].ranks[0]
         assert torchkv.quarantined(group=d) == {}
         assert d.connect("p").result(0) == "p", "who is here need not be looked for"
+        assert d.connect(p.address).result(0) == "p"
 
 
 def await_instance(kv: torchkv.KVMember, name: str) -> None:
@@ -220,6 +221,16 @@ def test_who_is_not_there_is_an_error() -> None:
         waiting.result(5)
     with pytest.raises(ProtocolError):
         d.connect("tcp://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("secret")
+def test_who_must_be_at_an_address_is_checked() -> None:
+    """Also if it is known already who is there."""
+    with member("p") as p, member("d") as d:
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="'q' should be, there is 'p'"):
+                d.connect(p.address, instance="q").result(20)
+        assert d.connect(p.address, instance="p").result(0) == "p"
 
 
 @pytest.mark.usefixtures("secret")

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
-from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
-from torchkv import KVProcessGroup, KVWork
+from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, page_bytes, random_cache
+from torchkv import KVError, KVProcessGroup, KVWork, PageOutOfRange, ProtocolError
 from torchkv.engine.flows import Flows
 from torchkv.engine.joining.registration import Registration
 
@@ -97,6 +98,57 @@ def wait(work: KVWork, how: str) -> None:
 def test_a_request(way: str, waits: str, shared_ranks: Callable[..., Ranks]) -> None:
     python = way in ("gated", "staged", "staged first")
     shared_ranks("two", 2).run(one_request, way, 100, waits, python and way != "staged first", python)
+
+
+WRONG: list[tuple[type[KVError], Callable[[KVProcessGroup], object]]] = [
+    (PageOutOfRange, lambda kv: kv.send_layer("r", 0, np.array([1, 2, NUM_PAGES]), READER)),
+    (PageOutOfRange, lambda kv: kv.send_layer("r", 0, [1, 2, -1], READER)),
+    (PageOutOfRange, lambda kv: kv.send_layer("r", 0, np.array([1, 2, 3, 4]), READER)),  # only three are granted
+    (PageOutOfRange, lambda kv: kv.send_layer("r", 0, np.array([1]), READER, start=3)),
+    (ProtocolError, lambda kv: kv.send_layer("r", 0, np.array([1]), READER, start=-1)),
+    (ProtocolError, lambda kv: kv.send_layer("r", 2, np.array([1]), READER)),
+    (ProtocolError, lambda kv: kv.send_layer("r", True, np.array([1]), READER)),
+    (ProtocolError, lambda kv: kv.send_layer("r", 0, [1.5], READER)),
+    (ProtocolError, lambda kv: kv.send_layer("r", 0, np.array([[1]]), READER)),
+    (ProtocolError, lambda kv: kv.send_layer(["r"], 0, np.array([1]), READER)),
+    (ProtocolError, lambda kv: kv.send_layer("r", 0, np.array([1]), READER, event=3)),
+]
+
+
+def wrong_verbs() -> None:
+    """Among verbs of a request on the loop: each is refused, and nothing is lost."""
+    with kv_group() as kv:
+        cache = random_cache()
+        kv.register(cache)
+        if kv.rank() == WRITER:
+            meet(kv)
+            kv.prefix_tokens("r", READER)
+            pages = np.array([1, 2, 3])
+            core = kv._verbs.engine.flows.core
+            free = len(core._free_ops)
+            first = kv.send_layer("r", 0, pages, READER)
+            for error, verb in WRONG:
+                with pytest.raises(error):
+                    verb(kv)
+            assert kv._verbs.engine.sender.is_on_loop("r", READER)
+            second = kv.send_layer("r", 1, pages, READER)
+            kv.finish("r", READER).wait(30)
+            assert first.is_success()
+            assert second.is_success()
+            assert len(core._free_ops) == free
+            torch.distributed.send(page_bytes(cache, [1, 2, 3]), READER, group=kv)
+        else:
+            rx = kv.recv_pages("r", [7, 4, 9], WRITER)
+            meet(kv)
+            rx.wait(30)
+            expected = torch.empty_like(page_bytes(cache, [7, 4, 9]))
+            torch.distributed.recv(expected, WRITER, group=kv)
+            assert torch.equal(page_bytes(cache, [7, 4, 9]), expected)
+        meet(kv)
+
+
+def test_wrong_verbs_among_those_of_a_request(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("two", 2).run(wrong_verbs)
 
 
 @contextmanager

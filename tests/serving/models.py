@@ -103,8 +103,10 @@ def save_gated_delta_net(folder: Path) -> str:
     )
 
 
-def save_mamba2(folder: Path) -> str:
-    """Three layers with a state of a convolution and one of Mamba 2, and one that attends to all tokens."""
+def save_mamba2(folder: Path, groups: int = 1) -> str:
+    """Three layers with a state of a convolution and one of Mamba 2, and one that attends to all tokens. groups: of
+    heads, which have B and C in common.
+    """
     return _save(
         folder,
         "GraniteMoeHybridConfig",
@@ -115,7 +117,7 @@ def save_mamba2(folder: Path) -> str:
         shared_intermediate_size=256,
         mamba_n_heads=8,
         mamba_d_head=64,
-        mamba_n_groups=1,
+        mamba_n_groups=groups,
         mamba_d_state=64,
         mamba_d_conv=4,
         mamba_expand=2,

@@ -15,7 +15,7 @@ from tests.helpers.ranks import sglang_rank
 from tests.helpers.ranks.sglang_rank import PAGE, ROW
 
 P, D = range(2)
-EMPTY: tuple[dict[str, int], ...] = ({}, {}, {})
+EMPTY: tuple[dict[str, int], ...] = ({}, {})
 PAGES = [9, 3, 12]  # of the receiver
 
 rooms = itertools.count(1)

@@ -81,7 +81,7 @@ def test_the_tokens_are_those_of_one_process(
 def test_a_request_that_decode_cancels_holds_no_blocks(ranks: Ranks, address: str) -> None:
     """The fixture awaits that all blocks are free, on both sides."""
     ranks.run(batching.add, "x", PROMPTS["a"], TOKENS, address, ranks=[DECODE])
-    ranks.run(batching.await_free, 1 - 10 / 64, ranks=[DECODE])
+    ranks.run(batching.await_free, batching.BLOCKS - 10, ranks=[DECODE])
     ranks.run(batching.cancel, "x", ranks=[DECODE])
     ranks.run(batching.await_free, ranks=[DECODE])
 
@@ -95,6 +95,13 @@ def test_a_request_that_prefill_cancels_is_prefilled_where_it_decodes(
     ranks.run(batching.await_free, ranks=[PREFILL])
     assert ranks.run(batching.generate, {"y": PROMPTS["a"]}, TOKENS, address, ranks=[DECODE]) == [{"y": golden["a"]}]
     assert ranks.run(batching.take_computed, ranks=[DECODE]) == [len(PROMPTS["a"]) + TOKENS - 1]
+
+
+def test_a_request_that_a_client_named_at_any_length(ranks: Ranks, address: str, golden: dict[str, list[int]]) -> None:
+    name = "\N{LATIN SMALL LETTER E WITH ACUTE}" * 600  # 1,200 bytes
+    ranks.run(batching.generate, {name: PROMPTS["c"]}, 1, ranks=[PREFILL])
+    assert ranks.run(batching.generate, {name: PROMPTS["c"]}, TOKENS, address, ranks=[DECODE]) == [{name: golden["c"]}]
+    assert ranks.run(batching.take_computed, ranks=[DECODE]) == [TOKENS]
 
 
 def test_nobody_at_the_address(ranks: Ranks, address: str, golden: dict[str, list[int]]) -> None:
@@ -121,7 +128,7 @@ def test_prompts_that_do_not_fit_prefill_together_wait_for_one_another(
     for name, prompt in prompts.items():
         ranks.run(batching.add, name, prompt, 1, ranks=[PREFILL])
     # One is computed, and keeps 38 blocks until it is sent; another one has begun.
-    ranks.run(batching.await_free, 3 / 64, ranks=[PREFILL])
+    ranks.run(batching.await_free, 3, ranks=[PREFILL])
     assert ranks.run(batching.generate, prompts, TOKENS, address, ranks=[DECODE]) == [expected]
     for name in prompts:
         ranks.run(batching.result, name, ranks=[PREFILL])
@@ -131,13 +138,13 @@ def test_prompts_that_do_not_fit_prefill_together_wait_for_one_another(
 def test_what_is_preempted_while_it_is_prefilled_is_neither_sent_nor_declined() -> None:
     """transformers takes its blocks, calls it finished, and begins it anew under the same name."""
     scheduler: Any = object.__new__(adapter._PrefillScheduler)
-    scheduler._kv, scheduler.cache, scheduler._sending = Mock(), Mock(), {}
+    scheduler._departures, scheduler.cache, scheduler._sending = Mock(), Mock(), {}
     scheduler._allocator = Mock(block_table={}, tokens_per_page=16)
     state = RequestState(request_id="x", initial_tokens=list(range(100)), max_new_tokens=1)
     state._status = RequestStatus.FINISHED
     scheduler.active_requests = {"x": state}
     scheduler.finish_request("x")
-    assert scheduler._kv.mock_calls == []
+    assert scheduler._departures.mock_calls == []
     assert (scheduler.active_requests, scheduler._sending) == ({}, {})
     scheduler.cache.free_blocks.assert_called_once_with("x")
 

@@ -203,6 +203,29 @@ class Core:
         posting.start_op(self._address, index, flow, positions, pages, start, *gate)
         return index
 
+    def start_more(
+        self,
+        flow: int,
+        positions: Int64Array,
+        pages: Int64Array,
+        copied: Int64Array,
+        num_pages: int,
+        start: int,
+        gate: Gate,
+    ) -> int | None:
+        """`start_op` of ``pages``, which are copied to ``copied`` in the same call. None also if one is out of range.
+
+        num_pages: of the cache.
+        """
+        if not self._free_ops:
+            return None
+        index = self._free_ops.pop()
+        self._kept_ops[index] = positions, copied
+        if not posting.start_more(self._address, index, flow, positions, pages, copied, num_pages, start, *gate):
+            self._free_ops.append(index)
+            return None
+        return index
+
     def finish_send(self, flow: int, num_pages: int, aux: bytes) -> None:
         """Seals the send once its ops have ended. aux: at most `MAX_AUX` bytes."""
         assert len(aux) <= MAX_AUX
@@ -478,6 +501,7 @@ def warm_up() -> None:
     flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
+    core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
     core.wait_for_grant(peer=0, hashes=(0, 0), writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
     core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
     core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,13 +89,12 @@ def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> Loop
 
     Raises ``TransportUnavailable`` if the driver lacks a function.
     """
-    library = driver.library()
     device = stream.device
     word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     ids = torch.zeros((MAX_GPU_SENDS, IDS), dtype=torch.int64, pin_memory=True)
     errors = torch.zeros(2, dtype=torch.int64, pin_memory=True)
     there = torch.empty((MAX_GPU_SENDS, IDS), dtype=torch.int64, device=device)
-    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _NAMES]
+    functions = [driver.address(name) for name in _NAMES]
     return LoopDevice(
         functions=np.array(functions, dtype=np.int64),
         stream=stream.cuda_stream,

@@ -20,6 +20,7 @@ from torchkv.core.loop.records import GRANT_NBYTES, WORLD, Send, World, word_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
 from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
+from torchkv.host.page_id_check import copy_ids
 
 __all__ = [
     "add_writer",
@@ -31,6 +32,7 @@ __all__ = [
     "open_send",
     "post_grant",
     "spin_for_news",
+    "start_more",
     "start_op",
     "stop",
     "wait_for_grant",
@@ -165,6 +167,27 @@ def start_op(
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = 0
     _command(world, START, index)
+
+
+@compiled_with_gil
+def start_more(
+    address: int,
+    index: int,
+    flow: int,
+    positions: Int64Array,
+    given: Int64Array,
+    ids: Int64Array,
+    num_pages: int,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+) -> bool:
+    """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
+    if not copy_ids(given, ids, num_pages):
+        return False
+    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number)
+    return True
 
 
 @compiled_with_gil

@@ -19,6 +19,7 @@ import torch
 from torchkv.errors import ProtocolError, TransportUnavailable
 
 __all__ = [
+    "address",
     "check",
     "check_code",
     "context",
@@ -96,6 +97,14 @@ def library() -> Any:
 def library_with_gil() -> Any:
     """The functions of `library`, which keep the GIL here: for callers' threads, which would wait to get it back."""
     return _load(ctypes.PyDLL)
+
+
+def address(name: str) -> int:
+    """The address of one of the driver's C functions, for compiled code. Raises ``TransportUnavailable``."""
+    try:
+        return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
+    except AttributeError as error:
+        raise TransportUnavailable(f"the CUDA driver lacks what torchkv needs ({error}); use 525 or newer") from error
 
 
 def _load(kind: Callable[[str], Any]) -> Any:

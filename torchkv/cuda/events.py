@@ -12,9 +12,13 @@ import functools
 import itertools
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
+from torchkv.arrays import Int64Array
 from torchkv.cuda import driver
+from torchkv.host.atomics import load
+from torchkv.host.jit import at_register, c_function, compiled_with_gil, libc_functions
 
 __all__ = ["EventPool", "RecordedEvent", "StreamEvent", "event_pool", "is_capturing", "wait_on_stream"]
 
@@ -74,6 +78,31 @@ def wait_on_stream(event: StreamEvent, stream: torch.cuda.Stream) -> None:
         stream.wait_event(event)
 
 
+_call_capturing = c_function(2, 32)
+_call_record = c_function(2, 32)
+
+
+@compiled_with_gil
+def _record(capturing: int, record: int, captured: int, event: int, stream: int) -> int:
+    """Records an event unless the stream is under capture. 0, or why not.
+
+    capturing, record: addresses of the driver's functions. captured: address of a word for the answer of the first.
+    """
+    code: int = _call_capturing(capturing, stream, captured)
+    if code != 0:
+        return code
+    if load(captured) != 0:
+        return -1
+    return _call_record(record, event, stream)  # type: ignore[no-any-return]
+
+
+@at_register
+def warm_up() -> None:
+    """Compiles the function, or loads it from disk. It calls anything that ignores its arguments."""
+    nothing = int(libc_functions("sched_yield")[0])
+    _record(nothing, nothing, np.zeros(1, dtype=np.int64).ctypes.data, 0, 0)
+
+
 class EventPool:
     """The events of ``cuda:index``. Thread-safe: a list's ``pop`` and ``append`` are atomic."""
 
@@ -81,6 +110,7 @@ class EventPool:
         self._index = index
         self._free: list[int] = []
         self._free.append(self._grow())
+        self._captured: Int64Array = np.zeros(1, dtype=np.int64)  # whether the stream is under capture
 
     def record(self, *, keep_gil: bool = True) -> RecordedEvent:
         """Records an event behind everything enqueued on the calling thread's current stream of this GPU.
@@ -102,6 +132,27 @@ class EventPool:
                 code = record(handle, stream)
         driver.check_code(code, f"recording an event on cuda:{self._index}")
         return event
+
+    @functools.cached_property
+    def _try_record(self) -> tuple[int, int, int]:
+        """The first arguments of `_record`."""
+        return driver.address("cuStreamIsCapturing"), driver.address("cuEventRecord"), self._captured.ctypes.data
+
+    def try_record(self) -> RecordedEvent | None:
+        """As `record` with the GIL, in a third of the time. None if the stream is under capture, or it fails.
+
+        Only where this GPU is current on the calling thread.
+        """
+        number = next(_numbers)  # first: an event with a larger number must have been recorded later
+        try:
+            handle = self._free.pop()
+        except IndexError:
+            handle = self._grow()
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if _record(*self._try_record, handle, stream) != 0:
+            self._free.append(handle)
+            return None
+        return RecordedEvent(self, handle, stream, number)
 
     def give_back(self, handle: int) -> None:
         """Returns an event to the pool. Called when its `RecordedEvent` is dropped."""

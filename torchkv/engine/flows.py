@@ -239,11 +239,8 @@ class Flows:
         assert req.flow is not None
         source: SourcePages = op.source_pages
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
-        # The critical path of a verb: what is usual is done here, without a call.
-        route = self._routes.get((req.dst, id(plan)))
-        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
-            route = self._route(req.dst, plan)
-        gate = NO_GATE if self._kernels is None and source.event is None else self._gate(source.event)
+        route = self._route(req.dst, plan)
+        gate = self._gate(source.event)
         if gate is None or route is None or not self.serves(op) or (self._kernels is not None and self.core.broken):
             return False
         pages = source.pages
@@ -257,6 +254,32 @@ class Flows:
             self._waiting[req.flow][1].append(index)
         else:
             req.running[op] = index
+        return True
+
+    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> bool:
+        """`start` for a verb's critical path: of a bound request, and nothing is done where that needs more thought.
+
+        pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
+        """
+        grant = req.grant
+        if req.flow is None or grant is None or req.finish is not None or op.source_pages.path not in (None, "direct"):
+            return False
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return False
+        route = self._routes.get((req.dst, id(plan)))
+        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
+            return False
+        gate = self._gate(op.source_pages.event)
+        if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
+            return False
+        index = self.core.start_more(
+            req.flow, route.positions[op.layers], pages, op.source_pages.pages, self._local.num_pages, op.start, gate
+        )
+        if index is None:
+            return False
+        self._ops[index] = req, op
+        req.running[op] = index
         return True
 
     def finish(self, req: SenderRequest) -> bool:

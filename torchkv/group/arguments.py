@@ -40,6 +40,7 @@ __all__ = [
     "as_request",
     "as_send_pages",
     "check_one_layer",
+    "plain_pages",
 ]
 
 PageIds = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # [n]
@@ -70,11 +71,8 @@ def as_pages(pages: Pages, *, num_pages: int, operation: str) -> Int64Array:
 
     Raises ``ProtocolError`` for a wrong type, dtype, shape or length, ``PageOutOfRange`` for a wrong id.
     """
-    # Fast for the common case: this is on the caller's critical path.
-    if type(pages) is torch.Tensor and pages.dtype is torch.int64 and pages.is_cpu and pages.layout is torch.strided:
-        pages = pages.numpy()
-    plain = type(pages) is np.ndarray and pages.dtype is _INT64 and pages.ndim == 1 and pages.flags.carray
-    array: Int64Array = pages if plain else as_int64(pages, operation)  # type: ignore[assignment]  # just checked
+    plain = plain_pages(pages)
+    array = as_int64(pages, operation) if plain is None else plain
     if len(array) > MAX_PAGES:
         raise ProtocolError(f"{operation}: {len(array)} pages in one call, the limit is {MAX_PAGES}; send in chunks")
     ids: Int64Array = np.empty(len(array), dtype=_INT64)
@@ -83,6 +81,15 @@ def as_pages(pages: Pages, *, num_pages: int, operation: str) -> Int64Array:
         hint = "" if num_pages else "; its layers have no pages: give their number with KVCache(num_pages=)"
         raise PageOutOfRange(f"{operation}: page {bad[0]} is outside this cache's [0, {num_pages}){hint}")
     return ids
+
+
+def plain_pages(pages: Pages) -> Int64Array | None:
+    """Page ids that lie in host memory as `as_pages` needs them: the same memory as an array. None for all others."""
+    if type(pages) is torch.Tensor and pages.dtype is torch.int64 and pages.is_cpu and pages.layout is torch.strided:
+        pages = pages.numpy()
+    if type(pages) is not np.ndarray or pages.dtype is not _INT64 or pages.ndim != 1 or len(pages) > MAX_PAGES:
+        return None
+    return pages if pages.flags.carray else None  # type: ignore[return-value]  # just checked
 
 
 def as_send_pages(pages: Pages, *, num_pages: int, gpu: GpuContext, operation: str) -> Int64Array | DevicePages:

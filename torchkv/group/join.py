@@ -128,23 +128,26 @@ class KVMember(KVVerbs):
 
     # ------------------------------------------------------------------ peers
 
-    def connect(self, peer: str, *, timeout: float | timedelta | None = None) -> Future[str]:
+    def connect(
+        self, peer: str, *, instance: str | None = None, timeout: float | timedelta | None = None
+    ) -> Future[str]:
         """Meets another instance, both ways. The result is its name, as soon as it can be named in verbs here.
 
-        peer: the `address` of the instance, or its name if there is a store. timeout: in seconds; None stands for
-        ``Options.timeout``. The future fails with ``TransferTimeout``, ``PeerLost`` (one of this name has gone),
-        ``LayoutMismatch``, ``TransportUnavailable`` or ``ProtocolError``; callbacks that are added to it must not
-        block. Raises ``ProtocolError`` for a name without a store.
+        peer: the `address` of the instance, or its name if there is a store. One that is here already is not asked
+        again. instance: the name of who must be at that address; None: whoever is there. timeout: in seconds; None
+        stands for ``Options.timeout``. The future fails with ``TransferTimeout``, ``PeerLost`` (one of this name has
+        gone), ``LayoutMismatch``, ``TransportUnavailable`` or ``ProtocolError``; callbacks that are added to it must
+        not block. Raises ``ProtocolError`` for a name without a store.
         """
         limit = self._options.timeout if timeout is None else seconds(timeout, "connect: timeout")
         (self._verbs or self._unregistered("connect")).check_open("connect")
         deadline = time.monotonic() + limit
-        if ADDRESS.fullmatch(peer):
-            return self._greet(peer, deadline)
-        if (known := self._membership.peers.get(peer)) is not None and known.here:
+        if (known := self._here(peer)) is not None:
             found: Future[str] = Future()
-            found.set_result(peer)
+            _settle(found, known, peer, instance)
             return found
+        if ADDRESS.fullmatch(peer):
+            return self._greet(peer, deadline, instance)
         if self._store is None:
             raise ProtocolError(
                 f"connect: no instance {peer!r} has connected here, and join was given no store to look it up in; give "
@@ -187,13 +190,20 @@ class KVMember(KVVerbs):
         self._refuse_fork(verb, "its parent")
         raise ProtocolError(f"{verb}: joining has failed, so there are no verbs")
 
-    def _greet(self, address: str, deadline: float) -> Future[str]:
+    def _here(self, peer: str) -> str | None:
+        """The name of the instance that ``peer`` names, or whose address it is, if that answers."""
+        for name, known in self._membership.peers.items():
+            if known.here and peer in (name, known.address):
+                return name
+        return None
+
+    def _greet(self, address: str, deadline: float, instance: str | None) -> Future[str]:
         future: Future[str] = Future()
         future.set_running_or_notify_cancel()  # nobody can cancel it
 
         def done(name: str, error: KVError | None) -> None:
             if error is None:
-                future.set_result(name)
+                _settle(future, name, address, instance)
             else:
                 future.set_exception(error)
 
@@ -212,7 +222,7 @@ class KVMember(KVVerbs):
             gone = self._membership.gone.get(name) == address
             patience = GONE_PATIENCE if gone else ADDRESS_PATIENCE
             try:
-                found = self._greet(address, min(deadline, time.monotonic() + patience)).result()
+                return self._greet(address, min(deadline, time.monotonic() + patience), name).result()
             except TransferTimeout as error:
                 if gone:
                     raise PeerLost(
@@ -220,10 +230,6 @@ class KVMember(KVVerbs):
                     ) from error
                 if time.monotonic() >= deadline:
                     raise
-            else:
-                if found != name:
-                    raise ProtocolError(f"connect: at {address}, where {name!r} should be, there is {found!r}")
-                return found
 
     def _look_up(self, name: str, deadline: float) -> str:
         assert self._store is not None
@@ -239,14 +245,21 @@ class KVMember(KVVerbs):
 
     def _seek(self, peer: str, operation: str) -> str:
         """For `GroupMap.seek`: what a verb names may be an address, or an instance that is not known yet."""
-        for name, known in self._membership.peers.items():
-            if known.address == peer and known.here:
-                return name
+        if (known := self._here(peer)) is not None:
+            return known
         if threading.get_ident() in drivers:
             raise ProtocolError(
                 f"{operation}: {peer!r} is not connected; a callback cannot wait for that: connect first"
             )
         return self.connect(peer).result()
+
+
+def _settle(found: Future[str], name: str, address: str, wanted: str | None) -> None:
+    """``name`` answers at ``address``. wanted: who should."""
+    if wanted is None or name == wanted:
+        found.set_result(name)
+    else:
+        found.set_exception(ProtocolError(f"connect: at {address}, where {wanted!r} should be, there is {name!r}"))
 
 
 def _key(instance: str) -> str:

@@ -32,6 +32,7 @@ from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
+from torchkv.protocol.messages import MAX_PAGES
 from torchkv.protocol.receiving.request import ReceiverRequest
 
 __all__ = ["Verbs", "layer_wait"]
@@ -61,7 +62,7 @@ class Verbs:
         self.forced_path = engine.options.forced_path
         self._layout = None if cache is None else cache.layout
         layers = () if cache is None else cache.layout.layers
-        self._one_layer: dict[int, tuple[int, ...]] = {layer: (layer,) for layer in layers}
+        self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
         self._wake = wake
         self.clock = clock
         # For works that the resident loop completes.
@@ -225,7 +226,10 @@ class Verbs:
         event: Any,
         origin: Origin,
     ) -> KVWork:
-        # The caller's critical path: a value that already has its plain form is checked here, without a call.
+        if origin == "prefix" and verb != "staged_put":
+            work = self._send_more(verb, request, layers, pages, dst, start, event)
+            if work is not None:
+                return work
         layout = self._layout or self.layout(verb)
         engine = self.engine
         request = arguments.as_request(request)
@@ -237,11 +241,8 @@ class Verbs:
         else:
             graph_gate.refuse_capture(operation, gpu.index)
             ids = arguments.as_send_pages(pages, num_pages=engine.group_map.me.num_pages, gpu=gpu, operation=operation)
-        held = self._one_layer.get(layers) if type(layers) is int else None
-        if held is None:
-            held = arguments.as_layers(layers, layout, operation=operation)
-        if type(start) is not int or start:
-            start = arguments.as_count(start, operation=operation, name="start")
+        held = arguments.as_layers(layers, layout, operation=operation)
+        start = arguments.as_count(start, operation=operation, name="start")
         from_prompt = origin != "prefix" and arguments.as_origin(origin, operation=operation)
         ready = event if event is None else arguments.as_event(event, operation=operation)
         ranks = engine.group_map.targets(dst, operation)
@@ -259,27 +260,42 @@ class Verbs:
         work = self._work(operation)
         op = SendOp(request, ANYBODY, {}, held, start, len(ids), work, SourcePages(ids, ready, forced))
         op.from_prompt = from_prompt
-        if from_prompt or not self._send_more(verb, op, ranks):
-            self._queue(verb, op, ranks, whole=whole, anybody=dst is None)
+        self._queue(verb, op, ranks, whole=whole, anybody=dst is None)
         return work
 
-    def _send_more(self, verb: str, op: SendOp, ranks: tuple[int, ...]) -> bool:
-        """Sends more of a request that the resident loop serves, as nearly all verbs do. False for any other."""
-        if len(ranks) != 1:
-            return False
-        (op.dst,) = ranks
-        sender = self.engine.sender
-        with self.engine.lock:
-            req = sender.served(op.request, op.dst)
-            if req is None:
-                return False
-            op.work._expect(1)
-            on_loop = sender.send_more(req, op)
-        if trace.isEnabledFor(logging.DEBUG):
-            trace.debug(_QUEUED, op.request, ranks, verb, op.layers, op.num_pages)
-        if not on_loop:
-            self._wake()
-        return True
+    def _send_more(
+        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+    ) -> KVWork | None:
+        """Sends more of a request that the resident loop serves under its grant, as nearly all verbs do.
+
+        None, and nothing is done, if it does not, or if anything is not as usual: then `_send` looks at it, and says
+        what is wrong. The critical path of a sender, in one piece, and without a call for what has its plain form.
+        """
+        engine, flows = self.engine, self.engine.flows
+        held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
+        if type(request) is not str or type(dst) is not int or type(start) is not int or start < 0:
+            return None
+        req = engine.sender.requests.by_key.get((request, dst))
+        if req is None or req.flow is None or flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        ids = arguments.plain_pages(pages)
+        if ids is None and type(pages) is list and len(pages) <= MAX_PAGES:
+            ids = arguments.as_int64(pages, f"{verb}({request!r})")
+        if ids is None:
+            return None
+        if verb == "send_layer" and (dst,) not in engine.whole_pages:
+            return None
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+            return None
+        work = self._work(f"{verb}({request!r})")
+        copied: Int64Array = np.empty(len(ids), dtype=np.int64)
+        op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
+        with engine.lock:
+            if not flows.start_more(req, op, ids):
+                return None
+            work._expect(1)
+            req.add_sent(op)
+        return work
 
     def _queue(self, verb: str, op: SendOp, ranks: tuple[int, ...], *, whole: bool, anybody: bool) -> None:
         """Begins ``op`` towards these ranks, or towards anybody. whole: the layouts must match page for page."""

@@ -125,7 +125,8 @@ class Prefills:
         deadline = time.monotonic() + self._seconds
         while True:
             try:
-                return self._meet(ask(bootstrap, timeout=PATIENCE), deadline)
+                address = ask(bootstrap, timeout=PATIENCE)
+                return self._kv.connect(address, timeout=max(deadline - time.monotonic(), PAUSE)).result()
             except KVError as error:
                 if not error.retryable or time.monotonic() >= deadline:
                     raise
@@ -134,9 +135,3 @@ class Prefills:
                     raise PeerLost(f"nobody answers at the bootstrap address {bootstrap}: {error}") from error
             if self._closing.wait(PAUSE):
                 raise TransferCancelled(f"this engine ended while {bootstrap} was looked up")
-
-    def _meet(self, address: str, deadline: float) -> str:
-        for name, peer in self._kv.peers().items():
-            if peer.here and peer.address == address:
-                return name
-        return self._kv.connect(address, timeout=max(deadline - time.monotonic(), PAUSE)).result()

@@ -6,16 +6,15 @@ peer: what goes wrong with a request ends that request.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from torchkv.errors import KVError, LayoutMismatch, ProtocolError, TransferCancelled
+from torchkv.errors import ProtocolError, TransferCancelled
+from torchkv.integrations.arrivals import Arrival
+from torchkv.integrations.departures import Departure, Departures
 
 if TYPE_CHECKING:
     from torchkv.engine.work import KVWork
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from torchkv.integrations.sglang_memory import AuxRows
 
 __all__ = ["Receiver", "Requests", "Sender"]
-
-log = logging.getLogger(__name__)
 
 # What ``poll`` returns: SGLang's KVPoll.
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
@@ -39,25 +36,15 @@ class Requests:
     aux: AuxRows
     page_size: int
     prefills: Prefills | None = None
-    senders: dict[str, Sender] = field(default_factory=dict)  # by name: whose torchkv's request of this name is
     receivers: dict[int, Receiver] = field(default_factory=dict)  # by room, until SGLang has released their pages
-    ended: list[Sender] = field(default_factory=list)  # in ``senders``, until torchkv reads nothing for them
+
+    def __post_init__(self) -> None:
+        self.departures = Departures(self.kv)
 
     def is_released(self, room: int) -> bool:
         """Whether nothing can be written any more to the pages that this rank granted for a room."""
         receiver = self.receivers.get(room)
         return receiver is None or receiver.is_quiet()
-
-    def take_name(self, sender: Sender) -> bool:
-        """Whether ``sender`` has its name. Clients choose rooms, so an earlier request may have it."""
-        self.forget()
-        return self.senders.setdefault(sender.name, sender) is sender
-
-    def forget(self) -> None:
-        """Drops senders that failed and for which torchkv does nothing any more."""
-        for sender in [sender for sender in self.ended if sender.is_over()]:
-            self.ended.remove(sender)
-            del self.senders[sender.name]
 
 
 class Sender:
@@ -72,64 +59,59 @@ class Sender:
     ) -> None:
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
-        self.name = _name(bootstrap_room)
-        self.error: Exception | None = None
-        self.nbytes = 0
         self.seconds: float | None = None  # from the last page being sent until it was received
         self._early_send_wait_event: Any = None  # SGLang sets it: a CUDA event, behind which the pages are written
         self._requests: Requests = mgr.requests
-        self._begun = False  # whether torchkv knows of it
-        self._prefix: int | None = None  # tokens that the receiver holds; None until it has granted pages
+        self._departure = Departure(self._requests.departures, _name(bootstrap_room))
+        self._prefix = 0  # tokens that the receiver holds
         self._pages = 0  # of all that is sent
         self._sent = 0
         self._aux_index: int | None = None
         self._works: list[KVWork] = []
-        self._finish: KVWork | None = None
-        self._cancel: KVWork | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        return self._departure.error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a request that has succeeded."""
+        return sum(work.bytes for work in self._works)
 
     # ------------------------------------------------------------------ in this order
 
     def poll(self) -> int:
-        if self.error is None and self._finish is not None and self._finish.is_completed():
-            if (error := self._finish.exception()) is None:
-                return self._succeed()
-            self._fail(error)
-        if self.error is not None:
+        departure = self._departure
+        departure.advance()
+        if departure.error is not None:
             return FAILED
-        if self._finish is not None:
-            return TRANSFERRING
-        if not self._requests.take_name(self):
-            return BOOTSTRAPPING
-        self._begun = True
-        try:
-            prefix = self._requests.kv.granted(self.name, None)
-        except LayoutMismatch:
-            prefix = 0  # this rank holds nothing for the receiver, and finishes with nothing
-        except KVError as error:
-            self._fail(error)
+        if departure.sealed is not None:
+            self.seconds = departure.sealed.seconds if departure.is_over else None
+            return SUCCESS if departure.is_over else TRANSFERRING
+        prefix = departure.granted()
+        if departure.error is not None:
             return FAILED
-        if prefix is not None:
-            self._prefix = prefix
-        return BOOTSTRAPPING if self._prefix is None else WAITING
+        self._prefix = prefix or 0
+        return BOOTSTRAPPING if prefix is None else WAITING
 
     poll_pp_consensus = poll
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that the decode engine holds already, and that are not sent."""
-        prefix = self._prefix or 0
-        if prefix % self._requests.page_size:
-            self._fail(
+        if self._prefix % self._requests.page_size:
+            self._departure.fail(
                 ProtocolError(
-                    f"the decode engine holds {prefix} tokens of this prompt, and pages here have "
+                    f"the decode engine holds {self._prefix} tokens of this prompt, and pages here have "
                     f"{self._requests.page_size}: its --page-size must be a multiple of that"
                 )
             )
-        return prefix
+        return self._prefix
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._pages, self._aux_index = num_kv_indices, aux_index
         if num_kv_indices < 0:
-            self._fail(ProtocolError(f"the decode engine holds {self._prefix} tokens, which is more than this prompt"))
+            error = ProtocolError(f"the decode engine holds {self._prefix} tokens, which is more than this prompt")
+            self._departure.fail(error)
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
@@ -138,59 +120,31 @@ class Sender:
         self, kv_indices: Any, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
     ) -> None:
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        if self.error is not None:
+        departure, pages = self._departure, np.asarray(kv_indices, dtype=np.int64)
+        if departure.error is not None:
             return
-        assert self._finish is None, "SGLang sends a request's last pages once"
-        kv, pages = self._requests.kv, np.asarray(kv_indices, dtype=np.int64)
-        try:
-            if len(pages):
-                self._works.append(kv.send_pages(self.name, pages, None, start=self._sent, event=event))
-            self._sent += len(pages)
-            if self._sent >= self._pages:
-                assert self._aux_index is not None
-                self._finish = kv.finish(self.name, None, aux=self._requests.aux.row(self._aux_index))
-        except KVError as error:
-            self._fail(error)
+        assert departure.sealed is None, "SGLang sends a request's last pages once"
+        if (work := departure.send(pages, start=self._sent, event=event)) is not None:
+            self._works.append(work)
+        self._sent += len(pages)
+        if self._sent >= self._pages and departure.error is None:
+            assert self._aux_index is not None
+            departure.finish(aux=self._requests.aux.row(self._aux_index))
 
     # ------------------------------------------------------------------ its end
 
     def abort(self) -> None:
-        if self.error is None and not self._has_succeeded():
-            self._fail(TransferCancelled(f"request {self.name} was aborted where it is prefilled"))
+        self._departure.advance()
+        self._departure.fail(TransferCancelled(f"request {self._departure.name} was aborted where it is prefilled"))
 
     def failure_exception(self) -> NoReturn:
         """SGLang is about to release the pages of a failed request: on all ranks, if it has failed on one of them."""
-        if self.error is None:
-            self._fail(_failed_elsewhere(self.name))
-        assert self.error is not None
-        raise self.error
+        elsewhere = _failed_elsewhere(self._departure.name)
+        self._departure.fail(elsewhere)
+        raise self._departure.error or elsewhere
 
     def clear(self) -> None:
-        """Nothing is kept for a request that has succeeded."""
-
-    def is_over(self) -> bool:
-        """Whether torchkv's request of this name has ended here."""
-        return self._cancel is not None and self._cancel.is_completed()
-
-    def _has_succeeded(self) -> bool:
-        return self._finish is not None and self._finish.is_success()
-
-    def _succeed(self) -> int:
-        if self._requests.senders.get(self.name) is self:
-            del self._requests.senders[self.name]
-            assert self._finish is not None
-            self.nbytes, self.seconds = sum(work.bytes for work in self._works), self._finish.seconds
-            self._works.clear()
-        return SUCCESS
-
-    def _fail(self, error: Exception) -> None:
-        if self.error is not None:
-            return
-        self.error = error
-        self._works.clear()
-        if self._requests.take_name(self):
-            self._cancel = self._requests.kv.cancel(self.name, decline=not self._begun)
-            self._requests.ended.append(self)
+        """Nothing is kept for a request that has ended."""
 
 
 class Receiver:
@@ -209,9 +163,8 @@ class Receiver:
         self._bootstrap = bootstrap_addr
         self._requests: Requests = mgr.requests
         self._name = _name(bootstrap_room)
-        self._finding: Future[str] | None = None
+        self._arrival: Arrival | None = None
         self._aux_index: int | None = None
-        self._work: KVWork | None = None
         self._is_first = bootstrap_room is not None and (
             self._requests.receivers.setdefault(bootstrap_room, self) is self
         )
@@ -225,19 +178,21 @@ class Receiver:
             self._fail(ProtocolError(f"data-parallel rank {prefill_dp_rank}: a prefill engine has one only, so far"))
         elif self.error is None:
             assert self._requests.prefills is not None
-            self._finding = self._requests.prefills.find(self._bootstrap)
+            finding = self._requests.prefills.find(self._bootstrap)
+            self._arrival = Arrival(self._requests.kv, self._name, finding)
 
     def poll(self) -> int:
         if self.conclude_state is not None:
             return self.conclude_state
-        if self._work is not None:
-            return self._poll_work(self._work)
-        finding = self._finding
-        if finding is None or not finding.done():
+        if self._arrival is None:
             return BOOTSTRAPPING
-        if (error := finding.exception()) is not None:
+        if self._arrival.is_connected():
+            return WAITING
+        if (error := self._arrival.error) is not None:
             return self._fail(error)
-        return WAITING
+        if (work := self._arrival.work) is None:
+            return BOOTSTRAPPING
+        return self._succeed(work) if work.is_completed() else TRANSFERRING
 
     def send_metadata(
         self,
@@ -250,24 +205,12 @@ class Receiver:
         """Grants the pages behind the prefix to whoever prefills the request."""
         if self.error is not None:
             return
-        assert self._finding is not None
+        assert self._arrival is not None
         assert aux_index is not None
         self._aux_index = aux_index
-        try:
-            self._work = self._requests.kv.recv_pages(
-                self._name,
-                np.asarray(kv_indices, dtype=np.int64),
-                self._finding.result(),
-                prefix_tokens=decode_prefix_len or 0,
-            )
-        except KVError as error:
-            self._fail(error)
+        self._arrival.grant(np.asarray(kv_indices, dtype=np.int64), prefix_tokens=decode_prefix_len or 0)
 
-    def _poll_work(self, work: KVWork) -> int:
-        if not work.is_completed():
-            return TRANSFERRING
-        if (error := work.exception()) is not None:
-            return self._fail(error)
+    def _succeed(self, work: KVWork) -> int:
         assert self._aux_index is not None
         try:
             self._requests.aux.put(self._aux_index, work.aux)
@@ -285,7 +228,7 @@ class Receiver:
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Ends the transfer, and has SGLang keep the pages until nothing can be written to them any more."""
         self._fail(_failed_elsewhere(self._name))
-        self.abort_notified = self._work is not None
+        self.abort_notified = self._arrival is not None and self._arrival.work is not None
 
     def failure_exception(self) -> NoReturn:
         """SGLang is about to release the pages of a failed request: on all ranks, if it has failed on one of them."""
@@ -295,10 +238,7 @@ class Receiver:
 
     def is_quiet(self) -> bool:
         """Whether nothing can be written to its pages any more."""
-        if self._work is None:
-            return True
-        error = self._work.exception()
-        return self._work.is_completed() and (error is None or (isinstance(error, KVError) and error.pages_safe))
+        return self._arrival is None or self._arrival.pages_safe
 
     def is_abort_release_safe(self) -> bool:
         return self.is_quiet()
@@ -321,21 +261,9 @@ class Receiver:
             return FAILED
         assert isinstance(error, Exception)
         self.error, self.conclude_state = error, FAILED
-        if self._work is not None:
-            self._requests.kv.cancel(self._name)
-        elif self._is_first and self._finding is not None:
-            self._finding.add_done_callback(partial(_refuse, self._requests.kv, self._name))
+        if self._arrival is not None:
+            self._arrival.cancel()
         return FAILED
-
-
-def _refuse(kv: KVMember, name: str, finding: Future[str]) -> None:
-    """Tells who prefills the request that nobody here wants it, once that one is known."""
-    if finding.cancelled() or finding.exception() is not None:
-        return
-    try:
-        kv.refuse(name, finding.result())
-    except KVError as error:
-        log.warning("request %s was not refused: %s: %s", name, type(error).__name__, error)
 
 
 def _name(room: int | None) -> str:

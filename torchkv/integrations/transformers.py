@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 import torchkv
-from torchkv.errors import KVError, LayoutMismatch
+from torchkv.errors import LayoutMismatch, TransferCancelled
+from torchkv.integrations.arrivals import Arrival
+from torchkv.integrations.departures import Departure, Departures, transfer_name
 
 if TYPE_CHECKING:
-    from torchkv.engine.work import KVWork
     from torchkv.group.join import KVMember
 
 __all__ = ["Endpoint", "decode", "prefill"]
@@ -100,11 +100,10 @@ def decode(instance: str, source: Callable[[str], str], *, options: torchkv.Opti
 
 class _PrefillScheduler(FIFOScheduler):
     def __init__(self, endpoint: Endpoint, **arguments: Any) -> None:
-        self._sending: dict[str, KVWork] = {}
-        self._pages: dict[str, int] = {}  # of what is being sent, and has not failed
+        self._sending: dict[str, tuple[Departure, int]] = {}  # request id -> and pages
         self._endpoint = endpoint
         super().__init__(**arguments)
-        self._kv = endpoint.join(self.cache)
+        self._departures = Departures(endpoint.join(self.cache))
         (self._allocator,) = self.cache.cache_allocators.values()
 
     def has_pending_requests(self) -> bool:
@@ -126,7 +125,7 @@ class _PrefillScheduler(FIFOScheduler):
             self._send(request_id, len(state.initial_tokens) - 1)
             return
         else:
-            self._kv.cancel(request_id, decline=True)
+            self._departures.decline(transfer_name(request_id))
         self.cache.free_blocks(request_id)
 
     def clear_cancelled_requests(self) -> Any:
@@ -135,35 +134,24 @@ class _PrefillScheduler(FIFOScheduler):
             self._requests_to_cancel -= here
             dropped = set(self._requests_to_cancel)
         for request_id in here:
-            self._give_up(request_id)
+            self._sending[request_id][0].fail(TransferCancelled("it was cancelled where it is prefilled"))
         for request_id in dropped:
-            self._kv.cancel(request_id, decline=True)
+            self._departures.decline(transfer_name(request_id))
         return super().clear_cancelled_requests()
 
     def _send(self, request_id: str, tokens: int) -> None:
         pages = self._allocator.block_table[request_id][: -(-tokens // self._allocator.tokens_per_page)]
-        try:
-            self._kv.send_pages(request_id, pages, None, origin="prompt")
-            self._sending[request_id] = self._kv.finish(request_id, None)
-            self._pages[request_id] = len(pages)
-        except KVError as error:
-            log.warning("request %s was not sent: %s", request_id, error)
-            self._give_up(request_id)
-
-    def _give_up(self, request_id: str) -> None:
-        """Its blocks are kept until nothing reads them."""
-        self._pages.pop(request_id, None)
-        self._sending[request_id] = self._kv.cancel(request_id)
+        departure = Departure(self._departures, transfer_name(request_id))
+        assert departure.has_name(), "requests that are being sent have names of their own"
+        departure.send(pages)
+        departure.finish()
+        self._sending[request_id] = departure, len(pages)
 
     def _poll(self) -> None:
-        for request_id, work in list(self._sending.items()):
-            if not work.is_completed():
-                continue
-            if (error := work.exception()) is not None:
-                log.warning("request %s was not sent: %s", request_id, error)
-                self._give_up(request_id)
-            else:
-                self._endpoint.count(self._pages.pop(request_id, 0))
+        """Blocks are kept until nothing reads them."""
+        for request_id, (departure, pages) in list(self._sending.items()):
+            if departure.advance():
+                self._endpoint.count(0 if departure.error else pages)
                 del self._sending[request_id]
                 self.cache.free_blocks(request_id)
 
@@ -171,20 +159,17 @@ class _PrefillScheduler(FIFOScheduler):
 # ---------------------------------------------------------------------- decode
 
 
-@dataclass(slots=True)
-class _Arrival:
+class _Incoming:
     """A request whose prompt comes from elsewhere. It waits among ``waiting_requests``, but not in their order."""
 
-    state: Any
-    connecting: Future[str] | None = None
-    work: KVWork | None = None
-    error: Exception | None = None  # before anything was granted
-    ended: bool = False  # transformers does not want it any more
+    def __init__(self, state: Any, arrival: Arrival) -> None:
+        self.state, self.arrival = state, arrival
+        self.ended = False  # transformers does not want it any more
 
 
 class _DecodeScheduler(FIFOScheduler):
     def __init__(self, endpoint: Endpoint, source: Callable[[str], str], **arguments: Any) -> None:
-        self._arrivals: dict[str, _Arrival] = {}
+        self._incoming: dict[str, _Incoming] = {}
         self._endpoint = endpoint
         super().__init__(**arguments)
         if self.cache.use_prefix_sharing:
@@ -195,93 +180,52 @@ class _DecodeScheduler(FIFOScheduler):
 
     def add_waiting_request(self, state: Any) -> None:
         comes_back = state.is_cpu_offloaded or state._true_initial_tokens or state.generated_tokens
-        if comes_back or len(state.initial_tokens) < 2 or state.request_id in self._arrivals:
+        if comes_back or len(state.initial_tokens) < 2 or state.request_id in self._incoming:
             super().add_waiting_request(state)
             return
         self.waiting_requests[state.request_id] = state
-        self._arrivals[state.request_id] = _Arrival(state)
+        name = transfer_name(state.request_id)
+        arrival = Arrival.at(self._kv, name, self._source(state.request_id))
+        self._incoming[state.request_id] = _Incoming(state, arrival)
 
     def has_pending_requests(self) -> bool:
         self._poll()
-        return bool(super().has_pending_requests() or self._arrivals)
+        return bool(super().has_pending_requests() or self._incoming)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         self._poll()
-        return _or_wait(self, super().schedule_batch(token_budget, cache_budget), bool(self._arrivals))
+        return _or_wait(self, super().schedule_batch(token_budget, cache_budget), bool(self._incoming))
 
     def clear_cancelled_requests(self) -> Any:
         with self._cancellation_lock:
-            here = self._requests_to_cancel & self._arrivals.keys()
+            here = self._requests_to_cancel & self._incoming.keys()
             self._requests_to_cancel -= here
         states = [self.waiting_requests.pop(name) for name in here if name in self.waiting_requests]
         return states + super().clear_cancelled_requests()
 
     def _poll(self) -> None:
-        for request_id, arrival in list(self._arrivals.items()):
-            if not arrival.ended and self.waiting_requests.get(request_id) is not arrival.state:
-                arrival.ended = True
-                self._drop(request_id, arrival)
-            self._advance(request_id, arrival)
-            if self._is_over(arrival):
-                del self._arrivals[request_id]
-                self._admit(request_id, arrival)
+        for request_id, incoming in list(self._incoming.items()):
+            arrival, state = incoming.arrival, incoming.state
+            if not incoming.ended and self.waiting_requests.get(request_id) is not state:
+                incoming.ended = True
+                arrival.cancel()
+            tokens = len(state.initial_tokens) - 1
+            if not incoming.ended and arrival.is_connected() and self.cache.can_store_request_tokens(state, tokens):
+                arrival.grant(self._allocator.block_table[request_id])
+            if arrival.is_over:  # until then its blocks are kept: somebody may write to them
+                del self._incoming[request_id]
+                self._admit(request_id, incoming)
 
-    def _advance(self, request_id: str, arrival: _Arrival) -> None:
-        """Connects, then allocates and grants; nothing here waits."""
-        if arrival.ended or arrival.error is not None or arrival.work is not None:
-            return
-        tokens = len(arrival.state.initial_tokens) - 1
-        try:
-            if arrival.connecting is None:
-                arrival.connecting = self._connected(request_id)
-            if not arrival.connecting.done() or not self.cache.can_store_request_tokens(arrival.state, tokens):
-                return
-            pages = self._allocator.block_table[request_id]
-            arrival.work = self._kv.recv_pages(request_id, pages, arrival.connecting.result())
-        except KVError as error:
-            arrival.error = error
-
-    def _connected(self, request_id: str) -> Future[str]:
-        address = self._source(request_id)
-        for name, peer in self._kv.peers().items():
-            if peer.here and peer.address == address:
-                known: Future[str] = Future()
-                known.set_result(name)
-                return known
-        return self._kv.connect(address)
-
-    def _drop(self, request_id: str, arrival: _Arrival) -> None:
-        """Aborts it. Its blocks are kept until nothing can be written to them: see `_is_over`."""
-        if arrival.work is not None:
-            self._kv.cancel(request_id)
-        elif arrival.connecting is not None and arrival.error is None:
-            arrival.connecting.add_done_callback(partial(self._refuse, request_id))
-
-    def _refuse(self, request_id: str, connecting: Future[str]) -> None:
-        try:
-            self._kv.refuse(request_id, connecting.result())
-        except KVError as error:
-            log.warning("request %s was not refused: %s", request_id, error)
-
-    def _is_over(self, arrival: _Arrival) -> bool:
-        if arrival.work is None:
-            return arrival.ended or arrival.error is not None
-        if not arrival.work.is_completed():
-            return False
-        error = arrival.work.exception()
-        return error is None or error.pages_safe
-
-    def _admit(self, request_id: str, arrival: _Arrival) -> None:
+    def _admit(self, request_id: str, incoming: _Incoming) -> None:
         """It is scheduled as any other from now on: with its prompt, or without."""
-        error = arrival.error if arrival.work is None else arrival.work.exception()
-        if arrival.work is not None and error is None:
+        arrival, state = incoming.arrival, incoming.state
+        if arrival.error is None:
             self._endpoint.count(len(self._allocator.block_table[request_id]))
-        if arrival.ended or error is not None:
+        if incoming.ended or arrival.error is not None:
             self.cache.free_blocks(request_id)
-        if arrival.ended:
+        if incoming.ended:
             return
-        if error is None:
-            state = arrival.state
+        if (error := arrival.error) is None:
             state.position_offset = len(state.initial_tokens) - 1
             state.remaining_prefill_tokens = state.initial_tokens[-1:]
         else:

@@ -6,25 +6,20 @@ vLLM finds it with ``--kv-transfer-config '{"kv_connector": "TorchKVConnector", 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+import torchkv
 from torchkv.errors import LayoutMismatch, ProtocolError
-from torchkv.integrations import vllm_cache, vllm_worker
-from torchkv.integrations.vllm_groups import groups_of
-from torchkv.integrations.vllm_messages import Step, split_address
+from torchkv.integrations.layer_groups import cache_of
+from torchkv.integrations.steps import Step
 from torchkv.integrations.vllm_scheduler import SchedulerSide
-from torchkv.integrations.vllm_worker import Results, WorkerSide
+from torchkv.integrations.vllm_specs import Shapes, groups_of
+from torchkv.integrations.worker import Results, WorkerSide
 from torchkv.options import Options
 
 if TYPE_CHECKING:
@@ -36,56 +31,57 @@ SEND = ("layer", "request")
 
 
 @dataclass(frozen=True)
-class Metadata(KVConnectorMetadata):
+class Metadata(base.KVConnectorMetadata):
     """A step, as vLLM carries it to the workers."""
 
     step: Step
 
 
 @dataclass(frozen=True)
-class Handshake(KVConnectorHandshakeMetadata):
+class Handshake(base.KVConnectorHandshakeMetadata):
     """Where the workers of this engine can be reached."""
 
     address: str
 
 
-class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
+class TorchKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """One of the two parts of a connector, which share nothing: the scheduler's, or that of one worker.
 
     Models may have a list of blocks for each group of layers: full attention, sliding windows, states. Others are
     refused: ``LayoutMismatch``.
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         self._send = settings.pop("send")
         self._instance = settings.pop("instance") or self._kv_transfer_config.engine_id
         self._options = settings
-        from vllm.model_executor.models.utils import extract_layer_index
+        _check_parallel(vllm_config.parallel_config)
+        self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
+        from vllm.model_executor.models.utils import extract_layer_index  # which loads much of vLLM
 
-        self._groups = groups_of(kv_cache_config.kv_cache_groups, extract_layer_index)
-        if self._groups is not None and not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
-            raise LayoutMismatch("this vLLM does not tell connectors a request's block lists; use 0.32 for this model")
-        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self._page_size = self._spec.block_size if self._groups is None else self._groups.page_size
-        parallel = vllm_config.parallel_config
-        _check_parallel(parallel)
-        self._tp_size: int = parallel.tensor_parallel_size
+        self._layer_of = extract_layer_index
+        self._groups = groups_of(
+            kv_cache_config.kv_cache_groups,
+            self._layer_of,
+            tp_size=self._tp_size,
+            whole=lambda: _whole_states(vllm_config),
+        )
+        if self._groups.hybrid and not hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager"):
+            raise LayoutMismatch("this vLLM does not tell connectors a request's block lists; use 0.30 for this model")
         self._worker: WorkerSide | None = None
         self._failed_blocks: set[int] = set()
         self._scheduler: SchedulerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                page_size=self._page_size, instance=self._instance, tp_size=self._tp_size, groups=self._groups
-            )
+        if role == base.KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._groups, instance=self._instance, tp_size=self._tp_size)
 
     # ------------------------------------------------------------------ what vLLM asks of the class
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Heads outside tokens, so that unlike TP sizes move long runs."""
-        return "LBHNC"
+        """Heads outside tokens, so that unlike TP sizes move long runs. By the name that all versions know."""
+        return "HND"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -96,36 +92,30 @@ class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
-        from vllm.model_executor.models.utils import extract_layer_index
 
-        layers = {name: extract_layer_index(name) for name in kv_caches}
+        layers = {name: self._layer_of(name) for name in kv_caches}
         if len(set(layers.values())) < len(layers):
             raise LayoutMismatch(f"several KV caches for one layer are not supported yet: {sorted(layers)}")
         model = self._vllm_config.model_config
         tensors = {layer: kv_caches[name] for name, layer in layers.items()}
-        heads, shape = (
-            model.get_total_num_kv_heads(),
-            {
-                "page_size": self._page_size,
-                "num_layers": model.get_total_num_hidden_layers(),
-                "tp_rank": get_tensor_model_parallel_rank(),
-                "tp_size": self._tp_size,
-            },
+        cache = cache_of(
+            tensors,
+            self._groups.all,
+            page_size=self._groups.page_size,
+            num_layers=model.get_total_num_hidden_layers(),
+            total_heads=model.get_total_num_kv_heads(),
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=self._tp_size,
         )
-        if self._groups is None:
-            latent = type(self._spec).__name__ == "MLAAttentionSpec"
-            cache = vllm_cache.cache_of(tensors, total_heads=None if latent else heads, **shape)
-        else:
-            cache = vllm_cache.hybrid_cache_of(tensors, self._groups.all, total_heads=heads, **shape)
         group = get_tp_group().cpu_group if self._tp_size > 1 else None
-        kv = vllm_worker.join(cache, self._instance, group, self._options)
-        by_layer = self._send == "layer" and self._groups is None
+        kv = torchkv.join(cache, self._instance, group=group, options=Options(**self._options))
+        by_layer = self._send == "layer" and not self._groups.hybrid
         self._worker = WorkerSide(kv, cache.layout, layers=layers, by_layer=by_layer)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else Handshake(self._worker.kv.address)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         assert self._worker is not None
         self._worker.before_blocks_change(_step(kv_connector_metadata))
 
@@ -153,7 +143,7 @@ class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = self._results(finished_req_ids)
-        return vllm_base.KVConnectorTransferResults(
+        return base.KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=set(results.failed)
         )
 
@@ -167,15 +157,16 @@ class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._worker is not None:
-            self._worker.close()
+            self._worker.kv.close()
             self._worker = None
 
     # ------------------------------------------------------------------ scheduler
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, base.KVConnectorHandshakeMetadata]) -> None:
         first = metadata[0]
         assert isinstance(first, Handshake)
-        self._side.endpoint = split_address(first.address)
+        host, _, port = first.address.removeprefix("tcp://").rpartition(":")
+        self._side.endpoint = host, int(port)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._side.blocks_of = kv_cache_manager.get_block_ids
@@ -189,7 +180,7 @@ class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         return Metadata(self._side.build(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -209,7 +200,7 @@ class TorchKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
 
-def _step(metadata: KVConnectorMetadata) -> Step:
+def _step(metadata: base.KVConnectorMetadata) -> Step:
     assert isinstance(metadata, Metadata)
     return metadata.step
 
@@ -223,6 +214,18 @@ def _settings(extra: Mapping[str, Any]) -> dict[str, Any]:
     if settings["send"] not in SEND:
         raise ProtocolError(f"kv_connector_extra_config: send={settings['send']!r} is not one of {SEND}")
     return settings
+
+
+def _whole_states(vllm_config: Any) -> Shapes:
+    """The shapes of a layer's states if this engine had one rank."""
+    from vllm.model_executor.models import ModelRegistry
+
+    model, single = vllm_config.model_config, copy.copy(vllm_config)
+    single.parallel_config = copy.copy(vllm_config.parallel_config)
+    single.parallel_config.tensor_parallel_size = 1
+    found, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    shapes: Shapes = found.get_mamba_state_shape_from_config(single)
+    return shapes
 
 
 def _check_parallel(parallel: Any) -> None:

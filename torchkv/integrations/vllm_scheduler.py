@@ -13,18 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchkv.errors import ProtocolError
-from torchkv.integrations.vllm_groups import BlockLists, Groups
-from torchkv.integrations.vllm_messages import (
-    Pages,
-    Receive,
-    Refuse,
-    Remote,
-    Send,
-    Step,
-    TransferParams,
-    own_name,
-    remote_of,
-)
+from torchkv.integrations.departures import transfer_name
+from torchkv.integrations.layer_groups import BlockLists, Groups
+from torchkv.integrations.steps import Receive, Remote, Send, Step
+from torchkv.integrations.vllm_params import TransferParams, remote_of
 
 __all__ = ["SchedulerSide"]
 
@@ -49,13 +41,12 @@ class _Production:
 class SchedulerSide:
     """Turns what vLLM's scheduler decides into one `Step` for the workers at a time.
 
-    page_size: tokens in a block. instance, tp_size: of this engine. endpoint: host and port of its workers' instance.
-    groups: of a model whose layers have block lists of their own. Those of a request are then sent with its last chunk:
-    until then vLLM may take blocks away that a window has slid past. blocks_of: the block lists of a request now.
+    groups: of the model's layers. If there are several block lists, those of a request are sent with its last chunk:
+    until then vLLM may take blocks away that a window has slid past. instance, tp_size: of this engine. endpoint: host
+    and port of its workers' instance. blocks_of: the block lists of a request now.
     """
 
-    def __init__(self, *, page_size: int, instance: str, tp_size: int, groups: Groups | None = None) -> None:
-        self._page_size = page_size
+    def __init__(self, groups: Groups, *, instance: str, tp_size: int) -> None:
         self._instance = instance
         self._tp_size = tp_size
         self._groups = groups
@@ -69,7 +60,7 @@ class SchedulerSide:
         """How many tokens of the prompt behind ``computed`` come from elsewhere, and whether while others run."""
         if not _wants_prefill(request):
             return 0, False
-        missing = self._moved(request) - computed
+        missing = self._groups.moved(request.num_prompt_tokens) - computed
         return (missing, True) if missing > 0 else (0, False)
 
     def allocated(self, request: Any, block_lists: BlockLists, external: int) -> None:
@@ -77,23 +68,23 @@ class SchedulerSide:
         if _wants_prefill(request):
             remote, problem = _remote(request)
             if external:
-                tokens = self._moved(request)
+                tokens = self._groups.moved(request.num_prompt_tokens)
                 prefix = tokens - external
-                pages, slots = self._pages_of(block_lists, prefix, tokens)
+                pages = self._groups.pages(block_lists, prefix=prefix, tokens=tokens)
+                slots = self._groups.slots(block_lists)
                 self._step.receives.append(Receive(request.request_id, remote, pages, prefix, problem, slots))
                 self._loading.add(request.request_id)
             elif remote is not None:
-                self._step.refusals.append(Refuse(remote))
+                self._step.refusals.append(remote)
             # vLLM asks again after a failed load or a preemption: then the prompt is prefilled here.
             request.kv_transfer_params["do_remote_prefill"] = False
         elif (params := _params(request)) is not None and params.do_remote_decode:
-            name = params.transfer_id or own_name(request.request_id)
-            production = _Production(name, request.num_prompt_tokens)
-            self._productions.setdefault(request.request_id, production)
+            name = params.transfer_id or transfer_name(request.request_id)
+            self._productions.setdefault(request.request_id, _Production(name, request.num_prompt_tokens))
 
     def shorten(self, request: Any) -> None:
         """A new request. If it is prefilled here for somebody else, with groups, its last token is left to that one."""
-        if self._groups is None or request.num_prompt_tokens < 2:
+        if not self._groups.hybrid or request.num_prompt_tokens < 2:
             return
         params = _params(request)
         if params is None or not params.do_remote_decode:
@@ -101,7 +92,7 @@ class SchedulerSide:
         if request.prompt_token_ids is None:
             log.warning("request %s has a prompt of embeddings, which is not sent", request.request_id)
             request.kv_transfer_params = None
-            self._step.declines.append(params.transfer_id or own_name(request.request_id))
+            self._step.declines.append(params.transfer_id or transfer_name(request.request_id))
             return
         del request.prompt_token_ids[-1:]
         del request._all_token_ids[-1:]
@@ -144,7 +135,7 @@ class SchedulerSide:
         params = _params(request)
         if params is not None and params.do_remote_prefill:
             if (remote := _remote(request)[0]) is not None:
-                self._step.refusals.append(Refuse(remote))
+                self._step.refusals.append(remote)
         elif params is not None and params.do_remote_decode and params.transfer_id is not None:
             self._step.declines.append(params.transfer_id)
         return False, None
@@ -156,19 +147,6 @@ class SchedulerSide:
         return bool(step.cancels or step.declines or step.refusals)
 
     # ------------------------------------------------------------------ inside
-
-    def _moved(self, request: Any) -> int:
-        """Tokens of the prompt that the engine that prefills computes."""
-        tokens: int = request.num_prompt_tokens
-        return tokens if self._groups is None else tokens - 1
-
-    def _pages_of(self, lists: BlockLists, prefix: int, tokens: int) -> tuple[Pages, dict[str, int]]:
-        if self._groups is None:
-            return list(lists[0][prefix // self._page_size : self._pages(tokens)]), {}
-        return self._groups.pages(lists, prefix=prefix, tokens=tokens), self._groups.slots(lists)
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
 
     def _scheduled(self, output: Any) -> list[tuple[str, int]]:
         """Productions of this step, with the tokens computed before it. Keeps their blocks."""
@@ -191,18 +169,22 @@ class SchedulerSide:
     def _hand_over(self, request: str, production: _Production, computed: int, step: Step) -> None:
         """The pages that are complete once ``computed`` tokens are."""
         last = computed >= production.tokens
-        upto = self._pages(production.tokens) if last else computed // self._page_size
-        if self._groups is not None:
+        if self._groups.hybrid:
+            if not last:
+                return
+            assert self.blocks_of is not None
+            lists = self.blocks_of(request)
+            pages = self._groups.pages(lists, prefix=0, tokens=production.tokens)
+            step.sends.append(Send(request, production.name, 0, pages, last, self._groups.slots(lists)))
+        else:
+            start, upto = production.sent, computed // self._groups.page_size
             if last:
-                assert self.blocks_of is not None
-                pages, slots = self._pages_of(self.blocks_of(request), 0, production.tokens)
-                step.sends.append(Send(request, production.name, 0, pages, last, slots))
-                production.begun = production.last = True
-            return
-        start = production.sent
-        if upto > start or last:
+                upto = self._groups.count(production.tokens)
+            elif upto <= start:
+                return
             step.sends.append(Send(request, production.name, start, production.blocks[start:upto], last))
-            production.sent, production.begun, production.last = upto, True, last
+            production.sent = upto
+        production.begun, production.last = True, last
 
     def _handed_on(self, request: Any, production: _Production) -> dict[str, Any]:
         assert self.endpoint is not None

@@ -112,6 +112,10 @@ class GpuContext:
         # progress thread, which needs the GIL. So it is kept only if no stream does.
         return graph_gate.record_gate(self.index, keep_gil=not self.sync_words.holding)
 
+    def try_record_gate(self) -> RecordedEvent | None:
+        """As `record_gate`, and quicker. None where that, or `graph_gate.refuse_capture`, has to look closer."""
+        return None if self.sync_words.holding else graph_gate.try_record_gate(self.index)
+
     @property
     def unblocked_stream(self) -> torch.cuda.Stream:
         """A stream for work that waits for nothing; not always the same one."""

@@ -14,6 +14,7 @@ import torchkv
 from torchkv.integrations import transformers as adapter
 
 PAGE = 16
+BLOCKS = 64
 OPTIONS = {"timeout": 5.0, "grant_timeout": 60.0, "staging_recv": 1 << 22, "staging_send": 1 << 22}
 
 
@@ -27,8 +28,19 @@ class Batching:
     computed: Counter[str]  # tokens that went through the model
 
 
-def begin(role: str, instance: str, num_kv_heads: int = 4, timeout: float = 60.0) -> str:
-    """Starts a manager. role: prefill, decode, or alone. The address of this instance."""
+def begin(
+    role: str,
+    instance: str,
+    num_kv_heads: int = 4,
+    timeout: float = 60.0,
+    *,
+    device: str = "cpu",
+    path: str | None = None,
+    share_blocks: bool = False,
+) -> str:
+    """Starts a manager. role: prefill, decode, or alone. share_blocks: prompts share those of a prefix that they have
+    in common. The address of this instance.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -40,10 +52,10 @@ def begin(role: str, instance: str, num_kv_heads: int = 4, timeout: float = 60.0
         head_dim=16,
         max_position_embeddings=1024,
     )
-    Batching.model = LlamaForCausalLM(config).eval()
+    Batching.model = LlamaForCausalLM(config).eval().to(device)
     Batching.computed, Batching.sources, Batching.endpoint = Counter(), {}, None
     Batching.model.model.register_forward_pre_hook(_count, with_kwargs=True)
-    options = torchkv.Options(**{**OPTIONS, "grant_timeout": timeout})
+    options = torchkv.Options(**{**OPTIONS, "grant_timeout": timeout, "path": path})
     if role == "prefill":
         Batching.endpoint = adapter.prefill(instance, options=options)
     elif role == "decode":
@@ -52,15 +64,20 @@ def begin(role: str, instance: str, num_kv_heads: int = 4, timeout: float = 60.0
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=PAGE,
-            num_blocks=64,
+            num_blocks=BLOCKS,
             max_batch_tokens=64,
             scheduler_type="fifo" if Batching.endpoint is None else Batching.endpoint.scheduler,
             use_async_batching=False,
-            allow_block_sharing=False,
+            allow_block_sharing=share_blocks,
         ),
     )
     Batching.manager.start()
-    return "" if Batching.endpoint is None else Batching.endpoint.address.result(30)
+    until = time.monotonic() + 120  # on a GPU kernels are compiled
+    while Batching.manager.batch_processor is None:  # it appears just behind the scheduler, which joins
+        assert Batching.manager.is_running(), "the manager has ended"
+        assert time.monotonic() < until, "the manager has not started"
+        time.sleep(0.01)
+    return "" if Batching.endpoint is None else Batching.endpoint.address.result(0)
 
 
 def _count(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:
@@ -94,13 +111,36 @@ def take_computed() -> int:
     return Batching.computed.pop("tokens", 0)
 
 
-def await_free(share: float = 1.0) -> None:
-    """Waits until this share of the cache is free."""
+def place() -> str:
+    """The device of the cache."""
+    return str(Batching.manager.batch_processor.cache.cache_tensor.device)
+
+
+def free_blocks() -> int:
+    """Blocks of the pool that no request holds. Those that are kept in case a prompt begins like theirs count too."""
     cache = Batching.manager.batch_processor.cache
+    (allocator,) = cache.cache_allocators.values()
+    free: int = cache.compute_free_capacity(relative=False) // allocator.bytes_per_block
+    return free + len(allocator.ledger.cached_blocks)
+
+
+def await_free(blocks: int = BLOCKS) -> None:
+    """Waits until so many blocks are free."""
     until = time.monotonic() + 60
-    while cache.compute_free_capacity() < share or (share < 1.0 and cache.compute_free_capacity() > share):
-        assert time.monotonic() < until, cache.compute_free_capacity()
+    while free_blocks() != blocks:
+        assert time.monotonic() < until, free_blocks()
         time.sleep(0.01)
+
+
+def paths(peer: str) -> dict[str, int]:
+    """Path -> bytes that were sent to the only rank of instance ``peer``."""
+    assert Batching.endpoint is not None
+    return dict(Batching.endpoint.member.stats().sent[f"{peer}:0"])
+
+
+def quarantined() -> dict[int, tuple[int, ...]]:
+    assert Batching.endpoint is not None
+    return Batching.endpoint.member.quarantined()
 
 
 def end() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+import torch
+
 from tests.helpers.ranks.small_cache import Gate
 from torchkv import KVProcessGroup, KVWork
 
@@ -38,4 +41,20 @@ def in_chunks(kv: KVProcessGroup) -> list[KVWork]:
     return [kv.send_pages("r", [page], READER, start=page - 1) for page in (3, 1, 2, 1)]
 
 
-WAYS = {"layers": by_layer, "gated": gated, "staged": staged, "staged first": staged_first, "chunks": in_chunks}
+def arrays(kv: KVProcessGroup) -> list[KVWork]:
+    """The page ids in other forms; the caller changes them at once."""
+    array, tensor = np.array([1, 2, 3]), torch.tensor([1, 2, 3])
+    works = [kv.send_pages("r", array[:1], READER)]  # begins the request
+    works += [kv.send_layer("r", 0, array, READER), kv.send_slice("r", None, tensor, READER)]
+    array[:], tensor[:] = -1, -1
+    return works
+
+
+WAYS = {
+    "layers": by_layer,
+    "arrays": arrays,
+    "gated": gated,
+    "staged": staged,
+    "staged first": staged_first,
+    "chunks": in_chunks,
+}

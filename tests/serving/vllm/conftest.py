@@ -55,6 +55,11 @@ def mamba2(scratch: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def mamba2_groups(scratch: Path) -> str:
+    return save_mamba2(scratch / "mamba2-groups", groups=2)
+
+
+@pytest.fixture(scope="session")
 def start(scratch: Path, llama: str) -> Iterator[Start]:
     """Starts engines; they end with the tests."""
     secret = new_secret_file(scratch / "secret")

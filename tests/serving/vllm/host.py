@@ -32,13 +32,16 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How an engine is started. extra: the ``kv_connector_extra_config``; None: without a connector."""
+    """How an engine is started. backend: of attention; None: vLLM chooses. extra: the ``kv_connector_extra_config``;
+    None: without a connector.
+    """
 
     model: str
     role: str
     tp_size: int = 1
     block_size: int = BLOCK
     dtype: str = "float32"
+    backend: str | None = None
     prefix_caching: bool = True
     policy: str = "fail"
     extra: dict[str, Any] | None = None
@@ -73,6 +76,7 @@ class Host:
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype=setup.dtype,
+            attention_backend=setup.backend,
             max_model_len=1024,
             max_num_seqs=8,
             block_size=setup.block_size,
@@ -180,7 +184,7 @@ class Host:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         receiving = get_kv_transfer_group()._worker._receiving
-        return any(name.startswith(request) and each.work is not None for name, each in receiving.items())
+        return any(name.startswith(request) and each.work is not None for name, (_, each) in receiving.items())
 
     def address(self) -> tuple[str, int]:
         endpoint = self.scheduler.connector._scheduler.endpoint

@@ -1,4 +1,7 @@
-"""The connector against the base class of the vLLM that is installed: what it must implement, with which parameters."""
+"""The connector against the vLLM that is installed: its base class, and what the connector refuses.
+
+All versions that are supported: tests/unit/integrations/test_vllm_versions.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import sys
 from typing import Any
 
 import pytest
+
+from tests.serving.vllm.record_signatures import CLASSES, contract_of, recorded
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(300)]
 
@@ -20,16 +25,8 @@ before = "numba" in sys.modules
 from torchkv.integrations.vllm import TorchKVConnector
 from torchkv.errors import LayoutMismatch, ProtocolError
 from torchkv.integrations import vllm as ours
-from torchkv.integrations.vllm_groups import groups_of
+from torchkv.integrations.vllm_specs import groups_of
 from types import SimpleNamespace as N
-
-def parameters(cls):
-    found = {}
-    for name, value in inspect.getmembers(cls):
-        function = getattr(value, "__func__", value)
-        if inspect.isfunction(function) and (not name.startswith("_") or name == "__init__"):
-            found[name] = [p.name for p in inspect.signature(function).parameters.values()]
-    return found
 
 def refusal(call):
     try:
@@ -40,11 +37,11 @@ def refusal(call):
 def group(name, **fields):
     return N(kv_cache_spec=type(name, (), {"block_size": 16, **fields})(), layer_names=["layers.0"])
 
-def groups(*found):
-    made = groups_of(found, lambda name: int(name.rpartition(".")[2]))
-    return None if made is None else len(made.all)
+def groups(*found, tp_size=1):
+    made = groups_of(found, lambda name: int(name.rpartition(".")[2]), tp_size=tp_size, whole=list)
+    return [each.name for each in made.all]
 
-FULL, MAMBA = group("FullAttentionSpec"), group("MambaSpec", shapes=(), dtypes=())
+FULL, MAMBA = group("FullAttentionSpec"), group("MambaSpec", mamba_type="mamba1", shapes=(), dtypes=())
 
 connector = object.__new__(TorchKVConnector)
 connector._failed_blocks = set()
@@ -59,33 +56,21 @@ print(json.dumps({
     "old": old,
     "new": new,
     "version": vllm.__version__,
-    "abstract": sorted(base.KVConnectorBase_V1.__abstractmethods__),
     "missing": sorted(TorchKVConnector.__abstractmethods__),
-    "base": {**parameters(base.SupportsHMA), **parameters(base.KVConnectorBase_V1)},
-    "ours": {name: found for name, found in parameters(TorchKVConnector).items() if name in vars(TorchKVConnector)},
+    "source": inspect.getsource(base),
     "numba": "numba" in sys.modules and not before,
     "full": groups(FULL),
     "hybrid": groups(FULL, group("SlidingWindowSpec", sliding_window=64), MAMBA),
     "unknown": refusal(lambda: groups(FULL, group("CircularBufferSpec"))),
     "unlike": refusal(lambda: groups(FULL, group("FullAttentionSpec", block_size=32))),
     "states": refusal(lambda: groups(MAMBA)),
+    "shared": refusal(lambda: groups(FULL, MAMBA, tp_size=2)),
     "drafts": refusal(lambda: groups(FULL, group("MambaSpec", num_speculative_blocks=1))),
     "parallel": refusal(lambda: ours._check_parallel(N(pipeline_parallel_size=2))),
     "setting": refusal(lambda: ours._settings({"sendd": "layer"})),
     "send": refusal(lambda: ours._settings({"send": "page"})),
 }))
 """
-
-# What this connector was written against. A method that is missing here is new in the vLLM that is installed.
-ABSTRACT = [
-    "build_connector_meta",
-    "get_num_new_matched_tokens",
-    "save_kv_layer",
-    "start_load_kv",
-    "update_state_after_alloc",
-    "wait_for_layer_load",
-    "wait_for_save",
-]
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +83,11 @@ def found() -> dict[str, Any]:
 
 def test_everything_abstract_is_implemented(found: dict[str, Any]) -> None:
     assert found["missing"] == [], f"vLLM {found['version']} wants more of a connector"
-    assert found["abstract"] == ABSTRACT, f"vLLM {found['version']} has other abstract methods"
 
 
-def test_parameters_are_those_of_the_base_class(found: dict[str, Any]) -> None:
-    unlike = {
-        name: (parameters, found["base"].get(name))
-        for name, parameters in found["ours"].items()
-        if parameters != found["base"].get(name)
-    }
-    assert unlike == {}, f"ours, and those of vLLM {found['version']}"
-    assert len(found["ours"]) > len(ABSTRACT)
+def test_the_base_class_is_as_it_was_recorded(found: dict[str, Any]) -> None:
+    here, known = contract_of(found["source"], *CLASSES), recorded()[found["version"]]
+    assert here == {name: known[name] for name in here}
 
 
 def test_importing_the_connector_loads_no_numba(found: dict[str, Any]) -> None:
@@ -123,11 +102,12 @@ def test_failures_are_told_as_this_and_as_older_versions_want_it(found: dict[str
 
 
 def test_what_is_not_supported_is_refused_by_name(found: dict[str, Any]) -> None:
-    assert found["full"] is None
-    assert found["hybrid"] == 3
+    assert found["full"] == [None]
+    assert found["hybrid"] == ["g0", "g1", "g2"]
     assert "FullAttentionSpec, CircularBufferSpec" in found["unknown"]
     assert "[16, 32] tokens" in found["unlike"]
     assert "MambaSpec" in found["states"]
+    assert "'mamba1'; use tensor_parallel_size=1, not 2" in found["shared"]
     assert "speculative" in found["drafts"]
     assert "pipeline_parallel_size=2" in found["parallel"]
     assert "'sendd'" in found["setting"]

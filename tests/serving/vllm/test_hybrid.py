@@ -118,25 +118,3 @@ def test_states_without_prefix_caching(start: Start, gated_delta_net: str) -> No
     for engine in (prefill, decode):
         engine.settle()
         engine.close()
-
-
-def test_windows_on_two_ranks_and_on_one(start: Start, sliding: str) -> None:
-    two, one = start("two-ranks", model=sliding, tp_size=2), start("one-rank", model=sliding)
-    for engine in (two, one):
-        engine.ready()
-    golden = [one.generate(f"golden{i}", prompt, TOKENS).tokens for i, prompt in enumerate(PROMPTS)]
-    one.settle()
-    assert transferred(two, one, "2to1.") == golden
-    for engine in (two, one):
-        engine.settle()  # forgets the prompts
-    assert transferred(one, two, "1to2.") == golden
-    for engine in (two, one):
-        engine.settle()
-        engine.close()
-
-
-def test_states_on_two_ranks_are_refused(start: Start, gated_delta_net: str) -> None:
-    engine = start("refused", model=gated_delta_net, tp_size=2, **BFLOAT16)
-    engine.ready(fails=True)
-    assert "tensor_parallel_size=1, not 2" in engine.log.read_text(errors="replace")
-    engine.close()

@@ -148,12 +148,12 @@ def finding(connect: Callable[[str], str] = lambda _: "p", seconds: float = 20.0
     prefills.close()
 
 
-def test_an_engine_is_connected_to_once_while_it_is_here(server: AddressServer) -> None:
+def test_an_address_is_asked_once_while_its_engine_is_here(server: AddressServer) -> None:
     with finding() as (kv, prefills):
         assert prefills.find(where(server)).result(20) == "p"
         assert prefills.find(where(server)) is prefills.find(where(server))
-        assert prefills.find(f"localhost:{server.server_address[1]}").result(20) == "p"
         assert kv.connected == [ADDRESS]
+        assert prefills.find(f"localhost:{server.server_address[1]}").result(20) == "p"
 
 
 def test_the_successor_of_one_that_has_gone_is_found(server: AddressServer) -> None:

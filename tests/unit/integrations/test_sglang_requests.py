@@ -71,14 +71,16 @@ class KV:
             raise self.prefix
         return self.prefix
 
-    def send_pages(self, name: str, pages: Any, dst: None, *, start: int, event: Any) -> Work:
-        assert pages.dtype == np.int64
+    def send_pages(
+        self, name: str, pages: Any, dst: None, *, layers: None, start: int, event: Any, origin: str
+    ) -> Work:
+        assert (pages.dtype, origin) == (np.int64, "prefix")
         return self._verb("send", pages.tolist(), start, event)
 
-    def finish(self, name: str, dst: None, *, aux: bytes) -> Work:
+    def finish(self, name: str, dst: None, *, aux: bytes, state_slot: None) -> Work:
         return self._verb("finish", aux)
 
-    def recv_pages(self, name: str, pages: Any, src: str, *, prefix_tokens: int) -> Work:
+    def recv_pages(self, name: str, pages: Any, src: str, *, prefix_tokens: int, state_slot: None) -> Work:
         assert pages.dtype == np.int64
         return self._verb("recv", pages.tolist(), src, prefix_tokens)
 
@@ -165,7 +167,7 @@ def test_pages_go_when_they_are_granted_behind_what_the_receiver_holds(side: Sid
     assert (sender.nbytes, sender.seconds) == (20, 0.5)
     sender.abort()
     assert sender.poll() == SUCCESS
-    assert side.requests.senders == {}
+    assert len(side.requests.departures) == 0
 
 
 def test_a_prompt_that_the_receiver_holds_needs_no_page(side: Side) -> None:

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from torchkv.errors import ProtocolError
-from torchkv.integrations.vllm_groups import Group, Groups
-from torchkv.integrations.vllm_messages import TransferParams, remote_of
+from torchkv.integrations.layer_groups import Group, Groups, PackedState
+from torchkv.integrations.vllm_params import TransferParams, remote_of
 from torchkv.integrations.vllm_scheduler import SchedulerSide
 
 PAGE = 4
 
 
 def side() -> SchedulerSide:
-    made = SchedulerSide(page_size=PAGE, instance="p", tp_size=1)
+    made = SchedulerSide(Groups((Group(None, (0, 1)),), PAGE), instance="p", tp_size=1)
     made.endpoint = "10.0.0.1", 4000
     return made
 
@@ -151,7 +151,7 @@ def test_an_abort_before_it_is_scheduled_refuses_what_was_prefilled() -> None:
     scheduler = side()
     scheduler.finished(ended(request("r", 11, **REMOTE), "FINISHED_ABORTED"))
     (refusal,) = scheduler.build(step({})).refusals
-    assert refusal.remote.name == "x"
+    assert refusal.name == "x"
 
 
 def test_params_that_do_not_say_where_carry_the_reason() -> None:
@@ -194,13 +194,13 @@ def test_params_of_other_types_are_refused(bad: dict[str, Any]) -> None:
 
 # ---------------------------------------------------------------------- models whose layers have lists of their own
 
-STATE = (((2, 3), torch.float32),)
+STATE = (PackedState((2, 3), torch.float32),)
 HYBRID = Groups((Group("full", (0,)), Group("near", (1,), window=5), Group("state", (2,), states=STATE)), PAGE)
 LISTS = ([7, 8, 9], [0, 4, 5], [0, 0, 6])
 
 
 def hybrid(lists: Any = LISTS) -> SchedulerSide:
-    made = SchedulerSide(page_size=PAGE, instance="p", tp_size=1, groups=HYBRID)
+    made = SchedulerSide(HYBRID, instance="p", tp_size=1)
     made.endpoint = "10.0.0.1", 4000
     made.blocks_of = lambda name: lists
     return made
@@ -233,6 +233,7 @@ def test_all_lists_are_sent_with_the_last_chunk_and_the_last_token_is_left_to_de
 )
 def test_pages_before_a_window_are_absent(tokens: int, absent: int) -> None:
     found = HYBRID.pages(([7, 8, 9], [4, 5, 6], [1]), prefix=0, tokens=tokens)
+    assert isinstance(found, dict)
     assert found["near"] == ([-1] * absent + [4, 5, 6][absent:])[: -(-tokens // PAGE)]
     assert -1 not in found["full"]
 

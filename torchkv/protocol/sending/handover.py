@@ -49,7 +49,7 @@ class Handover:
             self.flows.settle()
 
     def start(self, req: SenderRequest, op: SendOp, grant: BoundGrant, now: float) -> None:
-        """Begins an op of a bound request. The critical path of a verb."""
+        """Begins an op of a bound request."""
         flows = self.flows
         if req.fresh:
             req.fresh = False

@@ -128,25 +128,6 @@ class Sender:
         req = self.requests.by_key.get((request, dst))
         return req is not None and req.flow is not None
 
-    def served(self, request: str, dst: int) -> SenderRequest | None:
-        """The request, if the resident loop serves it under its grant, and it takes more verbs: see `send_more`."""
-        req = self.requests.by_key.get((request, dst))
-        if req is None or req.flow is None or req.grant is None or req.finish is not None:
-            return None
-        return req
-
-    def send_more(self, req: SenderRequest, op: SendOp) -> bool:
-        """`admit` and `submit` of an op of pages after the prefix, in a request that `served` has returned.
-
-        The critical path of a verb. Whether the loop does the op; else the request has been taken back from it. Raises
-        ``PageOutOfRange``.
-        """
-        assert req.grant is not None
-        check_range(req.grant, op.start, op.num_pages, self._group_map.name)
-        req.add_sent(op)
-        self.handover.start(req, op, req.grant, req.begun_at)
-        return req.flow is not None
-
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""
         self.grants.check_revocation(request, dst)

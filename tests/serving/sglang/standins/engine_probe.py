@@ -27,8 +27,9 @@ class Received:
 
 
 def _note(queue: Any, decode_req: Any) -> None:
-    if (work := getattr(decode_req.kv_receiver, "_work", None)) is not None:  # else SGLang's own, to warm up
-        Received.nbytes = work.bytes
+    arrival = getattr(decode_req.kv_receiver, "_arrival", None)  # None: SGLang's own, to warm up
+    if arrival is not None and arrival.work is not None:
+        Received.nbytes = arrival.work.bytes
 
 
 def _stop(result: Any, scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
@@ -52,8 +53,7 @@ def _tell(output: Any, state: Any, recv_req: Any) -> None:
     if queue is not None:
         manager = queue.kv_manager
         found["free_metadata"] = int(scheduler.req_to_metadata_buffer_idx_allocator.available_size())
-        manager.requests.forget()
-        found["requests"] = len(manager.requests.senders) + len(manager.requests.receivers)
+        found["requests"] = len(manager.requests.departures) + len(manager.requests.receivers)
         found["quarantined"] = len(manager.kv.quarantined())
     if scheduler.disagg_decode_transfer_queue is not None:
         transfer = scheduler.disagg_decode_transfer_queue

@@ -1,4 +1,4 @@
-"""The worker's side of the vLLM connector in a process of its own, without vLLM: the tensors are as vLLM's."""
+"""The worker of an engine in a process of its own, without an engine: the tensors are as those of vLLM."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import torchkv
-from torchkv.integrations import vllm_cache, vllm_worker
-from torchkv.integrations.vllm_messages import Step
-from torchkv.integrations.vllm_worker import WorkerSide
+from torchkv.integrations.layer_groups import Group, cache_of
+from torchkv.integrations.steps import Step
+from torchkv.integrations.worker import WorkerSide
 
 LAYERS, BLOCKS, HEADS, PAGE, WIDTH = 3, 16, 2, 4, 6
 NAMES = [f"model.layers.{layer}.self_attn" for layer in range(LAYERS)]
@@ -29,11 +29,10 @@ def begin(instance: str, by_layer: bool, by_token: bool) -> str:
     shape = (BLOCKS, PAGE, HEADS, WIDTH) if by_token else (BLOCKS, HEADS, PAGE, WIDTH)
     made = [torch.full(shape, -1, dtype=torch.int32) for _ in range(LAYERS)]
     Rank.tensors = {i: each.permute(0, 2, 1, 3) if by_token else each for i, each in enumerate(made)}
-    cache = vllm_cache.cache_of(
-        Rank.tensors, page_size=PAGE, num_layers=LAYERS, total_heads=HEADS, tp_rank=0, tp_size=1
-    )
-    options = {"timeout": 5.0, "grant_timeout": 20.0, "staging_recv": 1 << 20, "staging_send": 1 << 20}
-    kv = vllm_worker.join(cache, instance, None, options)
+    groups = [Group(None, ())]
+    cache = cache_of(Rank.tensors, groups, page_size=PAGE, num_layers=LAYERS, total_heads=HEADS, tp_rank=0, tp_size=1)
+    options = torchkv.Options(timeout=5.0, grant_timeout=20.0, staging_recv=1 << 20, staging_send=1 << 20)
+    kv = torchkv.join(cache, instance, options=options)
     layers = {name: layer for layer, name in enumerate(NAMES)}
     Rank.side = WorkerSide(kv, cache.layout, layers=layers, by_layer=by_layer)
     Rank.reported = {"sent": [], "received": [], "failed": []}
@@ -78,7 +77,7 @@ def await_report(kind: str, request: str, count: int = 1) -> dict[str, list[str]
 
 def await_grant(request: str) -> None:
     until = time.monotonic() + 30
-    while Rank.side._receiving[request].work is None:
+    while Rank.side._receiving[request][1].work is None:
         results()
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -105,9 +104,9 @@ def tidy() -> Any:
     overwrite(list(range(BLOCKS)))
     side = Rank.side
     Rank.reported = {"sent": [], "received": [], "failed": []}
-    return side._sending, side._named, side._receiving, side._ended, side.kv.quarantined()
+    return side._sending, len(side._departures), side._receiving, side._ended, side.kv.quarantined()
 
 
 def end() -> None:
-    Rank.side.close()
+    Rank.side.kv.close()
     assert isinstance(Rank.side.kv, torchkv.KVMember)
