@@ -91,11 +91,6 @@ class Core:
         self.device = device
         self.runner = Runner(rank, device=device, turn=turn, window=window)
         self.peers = Peers(rank, self.runner)
-        peers = self.peers
-        self.standing_still, self.granted = self.runner.standing_still, peers.granted
-        self.reaches, self.reserve_slot = peers.reaches, peers.reserve_slot
-        self.connect, self.disconnect = peers.connect, peers.disconnect
-        self.connect_network, self.lane, self.has_arrived = peers.connect_network, peers.lane, peers.has_arrived
         self.world = self.runner.world
         self._address = self.runner.address
         self._memory = self.runner.memory

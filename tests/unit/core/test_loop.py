@@ -136,7 +136,7 @@ def test_a_hole_is_no_success() -> None:
 def test_two_writers() -> None:
     """Both must seal. The reader is complete only when both are, and each is told."""
     pair = Pair(layers=1)
-    pair.reader.reserve_slot(2, 2)
+    pair.reader.peers.reserve_slot(2, 2)
     flow = pair.receive(1, writers=(0, 2))
     send = pair.send(flow, [0])
     pair.start(send, [1])
@@ -161,7 +161,7 @@ def test_records_of_an_earlier_generation_are_strays() -> None:
     """The flow is another request's now: what the first one wrote must not count for it."""
     pair = Pair(layers=1)
     flow = pair.receive(1, generation=1)
-    with pair.reader.standing_still():
+    with pair.reader.runner.standing_still():
         pair.reader.close_receive(flow)
         pair.reader.free_receive(flow)
     assert pair.receive(1, generation=2) == flow
@@ -232,7 +232,7 @@ def test_a_send_is_taken_back() -> None:
     ops = [pair.start(send, [4, 5, 6], layers=[layer]) for layer in (0, 1)]
     while OP_DONE not in kinds(pair.writer.events()):
         pair.writer.runner.step()
-    with pair.writer.standing_still():
+    with pair.writer.runner.standing_still():
         pair.writer.settle()
         assert pair.writer.events() == []
         assert pair.writer.take_back_send(send, ops[1:]) is False
