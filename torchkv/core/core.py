@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from torchkv.core.loop.limits import (
     MAX_WRITERS,
 )
 from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
+from torchkv.core.news import News
 from torchkv.core.peers import NetworkLane, Peers
 from torchkv.core.runner import Runner
 from torchkv.host.jit import at_register
@@ -34,7 +34,6 @@ from torchkv.host.jit import at_register
 __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
-SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NO_WORDS: list[int] = []
 _EVENT_WORDS = range(3, 3 + len(Record.__annotations__) - 1)  # of an event: its record, without ``seq``
@@ -43,9 +42,8 @@ _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "poste
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
 _RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
-_TAIL, _HEAD, _NEWS, _SLEEPERS, _NETWORK, _COMMAND_TAIL, _COMMAND_HEAD = (
-    word_at(name) // 8
-    for name in ("event_tail", "event_head", "news", "sleepers", "network", "command_tail", "command_head")
+_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK = (
+    word_at(name) // 8 for name in ("event_tail", "event_head", "command_tail", "command_head", "network")
 )
 
 
@@ -81,7 +79,7 @@ class Core:
 
     device: the GPU that this rank's pages lie on, if they do. turn, window: see `World`. Raises
     ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
-    calls `Runner.step`. peers: how it reaches other loops.
+    calls `Runner.step`. peers: how it reaches other loops. news: how callers wait.
     """
 
     def __init__(
@@ -91,6 +89,7 @@ class Core:
         self.device = device
         self.runner = Runner(rank, device=device, turn=turn, window=window)
         self.peers = Peers(rank, self.runner)
+        self.news = News(self.runner)
         self.world = self.runner.world
         self._address = self.runner.address
         self._memory = self.runner.memory
@@ -111,7 +110,6 @@ class Core:
         self._kept_ops: list[Any] = [None] * MAX_OPS
         self._kept_rounds: dict[int, Int64Array] = {}
         self._network_receives: set[int] = set()  # flows of which writers are on other hosts
-        self._counting = threading.Lock()
 
     def close(self) -> None:
         """Ends the thread and unmaps the peers' mailboxes."""
@@ -460,31 +458,6 @@ class Core:
         self._words[word_at("heed") // 8] = heeds
         if heeds and self.has_events:  # a grant among them did not wake it
             posting.wake_driver(self._address)
-
-    def wake_waiters(self) -> None:
-        """Changes ``news`` and wakes the threads in `wait`: Python has completed a call. Any thread."""
-        posting.wake_waiters(self._address)  # also if nobody sleeps yet: somebody may be about to
-
-    @property
-    def news(self) -> int:
-        """Changes with each event. Read it before looking whether what is awaited is there, then `wait`. Any thread."""
-        return int(self._words[_NEWS])
-
-    def wait(self, seen: int, seconds: float) -> None:
-        """Waits, without the GIL, until ``news`` is not ``seen``, for so long or `SLICE` at most. Any thread.
-
-        Spins first, as the loop does: not where cores are few.
-        """
-        nanoseconds = int(min(seconds, SLICE) * 1e9)
-        if posting.spin_for_news(self._address, seen, nanoseconds):
-            return
-        with self._counting:
-            self._words[_SLEEPERS] += 1
-        try:
-            posting.wait_news(self._address, seen, nanoseconds)
-        finally:
-            with self._counting:
-                self._words[_SLEEPERS] -= 1
 
 
 @at_register

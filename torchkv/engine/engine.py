@@ -88,7 +88,7 @@ class Engine:
     ) -> None:
         self.lock = threading.Lock()
         self.group_map = group_map
-        self.callers = Callers(self.lock, core)
+        self.callers = Callers(self.lock, None if core is None else core.news)
         self.options = options
         self.gpu = memory.gpu
         self.scales = NO_SCALES if memory.pages is None else memory.pages.scales
@@ -434,12 +434,12 @@ class Engine:
     def wait(self, seen: int, seconds: float) -> None:
         """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""
         assert self.flows is not None
-        self.flows.core.wait(seen, seconds)
+        self.flows.core.news.wait(seen, seconds)
 
     @property
     def news(self) -> int:
         """Changes when a work may have completed, and with `notify` if that is awaited: see `wait`. Else 0."""
-        return 0 if self.flows is None else self.flows.core.news
+        return 0 if self.flows is None else self.flows.core.news.count
 
     def make_eager(self) -> None:
         """Has the driver woken for everything that the resident loop does. Any thread."""

@@ -284,11 +284,11 @@ def test_coverage_is_the_set_of_what_has_come(added: list[tuple[int, int]]) -> N
 def test_who_waits_may_spin_until_there_is_news() -> None:
     core = Core(0)
     core.world["spin"] = 60 * 10**9
-    assert not posting.spin_for_news(core._address, core.news, 1000)
-    threading.Timer(0.01, core.wake_waiters).start()
-    core.wait(core.news, 30)
+    assert not posting.spin_for_news(core._address, core.news.count, 1000)
+    threading.Timer(0.01, core.news.add).start()
+    core.news.wait(core.news.count, 30)
     assert core.world["sleepers"] == 0
-    assert core.news == 1
+    assert core.news.count == 1
 
 
 def test_pages_outside_the_grant_are_never_sent() -> None:
