@@ -53,7 +53,9 @@ def test_two_jobs_meet_and_exchange_pages(views: bool) -> None:
         if views and round_ == 0:
             jobs.run(limit=0.5)
             assert d.ranks[0].engine.flows is not None
-            assert all(d.ranks[0].engine.flows.core.reaches(number) for number in d.memberships[0].peers["p"].ranks)
+            assert all(
+                d.ranks[0].engine.flows.core.peers.reaches(number) for number in d.memberships[0].peers["p"].ranks
+            )
     requests.check_end()
     assert requests.problems == []
 

@@ -215,7 +215,7 @@ class Sender:
         self.grants.cancelled(request, {req.dst for req in reqs})
         return pending
 
-    def withdraw(self, request: str, work: Work, now: float) -> list[Work]:
+    def withdraw(self, request: str, work: Work) -> list[Work]:
         """As if no verb of the requests of this name had been called: stops their ops. The requests go on.
 
         Returns ``work`` once for each op that has not ended; the end of each completes one part of it. Raises

@@ -66,12 +66,12 @@ def test_a_withdrawal_completes_after_the_works_that_it_fails() -> None:
     """Who has waited for it may look at them."""
     machine = sender()
     verb(machine, 1)
-    assert machine.withdraw("r", "withdrawal", 0.0) == ["withdrawal"]
+    assert machine.withdraw("r", "withdrawal") == ["withdrawal"]
     assert settled(machine) == ["send", "withdrawal"]
     machine.on_grant(1, grant(5, 6), 0.0)
     stopped, late = verb(machine, 1, work="stopped"), verb(machine, 1, work="late")
     machine.actions.clear()
-    assert machine.withdraw("r", "another", 0.0) == ["another", "another"]
+    assert machine.withdraw("r", "another") == ["another", "another"]
     machine.op_finished(stopped, TransferCancelled("stopped"), flushed=True, now=0.0)
     assert settled(machine) == ["stopped", "another"]
     machine.op_finished(late, None, flushed=True, now=0.0)
@@ -806,7 +806,7 @@ def members_seen(peers: int) -> int:
     for name in ("r", "withdrawn", "cancelled"):
         verb(machine, 2, request=name)
     machine.on_grant(1, grant(5, 6, prefix=8), 0.0)  # behind a prefix: all requests of this name must hold the same
-    machine.withdraw("withdrawn", "work", 0.0)
+    machine.withdraw("withdrawn", "work")
     assert machine.cancel("cancelled", "work", 0.0)
     machine.grants.decline("declined", 0.0)
     assert machine.requests.by_key["r", 1].drained or machine.cancel("r", "work", 0.0)
