@@ -50,17 +50,14 @@ class Handover:
 
     def start(self, req: SenderRequest, op: SendOp, grant: BoundGrant, now: float) -> None:
         """Begins an op of a bound request."""
-        flows = self.flows
         if req.fresh:
             req.fresh = False
-            if flows is not None and flows.serves(op):
-                flows.open_send(req)
+            if self.flows is not None and self.flows.serves(op):
+                self.flows.open_send(req)
         req.running[op] = None
         if req.flow is None:
             self._actions.append(Start(op, grant.of_state() if op.state else grant))
-            return
-        assert flows is not None
-        if not flows.start(req, op):
+        elif not self._flows.start(req, op):
             self.take_back(req, now)
 
     def await_grant(self, req: SenderRequest, op: SendOp, *, begins: bool) -> None:
