@@ -42,8 +42,8 @@ _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "poste
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
 _RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
-_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK = (
-    word_at(name) // 8 for name in ("event_tail", "event_head", "command_tail", "command_head", "network")
+_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _BROKEN = (
+    word_at(name) // 8 for name in ("event_tail", "event_head", "command_tail", "command_head", "network", "broken")
 )
 
 
@@ -247,7 +247,7 @@ class Core:
     @property
     def broken(self) -> bool:
         """Whether the GPU's driver has refused something, so that no kernel is launched any more."""
-        return self.device is not None and bool(self._memory[0]["broken"])
+        return self.device is not None and self._words[_BROKEN] != 0
 
     def flying(self, index: int) -> int:
         """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
