@@ -19,7 +19,7 @@ from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.open_sends import OpenSends
 
 SEEDS_PER_TEST = 10
 LEAVES = 20  # seeds of `leave_in_mid_put`
@@ -296,7 +296,7 @@ def test_a_map_that_mixes_lives_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_leaving_while_puts_are_under_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_jobs, "DRAIN", 0.0)
-    monkeypatch.setattr(OpenRequests, "has_landed", lambda self, rank: True)
+    monkeypatch.setattr(OpenSends, "has_landed", lambda self, rank: True)
     monkeypatch.setattr(TransferScheduler, "moves_to", lambda self, rank: False)
     assert any(leave_in_mid_put(seed) for seed in range(LEAVES))
 

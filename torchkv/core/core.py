@@ -27,7 +27,7 @@ from torchkv.core.loop.limits import (
 )
 from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
 from torchkv.core.news import News
-from torchkv.core.peers import NetworkLane, Peers
+from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.runner import Runner
 from torchkv.host.jit import at_register
 
@@ -88,7 +88,7 @@ class Core:
         self.rank = rank
         self.device = device
         self.runner = Runner(rank, device=device, turn=turn, window=window)
-        self.peers = Peers(rank, self.runner)
+        self.peers = LoopPeers(rank, self.runner)
         self.news = News(self.runner)
         self.world = self.runner.world
         self._address = self.runner.address

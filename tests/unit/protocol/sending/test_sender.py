@@ -12,7 +12,7 @@ from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.protocol.actions import ANYBODY, SendOp, Settle
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
-from torchkv.protocol.sending import open_requests, unmet
+from torchkv.protocol.sending import open_sends, unmet
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 
@@ -619,7 +619,7 @@ def test_a_lost_peer_fails_its_requests_and_no_others() -> None:
 
 
 def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_requests, "MAX_QUEUED_OPS", 3)
+    monkeypatch.setattr(open_sends, "MAX_QUEUED_OPS", 3)
     machine = sender()
     for i in range(3):
         verb(machine, 1, start=i)
@@ -631,7 +631,7 @@ def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch
 
 
 def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_requests, "MAX_QUEUED_PAGES", 10)
+    monkeypatch.setattr(open_sends, "MAX_QUEUED_PAGES", 10)
     machine = sender()
     verb(machine, 6)
     with pytest.raises(ProtocolError, match="6 pages wait") as caught:
@@ -643,7 +643,7 @@ def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPa
 
 def test_requests_to_one_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs must neither fill this rank's memory nor keep it from sending to others."""
-    monkeypatch.setattr(open_requests, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(open_sends, "MAX_REQUESTS", 3)
     machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
     for name in ("a", "b", "c"):
         verb(machine, 1, request=name)
