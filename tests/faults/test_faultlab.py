@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.simulation.__main__ import main
 from torchkv import faultlab
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.request import ReceiverRequest
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +32,12 @@ def test_runs_without_a_violation() -> None:
 def test_a_violation_is_printed_with_what_shows_it_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def frees_at_failure(self: Endings, req: ReceiverRequest) -> None:
+    def frees_at_failure(self: ReceiveEndings, req: ReceiverRequest) -> None:
         if req.error is not None:
             self.end(req)
 
     arguments = ["--case", "puts", "--workers", "1"]
-    monkeypatch.setattr(Endings, "end_if_quiescent", frees_at_failure)
+    monkeypatch.setattr(ReceiveEndings, "end_if_quiescent", frees_at_failure)
     assert main([*arguments, "--seed", "0", "--schedules", "40"]) == 1
     shown = capsys.readouterr().out
     assert "free, but written to" in shown

@@ -57,7 +57,7 @@ def cluster(*sizes: tuple[str, int]) -> Cluster:
         pairs = [(a, b) for a in made.ranks for b in made.ranks if a is not b]
         for a, b in pairs:
             a.engine.flows._lane(b.rank, a.engine.connection(b.rank))
-        assert made.run(lambda: all(core_of(a).hears(b.rank) for a, b in pairs), limit=1)
+        assert made.run(lambda: all(core_of(a).peers.hears(b.rank) for a, b in pairs), limit=1)
     return made
 
 

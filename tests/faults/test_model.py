@@ -21,11 +21,11 @@ from torchkv.control.greeting import Greeter, Greeting, Refusal
 from torchkv.control.session import Session
 from torchkv.engine.joining.membership import Membership
 from torchkv.protocol.messages import ControlFrame, Message, Quiesced, Revoke
-from torchkv.protocol.receiving.endings import Endings as ReceiverEndings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest, Writer
-from torchkv.protocol.sending.endings import Endings
+from torchkv.protocol.sending.endings import SendEndings
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.protocol.sending.unmet import Unmet
@@ -62,7 +62,7 @@ def _any_generation(self: OpenReceives, src: int, generation: int) -> tuple[Rece
     return None if req is None else (req, req.writers[src])
 
 
-def _first_seal_counts(self: ReceiverEndings, req: ReceiverRequest, now: float) -> None:
+def _first_seal_counts(self: ReceiveEndings, req: ReceiverRequest, now: float) -> None:
     if req.complete_at is None and any(
         writer.sealed is not None and not writer.missing(None, req.num_tokens) for writer in req.writers.values()
     ):
@@ -70,13 +70,13 @@ def _first_seal_counts(self: ReceiverEndings, req: ReceiverRequest, now: float) 
         self.succeed(req)
 
 
-def _seal_at_once(self: Endings, req: SenderRequest, now: float) -> None:
+def _seal_at_once(self: SendEndings, req: SenderRequest, now: float) -> None:
     running, req.running = req.running, {}
     _true_seal(self, req, now)
     req.running = running
 
 
-_true_seal = Endings.seal_if_done
+_true_seal = SendEndings.seal_if_done
 
 
 def _quiesced_at_once(self: Sender, src: int, message: Revoke, now: float) -> None:
@@ -125,8 +125,8 @@ _true_poll = Session.poll
         (ReceiverRequest, "pending_writers", _pages_are_free_at_the_failure, CANCELS, "lands in a page"),
         (ReceiverRequest, "pending_writers", _pages_are_free_at_the_failure, DEADLINES, "lands in a page"),
         (OpenReceives, "writer", _any_generation, Rules(pages=2), "has succeeded with bytes"),
-        (ReceiverEndings, "complete_if_covered", _first_seal_counts, CANCELS, "has succeeded with bytes"),
-        (Endings, "seal_if_done", _seal_at_once, CANCELS, "(lands in a page|has succeeded with bytes|never ends)"),
+        (ReceiveEndings, "complete_if_covered", _first_seal_counts, CANCELS, "has succeeded with bytes"),
+        (SendEndings, "seal_if_done", _seal_at_once, CANCELS, "(lands in a page|has succeeded with bytes|never ends)"),
         (Sender, "on_revoke", _quiesced_at_once, CANCELS, "lands in a page"),
         (Unmet, "revoke", _grant_outlives_its_revocation, CANCELS, "lands in a page"),
         (Receiver, "peer_dead", lambda self, rank, now: None, DEATHS, "leased for ever"),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.protocol.messages import Attest, Quiesced
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest, Writer
@@ -79,7 +79,7 @@ def test_equal_seeds_give_equal_runs(seed: int) -> None:
 # -- negative controls: broken protocols that the same checks must catch ----------------------------------------------
 
 
-def _frees_at_failure(self: Endings, req: ReceiverRequest) -> None:
+def _frees_at_failure(self: ReceiveEndings, req: ReceiverRequest) -> None:
     if req.error is not None:
         self.end(req)
 
@@ -122,7 +122,7 @@ def _assert_caught(symptom: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "mutant", "symptom"),
     [
-        (Endings, "end_if_quiescent", _frees_at_failure, "free, but written to"),
+        (ReceiveEndings, "end_if_quiescent", _frees_at_failure, "free, but written to"),
         (Receiver, "on_quiesced", _first_ack_is_enough, "free, but written to"),
         (Receiver, "on_attest", _counts_messages, "wrong bytes"),
         (OpenReceives, "writer", _ignores_generations, ""),

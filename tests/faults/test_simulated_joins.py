@@ -19,7 +19,7 @@ from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.open_sends import OpenSends
 
 SEEDS_PER_TEST = 10
 LEAVES = 20  # seeds of `leave_in_mid_put`
@@ -53,7 +53,9 @@ def test_two_jobs_meet_and_exchange_pages(views: bool) -> None:
         if views and round_ == 0:
             jobs.run(limit=0.5)
             assert d.ranks[0].engine.flows is not None
-            assert all(d.ranks[0].engine.flows.core.reaches(number) for number in d.memberships[0].peers["p"].ranks)
+            assert all(
+                d.ranks[0].engine.flows.core.peers.reaches(number) for number in d.memberships[0].peers["p"].ranks
+            )
     requests.check_end()
     assert requests.problems == []
 
@@ -294,7 +296,7 @@ def test_a_map_that_mixes_lives_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_leaving_while_puts_are_under_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_jobs, "DRAIN", 0.0)
-    monkeypatch.setattr(OpenRequests, "has_landed", lambda self, rank: True)
+    monkeypatch.setattr(OpenSends, "has_landed", lambda self, rank: True)
     monkeypatch.setattr(TransferScheduler, "moves_to", lambda self, rank: False)
     assert any(leave_in_mid_put(seed) for seed in range(LEAVES))
 

@@ -14,7 +14,7 @@ from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.errors import PeerLost, ProtocolError, TransferCancelled
 from torchkv.protocol.messages import Attest, Grant, Quiesced, Seal, Verdict, decode_frame
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
 
@@ -83,10 +83,10 @@ def test_a_cancelled_requests_late_writes_never_reach_the_next_owner() -> None:
 def test_the_abort_race_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with a receiver that frees pages at once, the next owner's bytes are destroyed."""
 
-    def free_at_once(self: Endings, req: object) -> None:
+    def free_at_once(self: ReceiveEndings, req: object) -> None:
         self.end(req)
 
-    monkeypatch.setattr(Endings, "end_if_quiescent", free_at_once)
+    monkeypatch.setattr(ReceiveEndings, "end_if_quiescent", free_at_once)
     problems = _abort_race(pair())
     assert problems
     assert all("free, but written to" in problem for problem in problems)

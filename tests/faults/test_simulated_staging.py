@@ -13,7 +13,7 @@ from tests.helpers.simulation.staging_rings import FifoEnd, LaggingPacker
 from torchkv.errors import KVError
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import Staged
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 from torchkv.protocol.receiving.stages import Stages
@@ -54,9 +54,9 @@ def _stage_reused_early(patch: Patch) -> None:
 
 def _remembers_ended(patch: Patch) -> None:
     """Ended requests can still be found, so that the broken receivers below do not merely crash."""
-    end = Endings.end
+    end = ReceiveEndings.end
 
-    def keep(self: Endings, req: ReceiverRequest) -> None:
+    def keep(self: ReceiveEndings, req: ReceiverRequest) -> None:
         if not req.ended:
             end(self, req)
             vars(self._requests).setdefault("past", {})[req.generation] = req
@@ -69,7 +69,7 @@ def _remembers_ended(patch: Patch) -> None:
             self._credits.release(job.src, job.generation, job.serial, now)
 
     real = Stages.scattered
-    patch.setattr(Endings, "end", keep)
+    patch.setattr(ReceiveEndings, "end", keep)
     patch.setattr(Stages, "scattered", scattered)
     patch.setattr(Scatter, "stopped", property(lambda job: False, lambda job, value: None))
 
@@ -99,24 +99,24 @@ def _unpacks_for_the_failed(patch: Patch) -> None:
 def _does_not_wait_for_scatters_at_failure(patch: Patch) -> None:
     _remembers_ended(patch)
 
-    def end_if_quiescent(self: Endings, req: ReceiverRequest) -> None:
+    def end_if_quiescent(self: ReceiveEndings, req: ReceiverRequest) -> None:
         if req.error is not None and not req.pending_writers():
             self.end(req)
 
-    patch.setattr(Endings, "end_if_quiescent", end_if_quiescent)
+    patch.setattr(ReceiveEndings, "end_if_quiescent", end_if_quiescent)
 
 
 def _does_not_wait_for_scatters_at_success(patch: Patch) -> None:
     """Success does not wait for bytes that were sent twice and are being unpacked the second time."""
     _remembers_ended(patch)
-    real = Endings.complete_if_covered
+    real = ReceiveEndings.complete_if_covered
 
-    def complete_if_covered(self: Endings, req: ReceiverRequest, now: float) -> None:
+    def complete_if_covered(self: ReceiveEndings, req: ReceiverRequest, now: float) -> None:
         scattering, req.scattering = req.scattering, set()
         real(self, req, now)
         req.scattering = scattering
 
-    patch.setattr(Endings, "complete_if_covered", complete_if_covered)
+    patch.setattr(ReceiveEndings, "complete_if_covered", complete_if_covered)
 
 
 def _tells_before_the_flush(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from torchkv.errors import KVError, PageOutOfRange, TransferCancelled, TransferT
 from torchkv.layout.layer_groups import SLOTS
 from torchkv.layout.layout import KVLayout, State
 from torchkv.protocol.actions import BoundGrant
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 
 SLOW = Faults(min_delay=0.05, max_delay=0.4, survive=1.0)
@@ -117,10 +117,10 @@ def test_late_writes_of_a_cancelled_requests_state_never_reach_the_slots_next_ow
 def test_the_race_over_a_slot_is_real(monkeypatch: Patch) -> None:
     """Negative control: with a receiver that frees the slot at once, the next owner's state is destroyed."""
 
-    def free_at_once(self: Endings, req: object) -> None:
+    def free_at_once(self: ReceiveEndings, req: object) -> None:
         self.end(req)
 
-    monkeypatch.setattr(Endings, "end_if_quiescent", free_at_once)
+    monkeypatch.setattr(ReceiveEndings, "end_if_quiescent", free_at_once)
     problems = _abort_race(pair())
     assert problems
     assert all("slot 2" in problem and "free, but written to" in problem for problem in problems)
@@ -185,15 +185,15 @@ def _pages_count_as_state(patch: Patch) -> None:
 
 def _slot_is_free_at_failure(patch: Patch) -> None:
     """The pages of a failed request wait for its writers, its slot does not."""
-    fail = Endings.fail
+    fail = ReceiveEndings.fail
 
-    def fail_and_free(self: Endings, req: ReceiverRequest, error: KVError, **how: Any) -> None:
+    def fail_and_free(self: ReceiveEndings, req: ReceiverRequest, error: KVError, **how: Any) -> None:
         fail(self, req, error, **how)
         if not req.ended and req.state_slot is not None:
             self._leases.marks(SLOTS)[req.state_slot] = 0
             req.state_slot = None
 
-    patch.setattr(Endings, "fail", fail_and_free)
+    patch.setattr(ReceiveEndings, "fail", fail_and_free)
 
 
 def _writes_to_the_slot_next_to_it(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from tests.helpers.ranks import member
 from tests.helpers.ranks.member import Member, await_peer, connect, leave
 from tests.helpers.resident import resident_kib
 from torchkv import KVError
-from torchkv.protocol.sending.open_requests import MAX_QUEUED_PAGES, MAX_REQUESTS
+from torchkv.protocol.sending.open_sends import MAX_QUEUED_PAGES, MAX_REQUESTS
 
 SENDER, SLOW, QUICK = 0, 1, 2  # tags of the instances' bytes
 OPEN = [f"s{number}" for number in range(4)]  # requests that the slow one has posted

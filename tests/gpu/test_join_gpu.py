@@ -51,7 +51,7 @@ def loop_reaches(name: str) -> bool:
     kv = Member.kv
     assert kv._verbs is not None
     flows = kv._verbs.engine.flows
-    return flows is not None and all(flows.core.reaches(rank) for rank in kv.peers()[name].ranks)
+    return flows is not None and all(flows.core.peers.reaches(rank) for rank in kv.peers()[name].ranks)
 
 
 def test_memory_of_killed_jobs_is_released(jobs: Jobs) -> None:

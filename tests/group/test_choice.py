@@ -14,7 +14,7 @@ from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.lane_transfer import Case, Report, adopted_cache, check_reports, transfer
 from tests.helpers.ranks.layout_cases import case, gqa
 from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, small_layout
-from torchkv.engine.joining import registration
+from torchkv.engine.joining import connector
 from torchkv.transfer.peer_connection import Costs, PeerConnection
 
 HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}
@@ -52,7 +52,7 @@ FEW_PAGES = case(
 
 def moved(one: Case, costs: Costs, seed: int, adopted: bool, options: dict[str, Any]) -> Report:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registration, "calibration", given(costs))
+        patch.setattr(connector, "calibration", given(costs))
         return transfer(one, adopted=adopted, seed=seed, **options)
 
 
@@ -95,7 +95,7 @@ def test_a_mapped_ring_needs_no_memory_to_send_from_and_mapped_pages_no_ring(
 
 def explained() -> None:
     with pytest.MonkeyPatch.context() as patch, kv_group() as kv:
-        patch.setattr(registration, "calibration", given(FREE_STAGING))
+        patch.setattr(connector, "calibration", given(FREE_STAGING))
         kv.register(adopted_cache(small_layout(), NUM_PAGES))
         if kv.rank() == 0:
             engine, thread = kv._verbs.engine, kv._thread

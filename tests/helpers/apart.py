@@ -41,7 +41,7 @@ class Apart:
         self.channels = [
             transports[i].connect(transports[1 - i].address(), [regions[1 - i].descriptor()]) for i in (0, 1)
         ]
-        lane = self.writer.connect_network(1, self.channels[0], TAGS)
+        lane = self.writer.peers.connect_network(1, self.channels[0], TAGS)
         assert lane is not None
         self.lane: NetworkLane = lane
         if reads:
@@ -54,11 +54,11 @@ class Apart:
 
     def read(self) -> None:
         """The reader makes its lane."""
-        assert self.reader.connect_network(0, self.channels[1], TAGS[::-1]) is not None
+        assert self.reader.peers.connect_network(0, self.channels[1], TAGS[::-1]) is not None
 
     def meet(self) -> None:
         """Steps until both know that they are heard."""
-        while not (self.writer.hears(1) and self.reader.hears(0)):
+        while not (self.writer.peers.hears(1) and self.reader.peers.hears(0)):
             self.step()
 
     def receive(self, pages: int, generation: int = 1) -> int:
@@ -118,7 +118,7 @@ class Apart:
         send = self.send(self.receive(2), [0, 1])
         op = self.start(send, [0, 1])
         self.writer.runner.step()
-        with self.writer.standing_still():
+        with self.writer.runner.standing_still():
             posted = self.writer.put(op)
         assert posted > 0
         return send, op, posted

@@ -88,7 +88,12 @@ OF_WRITERS: Mapping[str, Point] = {
     "grant bound": ("torchkv.protocol.sending.sender", "Sender", "on_grant", _after),
     "mid copy": ("torchkv_ucx.channel", "UCXChannel", "put", _after),
     "mid gather": ("torchkv.staging.host_packer", "HostPacker", "gather", _amid),
-    "after the last byte, before the seal": ("torchkv.protocol.sending.endings", "Endings", "tell", _before_the_seal),
+    "after the last byte, before the seal": (
+        "torchkv.protocol.sending.endings",
+        "SendEndings",
+        "tell",
+        _before_the_seal,
+    ),
     "after the seal, before the verdict": ("torchkv.protocol.sending.sender", "Sender", "on_verdict", _before),
 }
 OF_READERS: Mapping[str, Point] = {
@@ -97,7 +102,7 @@ OF_READERS: Mapping[str, Point] = {
     "layer attested": ("torchkv.protocol.receiving.receiver", "Receiver", "on_attest", _before),
     "mid scatter": ("torchkv.staging.host_packer", "HostPacker", "scatter", _amid),
     "seal heard": ("torchkv.protocol.receiving.receiver", "Receiver", "on_seal", _before),
-    "succeeded, before the verdict": ("torchkv.protocol.receiving.endings", "Endings", "succeed", _after),
+    "succeeded, before the verdict": ("torchkv.protocol.receiving.endings", "ReceiveEndings", "succeed", _after),
 }
 AT_REGISTER: Mapping[str, Point] = {
     "before it publishes": ("torchkv.engine.joining.registration", "Registration", "metadata", _before),

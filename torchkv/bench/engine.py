@@ -184,13 +184,35 @@ class Pages:
             torch.cuda.synchronize(self.cache.device)
 
 
-class _Send(Pending):
+class _Request(Pending):
+    """A request at the reader, which has posted it before. work: None at a writer that has not finished it yet."""
+
+    def __init__(self, work: KVWork | None) -> None:
+        self._work = work
+
+    def advance(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        assert self._work is not None
+        if not self._work.is_completed():
+            return False
+        if (error := self._work.exception()) is not None:
+            raise error
+        return True
+
+    def wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+
+
+class _Send(_Request):
     """A request at the writer."""
 
     def __init__(self, kv: KVProcessGroup, name: str, ids: np.ndarray[Any, Any], by_layer: bool) -> None:
+        super().__init__(None)
         self._kv, self._name, self._ids = kv, name, ids
         self._layers = iter(range(LAYERS))
-        self._work: KVWork | None = None
         if not by_layer:
             kv.send_pages(name, ids, 1)
             self._layers = iter(())
@@ -204,38 +226,6 @@ class _Send(Pending):
         if layer is None or layer == LAYERS - 1:
             self._work = self._kv.finish(self._name, 1)
         return self._work is None
-
-    def done(self) -> bool:
-        assert self._work is not None
-        if not self._work.is_completed():
-            return False
-        if (error := self._work.exception()) is not None:
-            raise error
-        return True
-
-    def wait(self) -> None:
-        assert self._work is not None
-        self._work.wait()
-
-
-class _Receive(Pending):
-    """A request at the reader, which has posted it before."""
-
-    def __init__(self, work: KVWork) -> None:
-        self._work = work
-
-    def advance(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        if not self._work.is_completed():
-            return False
-        if (error := self._work.exception()) is not None:
-            raise error
-        return True
-
-    def wait(self) -> None:
-        self._work.wait()
 
 
 def run_engine(
@@ -296,7 +286,7 @@ def _read(setup: Setup, seed: int) -> int:
         nonlocal wrong
         wrong += pages.wrong(seed + number)
 
-    loop = Loop(lambda number: _Receive(posted.pop(number)), flight=setup.flight, polled=setup.polled)
+    loop = Loop(lambda number: _Request(posted.pop(number)), flight=setup.flight, polled=setup.polled)
     with busy_thread(on=setup.busy):
         rounds(setup, loop, before, after)
     return wrong

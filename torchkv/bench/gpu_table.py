@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from torchkv.bench.gpu import CASES, HEAD_DIM, HEADS, LAYERS, TOKENS, GpuResult, run_gpu_case
+from torchkv.bench.host_table import report
 from torchkv.errors import TransportUnavailable
 from torchkv.transport.interface import load_transport
 
@@ -31,34 +29,22 @@ def run(*, only: str, repeats: int, report_only: bool, as_json: bool) -> int:
 
     Cases whose transport does not work here are skipped, with the reason.
     """
-    out = sys.stderr if as_json else sys.stdout
-    rows: list[dict[str, Any]] = []
-    failed = wrong = False
-
-    def say(line: str) -> None:
-        out.write(line + "\n")
-        out.flush()
-
-    say(f"# torchkv bench on {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     moved = f"{LAYERS} layers x {TOKENS} tokens x {HEADS} kv heads x {HEAD_DIM} bf16"
-    say(f"# {moved} in shuffled pages; every run byte-checked")
-    say(HEADER)
+    head = [
+        f"# torchkv bench on {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}",
+        f"# {moved} in shuffled pages; every run byte-checked",
+        HEADER,
+    ]
+    return report(head, _results(only, repeats), _line, [], report_only=report_only, as_json=as_json)
+
+
+def _results(only: str, repeats: int) -> Iterator[GpuResult | str]:
+    """Of each case, or why it is skipped."""
     for case in CASES:
-        if only not in case.name:
-            continue
-        reason = _unavailable(case.transport)
-        if reason is not None:
-            say(f"{case.name:22} skipped: {reason}")
-            continue
-        for result in run_gpu_case(case, repeats=repeats):
-            say(_line(result))
-            rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
-            failed |= not result.passed
-            wrong |= result.wrong > 0
-    if as_json:
-        json.dump(rows, sys.stdout, indent=1)
-        sys.stdout.write("\n")
-    return int(wrong or (failed and not report_only))
+        if only in case.name and (reason := _unavailable(case.transport)) is not None:
+            yield f"{case.name:22} skipped: {reason}"
+        elif only in case.name:
+            yield from run_gpu_case(case, repeats=repeats)
 
 
 def _unavailable(transport: str) -> str | None:

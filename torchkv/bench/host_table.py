@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,7 @@ from torchkv.bench.cases import CASES, Case
 from torchkv.bench.machine import machine, torchkv_version
 from torchkv.bench.pair import Result, run_case
 
-__all__ = ["names", "run"]
+__all__ = ["names", "report", "run"]
 
 HEADER = (
     f"{'case':22} {'lane':14} {'path':7} {'bytes':>10} {'pages':>7} {'layers':>6} {'GB/s':>7} {'p50_us':>10} "
@@ -26,25 +27,36 @@ def names(only: str = "") -> list[str]:
 
 def run(*, only: str, mib: int, repeats: int, report_only: bool, as_json: bool) -> int:
     """Exit code: 1 if a byte was wrong, or a gate was missed without ``report_only``. mib: payload of a run in MiB."""
-    out = sys.stderr if as_json else sys.stdout
+    version = torchkv_version()
+    head = f"# torchkv {version} bench: {machine('cpu')}; every run byte-checked, fresh random bytes, shuffled pages"
+    results = (run_case(case, nbytes=mib << 20, repeats=repeats) for case in _selected(only))
     rows: list[dict[str, Any]] = [{"machine": machine("cpu")}]
+    return report([head, HEADER], results, _line, rows, report_only=report_only, as_json=as_json)
+
+
+def report(
+    head: Sequence[str],
+    results: Iterable[Any],
+    line: Callable[[Any], str],
+    rows: list[dict[str, Any]],
+    *,
+    report_only: bool,
+    as_json: bool,
+) -> int:
+    """Prints a table: ``head``, and a ``line`` of each result, or the text that stands in place of one. See `run`.
+
+    rows: what JSON has before the results.
+    """
+    out = sys.stderr if as_json else sys.stdout
     failed = wrong = False
-
-    def say(line: str) -> None:
-        out.write(line + "\n")
-        out.flush()
-
-    say(
-        f"# torchkv {torchkv_version()} bench: {machine('cpu')}; every run byte-checked, fresh random bytes, "
-        "shuffled pages"
-    )
-    say(HEADER)
-    for case in _selected(only):
-        result = run_case(case, nbytes=mib << 20, repeats=repeats)
-        say(_line(result))
-        rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
-        failed |= not result.passed
-        wrong |= result.wrong > 0
+    for text in head:
+        print(text, file=out, flush=True)
+    for result in results:
+        print(result if isinstance(result, str) else line(result), file=out, flush=True)
+        if not isinstance(result, str):
+            rows.append({**asdict(result), "ratio": result.ratio, "passed": result.passed})
+            failed |= not result.passed
+            wrong |= result.wrong > 0
     if as_json:
         json.dump(rows, sys.stdout, indent=1)
         sys.stdout.write("\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,7 +28,8 @@ from torchkv.core.loop.limits import (
     RECORD_NBYTES,
 )
 from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
-from torchkv.core.peers import NetworkLane, Peers
+from torchkv.core.news import News
+from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.runner import Runner
 from torchkv.host.jit import at_register
 
@@ -37,19 +37,16 @@ __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 
 TURN = 1 << 20  # bytes
 PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
-SLICE = 0.1  # seconds of one sleep of `wait`: then signals of Python are served
 
 _NO_WORDS: list[int] = []
 _EVENT_WORDS = range(3, 3 + len(Record.__annotations__) - 1)  # of an event: its record, without ``seq``
-_NBYTES, _RUNS = (list(Op.__annotations__).index(name) for name in ("nbytes", "runs"))
-_POSTED = list(Op.__annotations__).index("posted")
-_MOVED, _GATED, _SEND_NETWORK = (list(Send.__annotations__).index(name) for name in ("moved", "gated", "network"))
-_RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
-_WRITER = list(Writer.__annotations__)
+_SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Writer))
+_NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
+_MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
-_TAIL, _HEAD, _NEWS, _SLEEPERS, _NETWORK, _COMMAND_TAIL, _COMMAND_HEAD = (
-    word_at(name) // 8
-    for name in ("event_tail", "event_head", "news", "sleepers", "network", "command_tail", "command_head")
+_RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
+_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _BROKEN = (
+    word_at(name) // 8 for name in ("event_tail", "event_head", "command_tail", "command_head", "network", "broken")
 )
 
 
@@ -85,7 +82,7 @@ class Core:
 
     device: the GPU that this rank's pages lie on, if they do. turn, window, part: see `World`. Raises
     ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
-    calls `Runner.step`. peers: how it reaches other loops.
+    calls `Runner.step`. peers: how it reaches other loops. news: how callers wait.
     """
 
     def __init__(
@@ -100,13 +97,8 @@ class Core:
         self.rank = rank
         self.device = device
         self.runner = Runner(rank, device=device, turn=turn, window=window, part=part)
-        self.peers = Peers(rank, self.runner)
-        peers = self.peers
-        self.standing_still, self.granted = self.runner.standing_still, peers.granted
-        self.hears, self.takes_grant = peers.hears, peers.takes_grant
-        self.reaches, self.reserve_slot = peers.reaches, peers.reserve_slot
-        self.connect, self.disconnect = peers.connect, peers.disconnect
-        self.connect_network, self.lane, self.has_arrived = peers.connect_network, peers.lane, peers.has_arrived
+        self.peers = LoopPeers(rank, self.runner)
+        self.news = News(self.runner)
         self.world = self.runner.world
         self._address = self.runner.address
         self._memory = self.runner.memory
@@ -127,7 +119,6 @@ class Core:
         self._kept_ops: list[Any] = [None] * MAX_OPS
         self._kept_rounds: dict[int, Int64Array] = {}
         self._network_receives: set[int] = set()  # flows of which writers are on other hosts
-        self._counting = threading.Lock()
 
     def close(self) -> None:
         """Ends the thread and unmaps the peers' mailboxes."""
@@ -153,8 +144,8 @@ class Core:
     ) -> int | None:
         """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
 
-        network: whether they are put through the network, with the keys in ``geometry``.
-        kernels: the launch table if kernels copy the pages, of which there are `MAX_GRANTED` at most then.
+        network: whether they are put through the network, with the keys in ``geometry``. kernels: the launch table if
+        kernels copy the pages, of which there are `MAX_GRANTED` at most then.
         """
         if not self._free_sends:
             return None
@@ -265,7 +256,7 @@ class Core:
     @property
     def broken(self) -> bool:
         """Whether the GPU's driver has refused something, so that no kernel is launched any more."""
-        return self.device is not None and bool(self._memory[0]["broken"])
+        return self.device is not None and self._words[_BROKEN] != 0
 
     def flying(self, index: int) -> int:
         """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
@@ -322,9 +313,7 @@ class Core:
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.records.Receive`.
 
-        network: whether some of the writers are on other hosts.
-
-        writers: (rank, layers that it owes, its page size).
+        writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts.
         """
         assert 0 < len(writers) <= MAX_WRITERS
         layers = max(count for _, count, _ in writers)
@@ -483,31 +472,6 @@ class Core:
         self._words[word_at("heed") // 8] = heeds
         if heeds and self.has_events:  # a grant among them did not wake it
             posting.wake_driver(self._address)
-
-    def wake_waiters(self) -> None:
-        """Changes ``news`` and wakes the threads in `wait`: Python has completed a call. Any thread."""
-        posting.wake_waiters(self._address)  # also if nobody sleeps yet: somebody may be about to
-
-    @property
-    def news(self) -> int:
-        """Changes with each event. Read it before looking whether what is awaited is there, then `wait`. Any thread."""
-        return int(self._words[_NEWS])
-
-    def wait(self, seen: int, seconds: float) -> None:
-        """Waits, without the GIL, until ``news`` is not ``seen``, for so long or `SLICE` at most. Any thread.
-
-        Spins first, as the loop does: not where cores are few.
-        """
-        nanoseconds = int(min(seconds, SLICE) * 1e9)
-        if posting.spin_for_news(self._address, seen, nanoseconds):
-            return
-        with self._counting:
-            self._words[_SLEEPERS] += 1
-        try:
-            posting.wait_news(self._address, seen, nanoseconds)
-        finally:
-            with self._counting:
-                self._words[_SLEEPERS] -= 1
 
 
 @at_register

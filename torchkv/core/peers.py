@@ -25,7 +25,7 @@ from torchkv.transport.interface import Channel, NativeChannel
 if TYPE_CHECKING:
     from torchkv.core.runner import Runner
 
-__all__ = ["GrantBody", "NetworkLane", "Peers"]
+__all__ = ["GrantBody", "LoopPeers", "NetworkLane"]
 
 _PEER = list(Peer.__annotations__)
 _OF_NETWORK = _PEER[_PEER.index("endpoint") :]
@@ -42,7 +42,7 @@ class GrantBody:
 
 
 class NetworkLane:
-    """The loop's way to a rank of another host: see `torchkv.core.loop.network`. Made by `Peers.connect_network`.
+    """The loop's way to a rank of another host: see `torchkv.core.loop.network`. Made by `LoopPeers.connect_network`.
 
     native: None after the end, or if the transport has none. failed: whether what is on its way may never arrive.
     """
@@ -53,7 +53,7 @@ class NetworkLane:
         self.failed = False
 
 
-class Peers:
+class LoopPeers:
     """One rank's. What is not marked "any thread" is called under the engine's lock.
 
     slots: of `World`'s ``peers``, by rank. ranks: by slot.

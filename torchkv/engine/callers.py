@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from torchkv.core.core import Core
+from torchkv.core.news import News
 from torchkv.engine.layer_wait import LayerStreamWaits
 from torchkv.engine.work import KVWork, settle_copied
 from torchkv.protocol.actions import Account, Action, Settle, SettleCopied, Split
@@ -19,18 +19,18 @@ __all__ = ["Callers"]
 
 
 class Callers:
-    """One engine's. lock: the engine's. core: the resident loop, if it serves requests of this rank.
+    """One engine's. lock: the engine's. news: of the resident loop, if this rank has one.
 
     changed: notified when a grant or a layer has arrived, or a call failed. has_news: whether threads that wait for it
     should look again.
     """
 
-    def __init__(self, lock: threading.Lock, core: Core | None) -> None:
+    def __init__(self, lock: threading.Lock, news: News | None) -> None:
         self.changed = threading.Condition(lock)
         self.layer_stream_waits = LayerStreamWaits()
         self.has_news = False
         self._lock = lock
-        self._core = core
+        self._news = news
         self._settled: deque[Settle | SettleCopied] = deque()  # works to complete when peers have been told
         self._announced: deque[KVWork] = deque()  # completed; their futures are still to be
         self._waiting = 0  # threads in `wait_change`
@@ -82,8 +82,8 @@ class Callers:
 
     def wake(self) -> None:
         """Ends the sleep of all threads that wait for the resident loop. Any thread."""
-        if self._core is not None:
-            self._core.wake_waiters()
+        if self._news is not None:
+            self._news.add()
 
     def wait_change(self, seen: int, seconds: float) -> bool:
         """Waits, without the lock, for what `notify` tells of, or the loop. False if there is no time left.
@@ -91,14 +91,14 @@ class Callers:
         To be called under the lock. It may end early. seen: `Engine.news` before the caller looked whether it has to
         wait.
         """
-        if self._core is None:
+        if self._news is None:
             return self.changed.wait(seconds)
         if seconds <= 0:
             return False
         self._waiting += 1
         self._lock.release()
         try:
-            self._core.wait(seen, seconds)
+            self._news.wait(seen, seconds)
         finally:
             self._lock.acquire()
             self._waiting -= 1

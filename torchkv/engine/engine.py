@@ -23,7 +23,6 @@ from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
 from torchkv.engine.callers import Callers
 from torchkv.engine.flows import Flows
-from torchkv.engine.gpu_kernels import GpuKernels
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
@@ -89,7 +88,7 @@ class Engine:
     ) -> None:
         self.lock = threading.Lock()
         self.group_map = group_map
-        self.callers = Callers(self.lock, core)
+        self.callers = Callers(self.lock, None if core is None else core.news)
         self.options = options
         self.gpu = memory.gpu
         self.scales = NO_SCALES if memory.pages is None else memory.pages.scales
@@ -150,9 +149,8 @@ class Engine:
         self._now = 0.0  # the time of the current step
         self.flows: Flows | None = None  # the requests that the resident loop serves
         if core is not None and memory.pages is not None:
-            kernels = memory.kernels
-            if kernels is None and core.device is not None:
-                kernels = GpuKernels(self.scheduler, core.device)
+            if self.scheduler.kernels is not None and core.device is not None:
+                self.scheduler.kernels.errors = core.device.errors
             self.flows = Flows(
                 core,
                 group_map=group_map,
@@ -161,7 +159,7 @@ class Engine:
                 leader=self._leader,
                 local=memory.pages,
                 connections=self.connections,
-                kernels=kernels,
+                kernels=memory.kernels or (None if core.device is None else self.scheduler.kernels),
                 direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
                 puts=options.forced_path is None,
                 clock=weakly(self._clock),
@@ -436,12 +434,12 @@ class Engine:
     def wait(self, seen: int, seconds: float) -> None:
         """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""
         assert self.flows is not None
-        self.flows.core.wait(seen, seconds)
+        self.flows.core.news.wait(seen, seconds)
 
     @property
     def news(self) -> int:
         """Changes when a work may have completed, and with `notify` if that is awaited: see `wait`. Else 0."""
-        return 0 if self.flows is None else self.flows.core.news
+        return 0 if self.flows is None else self.flows.core.news.count
 
     def make_eager(self) -> None:
         """Has the driver woken for everything that the resident loop does. Any thread."""

@@ -188,7 +188,7 @@ class Flows:
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self._route(req.dst, plan)
-        if route is None or not self.core.hears(req.dst):  # then the grant comes in a message
+        if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
@@ -212,7 +212,7 @@ class Flows:
 
     def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
         with self._standing_still():
-            return self.core.takes_grant(rank, flow, generation)
+            return self.core.peers.takes_grant(rank, flow, generation)
 
     def settle(self) -> None:
         with self._standing_still():
@@ -316,7 +316,7 @@ class Flows:
             lane = self._lanes.pop(req.flow, None)
             for index in left:
                 if lane is not None and (posted := self.core.put(index)):
-                    self._ops[index][1].landed = partial(self.core.has_arrived, req.dst, lane, posted)
+                    self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
                 elif self.core.device is not None and (posted := self.core.flying(index)):
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
             sealed = self.core.take_back_send(req.flow, left)
@@ -335,7 +335,7 @@ class Flows:
         if not mailboxes:
             return None
         try:
-            slot = self.core.reserve_slot(rank)
+            slot = self.core.peers.reserve_slot(rank)
         except TransportUnavailable as error:
             log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
             return None
@@ -347,7 +347,7 @@ class Flows:
         if (mailboxes := self._mailboxes.pop(rank, None)) is None:
             return
         try:
-            self.core.connect(rank, mailboxes, slot=slot)
+            self.core.peers.connect(rank, mailboxes, slot=slot)
         except TransportUnavailable as error:
             log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
 
@@ -355,7 +355,7 @@ class Flows:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self._routes = {key: route for key, route in self._routes.items() if key[0] != rank}
         self._mailboxes.pop(rank, None)
-        self.core.disconnect(rank)
+        self.core.peers.disconnect(rank)
         self._dead.discard(rank)
 
     def _serving(self, rank: int) -> PeerConnection | None:
@@ -365,7 +365,7 @@ class Flows:
             return None
         if not connection.direct:
             return connection if self._lane(rank, connection) is not None else None
-        return connection if self.core.reaches(rank) else None
+        return connection if self.core.peers.reaches(rank) else None
 
     def _lane(self, rank: int, connection: PeerConnection) -> NetworkLane | None:
         """The way to ``rank`` through the network, made when it is first needed."""
@@ -374,9 +374,9 @@ class Flows:
         if connection not in self._laned:
             if any(req.dst == rank for req in self._sends.values()):
                 return None  # of an earlier connection, and about to be taken back
-            self._laned[connection] = self.core.connect_network(rank, connection.channel, connection.tags)
+            self._laned[connection] = self.core.peers.connect_network(rank, connection.channel, connection.tags)
         lane = self._laned[connection]
-        return lane if lane is not None and lane is self.core.lane(rank) else None
+        return lane if lane is not None and lane is self.core.peers.lane(rank) else None
 
     def _route(self, rank: int, plan: PairPlan) -> _Route | None:
         """How the loop copies a plan to ``rank``; None if it cannot do that."""
@@ -444,7 +444,7 @@ class Flows:
         siblings, rank = self._group_map.siblings, self._group_map.rank
         if len(siblings) == 1:
             return ALONE
-        return siblings[0] if siblings[0] == rank or self.core.reaches(siblings[0]) else NOBODY
+        return siblings[0] if siblings[0] == rank or self.core.peers.reaches(siblings[0]) else NOBODY
 
     @property
     def posts(self) -> bool:
@@ -455,7 +455,7 @@ class Flows:
         name = req.request.encode()
         if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
             return False
-        if not all(self.core.hears(rank) for rank in req.writers):
+        if not all(self.core.peers.hears(rank) for rank in req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
@@ -509,7 +509,7 @@ class Flows:
 
     def open_round(self, members: list[tuple[int, int, int, bool]]) -> int | None:
         for rank, flow, _, _ in members:
-            if flow >= MAX_FLOWS or not (rank == self._group_map.rank or self.core.reaches(rank)):
+            if flow >= MAX_FLOWS or not (rank == self._group_map.rank or self.core.peers.reaches(rank)):
                 return None
         index = self.core.open_round(members)
         if index is not None:
@@ -531,7 +531,7 @@ class Flows:
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
         """The loop stands still inside, and the state machines know all that it knows."""
-        with self.core.standing_still():
+        with self.core.runner.standing_still():
             settled = False
             while not settled:
                 self.core.settle()
@@ -572,7 +572,7 @@ class Flows:
                 self._receiver.received(received, self._leave(received, whole=True), now)
             case x if x == ALL_HERE:
                 if (receive := self._receives.get(notice.index)) is not None:
-                    with self.core.standing_still():
+                    with self.core.runner.standing_still():
                         self._receiver.taken_back(receive, self._leave(receive), now)
             case x if x == ROUND_OVER:
                 self._rounds.remove(notice.index)
@@ -615,7 +615,7 @@ class Flows:
     def _on_granted(self, source: int, words: list[int], now: float) -> None:
         """A grant that the loop has not bound: Python does, as if it had come in a message."""
         _, flow, generation, *_, where = words
-        body = self.core.granted(source, flow, generation, network=where == FROM_NETWORK)
+        body = self.core.peers.granted(source, flow, generation, network=where == FROM_NETWORK)
         if body is None or source in self._dead:
             return  # its receiver has ended the request
         writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]

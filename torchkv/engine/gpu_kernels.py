@@ -1,29 +1,75 @@
-"""What the resident loop needs of a rank's GPU: its kernels, and the events that it can query."""
+"""The kernels that copy pages on this rank's GPU: for transfers, and for the resident loop.
+
+Each plan has its table of addresses, which names the kernels. To load them waits for all streams: it is done before
+requests come where it can be foreseen, and never while a stream is blocked (see `SyncWords.no_blocked_streams`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchkv.core.device import Gate, LoopDevice, gate_of
+from torchkv.core.device import Gate, gate_of
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.transfer.peer_connection import PeerConnection
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
-    from torchkv.engine.scheduler import TransferScheduler
+    from torchkv.kernels.gpu_context import GpuContext
+    from torchkv.transfer.copy_tables import BaseAddressTable, BaseAddressTables
     from torchkv.transfer.launch_table import LaunchTable
 
 __all__ = ["GpuKernels"]
 
 
 class GpuKernels:
-    """`torchkv.transfer.loop_kernels.Kernels` of a real GPU."""
+    """One rank's, of the progress thread; also `torchkv.transfer.loop_kernels.Kernels` of a real GPU.
 
-    def __init__(self, scheduler: TransferScheduler, device: LoopDevice) -> None:
-        self._scheduler = scheduler
-        self._device = device
+    errors: address of the error words of kernels that the resident loop launches, once there is a loop.
+    """
+
+    def __init__(self, gpu: GpuContext, local: LocalPages) -> None:
+        self.errors = 0
+        self._gpu = gpu
+        self._local = local
+        self._tables: BaseAddressTables | None = None
+
+    def load(self, plan: PairPlan, connection: PeerConnection) -> None:
+        """Loads the kernels of ``plan``."""
+        self._load(self._table(plan, connection))
+
+    def loaded(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable | None:
+        """The table that kernels copy by, with its kernels loaded; None while a blocked stream forbids loading them."""
+        table = self._table(plan, connection)
+        if not table.is_loaded:
+            with self._gpu.sync_words.no_blocked_streams() as quiet:
+                if not quiet:
+                    return None
+                self._load(table)
+        return table
+
+    def _table(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable:
+        if self._tables is None:
+            # Imported here because it imports Triton, which a rank without a GPU need not have.
+            from torchkv.transfer.copy_tables import BaseAddressTables
+
+            self._tables = BaseAddressTables(self._local)
+        if (table := self._tables.known(plan, connection)) is not None:
+            return table
+        with self._gpu.on_side_stream("make tables"):
+            return self._tables.of(plan, connection)
+
+    def _load(self, table: BaseAddressTable) -> None:
+        with self._gpu.on_side_stream("load kernels"):
+            table.load()
+
+    # ---------------------------------------------------------------- for the resident loop: any thread, under the lock
 
     def launches(self, plan: PairPlan, connection: PeerConnection) -> LaunchTable | None:
-        return self._scheduler.launches(plan, connection, errors=self._device.errors)
+        table = None if self._tables is None else self._tables.known(plan, connection)
+        if table is None or not table.is_loaded:
+            return None
+        from torchkv.transfer.launch_table import LaunchTable  # imports Triton, as in `_table`
+
+        return LaunchTable(table, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
 
     def gate(self, event: object | None) -> Gate | None:
         return gate_of(event)

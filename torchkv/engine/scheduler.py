@@ -19,6 +19,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.cuda.events import StreamEvent
 from torchkv.cuda.page_ids import DevicePages
+from torchkv.engine.gpu_kernels import GpuKernels
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransferTimeout
 from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.layout.pair_plan import PairPlan
@@ -36,8 +37,6 @@ from torchkv.transfer.put import PutTransfer
 
 if TYPE_CHECKING:
     from torchkv.kernels.gpu_context import GpuContext
-    from torchkv.transfer.copy_tables import BaseAddressTable, BaseAddressTables
-    from torchkv.transfer.launch_table import LaunchTable
     from torchkv.transfer.loop_kernels import Kernels
 
 __all__ = ["Event", "LocalMemory", "SourcePages", "TransferScheduler"]
@@ -133,6 +132,9 @@ class TransferScheduler:
         self._checksum = options.checksum
         self._local = memory.pages
         self.gpu = memory.gpu
+        self.kernels: GpuKernels | None = None
+        if memory.gpu is not None and memory.pages is not None:
+            self.kernels = GpuKernels(memory.gpu, memory.pages)
         self._staging = memory.staging
         self._requester = requester
         self._connection = connection
@@ -146,7 +148,6 @@ class TransferScheduler:
         self._moved_at: dict[Transfer, float] = {}  # active -> when it last made progress
         self._posting = 0  # how many of these need the transport's progress
         self.restarts = 0  # transfers that were begun again on another path
-        self._tables: BaseAddressTables | None = None  # of a rank on a GPU
 
     @property
     def moving(self) -> bool:
@@ -193,50 +194,8 @@ class TransferScheduler:
             if self.will_stage(connection) and connection.staging_view is None:
                 self._staging.sending.take()
             self._staging.packer.prepare(plan, sending=True, checksum=self._checksum, scales=connection.scales)
-        if self.gpu is not None and connection.direct:
-            self._load(self._table(plan, connection))
-
-    def launches(self, plan: PairPlan, connection: PeerConnection, *, errors: int) -> LaunchTable | None:
-        """The kernels of ``plan`` for the resident loop; None unless they are loaded. Any thread, under the lock.
-
-        errors: address of the kernels' error words.
-        """
-        assert self.gpu is not None
-        table = None if self._tables is None else self._tables.known(plan, connection)
-        if table is None or not table.is_loaded:
-            return None
-        from torchkv.transfer.launch_table import LaunchTable  # imports Triton, as in `_table`
-
-        return LaunchTable(table, device=self.gpu.device, errors=errors, blocks=self.gpu.blocks)
-
-    def _jobs(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable | None:
-        """The table that kernels copy by, with its kernels loaded; None while a blocked stream forbids loading them."""
-        assert self.gpu is not None
-        table = self._table(plan, connection)
-        if not table.is_loaded:
-            with self.gpu.sync_words.no_blocked_streams() as quiet:
-                if not quiet:
-                    return None
-                self._load(table)
-        return table
-
-    def _table(self, plan: PairPlan, connection: PeerConnection) -> BaseAddressTable:
-        if self._tables is None:
-            # Imported here because it imports Triton, which a rank without a GPU need not have.
-            from torchkv.transfer.copy_tables import BaseAddressTables
-
-            assert self._local is not None
-            self._tables = BaseAddressTables(self._local)
-        if (table := self._tables.known(plan, connection)) is not None:
-            return table
-        assert self.gpu is not None
-        with self.gpu.on_side_stream("make tables"):
-            return self._tables.of(plan, connection)
-
-    def _load(self, table: BaseAddressTable) -> None:
-        assert self.gpu is not None
-        with self.gpu.on_side_stream("load kernels"):
-            table.load()
+        if self.kernels is not None and connection.direct:
+            self.kernels.load(plan, connection)
 
     def start(self, op: SendOp, grant: BoundGrant) -> None:
         """Takes on ``op``. Its end is reported to the sender exactly once, by ``op_finished``. Under the lock."""
@@ -409,11 +368,8 @@ class TransferScheduler:
         """This rank's page ids in host memory; None while they are being copied from the GPU."""
         assert self.gpu is not None
         assert self._local is not None
-        num_pages = self._local.num_pages
-        stream = self.gpu.unblocked_stream
-        return pages.on_host(
-            stream, num_pages=num_pages, operation=f"request {op.request!r} to {self._sender.named(op.dst)}"
-        )
+        operation = f"request {op.request!r} to {self._sender.named(op.dst)}"
+        return pages.on_host(self.gpu.unblocked_stream, num_pages=self._local.num_pages, operation=operation)
 
     def _kernel_transfer(
         self,
@@ -428,13 +384,13 @@ class TransferScheduler:
         None while a shut gate is no CUDA event, which only the host can query; while no stream is free to wait; and
         while the kernels cannot be loaded.
         """
-        # Imported here because it imports Triton, as in `_table`.
+        # Imported here because it imports Triton, as in `GpuKernels`.
         from torchkv.transfer.cuda_copy import CudaCopyTransfer
 
         assert self.gpu is not None
-        assert self._local is not None
-        jobs = self._jobs(grant.plan, connection)
-        if jobs is None:
+        assert self.kernels is not None
+        table = self.kernels.loaded(grant.plan, connection)
+        if table is None:
             return None
         waits: list[StreamEvent] = []
         for gate in source_pages.gates:
@@ -451,7 +407,7 @@ class TransferScheduler:
             waits=waits,
             opened=lambda: self._on_gate_opened(op),
             claim=claim,
-            table=jobs,
+            table=table,
             device=self.gpu,
         )
 

@@ -11,7 +11,6 @@ sender's absent pages are left out of what it sends; `finish` finds those that t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from torchkv.arrays import Int64Array
 from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork, drivers
-from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError, TransferTimeout
+from torchkv.engine.work import KVWork
+from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
 from torchkv.group.group_arguments import GroupArguments
@@ -38,7 +37,6 @@ from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.receiving.leases import Wanted
-from torchkv.protocol.sending.request import not_posted
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache
@@ -209,35 +207,17 @@ class GroupedVerbs(Verbs):
         if len(send.ranks) > 1 and not from_prompt:
             sender.check_prefixes(send.request, send.ranks)
 
-    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
-        engine = self.engine
-        names, operation = self._arguments.names(request), f"send_state({request!r})"
+    def _states(
+        self, request: str, layers: Layers, state_slot: StateSlot, operation: str
+    ) -> dict[str, tuple[tuple[int, ...], int]]:
+        names = self._arguments.names(request)
         held = frozenset(arguments.as_layers(layers, self.layout("send_state"), operation=operation))
-        groups = [group for group in self._arguments.with_state if held & self._groups[group].stateful]
+        own = {group: tuple(sorted(held & self._groups[group].stateful)) for group in self._arguments.with_state}
         slots = self._slots(state_slot, operation, required=False)
+        groups = [group for group, stateful in own.items() if stateful]
         if missing := [group for group in groups if group not in slots]:
             raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
-        ranks = {names[group]: self._plans(names[group]).targets(dst, operation) for group in groups}
-        sources = {
-            names[group]: self._slot_source(slots[group], ranks[names[group]], event, operation) for group in groups
-        }
-        work = self._work(operation)
-        with engine.lock:
-            self.check_open(operation)
-            engine.catch_up()
-            for name in ranks:
-                if dst is None:
-                    ranks[name] = engine.sender.receivers(name, self.clock())
-                for rank in ranks[name]:
-                    engine.sender.admit(name, rank, 0, 1, state=True)
-                self.check_alive(ranks[name], operation)
-            work._expect(sum(map(len, ranks.values())))
-            for group in groups:
-                name, own = names[group], tuple(sorted(held & self._groups[group].stateful))
-                for rank in ranks[name]:
-                    self._submit_state(name, rank, own, work, sources[name])
-        self._wake()
-        return work
+        return {names[group]: (own[group], slots[group]) for group in groups}
 
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         engine, sender = self.engine, self.engine.sender
@@ -270,53 +250,6 @@ class GroupedVerbs(Verbs):
                     sender.finish(name, rank, aux=data, work=work, now=self.clock())
         self._wake()
         return work
-
-    def granted(self, request: str, dst: Peers | None) -> int | None:
-        operation = f"granted({request!r})"
-        known = self._granting_parts(request, dst, operation)
-        with self.engine.lock:
-            begun = self._begin_parts(known, operation)
-            prefixes = [self._prefix(name, ranks) for name, ranks in begun.items()]
-            return None if None in prefixes else prefixes[0]
-
-    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
-        operation = f"prefix_tokens({request!r})"
-        known = self._granting_parts(request, dst, operation)
-        if threading.get_ident() in drivers:
-            raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
-        engine = self.engine
-        grant_timeout = engine.options.grant_timeout
-        deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
-        with engine.lock:
-            while True:
-                seen = engine.news
-                begun = self._begin_parts(known, operation)
-                prefixes = {name: self._prefix(name, ranks) for name, ranks in begun.items()}
-                missing = [name for name, prefix in prefixes.items() if prefix is None]
-                if not missing:
-                    return next(prefix for prefix in prefixes.values() if prefix is not None)
-                if not engine.callers.wait_change(seen, deadline - time.monotonic()):
-                    rank = begun[missing[0]][0]
-                    raise TransferTimeout(
-                        f"{operation}: {not_posted(rank, engine.sender.named(rank))} within "
-                        f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
-                    )
-
-    def _granting_parts(self, request: str, dst: Peers | None, operation: str) -> dict[str, tuple[int, ...]]:
-        """By part, the ranks of ``dst`` that will grant it; none if it is not known who will."""
-        ranks = {name: self._plans(name).targets(dst, operation) for name in self._arguments.names(request).values()}
-        known = {name: some for name, some in ranks.items() if some or dst is None}
-        if not known:
-            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
-        return known
-
-    def _begin_parts(self, known: Mapping[str, tuple[int, ...]], operation: str) -> dict[str, Sequence[int]]:
-        """As `_begin`, for all parts that this rank owes anything, as far as is known."""
-        sender, now = self.engine.sender, self.clock()
-        owed = {name: ranks for name, ranks in known.items() if ranks or sender.receivers(name, now)}
-        if not owed:
-            self._found(next(iter(known)), operation)
-        return {name: self._begin(name, ranks, operation) for name, ranks in owed.items()}
 
     def check_send(
         self, request: str, dst: Peers | None, pages: Pages, start: int, *, from_prompt: bool, slot: StateSlot

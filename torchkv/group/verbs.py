@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,16 +25,15 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.process_leases import PROCESS
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork, LoopProgress, drivers
-from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferTimeout
-from torchkv.group import arguments
+from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
+from torchkv.group import arguments, prefixes
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.messages import MAX_PAGES
 from torchkv.protocol.receiving.request import ReceiverRequest
-from torchkv.protocol.sending.request import not_posted
 
 __all__ = ["Verbs", "layer_wait"]
 
@@ -340,31 +338,39 @@ class Verbs:
 
     def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
         """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
-        layout = self._layout or self.layout("send_state")
-        engine = self.engine
-        request = arguments.as_request(request)
-        operation = f"send_state({request!r})"
-        held = arguments.as_layers(layers, layout, operation=operation)
-        slot = self.checked_slot(operation, state_slot, layout)
-        if slot is None:
-            raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
-        ranks = engine.group_map.targets(dst, operation)
-        source_pages = self._slot_source(slot, ranks, event, operation)
+        engine, operation = self.engine, f"send_state({request!r})"
+        parts = self._states(request, layers, state_slot, operation)
+        ranks = {name: engine.group_map.of(name).targets(dst, operation) for name in parts}
+        sources = {name: self._slot_source(slot, ranks[name], event, operation) for name, (_, slot) in parts.items()}
         work = self._work(operation)
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
-            if dst is None:
-                ranks = engine.sender.receivers(request, self.clock())
-            for rank in ranks:
-                engine.sender.admit(request, rank, 0, 1, state=True)
-            self.check_alive(ranks, operation)
-            work._expect(len(ranks))
-            trace.debug(_QUEUED, request, ranks, "send_state", held, 1)
-            for rank in ranks:
-                self._submit_state(request, rank, held, work, source_pages)
+            for name in parts:
+                if dst is None:
+                    ranks[name] = engine.sender.receivers(name, self.clock())
+                for rank in ranks[name]:
+                    engine.sender.admit(name, rank, 0, 1, state=True)
+                self.check_alive(ranks[name], operation)
+            work._expect(sum(map(len, ranks.values())))
+            for name, (held, _) in parts.items():
+                trace.debug(_QUEUED, name, ranks[name], "send_state", held, 1)
+                for rank in ranks[name]:
+                    self._submit_state(name, rank, held, work, sources[name])
         self._wake()
         return work
+
+    def _states(
+        self, request: str, layers: Layers, state_slot: StateSlot, operation: str
+    ) -> dict[str, tuple[tuple[int, ...], int]]:
+        """What `send_states` sends of each part of the request, by its name: layers, and the slot of their state."""
+        layout = self._layout or self.layout("send_state")
+        request = arguments.as_request(request)
+        held = arguments.as_layers(layers, layout, operation=operation)
+        slot = self.checked_slot(operation, state_slot, layout)
+        if slot is None:
+            raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
+        return {request: (held, slot)}
 
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
         layout = self._layout or self.layout("finish")
@@ -403,78 +409,10 @@ class Verbs:
         return work
 
     def granted(self, request: str, dst: Peers | None) -> int | None:
-        engine = self.engine
-        request = arguments.as_request(request)
-        operation = f"granted({request!r})"
-        known = self._granting(dst, operation)
-        with engine.lock:
-            return self._prefix(request, self._begin(request, known, operation))
+        return prefixes.granted(self, request, dst)
 
     def prefix_tokens(self, request: str, dst: Peers | None) -> int:
-        engine = self.engine
-        request = arguments.as_request(request)
-        operation = f"prefix_tokens({request!r})"
-        known = self._granting(dst, operation)
-        if threading.get_ident() in drivers:
-            raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
-        grant_timeout = engine.options.grant_timeout
-        deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
-        with engine.lock:
-            self._begin(request, known, operation)
-            while True:
-                seen = engine.news
-                engine.catch_up()
-                self.check_open(operation)
-                ranks = known or self._found(request, operation)
-                if (prefix := self._prefix(request, ranks)) is not None:
-                    return prefix
-                if not engine.callers.wait_change(seen, deadline - time.monotonic()):
-                    missing = next(rank for rank in ranks if engine.sender.prefix_tokens(request, rank) is None)
-                    raise TransferTimeout(
-                        f"{operation}: {not_posted(missing, engine.sender.named(missing))} within "
-                        f"{grant_timeout:g} s (Options.grant_timeout); cancel the request or wait again"
-                    )
-
-    def _granting(self, dst: Peers | None, operation: str) -> tuple[int, ...]:
-        """The ranks of ``dst`` that will grant pages to this one; none if it is not known who will."""
-        self.layout(operation)
-        ranks = self.engine.group_map.targets(dst, operation)
-        if not ranks and dst is not None:
-            raise LayoutMismatch(f"{operation}: this rank holds nothing that {dst!r} holds, so no grant will come")
-        return ranks
-
-    def _found(self, request: str, operation: str) -> tuple[int, ...]:
-        """Where a request to anybody goes. Under the engine's lock."""
-        ranks = self.engine.sender.receivers(request, self.clock())
-        if not ranks:
-            raise LayoutMismatch(
-                f"{operation}: this rank holds nothing that the ranks hold which have granted it; finish() completes"
-            )
-        return ranks
-
-    def _begin(self, request: str, known: Sequence[int], operation: str) -> Sequence[int]:
-        """Begins the request towards these ranks, or towards anybody, unless it has begun. Under the engine's lock.
-
-        Returns the ranks, or `ANYBODY`.
-        """
-        engine = self.engine
-        self.check_open(operation)
-        engine.catch_up()
-        ranks = known or self._found(request, operation)
-        for rank in ranks:
-            engine.sender.begin(request, rank, self.clock())
-        self.check_alive(ranks, operation)
-        if engine.flows is None or engine.has_actions:
-            self._wake()
-        return ranks
-
-    def _prefix(self, request: str, ranks: Sequence[int]) -> int | None:
-        """The prefix that these ranks hold, in tokens; None while a grant is missing. Under the engine's lock."""
-        sender = self.engine.sender
-        known = [sender.prefix_tokens(request, rank) for rank in ranks]
-        if None not in known and len(ranks) > 1:
-            sender.check_prefixes(request, ranks)
-        return None if None in known else known[0]
+        return prefixes.prefix_tokens(self, request, dst)
 
     def withdraw(self, request: str) -> KVWork:
         engine = self.engine
@@ -486,7 +424,7 @@ class Verbs:
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()
-            work._expect(sum(len(engine.sender.withdraw(name, work, self.clock())) for name in names))
+            work._expect(sum(len(engine.sender.withdraw(name, work)) for name in names))
         self._wake()
         return work
 

@@ -65,7 +65,7 @@ class KVCollector:
         yield counter("lane_bytes", "KV bytes sent, by what carried them", ["peer", "lane"], _pairs(stats.lanes))
         opened = {("send", state): n for state, n in stats.open_sends.items()}
         opened |= {("receive", state): n for state, n in stats.open_receives.items()}
-        yield gauge("open_requests", "Requests that have not ended", ["role", "state"], opened)
+        yield gauge("open_sends", "Requests that have not ended", ["role", "state"], opened)
         yield gauge("queue_depth", "What waits or is under way", ["queue"], stats.queues)
         yield gauge("staging_bytes", "Staging memory", ["use"], stats.ring)
         quarantined = {"pages": stats.quarantined_pages, "slots": stats.quarantined_slots}

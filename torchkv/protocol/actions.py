@@ -138,7 +138,7 @@ class Halt:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Scatter:
-    """Unpack a stage written by rank ``src`` into this rank's pages. Report with `Receiver.scattered`, exactly once.
+    """Unpack a stage written by rank ``src`` into this rank's pages. Report with `Stages.scattered`, exactly once.
 
     serial: names the stage among those of this writer and generation. piece: the layers and pages that the stage holds.
     layout: where each lies in the stage. plan: between the two ranks. pages: the receiver's page ids. num_tokens:

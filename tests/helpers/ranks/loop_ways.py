@@ -73,6 +73,6 @@ def acquaint(kv: KVProcessGroup, *ranks: int) -> None:
     assert kv._verbs is not None
     flows, until = kv._verbs.engine.flows, time.monotonic() + 20
     assert flows is not None
-    while not all(flows.core.hears(rank) for rank in ranks if rank != kv.rank()):
+    while not all(flows.core.peers.hears(rank) for rank in ranks if rank != kv.rank()):
         assert time.monotonic() < until
         time.sleep(0.001)

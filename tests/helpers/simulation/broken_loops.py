@@ -20,6 +20,7 @@ from torchkv.core.core import Core
 from torchkv.core.loop import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
 from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
 from torchkv.core.loop.limits import RECORD_NBYTES
+from torchkv.core.peers import LoopPeers
 from torchkv.engine.flows import Flows
 from torchkv.host.atomics import copy_bytes, load, store
 
@@ -184,7 +185,7 @@ def _reuses_the_memory_of_records() -> None:
 
 
 def _notes_nothing_that_python_was_told() -> None:
-    swap(Core, takes_grant=lambda self, rank, flow, generation: True)
+    swap(LoopPeers, takes_grant=lambda self, rank, flow, generation: True)
 
 
 def _does_not_tell_again() -> None:
@@ -316,8 +317,8 @@ def _a_grant_that_a_message_overtakes() -> str:
     apart.wait()
     apart.grant(flow, [1])
     apart.reader.runner.step()
-    with apart.writer.standing_still():
-        new = apart.writer.takes_grant(1, flow, 1)
+    with apart.writer.runner.standing_still():
+        new = apart.writer.peers.takes_grant(1, flow, 1)
     told, _ = apart.run(60)
     return "it binds a request on the loop, too" if new and BOUND in kinds(told) else ""
 

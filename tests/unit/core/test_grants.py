@@ -78,10 +78,10 @@ def test_what_does_not_fit_is_left_to_python(wait: dict[str, object], granted: d
     assert heard == []
     assert (pair.dst == 0xAB).all()
     assert pair.writer.world["sends"][send]["state"] == WAITING
-    body = pair.writer.granted(1, flow, 1)
+    body = pair.writer.peers.granted(1, flow, 1)
     assert body is not None
     assert (body.name, body.pages.tolist()) == (b"name", granted.get("pages", [1, 4]))
-    with pair.writer.standing_still():
+    with pair.writer.runner.standing_still():
         pair.writer.settle()
         assert pair.writer.take_back_send(send, []) is False
     assert not pair.writer.world["buckets"].any()
@@ -106,7 +106,7 @@ def test_each_name_meets_its_grant() -> None:
         pair.start(sends[name], [i])
     dice.shuffle(names)
     for name in names[100:]:
-        with pair.writer.standing_still():
+        with pair.writer.runner.standing_still():
             pair.writer.settle()
             pair.writer.take_back_send(sends[name], [])
     for i, name in enumerate(names):
@@ -125,7 +125,7 @@ def test_whom_the_loop_has_not_told() -> None:
     flow = pair.receive(1)
     pair.grant(flow, [1])
     pair.run()
-    with pair.reader.standing_still():
+    with pair.reader.runner.standing_still():
         pair.reader.settle()
         assert pair.reader.untold(flow) == ([0], False)
         assert pair.reader.untold(flow) == ([], False)
@@ -138,10 +138,10 @@ def test_the_slot_of_an_ended_request_says_nothing() -> None:
     flow = pair.receive(1)
     pair.grant(flow, [1])
     pair.run()
-    assert pair.writer.granted(1, flow, 2) is None
-    assert pair.writer.granted(1, -1, 1) is None
-    assert pair.writer.granted(1, MAX_FLOWS, 1) is None
-    assert pair.writer.granted(7, flow, 1) is None
+    assert pair.writer.peers.granted(1, flow, 2) is None
+    assert pair.writer.peers.granted(1, -1, 1) is None
+    assert pair.writer.peers.granted(1, MAX_FLOWS, 1) is None
+    assert pair.writer.peers.granted(7, flow, 1) is None
 
 
 WORDS = st.one_of(st.integers(-3, 12), st.integers(-(1 << 63), (1 << 63) - 1))
@@ -166,7 +166,7 @@ def test_no_body_crashes_the_writer(words: dict[str, int], ids: list[int], flow:
     for notice in told:
         assert notice.kind in (BOUND, GRANTED, OP_DONE)
         if notice.kind == GRANTED:
-            pair.writer.granted(1, flow & 0xFFFFFFFF, words.get("generation", 1))
+            pair.writer.peers.granted(1, flow & 0xFFFFFFFF, words.get("generation", 1))
     assert 0 <= int(pair.writer.world["sends"][send]["granted"]) <= MAX_GRANTED * TOKENS
 
 

@@ -223,7 +223,7 @@ def test_what_is_taken_back_lands_later() -> None:
     op = pair.start(send, [2, 7])
     shut = pair.begin(send, [2, 7], gate=pair.gpu.gate())
     pair.run()
-    with pair.writer.standing_still():
+    with pair.writer.runner.standing_still():
         pair.writer.settle()
         posted = pair.writer.flying(op)
         assert posted > 0

@@ -136,7 +136,7 @@ def test_a_hole_is_no_success() -> None:
 def test_two_writers() -> None:
     """Both must seal. The reader is complete only when both are, and each is told."""
     pair = Pair(layers=1)
-    pair.reader.reserve_slot(2, 2)
+    pair.reader.peers.reserve_slot(2, 2)
     flow = pair.receive(1, writers=(0, 2))
     send = pair.send(flow, [0])
     pair.start(send, [1])
@@ -161,7 +161,7 @@ def test_records_of_an_earlier_generation_are_strays() -> None:
     """The flow is another request's now: what the first one wrote must not count for it."""
     pair = Pair(layers=1)
     flow = pair.receive(1, generation=1)
-    with pair.reader.standing_still():
+    with pair.reader.runner.standing_still():
         pair.reader.close_receive(flow)
         pair.reader.free_receive(flow)
     assert pair.receive(1, generation=2) == flow
@@ -232,7 +232,7 @@ def test_a_send_is_taken_back() -> None:
     ops = [pair.start(send, [4, 5, 6], layers=[layer]) for layer in (0, 1)]
     while OP_DONE not in kinds(pair.writer.events()):
         pair.writer.runner.step()
-    with pair.writer.standing_still():
+    with pair.writer.runner.standing_still():
         pair.writer.settle()
         assert pair.writer.events() == []
         assert pair.writer.take_back_send(send, ops[1:]) is False
@@ -284,11 +284,11 @@ def test_coverage_is_the_set_of_what_has_come(added: list[tuple[int, int]]) -> N
 def test_who_waits_may_spin_until_there_is_news() -> None:
     core = Core(0)
     core.world["spin"] = 60 * 10**9
-    assert not posting.spin_for_news(core._address, core.news, 1000)
-    threading.Timer(0.01, core.wake_waiters).start()
-    core.wait(core.news, 30)
+    assert not posting.spin_for_news(core._address, core.news.count, 1000)
+    threading.Timer(0.01, core.news.add).start()
+    core.news.wait(core.news.count, 30)
     assert core.world["sleepers"] == 0
-    assert core.news == 1
+    assert core.news.count == 1
 
 
 def test_pages_outside_the_grant_are_never_sent() -> None:

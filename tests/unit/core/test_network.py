@@ -128,24 +128,24 @@ def test_a_broken_connection() -> None:
     """Python is told once; what was put and not flushed has not arrived, and nobody claims it."""
     apart = Apart()
     _, _, posted = apart.begin()
-    assert not apart.writer.has_arrived(1, apart.lane, posted)
+    assert not apart.writer.peers.has_arrived(1, apart.lane, posted)
     apart.channels[0].lose("cut")
     told, heard = apart.run(50)
     assert kinds(told) == [CUT]
     assert RECEIVED not in kinds(heard)
     with pytest.raises(PeerLost, match="rank 1"):
-        apart.writer.has_arrived(1, apart.lane, posted)
-    assert apart.writer.lane(1) is None
+        apart.writer.peers.has_arrived(1, apart.lane, posted)
+    assert apart.writer.peers.lane(1) is None
 
 
 def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:
     apart = Apart()
     send, op, posted = apart.begin()
-    with apart.writer.standing_still():
+    with apart.writer.runner.standing_still():
         apart.writer.settle()
         apart.writer.take_back_send(send, [op])
     assert int(apart.writer.world["network"]) == 0
-    while not apart.writer.has_arrived(1, apart.lane, posted):
+    while not apart.writer.peers.has_arrived(1, apart.lane, posted):
         apart.step()
     assert torch.equal(apart.dst[0, :2], apart.src[0, :2])
 
@@ -157,7 +157,7 @@ def test_closing_the_channel_ends_the_lane_first() -> None:
     assert apart.network.open == {}, "requests that nobody frees"
     assert kinds(apart.writer.events()) == [CUT]
     with pytest.raises(PeerLost):
-        apart.writer.has_arrived(1, apart.lane, posted)
+        apart.writer.peers.has_arrived(1, apart.lane, posted)
     apart.run(10)  # nothing uses the endpoint any more: the fake network would say so
 
 

@@ -28,16 +28,16 @@ def met(seed: int = 0, **limits: int) -> Apart:
 
 
 def untold(apart: Apart, flow: int) -> list[int]:
-    with apart.reader.standing_still():
+    with apart.reader.runner.standing_still():
         apart.reader.settle()
         return apart.reader.untold(flow)[0]
 
 
 def told_in_a_message(apart: Apart, flow: int, generation: int) -> bool:
     """Python of the writer gets the grant in a message, too. Whether it is new."""
-    with apart.writer.standing_still():
+    with apart.writer.runner.standing_still():
         apart.writer.settle()
-        return apart.writer.takes_grant(1, flow, generation)
+        return apart.writer.peers.takes_grant(1, flow, generation)
 
 
 @pytest.mark.parametrize("granted_first", [False, True])
@@ -80,12 +80,12 @@ def test_a_grant_that_nobody_waits_for_is_left_to_python() -> None:
     apart.grant(flow, [6, 1, 4], "näme", prefix_tokens=32)
     told, _ = apart.run(20)
     assert kinds(told) == [GRANTED]
-    body = apart.writer.granted(1, flow, 1, network=True)
+    body = apart.writer.peers.granted(1, flow, 1, network=True)
     assert body is not None
     assert (body.name, body.pages.tolist(), body.prefix_tokens) == ("näme".encode(), [6, 1, 4], 32)
-    assert apart.writer.granted(1, flow, 1) is None, "nothing is mapped"
-    assert apart.writer.granted(1, flow, 2, network=True) is None
-    assert apart.writer.granted(1, MAX_FLOWS, 1, network=True) is None
+    assert apart.writer.peers.granted(1, flow, 1) is None, "nothing is mapped"
+    assert apart.writer.peers.granted(1, flow, 2, network=True) is None
+    assert apart.writer.peers.granted(1, MAX_FLOWS, 1, network=True) is None
 
 
 # ---------------------------------------------------------------- greetings
@@ -96,7 +96,7 @@ def test_who_makes_its_lane_later_is_heard(seed: int) -> None:
     """What was sent before is lost, as nobody has its tag; grants wait for an answer."""
     apart = Apart(seed, reads=False)
     apart.run(seed)
-    assert not apart.writer.hears(1)
+    assert not apart.writer.peers.hears(1)
     apart.read()
     apart.meet()
     apart.wait()
@@ -122,15 +122,15 @@ def test_a_greeting_to_a_broken_connection_is_forgotten() -> None:
     apart.channels[0].lose("cut")
     apart.run(10)
     assert int(apart.writer.world["due_head"]) == int(apart.writer.world["due_tail"])
-    assert not apart.writer.hears(1)
+    assert not apart.writer.peers.hears(1)
 
 
 def test_who_gets_long_messages_in_pieces_is_sent_none() -> None:
     apart = Apart()
     apart.network.pieces = 1.0
     apart.run(50)
-    assert not apart.writer.hears(1)
-    assert not apart.reader.hears(0)
+    assert not apart.writer.peers.hears(1)
+    assert not apart.reader.peers.hears(0)
     flow = apart.receive(1)
     apart.start(apart.send(flow, [1]), [2])
     assert kinds(apart.run()[0]) == [OP_DONE], "records are whole"
@@ -147,12 +147,12 @@ def test_a_grant_that_comes_in_pieces_is_missed_and_told_again() -> None:
     assert told == []
     assert kinds(heard) == [CUT]
     assert untold(apart, flow) == [0]
-    assert not apart.reader.hears(0)
+    assert not apart.reader.peers.hears(0)
     apart.network.pieces = 0.0
     apart.message(apart.record(head=HELLO, hi=1))
     apart.run(10)
-    assert not apart.reader.hears(0), "not on this lane"
-    assert apart.writer.hears(1), "this is another direction"
+    assert not apart.reader.peers.hears(0), "not on this lane"
+    assert apart.writer.peers.hears(1), "this is another direction"
     assert told_in_a_message(apart, flow, 1)
 
 
@@ -209,7 +209,7 @@ def test_a_message_that_overtakes_the_loops(parts_before: int) -> None:
     inbox.extend(reversed(later))
     assert apart.run(20) == ([], [])
     assert apart.writer.world["sends"][send]["next"] == 0
-    assert apart.writer.granted(1, flow, 1, network=True) is not None, "it has come, and binds nothing"
+    assert apart.writer.peers.granted(1, flow, 1, network=True) is not None, "it has come, and binds nothing"
 
 
 def test_whom_python_tells_again() -> None:
@@ -236,7 +236,7 @@ def test_a_grant_on_a_broken_connection_is_pythons() -> None:
     apart.grant(flow, [1])
     _, heard = apart.run(10)
     assert CUT in kinds(heard)
-    assert not apart.reader.hears(0)
+    assert not apart.reader.peers.hears(0)
     assert untold(apart, flow) == [0]
 
 
@@ -315,7 +315,7 @@ def test_grants_that_lie_bind_nothing(lie: str) -> None:
     told = apart.run(10)[0]
     assert kinds(told) in ([], [GRANTED])
     for notice in told:  # Python looks at what lies there
-        apart.writer.granted(1, notice.words[1], notice.words[2], network=True)
+        apart.writer.peers.granted(1, notice.words[1], notice.words[2], network=True)
     assert int(apart.writer.world["sends"][send]["generation"]) == 0
     flow = apart.receive(1, 3)
     apart.grant(flow, [2])
@@ -346,7 +346,7 @@ def test_noise(seed: int) -> None:
         apart.writer.runner.step()
     for notice in apart.run(10)[0]:
         if notice.kind == GRANTED:
-            apart.writer.granted(1, notice.words[1], notice.words[2], network=True)
+            apart.writer.peers.granted(1, notice.words[1], notice.words[2], network=True)
     assert (apart.dst == 0xAB).all()
 
 
@@ -355,5 +355,5 @@ def test_a_peer_that_goes_takes_its_grants_along() -> None:
     apart.receive(1)
     apart.grant(0, [1])
     apart.run(20)
-    apart.writer.disconnect(1)
-    assert apart.writer.granted(1, 0, 1, network=True) is None
+    apart.writer.peers.disconnect(1)
+    assert apart.writer.peers.granted(1, 0, 1, network=True) is None

@@ -120,7 +120,7 @@ def test_a_round_that_was_taken_back_decides_nothing() -> None:
     index = instance.open_round(*members)
     instance.complete(LEADER, flows[LEADER])
     assert instance.run() == [[], [], []]
-    with leader.standing_still():
+    with leader.runner.standing_still():
         leader.settle()
         assert leader.take_back_round(index) is False
     instance.complete(MEMBER, flows[MEMBER])
@@ -139,7 +139,7 @@ def test_a_decision_that_finds_no_room_may_be_taken_back_as_a_success() -> None:
     leader.world["window"] = 0
     instance.complete(LEADER, flow)
     assert instance.run()[LEADER] == [RECEIVED_]
-    with leader.standing_still():
+    with leader.runner.standing_still():
         leader.settle()
         assert leader.take_back_round(index) is True
     leader.world["window"] = 8
@@ -165,7 +165,7 @@ def test_what_the_leader_was_not_told_is_python_s_to_tell() -> None:
     member.world["window"] = 0
     instance.grant(MEMBER, flow)
     instance.run()
-    with member.standing_still():
+    with member.runner.standing_still():
         member.settle()
         assert member.untold(flow) == ([WRITER], True)
         assert member.untold(flow) == ([], False)

@@ -76,8 +76,9 @@ def connection_with(scheduler: TransferScheduler, *tables: Any) -> PeerConnectio
     layout: Any = SimpleNamespace()
     connection = PeerConnection(rank=1, layout=layout, placements={}, channel=None, views=())
     unused: Any = SimpleNamespace()
-    scheduler._tables = BaseAddressTables(unused)
-    scheduler._tables._tables[connection] = [*tables]
+    assert scheduler.kernels is not None
+    scheduler.kernels._tables = BaseAddressTables(unused)
+    scheduler.kernels._tables._tables[connection] = [*tables]
     return connection
 
 
@@ -85,24 +86,24 @@ def test_kernels_of_a_plan_that_nobody_foresaw(gpu: Gpu) -> None:
     scheduler, table = new_scheduler(gpu), Table(PLAN)
     connection = connection_with(scheduler, Table(SimpleNamespace(), is_loaded=True), table)
     gpu.holding = True
-    assert scheduler._jobs(PLAN, connection) is None
+    assert scheduler.kernels.loaded(PLAN, connection) is None
     assert not table.is_loaded
     gpu.holding = False
-    assert scheduler._jobs(PLAN, connection) is table
+    assert scheduler.kernels.loaded(PLAN, connection) is table
     assert table.is_loaded
     gpu.holding = True
-    assert scheduler._jobs(PLAN, connection) is table, "loaded once, it waits for nothing"
+    assert scheduler.kernels.loaded(PLAN, connection) is table, "loaded once, it waits for nothing"
 
 
 def test_kernels_that_could_not_be_loaded_are_not_taken_for_loaded(gpu: Gpu) -> None:
     scheduler, table = new_scheduler(gpu), Table(PLAN, fails=True)
     connection = connection_with(scheduler, table)
     with pytest.raises(TransportUnavailable, match="refused to load kernels: out of memory"):
-        scheduler._jobs(PLAN, connection)
+        scheduler.kernels.loaded(PLAN, connection)
     gpu.holding = True
-    assert scheduler._jobs(PLAN, connection) is None
+    assert scheduler.kernels.loaded(PLAN, connection) is None
     gpu.holding, table.fails = False, False
-    assert scheduler._jobs(PLAN, connection) is table
+    assert scheduler.kernels.loaded(PLAN, connection) is table
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -64,7 +64,7 @@ def test_what_is_open_and_what_has_failed() -> None:
     assert failed.as_dict()["phases"]["grant"]["count"] == 0
 
 
-def test_a_dump_has_the_open_requests_of_both_sides() -> None:
+def test_a_dump_has_the_open_sends_of_both_sides() -> None:
     ranks = cluster("runs")
     received = ranks[READER].recv_pages("r", [3, 1], WRITER)
     work = ranks[WRITER].send_layer("r", 0, [5, 6], READER)

@@ -45,7 +45,7 @@ from torchkv.protocol.messages import (
     Withdraw,
 )
 from torchkv.protocol.receiving.receiver import Receiver
-from torchkv.protocol.sending import open_requests
+from torchkv.protocol.sending import open_sends
 from torchkv.protocol.sending.sender import Sender
 
 SLOTS = 4
@@ -270,7 +270,7 @@ def test_verbs_of_state_after_finish_raise() -> None:
 
 
 def test_state_counts_in_the_queue_before_the_grant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_requests, "MAX_QUEUED_OPS", 3)
+    monkeypatch.setattr(open_sends, "MAX_QUEUED_OPS", 3)
     machine = writing()
     for _ in range(3):
         send_state(machine, 0)

@@ -264,7 +264,7 @@ def on_grant(world: World, source: int, slots: int, where: int) -> None:
         body = slots + flow * GRANT_SLOT
         mine = _waiting(world, source, load(body + _HASH0), load(body + _HASH1))
         if mine >= 0 and _fits(world, mine, body):
-            _bind(world, mine, body, source)
+            _bind(world, mine, source)
             return
     emit(world, GRANTED, 0, source)
     world["granted"] = world["event_tail"]
@@ -315,7 +315,7 @@ def _fits(world: World, flow: int, body: int) -> bool:
 
 
 @compiled
-def _bind(world: World, flow: int, body: int, source: int) -> None:
+def _bind(world: World, flow: int, source: int) -> None:
     """The send goes on under its grant, with the ops that waited."""
     forget(world, flow)
     send: Send = world["sends"][flow]

@@ -1,33 +1,5 @@
 """How much a resident loop holds, and how large its parts are."""
 
-__all__ = [
-    "AUX_PART",
-    "BUCKETS",
-    "COMMANDS",
-    "DUE",
-    "GATES",
-    "IDS",
-    "LAUNCH_FIELDS",
-    "MAILBOX_RECORDS",
-    "MAX_AUX",
-    "MAX_EVENTS",
-    "MAX_FLOWS",
-    "MAX_FLYING",
-    "MAX_GPU_SENDS",
-    "MAX_GRANTED",
-    "MAX_INTERVALS",
-    "MAX_NAME",
-    "MAX_OPS",
-    "MAX_PEERS",
-    "MAX_ROUNDS",
-    "MAX_WRITERS",
-    "MESSAGE_NBYTES",
-    "PARAM_WORDS",
-    "RECORD_NBYTES",
-    "SCRATCH",
-    "SEGMENT_FIELDS",
-]
-
 MAX_FLOWS = 512  # of each kind: requests under way on the loop; more go through Python
 MAX_OPS = 8192  # verbs that wait or copy
 MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no loop

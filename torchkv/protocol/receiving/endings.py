@@ -17,12 +17,12 @@ from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.receiving.staging_credits import StagingCredits
 
-__all__ = ["Endings"]
+__all__ = ["ReceiveEndings"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 
 
-class Endings:
+class ReceiveEndings:
     """actions: to which all parts of the receiver append. told_leader: messages that the instance's leader was sent.
 
     leader_lost: why that leader does not answer; empty while it does.

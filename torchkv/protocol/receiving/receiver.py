@@ -56,7 +56,7 @@ from torchkv.protocol.messages import (
     Seal,
     pack_pages,
 )
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.leases import Leases, Wanted
 from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.request import ReceiverRequest, Writer
@@ -94,7 +94,7 @@ class Receiver:
         self._next_generation = 1
         self.requests = OpenReceives()
         self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots, pools=pools)
-        self._endings = Endings(group_map, self.requests, self.leases, credits)
+        self._endings = ReceiveEndings(group_map, self.requests, self.leases, credits)
         self.actions: Final = self._endings.actions  # the parts append to the very same list
         self.counts = self._endings.counts
         self.stages = Stages(group_map, self.requests, self._endings, credits)

@@ -10,7 +10,7 @@ from torchkv.layout.pieces import Piece, PieceLayout, check_piece
 from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Signal
 from torchkv.protocol.actions import Account, Scatter
 from torchkv.protocol.messages import StageAsk, Staged, Withdraw
-from torchkv.protocol.receiving.endings import Endings
+from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.protocol.receiving.staging_credits import StagingCredits
@@ -23,7 +23,9 @@ MAX_FIFO_BYTES = 1 << 30  # bytes of one layer in a piece, and of one chunk: ker
 class Stages:
     """credits: who may write where in the ring."""
 
-    def __init__(self, group_map: GroupMap, requests: OpenReceives, endings: Endings, credits: StagingCredits) -> None:
+    def __init__(
+        self, group_map: GroupMap, requests: OpenReceives, endings: ReceiveEndings, credits: StagingCredits
+    ) -> None:
         self._group_map = group_map
         self._requests = requests
         self._endings = endings

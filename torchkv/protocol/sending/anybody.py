@@ -12,8 +12,8 @@ from dataclasses import replace
 from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import ANYBODY, Settle, Split, Work
-from torchkv.protocol.sending.endings import Endings
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.endings import SendEndings
+from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import Finish, SenderRequest
 from torchkv.protocol.sending.unmet import Unmet
 
@@ -25,7 +25,7 @@ trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 class Anybody:
     """One rank's."""
 
-    def __init__(self, group_map: GroupMap, requests: OpenRequests, unmet: Unmet, endings: Endings) -> None:
+    def __init__(self, group_map: GroupMap, requests: OpenSends, unmet: Unmet, endings: SendEndings) -> None:
         self._group_map = group_map
         self._requests = requests
         self._unmet = unmet

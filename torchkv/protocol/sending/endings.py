@@ -8,19 +8,19 @@ from torchkv.errors import KVError, error_kind
 from torchkv.protocol.actions import Action, BoundGrant, Halt, Settle, Tell
 from torchkv.protocol.counts import Counts
 from torchkv.protocol.messages import MAX_TEXT, Abort, Quiesced, Seal
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.staging_requester import StagingRequester
 
-__all__ = ["Endings"]
+__all__ = ["SendEndings"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 
 
-class Endings:
+class SendEndings:
     """actions: to which all parts of the sender append. The resident loop serves none of these requests any more."""
 
-    def __init__(self, requests: OpenRequests, requester: StagingRequester) -> None:
+    def __init__(self, requests: OpenSends, requester: StagingRequester) -> None:
         self._requests = requests
         self._requester = requester
         self.actions: list[Action] = []

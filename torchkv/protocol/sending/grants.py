@@ -19,11 +19,11 @@ from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import ANYBODY, BoundGrant, Key, SendOp, Settle
 from torchkv.protocol.messages import Exempt, Refused
 from torchkv.protocol.sending.anybody import Anybody
-from torchkv.protocol.sending.endings import Endings
+from torchkv.protocol.sending.endings import SendEndings
 from torchkv.protocol.sending.grant_checks import check_grant, drop_held
 from torchkv.protocol.sending.handover import Handover
 from torchkv.protocol.sending.missing import first_missing
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.unmet import Unmet
 
@@ -36,7 +36,7 @@ class Grants:
     """lost: why ranks do not answer; the engine's, kept by it. lifetime: of what is remembered, in seconds."""
 
     def __init__(
-        self, group_map: GroupMap, requests: OpenRequests, endings: Endings, handover: Handover, *, lifetime: float
+        self, group_map: GroupMap, requests: OpenSends, endings: SendEndings, handover: Handover, *, lifetime: float
     ) -> None:
         self.lost: Mapping[int, str] = {}
         self.unmet = Unmet(lifetime)

@@ -12,9 +12,9 @@ from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import BoundGrant, SendOp, Start, Tell
 from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.messages import Alive
-from torchkv.protocol.sending.endings import Endings
+from torchkv.protocol.sending.endings import SendEndings
 from torchkv.protocol.sending.missing import is_whole, likely_plan
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["Handover"]
@@ -25,7 +25,7 @@ trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 class Handover:
     """flows: the requests that the loop serves; set by the engine, None without a loop. timeout: in seconds."""
 
-    def __init__(self, group_map: GroupMap, requests: OpenRequests, endings: Endings, *, timeout: float) -> None:
+    def __init__(self, group_map: GroupMap, requests: OpenSends, endings: SendEndings, *, timeout: float) -> None:
         self.flows: RequestFlows | None = None
         self._group_map = group_map
         self._requests = requests
@@ -55,17 +55,14 @@ class Handover:
 
     def start(self, req: SenderRequest, op: SendOp, grant: BoundGrant, now: float) -> None:
         """Begins an op of a bound request."""
-        flows = self.flows
         if req.fresh:
             req.fresh = False
-            if flows is not None and flows.serves(op):
-                flows.open_send(req)
+            if self.flows is not None and self.flows.serves(op):
+                self.flows.open_send(req)
         req.running[op] = None
         if req.flow is None:
             self._actions.append(Start(op, grant.of_state() if op.state else grant))
-            return
-        assert flows is not None
-        if not flows.start(req, op):
+        elif not self._flows.start(req, op):
             self.take_back(req, now)
 
     def await_grant(self, req: SenderRequest, op: SendOp, *, begins: bool) -> None:

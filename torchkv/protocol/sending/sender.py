@@ -35,7 +35,7 @@ from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, Tra
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import ANYBODY, Account, BoundGrant, Halt, SendOp, Settle, SettleCopied, Tell, Work
 from torchkv.protocol.messages import Alive, Attest, Grant, Quiesced, Revoke, Verdict
-from torchkv.protocol.sending.endings import Endings
+from torchkv.protocol.sending.endings import SendEndings
 from torchkv.protocol.sending.grant_checks import (
     behind,
     bound_grant,
@@ -48,7 +48,7 @@ from torchkv.protocol.sending.grant_checks import (
 from torchkv.protocol.sending.grants import Grants
 from torchkv.protocol.sending.handover import Handover
 from torchkv.protocol.sending.missing import first_missing, state_left
-from torchkv.protocol.sending.open_requests import OpenRequests
+from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import Finish, SenderRequest, receiver_name
 from torchkv.protocol.sending.staging_requester import StagingRequester
 
@@ -70,8 +70,8 @@ class Sender:
         self._group_map = group_map
         self._timeout = timeout
         self._grant_timeout = grant_timeout
-        self.requests = OpenRequests(group_map.name)
-        self._endings = Endings(self.requests, requester)
+        self.requests = OpenSends(group_map.name)
+        self._endings = SendEndings(self.requests, requester)
         self.actions: Final = self._endings.actions  # the parts append to the very same list
         self.counts = self._endings.counts
         self.handover = Handover(group_map, self.requests, self._endings, timeout=timeout)
@@ -215,7 +215,7 @@ class Sender:
         self.grants.cancelled(request, {req.dst for req in reqs})
         return pending
 
-    def withdraw(self, request: str, work: Work, now: float) -> list[Work]:
+    def withdraw(self, request: str, work: Work) -> list[Work]:
         """As if no verb of the requests of this name had been called: stops their ops. The requests go on.
 
         Returns ``work`` once for each op that has not ended; the end of each completes one part of it. Raises
@@ -397,7 +397,7 @@ class Sender:
         self.grants.unmet.forget(rank)
 
     def forget(self, rank: int) -> None:
-        """Forgets all that was between this rank and ``rank``, with which it is done (`OpenRequests.is_done_with`)."""
+        """Forgets all that was between this rank and ``rank``, with which it is done (`OpenSends.is_done_with`)."""
         for req in self.requests:
             if req.dst == rank:
                 self._endings.end(req)

@@ -12,7 +12,7 @@ from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.protocol.actions import ANYBODY, SendOp, Settle
 from torchkv.protocol.messages import Abort, Alive, Attest, Quiesced, Revoke, Seal, Verdict
-from torchkv.protocol.sending import open_requests, unmet
+from torchkv.protocol.sending import open_sends, unmet
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 
@@ -66,12 +66,12 @@ def test_a_withdrawal_completes_after_the_works_that_it_fails() -> None:
     """Who has waited for it may look at them."""
     machine = sender()
     verb(machine, 1)
-    assert machine.withdraw("r", "withdrawal", 0.0) == ["withdrawal"]
+    assert machine.withdraw("r", "withdrawal") == ["withdrawal"]
     assert settled(machine) == ["send", "withdrawal"]
     machine.on_grant(1, grant(5, 6), 0.0)
     stopped, late = verb(machine, 1, work="stopped"), verb(machine, 1, work="late")
     machine.actions.clear()
-    assert machine.withdraw("r", "another", 0.0) == ["another", "another"]
+    assert machine.withdraw("r", "another") == ["another", "another"]
     machine.op_finished(stopped, TransferCancelled("stopped"), flushed=True, now=0.0)
     assert settled(machine) == ["stopped", "another"]
     machine.op_finished(late, None, flushed=True, now=0.0)
@@ -619,7 +619,7 @@ def test_a_lost_peer_fails_its_requests_and_no_others() -> None:
 
 
 def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_requests, "MAX_QUEUED_OPS", 3)
+    monkeypatch.setattr(open_sends, "MAX_QUEUED_OPS", 3)
     machine = sender()
     for i in range(3):
         verb(machine, 1, start=i)
@@ -631,7 +631,7 @@ def test_queues_are_bounded_and_say_so_retryably(monkeypatch: pytest.MonkeyPatch
 
 
 def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_requests, "MAX_QUEUED_PAGES", 10)
+    monkeypatch.setattr(open_sends, "MAX_QUEUED_PAGES", 10)
     machine = sender()
     verb(machine, 6)
     with pytest.raises(ProtocolError, match="6 pages wait") as caught:
@@ -643,7 +643,7 @@ def test_queued_pages_are_bounded_over_all_requests(monkeypatch: pytest.MonkeyPa
 
 def test_requests_to_one_receiver_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs must neither fill this rank's memory nor keep it from sending to others."""
-    monkeypatch.setattr(open_requests, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(open_sends, "MAX_REQUESTS", 3)
     machine = sender(group_map(0, ("p", gqa()), ("d", gqa()), ("e", gqa())))
     for name in ("a", "b", "c"):
         verb(machine, 1, request=name)
@@ -806,7 +806,7 @@ def members_seen(peers: int) -> int:
     for name in ("r", "withdrawn", "cancelled"):
         verb(machine, 2, request=name)
     machine.on_grant(1, grant(5, 6, prefix=8), 0.0)  # behind a prefix: all requests of this name must hold the same
-    machine.withdraw("withdrawn", "work", 0.0)
+    machine.withdraw("withdrawn", "work")
     assert machine.cancel("cancelled", "work", 0.0)
     machine.grants.decline("declined", 0.0)
     assert machine.requests.by_key["r", 1].drained or machine.cancel("r", "work", 0.0)

@@ -9,14 +9,14 @@ from torchkv.errors import ProtocolError
 from torchkv.protocol.actions import ANYBODY, BoundGrant, Key
 from torchkv.protocol.sending.request import SenderRequest, receiver_name
 
-__all__ = ["OpenRequests"]
+__all__ = ["OpenSends"]
 
 MAX_QUEUED_OPS = 8192  # ops of one request that wait for its grant
 MAX_REQUESTS = 1 << 14  # to one receiver, which may have hung: as many as it may grant before their first verb
 MAX_QUEUED_PAGES = 1 << 22  # pages of all ops of this rank that wait for grants
 
 
-class OpenRequests:
+class OpenSends:
     """One rank's. Not thread-safe. name: what messages call a rank, see `GroupMap.name`."""
 
     def __init__(self, name: Callable[[int], str]) -> None:
