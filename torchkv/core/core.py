@@ -10,11 +10,10 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
-from torchkv.core.loop import grants, loop, network, rounds
+from torchkv.core.loop import grants, loop, network, receiving, rounds
 from torchkv.core.loop.codes import CUT, DECIDED, DONE, FREE, GRANT, NOBODY, OP_DONE, POSTED, SEALED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
-    MAILBOX_RECORDS,
     MAX_AUX,
     MAX_EVENTS,
     MAX_FLOWS,
@@ -24,8 +23,6 @@ from torchkv.core.loop.limits import (
     MAX_PEERS,
     MAX_ROUNDS,
     MAX_WRITERS,
-    MESSAGE_NBYTES,
-    RECORD_NBYTES,
 )
 from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
 from torchkv.core.news import News
@@ -34,9 +31,6 @@ from torchkv.core.runner import Runner
 from torchkv.host.jit import at_register
 
 __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
-
-TURN = 1 << 20  # bytes
-PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 
 _NO_WORDS: list[int] = []
 _EVENT_WORDS = range(3, 3 + len(Record.__annotations__) - 1)  # of an event: its record, without ``seq``
@@ -80,23 +74,15 @@ class ReceiveState:
 class Core:
     """One rank's loop. What is not marked "any thread" is called under the engine's lock.
 
-    device: the GPU that this rank's pages lie on, if they do. turn, window, part: see `World`. Raises
+    device: the GPU that this rank's pages lie on, if they do. limits: see `Runner`. Raises
     ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
     calls `Runner.step`. peers: how it reaches other loops. news: how callers wait.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        device: LoopDevice | None = None,
-        turn: int = TURN,
-        window: int = MAILBOX_RECORDS,
-        part: int = PART,
-    ) -> None:
+    def __init__(self, rank: int, *, device: LoopDevice | None = None, **limits: int) -> None:
         self.rank = rank
         self.device = device
-        self.runner = Runner(rank, device=device, turn=turn, window=window, part=part)
+        self.runner = Runner(rank, device=device, **limits)
         self.peers = LoopPeers(rank, self.runner)
         self.news = News(self.runner)
         self.world = self.runner.world
@@ -350,10 +336,7 @@ class Core:
         told through the network it is not known, unless something has come of them: these are among the ranks.
         """
         slots = int(loop.drop_due(self.world, GRANT, flow))
-        receive, cover = self._memory[0]["receives"][flow], self._kept_receives[flow]
-        for number, writer in enumerate(receive["writers"][: int(receive["num_writers"])]):
-            if writer["told"] and writer["sealed"] < 0 and not writer["aux_nbytes"] and not cover[number, :, 0].any():
-                slots |= 1 << int(writer["rank"])
+        slots |= int(receiving.unheard(self.world, flow))
         loop.drop_due(self.world, DONE, flow)
         unposted = loop.drop_due(self.world, POSTED, flow) != 0
         return [self.peers.ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted

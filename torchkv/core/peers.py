@@ -155,9 +155,9 @@ class LoopPeers:
 
     def hears(self, rank: int) -> bool:
         """Whether the loop of ``rank`` takes grants from this one, in its mailbox or through the network."""
-        if self.lane(rank) is not None and self._memory[0]["peers"][self.slots[rank]]["hears"] == 1:
-            return True
-        return self.reaches(rank)
+        if rank in self._mapped or self.lane(rank) is None:
+            return self.reaches(rank)
+        return bool(self._memory[0]["peers"][self.slots[rank]]["hears"] == 1)
 
     def name_grant(self, flow: int, name: bytes) -> int:
         """Writes the name of the grant of a receive, at most `MAX_NAME` bytes. The address of the grant's body."""

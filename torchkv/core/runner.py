@@ -17,13 +17,23 @@ from torchkv.core import posting
 from torchkv.core.device import LoopDevice
 from torchkv.core.loop import loop
 from torchkv.core.loop.codes import FUTEX_CALL
-from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_PEERS
+from torchkv.core.loop.limits import (
+    MAILBOX_RECORDS,
+    MAX_FLOWS,
+    MAX_GRANTED,
+    MAX_PEERS,
+    MESSAGE_NBYTES,
+    RECORD_NBYTES,
+)
 from torchkv.core.loop.records import WORLD, World
 from torchkv.errors import TransportUnavailable
 from torchkv.host import spin_wait
 from torchkv.host.jit import libc_functions
 
-__all__ = ["Runner"]
+__all__ = ["PART", "TURN", "Runner"]
+
+TURN = 1 << 20  # bytes
+PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 
 _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 
@@ -31,11 +41,19 @@ _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 class Runner:
     """See `torchkv.core.core.Core`.
 
-    memory: an array of one `World`. address: where it lies. words: all of it, as int64. granted_ids: page ids of sends
-    that the loop has bound.
+    turn, window, part: see `World`. memory: an array of one `World`. address: where it lies. words: all of it, as int64.
+    granted_ids: page ids of sends that the loop has bound.
     """
 
-    def __init__(self, rank: int, *, device: LoopDevice | None, turn: int, window: int, part: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        device: LoopDevice | None = None,
+        turn: int = TURN,
+        window: int = MAILBOX_RECORDS,
+        part: int = PART,
+    ) -> None:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
         if platform.machine() not in FUTEX_CALL:

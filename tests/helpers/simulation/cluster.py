@@ -21,8 +21,9 @@ from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
-from torchkv.core.core import PART, Core
+from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAILBOX_RECORDS
+from torchkv.core.runner import PART
 from torchkv.engine.engine import Engine
 from torchkv.engine.joining.peer_metadata import PeerMetadata
 from torchkv.engine.joining.registration import Registration

@@ -116,6 +116,23 @@ def test_greetings_end() -> None:
     assert apart.network.messages == messages + 3
 
 
+def test_who_has_a_mailbox_is_not_greeted() -> None:
+    """It may greet, because it has made its lane before it has mapped the mailbox. Their records stay in order."""
+    apart = met()
+    apart.reader.peers.connect(0, apart.writer.peers.descriptor())
+    assert not apart.reader.peers.hears(0), "it reads no mailbox yet"
+    apart.writer.peers.connect(1, apart.reader.peers.descriptor())
+    assert apart.reader.peers.hears(0)
+    messages = apart.network.messages
+    for tag, to in ((TAGS[0], 0), (TAGS[1], 1)):
+        apart.message(apart.record(head=HELLO, lo=1) + b"\x00" * 100, tag, to=to)
+    apart.run(10)
+    apart.wait()
+    apart.grant(apart.receive(1), [1])
+    assert kinds(apart.run(40)[0]) == [BOUND]
+    assert apart.network.messages == messages
+
+
 def test_a_greeting_to_a_broken_connection_is_forgotten() -> None:
     """Else the loop would never sleep again."""
     apart = Apart()

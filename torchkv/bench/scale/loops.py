@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.core import TURN, Core, Notice
+from torchkv.core.core import Core, Notice
 from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.limits import MAILBOX_RECORDS
 from torchkv.core.loop.records import Record
+from torchkv.core.runner import TURN
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]

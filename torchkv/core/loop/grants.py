@@ -141,8 +141,8 @@ def greet(world: World, peer: int) -> None:
 
 @compiled
 def pay_hello(world: World, peer: Peer) -> bool:
-    """Sends a HELLO; False where there is no room for it."""
-    if peer["endpoint"] != 0 and peer["failed"] == 0:
+    """Sends a HELLO; False where there is no room for it. Who has a mailbox gets none: all records go there."""
+    if peer["endpoint"] != 0 and peer["failed"] == 0 and peer["outbox"] == 0:
         if record_room(world, peer) < 1:
             return False
         record: Record = world["record"]

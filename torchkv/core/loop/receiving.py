@@ -25,7 +25,7 @@ from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 
-__all__ = ["cover", "on_record", "pay_verdict", "succeed"]
+__all__ = ["cover", "on_record", "pay_verdict", "succeed", "unheard"]
 
 _EAGER = word_at("eager")
 _LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one layer's intervals
@@ -196,3 +196,18 @@ def pay_verdict(world: World, rank: int, flow: int, generation: int) -> bool:
     tell(world, peer)
     ring(world, peer["bell"])
     return True
+
+
+@compiled
+def unheard(world: World, flow: int) -> int:
+    """A bit for each writer that was told of its grant through the network, and of which nothing has come."""
+    receive = world["receives"][flow]
+    found = 0
+    for number in range(receive["num_writers"]):
+        writer = receive["writers"][number]
+        silent = bool(writer["told"] != 0 and writer["sealed"] < 0 and writer["aux_nbytes"] == 0)
+        for position in range(number * receive["layers"], (number + 1) * receive["layers"]):
+            silent = silent and load(receive["cover"] + position * _LAYER) == 0
+        if silent:
+            found |= 1 << writer["rank"]
+    return found
