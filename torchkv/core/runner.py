@@ -41,8 +41,8 @@ _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 class Runner:
     """See `torchkv.core.core.Core`.
 
-    turn, window, part: see `World`. memory: an array of one `World`. address: where it lies. words: all of it, as int64.
-    granted_ids: page ids of sends that the loop has bound.
+    turn, window, part: see `World`. memory: an array of one `World`. address: where it lies. words: all of it, as
+    int64. granted_ids: page ids of sends that the loop has bound.
     """
 
     def __init__(
