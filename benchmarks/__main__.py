@@ -1,6 +1,6 @@
 """Benchmarks of the project itself, run from a checkout. Without names: those that need no GPU, except pipeline.
 
-On the host: post, request, instance, observed, prefix-lookup. On CUDA GPUs: layer, matmul.
+On the host: callers, request, instance, observed, prefix-lookup. On CUDA GPUs: callers-gpu, layer, matmul.
 On either: pipeline, which comes alone and has options of its own: python -m benchmarks pipeline --help.
 
 Exit code 0: every byte was right and every gate was met. 1: a byte was wrong or a gate was missed. 2: bad arguments.
@@ -14,11 +14,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import instance, observed, pipeline_table, post, prefix_lookup, request
+from benchmarks import callers, instance, observed, pipeline_table, prefix_lookup, request
 from benchmarks.outcome import Outcome
 from torchkv.bench.machine import machine, torchkv_version
 
@@ -27,13 +28,13 @@ __all__ = ["NAMES", "main"]
 Benchmark = Callable[[], Iterator[Outcome]]
 
 HOST: dict[str, Benchmark] = {
-    "post": post.run,
+    "callers": partial(callers.run, "cpu"),
     "request": request.run,
     "instance": instance.run,
     "observed": observed.run,
     "prefix-lookup": prefix_lookup.run,
 }
-GPU = ("layer", "matmul")
+GPU = ("callers-gpu", "layer", "matmul")
 NAMES = (*HOST, *GPU, "pipeline")
 
 
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _benchmark(name: str) -> Benchmark:
     if name in HOST:
         return HOST[name]
+    if name == "callers-gpu":
+        return partial(callers.run, "cuda")
     from benchmarks import layer, matmul  # only here, because they need Triton
 
     return {"layer": layer.run, "matmul": matmul.run}[name]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["STEP_SECONDS", "Loop", "Pending", "Times", "busy_thread", "steps_alone"]
+__all__ = ["STEP_SECONDS", "Loop", "Pending", "Times", "busy_thread", "compute", "steps_alone"]
 
 STEP_SECONDS = 200e-6
 SPIN = 20  # additions between two looks at the clock when steps are calibrated
@@ -38,14 +38,15 @@ def steps_alone(rounds: int = 200) -> tuple[int, float]:
     count = 0
     until = time.perf_counter() + rounds * STEP_SECONDS
     while time.perf_counter() < until:
-        _add(SPIN)
+        compute(SPIN)
         count += SPIN
     size = max(1, count // rounds)
     best = sorted(_timed(size) for _ in range(rounds))
     return size, best[rounds // 2]
 
 
-def _add(count: int) -> int:
+def compute(count: int) -> int:
+    """A step: so many additions in Python."""
     total = 0
     for number in range(count):
         total += number
@@ -54,7 +55,7 @@ def _add(count: int) -> int:
 
 def _timed(count: int) -> float:
     began = time.perf_counter()
-    _add(count)
+    compute(count)
     return time.perf_counter() - began
 
 
@@ -65,7 +66,7 @@ def busy_thread(*, on: bool) -> Iterator[None]:
 
     def run() -> None:
         while not stop.is_set():
-            _add(1000)
+            compute(1000)
 
     thread = threading.Thread(target=run, name="busy", daemon=True)
     if on:

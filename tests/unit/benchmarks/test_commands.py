@@ -154,10 +154,10 @@ def test_without_names_all_benchmarks_of_the_host_are_run(
 ) -> None:
     assert benchmarks.main([]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [f"line of {name}" for name in outcomes]
-    assert benchmarks.main(["request", "post", "--json"]) == 0
+    assert benchmarks.main(["request", "callers", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)[1:] == [{"name": "request"}, {"name": "post"}]
-    assert err.splitlines()[1:] == ["line of request", "line of post"]
+    assert json.loads(out)[1:] == [{"name": "request"}, {"name": "callers"}]
+    assert err.splitlines()[1:] == ["line of request", "line of callers"]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_missed_gates_and_wrong_bytes_decide(
     ("arguments", "reason"),
     [
         (["nothing"], "there is no benchmark 'nothing'"),
-        (["post", "pipeline"], "pipeline must be the first name"),
-        (["post", "layer"], "layer needs at least one CUDA GPU"),
+        (["callers", "pipeline"], "pipeline must be the first name"),
+        (["callers", "layer"], "layer needs at least one CUDA GPU"),
     ],
 )
 def test_arguments_without_meaning_are_refused(

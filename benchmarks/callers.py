@@ -1,0 +1,183 @@
+"""What the verbs of a request cost the threads that call them: one after the other, and in a serving engine's loop.
+
+In the loop the thread computes in Python for 200 us between two calls, so that every call finds the caches cold. The
+receiver has granted before the first verb, and nobody waits: both sides ask until their work is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
+from torchkv.bench.check import count_wrong
+from torchkv.bench.engine_loop import STEP_SECONDS, compute, steps_alone
+from torchkv.bench.pair import fill
+from torchkv.bench.processes import run_two
+from torchkv.cache import KVCache
+from torchkv.engine.work import KVWork
+from torchkv.group.process_group import KVProcessGroup, current_group
+from torchkv.layout.layout import KVLayout
+
+__all__ = ["CallersResult", "callers_cost", "run"]
+
+LAYERS, PAGES = 32, 256
+ROUNDS, WARM_UP = 80, 20
+SEND_US, SEND_PAGES_US, REQUEST_US = 5.0, 10.0, 300.0  # gates
+
+Times = dict[str, list[float]]  # by verb: seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallersResult:
+    """One way to call. Microseconds: (p50, p99) of each verb by the clock; of a whole request in ``send_layer`` calls
+    the median processor time of the writer's thread and of the reader's, asking until the end included. wrong: bytes.
+    """
+
+    way: str
+    verbs: dict[str, tuple[float, float]]
+    writer_us: float
+    reader_us: float
+    wrong: int
+
+    @property
+    def passed(self) -> bool:
+        fast = self.verbs["send_layer"][0] <= SEND_US and self.verbs["send_pages"][0] <= SEND_PAGES_US
+        return not self.wrong and fast and self.writer_us + self.reader_us <= REQUEST_US
+
+
+def run(device: str) -> Iterator[Outcome]:
+    for r in callers_cost(device):
+        verbs = ", ".join(f"{verb} {p50:.1f} ({p99:.0f})" for verb, (p50, p99) in r.verbs.items())
+        line = (
+            f"callers, {device}, {r.way}: us p50 (p99): {verbs} (gates: send_layer {SEND_US:g}, send_pages "
+            f"{SEND_PAGES_US:g}); a request of {LAYERS} layers takes {r.writer_us:.0f} us of the writer's thread and "
+            f"{r.reader_us:.0f} of the reader's (gate {REQUEST_US:g} together); #wrong {r.wrong}"
+        )
+        yield Outcome(line=line, row={"callers": asdict(r), "device": device}, passed=r.passed, wrong=r.wrong)
+
+
+def callers_cost(device: str) -> list[CallersResult]:
+    """Measures in two fresh processes, over shared memory, or with a GPU each. Raises ``KVError``."""
+    written, read = run_two(_write, _read, device)
+    results = []
+    for way in written:
+        times, (received, wrong) = written[way], read[way]
+        writer, reader = (1e6 * float(np.median(each.pop("request")[WARM_UP:])) for each in (times, received))
+        # Of `send_layer` there are many a request; the others are called once.
+        verbs = {verb: _percentiles(seconds) for verb, seconds in {**times, **received}.items()}
+        results.append(CallersResult(way=way, verbs=verbs, writer_us=writer, reader_us=reader, wrong=wrong))
+    return results
+
+
+def _percentiles(seconds: list[float]) -> tuple[float, float]:
+    kept = 1e6 * np.array(seconds[len(seconds) * WARM_UP // ROUNDS :])
+    return float(np.median(kept)), float(np.percentile(kept, 99))
+
+
+class _Caller:
+    """Times calls. gap: what the thread does between two of them."""
+
+    def __init__(self, gap: Callable[[], object]) -> None:
+        self.gap = gap
+        self.times: Times = {}
+        self._spent = 0.0  # of this thread's processor time, in the present request
+
+    def __call__(self, verb: str, call: Callable[[], Any]) -> Any:
+        at, began = time.thread_time(), time.perf_counter()
+        value = call()
+        self.times.setdefault(verb, []).append(time.perf_counter() - began)
+        self._spent += time.thread_time() - at
+        self.gap()
+        return value
+
+    def end(self, work: KVWork) -> None:
+        """Asks until the request has ended."""
+        complete = False
+        while not complete:
+            at = time.thread_time()
+            complete = work.is_completed()
+            self._spent += time.thread_time() - at
+            self.gap()
+        self.times.setdefault("request", []).append(self._spent)
+        self._spent = 0.0
+
+
+def _ways() -> dict[str, Callable[[], object]]:
+    size, _ = steps_alone()
+    return {"in a row": lambda: None, f"every {STEP_SECONDS * 1e6:.0f} us": partial(compute, size)}
+
+
+def _cache(device: str) -> tuple[KVProcessGroup, KVCache]:
+    kv = current_group(None)
+    layout = KVLayout.gqa(num_layers=LAYERS, num_kv_heads=1, head_dim=8, page_size=8, dtype=torch.bfloat16)
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device("cuda", kv.rank() % torch.cuda.device_count())
+        torch.cuda.set_device(where)
+    cache = KVCache.empty(layout, PAGES, device=where)
+    kv.register(cache, instance=f"rank {kv.rank()}")
+    return kv, cache
+
+
+def _fill(cache: KVCache) -> None:
+    """The same random bytes in every process."""
+    host = KVCache.empty(cache.layout, PAGES, device="cpu")
+    fill(host, seed=1)
+    for storage, filled in zip(cache.storages, host.storages, strict=True):
+        storage.copy_(filled)
+
+
+def _order(seed: int) -> Int64Array:
+    return np.random.default_rng(seed + 1).permutation(PAGES)
+
+
+def _write(device: str) -> dict[str, Times]:
+    kv, cache = _cache(device)
+    _fill(cache)
+    found = {}
+    for way, gap in _ways().items():
+        caller, whole = _Caller(gap), _Caller(gap)
+        for turn in range(ROUNDS):
+            pages = _order(turn)
+            dist.barrier(kv)
+            gap()
+            caller("first send_layer", lambda: kv.send_layer(f"{way} {turn}", 0, pages, 1))  # noqa: B023 - called now
+            for layer in range(1, LAYERS):
+                caller("send_layer", partial(kv.send_layer, f"{way} {turn}", layer, pages, 1))
+            caller.end(caller("finish", partial(kv.finish, f"{way} {turn}", 1)))
+            dist.barrier(kv)
+            gap()
+            whole("send_pages", partial(kv.send_pages, f"{way} {turn} whole", pages, 1))
+            whole.end(kv.finish(f"{way} {turn} whole", 1))
+        found[way] = {**whole.times, **caller.times}
+    return found
+
+
+def _read(device: str) -> dict[str, tuple[Times, int]]:
+    kv, cache = _cache(device)
+    source = KVCache.empty(cache.layout, PAGES, device=cache.device)
+    _fill(source)
+    found = {}
+    for way, gap in _ways().items():
+        caller, wrong = _Caller(gap), 0
+        for turn in range(ROUNDS):
+            for request in (f"{way} {turn}", f"{way} {turn} whole"):
+                for storage in cache.storages:
+                    storage.fill_(0xDD)
+                pages = _order(turn + ROUNDS)
+                work = caller("recv_pages", partial(kv.recv_pages, request, pages, 0))
+                dist.barrier(kv)
+                caller.end(work)
+                sent, received = (torch.from_numpy(ids).to(cache.device) for ids in (_order(turn), pages))
+                wrong += count_wrong(source, cache, sent, received)
+        found[way] = caller.times, wrong
+    return found
