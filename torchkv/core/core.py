@@ -210,6 +210,7 @@ class Core:
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, copied
         if not posting.start_more(self._address, index, flow, positions, pages, copied, num_pages, start, *gate):
+            self._kept_ops[index] = None
             self._free_ops.append(index)
             return None
         return index
