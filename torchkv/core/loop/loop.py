@@ -69,8 +69,6 @@ _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while cal
 _NAPS = ((2_000_000, _NAP), (50_000_000, 250_000))
 _LONG_NAP = 1_000_000
 _GRACE = 200_000_000  # nanoseconds after the last flow through the network, in which Python's thread notices that
-# While bytes come through the network, also where cores are few: whoever naps then finds the sockets full.
-_NETWORK_SPIN = 100_000
 _FLIGHT = 5_000_000  # nanoseconds without work for which it spins while kernels are under way
 _ATTENTIVE = 100_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
 _TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
@@ -375,7 +373,7 @@ def run(world: World) -> None:
         if idle_since == 0:
             idle_since = now
         since = _drives_since(world, now, since)
-        if now - idle_since < _spin(world):
+        if now - idle_since < (_FLIGHT if world["flying"] > 0 else world["spin"]):
             call_yield(world["functions"][YIELD], 0)
             continue
         nap = _NAP if blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE) else _SLEEP
@@ -387,15 +385,6 @@ def run(world: World) -> None:
         if not _has_work(world):
             futex_wait(world["functions"][SYSCALL], world["futex"], bell, state, nap, scratch)
         store(bell, 0)
-
-
-@compiled
-def _spin(world: World) -> int:
-    """Nanoseconds without work for which the loop spins before it sleeps, and offers its core to others meanwhile."""
-    if world["flying"] > 0:
-        return _FLIGHT
-    spin: int = world["spin"]
-    return max(spin, _NETWORK_SPIN) if world["driving"] != 0 else spin
 
 
 @compiled
