@@ -109,6 +109,10 @@ def test_nobody_at_the_address(ranks: Ranks, address: str, golden: dict[str, lis
     assert ranks.run(batching.generate, {"z": PROMPTS["c"]}, TOKENS, nowhere, ranks=[DECODE]) == [{"z": golden["c"]}]
 
 
+def test_a_source_that_knows_nobody(ranks: Ranks, address: str, golden: dict[str, list[int]]) -> None:
+    assert ranks.run(batching.generate, {"n": PROMPTS["c"]}, TOKENS, "", ranks=[DECODE]) == [{"n": golden["c"]}]
+
+
 def test_another_model_is_refused_and_prefilled_here(ranks: Ranks, address: str) -> None:
     ranks.run(batching.begin, "prefill", "other", 2, ranks=[ALONE])
     (other,) = ranks.run(_address, ranks=[ALONE])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 import torchkv
-from torchkv.errors import LayoutMismatch, TransferCancelled
+from torchkv.errors import KVError, LayoutMismatch, TransferCancelled
 from torchkv.integrations.arrivals import Arrival
 from torchkv.integrations.departures import Departure, Departures, transfer_name
 
@@ -87,8 +87,8 @@ def prefill(instance: str, *, options: torchkv.Options | None = None) -> Endpoin
 def decode(instance: str, source: Callable[[str], str], *, options: torchkv.Options | None = None) -> Endpoint:
     """Receives the prompt of each request, but for its last token, from the instance that prefilled it.
 
-    source: the address of that instance, given a request id. It is called on the thread that generates. Requests that
-    cannot be received are prefilled here. Needs ``allow_block_sharing=False``.
+    source: the address of that instance, given a request id. It is called on the thread that generates, and may
+    raise a ``KVError``. Requests that cannot be received are prefilled here. Needs ``allow_block_sharing=False``.
     """
     endpoint = Endpoint(instance, options)
     SCHEDULER_MAPPING[endpoint.scheduler] = partial(_DecodeScheduler, endpoint, source)
@@ -185,7 +185,10 @@ class _DecodeScheduler(FIFOScheduler):
             return
         self.waiting_requests[state.request_id] = state
         name = transfer_name(state.request_id)
-        arrival = Arrival.at(self._kv, name, self._source(state.request_id))
+        try:
+            arrival = Arrival.at(self._kv, name, self._source(state.request_id))
+        except KVError as error:  # of ``source``
+            arrival = Arrival.failed(self._kv, name, error)
         self._incoming[state.request_id] = _Incoming(state, arrival)
 
     def has_pending_requests(self) -> bool:

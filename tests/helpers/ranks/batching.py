@@ -59,7 +59,7 @@ def begin(
     if role == "prefill":
         Batching.endpoint = adapter.prefill(instance, options=options)
     elif role == "decode":
-        Batching.endpoint = adapter.decode(instance, lambda request: Batching.sources[request], options=options)
+        Batching.endpoint = adapter.decode(instance, _source, options=options)
     Batching.manager = Batching.model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
@@ -78,6 +78,12 @@ def begin(
         assert time.monotonic() < until, "the manager has not started"
         time.sleep(0.01)
     return "" if Batching.endpoint is None else Batching.endpoint.address.result(0)
+
+
+def _source(request: str) -> str:
+    if not Batching.sources[request]:
+        raise torchkv.ProtocolError(f"nobody prefills {request}")
+    return Batching.sources[request]
 
 
 def _count(_module: Any, _arguments: Any, named: dict[str, Any]) -> None:

@@ -22,11 +22,12 @@ def test_two_ranks_and_one(start: Start, request: pytest.FixtureRequest, model: 
     """Ranks share heads, and with them states. Of Mamba 2 with one group each holds all of B and C.
 
     Gated delta nets need bfloat16, the only type of vLLM's CPU kernels. In it the order of a sum matters, which is
-    another one on two ranks, so a token may differ, and then those behind it. With a wrong state nearly all do.
+    another one on two ranks, so a token may differ, and then those behind it. Seen: 0.97 and 1.00 of them the same;
+    0.50 with q, k and v of the convolution cut at the wrong places.
     """
     how, least = {"model": request.getfixturevalue(model)}, 1.0
     if model == "gated_delta_net":
-        how["dtype"], least = "bfloat16", 0.5
+        how["dtype"], least = "bfloat16", 0.75
     two, one = start(f"two-ranks-{model}", tp_size=2, **how), start(f"one-rank-{model}", **how)
     for engine in (two, one):
         engine.ready()
