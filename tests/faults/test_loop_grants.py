@@ -56,7 +56,7 @@ def cluster(*sizes: tuple[str, int]) -> Cluster:
         made.network.pieces, made.network.slowness = 0.0, 1.0
         pairs = [(a, b) for a in made.ranks for b in made.ranks if a is not b]
         for a, b in pairs:
-            a.engine.flows._lane(b.rank, a.engine.connection(b.rank))
+            a.engine.flows.routes.lane(b.rank, a.engine.connection(b.rank))
         assert made.run(lambda: all(core_of(a).peers.hears(b.rank) for a, b in pairs), limit=1)
     return made
 

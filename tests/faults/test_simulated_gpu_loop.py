@@ -54,11 +54,11 @@ def test_what_kernels_use_stays_until_they_have_ended() -> None:
     assert engine.flows is not None
     assert 1 in engine.lost
     assert engine.peers.undrained == {1}
-    assert engine.flows._routes
+    assert engine.flows.routes.known
     assert not engine.connections[1].closed
     cluster._gpu_due[0] = 0.0
     assert cluster.run(lambda: not engine.peers.undrained, limit=5)
-    assert engine.flows._routes == {}
+    assert engine.flows.routes.known == {}
     assert engine.connections[1].closed
 
 

@@ -109,7 +109,7 @@ def test_a_killed_job_is_forgotten_and_comes_again(views: bool) -> None:
         assert d.cluster.registrations[0]._metadata_of.keys() == {0}
         if engine.flows is not None:
             assert engine.flows.core.peers.slots == {0: 0}
-            assert engine.flows._routes == {}
+            assert engine.flows.routes.known == {}
         assert told == [("p", True), ("p", False)] * (life + 1)
         p = requests.start("p", 1 + life % 2, 4)
     requests.check_end()

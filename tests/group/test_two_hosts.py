@@ -13,7 +13,7 @@ from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
 from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint, footprint_within
 from torchkv import KVError
-from torchkv.engine import flows
+from torchkv.engine import routes
 from torchkv.engine.joining import membership
 
 P0, P1, NEW0, NEW1, D, E = range(6)
@@ -50,7 +50,7 @@ def jobs(hosts: Hosts, tmp_path: Path) -> Iterator[Jobs]:
 
 def short_runs() -> None:
     """The resident loop puts runs as short as those of these tests, if no path is forced."""
-    flows.MIN_RUN = 1
+    routes.MIN_RUN = 1
 
 
 def meet(jobs: Jobs, prefill: str, decode: str) -> None:

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core, Notice
-from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
@@ -48,8 +46,10 @@ from torchkv.core.loop.codes import (
     WRITTEN,
 )
 from torchkv.core.loop.grants import FROM_NETWORK
-from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS, SEGMENT_FIELDS
+from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
+from torchkv.engine.routes import Routes
+from torchkv.engine.weak_callback import weakly
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
@@ -60,8 +60,7 @@ from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
-from torchkv.transfer.loop_geometry import geometry
-from torchkv.transfer.loop_kernels import Kernels, Launches
+from torchkv.transfer.loop_kernels import Kernels
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
@@ -70,66 +69,6 @@ if TYPE_CHECKING:
 __all__ = ["Flows"]
 
 log = logging.getLogger(__name__)
-
-MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones may be staged
-MAX_ROWS = 1024  # of one page pair that it puts
-MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
-
-
-class _Positions(dict[tuple[int, ...], Int64Array]):
-    """Layers -> their positions in the plan, ascending; those that it does not owe are left out. Made when asked."""
-
-    def __init__(self, plan: PairPlan) -> None:
-        super().__init__()
-        self._position = {layer: position for position, layer in enumerate(plan.layers)}
-
-    def __missing__(self, layers: tuple[int, ...]) -> Int64Array:
-        if len(self) >= MAX_LAYER_SETS:
-            self.clear()
-        found = sorted(self._position[layer] for layer in set(layers) if layer in self._position)
-        positions = self[layers] = np.array(found, dtype=np.int64)
-        return positions
-
-
-class _Route:
-    """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
-
-    A route through the network ends with its lane.
-    """
-
-    def __init__(
-        self,
-        plan: PairPlan,
-        local: LocalPages,
-        connection: PeerConnection,
-        launches: Launches | None = None,
-        lane: NetworkLane | None = None,
-    ) -> None:
-        self.plan = plan  # kept, because routes are found by its id
-        self.connection = connection
-        self.launches = launches
-        self.lane = lane
-        self.kernels = None if launches is None else launches.words
-        native = None if lane is None else lane.native
-
-        def ours(component: str, layer: int) -> tuple[int, int, int]:
-            placement = local.placements[component, layer]
-            key = 0 if native is None else int(native.local_keys[local.regions[placement.storage]])
-            return local.ptr(component, layer), placement.page_stride, key
-
-        def theirs(component: str, layer: int) -> tuple[int, int, int]:
-            placement = connection.placements[component, layer]
-            if native is None:
-                return connection.ptr(component, layer), placement.page_stride, 0
-            at = int(native.remote_at[placement.storage]) + placement.offset
-            return at, placement.page_stride, int(native.remote_keys[placement.storage])
-
-        self.words = geometry(plan, ours, theirs)
-        self.positions = _Positions(plan)
-
-    @property
-    def usable(self) -> bool:
-        return not self.connection.closed and (self.lane is None or self.lane.native is not None)
 
 
 class Flows:
@@ -165,10 +104,9 @@ class Flows:
         self._connections = connections
         self._kernels = kernels
         self._now = clock
-        self._puts = puts and kernels is None
-        # What became of each connection whose pages are not mapped.
-        self._laned: WeakKeyDictionary[PeerConnection, NetworkLane | None] = WeakKeyDictionary()
-        self._routes: dict[tuple[int, int], _Route] = {}  # by rank and the plan's id
+        self.routes = Routes(
+            core, local=local, connections=connections, kernels=kernels, puts=puts, sends_to=weakly(self._sends_to)
+        )
         self._sends: dict[int, SenderRequest] = {}  # by flow
         self._lanes: dict[int, NetworkLane] = {}  # by flow, of those whose pages are put
         # Of those that wait for their grant: the plan, and the indices of their ops.
@@ -187,7 +125,7 @@ class Flows:
         return (path is None or path == "direct") and not op.state
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
-        route = self._route(req.dst, plan)
+        route = self.routes.to(req.dst, plan)
         if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
         req.flow = self.core.wait_for_grant(
@@ -225,7 +163,7 @@ class Flows:
     def open_send(self, req: SenderRequest) -> None:
         grant = req.grant
         assert grant is not None
-        route = None if grant.flow is None else self._route(req.dst, grant.plan)
+        route = None if grant.flow is None else self.routes.to(req.dst, grant.plan)
         if grant.flow is None or route is None or (route.kernels is not None and len(grant.pages) > MAX_GRANTED):
             return
         req.flow = self.core.open_send(
@@ -248,8 +186,8 @@ class Flows:
         assert req.flow is not None
         source: SourcePages = op.source_pages
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
-        route = self._route(req.dst, plan)
-        gate = self._gate(source.event)
+        route = self.routes.to(req.dst, plan)
+        gate = self.routes.gate(source.event)
         if gate is None or route is None or not self.serves(op) or (self._kernels is not None and self.core.broken):
             return False
         pages = source.pages
@@ -276,10 +214,10 @@ class Flows:
         plan = grant.plan
         if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
             return False
-        route = self._routes.get((req.dst, id(plan)))
+        route = self.routes.known.get((req.dst, id(plan)))
         if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
             return False
-        gate = self._gate(op.source_pages.event)
+        gate = self.routes.gate(op.source_pages.event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
         index = self.core.start_more(
@@ -353,76 +291,21 @@ class Flows:
 
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
-        self._routes = {key: route for key, route in self._routes.items() if key[0] != rank}
+        self.routes.forget(rank)
         self._mailboxes.pop(rank, None)
         self.core.peers.disconnect(rank)
         self._dead.discard(rank)
 
-    def _serving(self, rank: int) -> PeerConnection | None:
-        """The connection to ``rank``, if the loop can copy to it, or put, and reach it."""
-        connection = self._connections.get(rank)
-        if connection is None or connection.channel is None or connection.closed:
-            return None
-        if not connection.direct:
-            return connection if self._lane(rank, connection) is not None else None
-        return connection if self.core.peers.reaches(rank) else None
-
-    def _lane(self, rank: int, connection: PeerConnection) -> NetworkLane | None:
-        """The way to ``rank`` through the network, made when it is first needed."""
-        if connection.channel is None or connection.tags is None or not self._puts:
-            return None
-        if connection not in self._laned:
-            if any(req.dst == rank for req in self._sends.values()):
-                return None  # of an earlier connection, and about to be taken back
-            self._laned[connection] = self.core.peers.connect_network(rank, connection.channel, connection.tags)
-        lane = self._laned[connection]
-        return lane if lane is not None and lane is self.core.peers.lane(rank) else None
-
-    def _route(self, rank: int, plan: PairPlan) -> _Route | None:
-        """How the loop copies a plan to ``rank``; None if it cannot do that."""
-        route = self._routes.get((rank, id(plan)))
-        if route is not None and route.connection is self._connections.get(rank) and route.usable:
-            return None if self.core.broken else route
-        connection = self._serving(rank)
-        if connection is None or not _can_copy(plan) or self.core.broken:
-            return None
-        if not connection.direct:
-            return self._route_of_puts(rank, plan, connection)
-        launches = None if self._kernels is None else self._kernels.launches(plan, connection)
-        if self._kernels is not None and launches is None:
-            return None
-        route = self._routes[rank, id(plan)] = _Route(plan, self._local, connection, launches)
-        return route
-
-    def _route_of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> _Route | None:
-        """How the loop puts a plan to ``rank``; None if that may be slower than staging, or a part cannot be put."""
-        if not _is_coarse(plan):
-            return None
-        route = _Route(plan, self._local, connection, lane=self._lane(rank, connection))
-        keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
-        if not keys.all():
-            return None
-        self._routes[rank, id(plan)] = route
-        return route
-
-    def _gate(self, event: object | None) -> Gate | None:
-        if self._kernels is not None:
-            return self._kernels.gate(event)
-        return NO_GATE if event is None else None
+    def _sends_to(self, rank: int) -> bool:
+        return any(req.dst == rank for req in self._sends.values())
 
     # ------------------------------------------------------------------ receives
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
         if not self._direct or not num_pages or not 0 < len(plans) <= MAX_WRITERS:
             return None
-        # Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
-        # reasons. If it has not after all, the request is taken back with its first message.
-        if not all(self._serving(rank) for rank in plans):
+        if not self.routes.takes(plans):
             return None
-        if not all(map(_can_copy, plans.values())):
-            return None
-        if any(not self._connections[rank].direct and not _is_coarse(plan) for rank, plan in plans.items()):
-            return None  # its writer puts in Python, or stages
         return self.core.reserve_receive()
 
     def open_receive(self, req: ReceiverRequest, told: int) -> None:
@@ -684,15 +567,3 @@ def _bits(ranks: tuple[int, ...]) -> int:
     """A bit for each rank, as a signed word."""
     bits = sum(1 << rank for rank in ranks)
     return bits - (1 << 64) if bits >> 63 else bits
-
-
-def _is_coarse(plan: PairPlan) -> bool:
-    """Whether the loop should put a plan: its runs are long. Both ends decide alike."""
-    rows = [segment.rows for segment in plan.segments]
-    return all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
-
-
-def _can_copy(plan: PairPlan) -> bool:
-    """Whether all that the loop would do for a plan is to copy bytes of pages."""
-    has_state = plan.state is not None and bool(plan.state.segments)
-    return bool(plan.segments) and not has_state and not plan.converts

@@ -325,7 +325,7 @@ class Cluster:
         for rank in self.ranks:
             for other in self.ranks:
                 if rank is not other and rank.engine.flows is not None and dice.random() < 0.8:
-                    rank.engine.flows._lane(other.rank, rank.engine.connection(other.rank))
+                    rank.engine.flows.routes.lane(other.rank, rank.engine.connection(other.rank))
 
     def __getitem__(self, rank: int) -> Rank:
         return self.ranks[rank]

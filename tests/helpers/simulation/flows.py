@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
-from torchkv.engine import flows
+from torchkv.engine import routes
 from torchkv.engine.engine import Engine
 from torchkv.engine.work import KVWork
 from torchkv.protocol.actions import ANYBODY
@@ -25,7 +25,7 @@ __all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]
 def short_runs() -> Iterator[None]:
     """Lets the resident loop put runs of a few bytes, as those of the simulation are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flows, "MIN_RUN", 1)
+        patch.setattr(routes, "MIN_RUN", 1)
         yield
 
 

@@ -1,0 +1,190 @@
+"""Routes: how the resident loop reaches a peer's pages, by a plan: by copies, by kernels, or through the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core.device import NO_GATE, Gate
+from torchkv.core.loop.limits import SEGMENT_FIELDS
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.transfer.loop_geometry import geometry
+from torchkv.transfer.loop_kernels import Kernels, Launches
+from torchkv.transfer.peer_connection import LocalPages, PeerConnection
+
+if TYPE_CHECKING:
+    from torchkv.core.core import Core
+    from torchkv.core.peers import NetworkLane
+
+__all__ = ["Route", "Routes"]
+
+MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones may be staged
+MAX_ROWS = 1024  # of one page pair that it puts
+MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
+
+
+class _Positions(dict[tuple[int, ...], Int64Array]):
+    """Layers -> their positions in the plan, ascending; those that it does not owe are left out. Made when asked."""
+
+    def __init__(self, plan: PairPlan) -> None:
+        super().__init__()
+        self._position = {layer: position for position, layer in enumerate(plan.layers)}
+
+    def __missing__(self, layers: tuple[int, ...]) -> Int64Array:
+        if len(self) >= MAX_LAYER_SETS:
+            self.clear()
+        found = sorted(self._position[layer] for layer in set(layers) if layer in self._position)
+        positions = self[layers] = np.array(found, dtype=np.int64)
+        return positions
+
+
+class Route:
+    """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
+
+    A route through the network ends with its lane.
+    """
+
+    def __init__(
+        self,
+        plan: PairPlan,
+        local: LocalPages,
+        connection: PeerConnection,
+        launches: Launches | None = None,
+        lane: NetworkLane | None = None,
+    ) -> None:
+        self.plan = plan  # kept, because routes are found by its id
+        self.connection = connection
+        self.launches = launches
+        self.lane = lane
+        self.kernels = None if launches is None else launches.words
+        native = None if lane is None else lane.native
+
+        def ours(component: str, layer: int) -> tuple[int, int, int]:
+            placement = local.placements[component, layer]
+            key = 0 if native is None else int(native.local_keys[local.regions[placement.storage]])
+            return local.ptr(component, layer), placement.page_stride, key
+
+        def theirs(component: str, layer: int) -> tuple[int, int, int]:
+            placement = connection.placements[component, layer]
+            if native is None:
+                return connection.ptr(component, layer), placement.page_stride, 0
+            at = int(native.remote_at[placement.storage]) + placement.offset
+            return at, placement.page_stride, int(native.remote_keys[placement.storage])
+
+        self.words = geometry(plan, ours, theirs)
+        self.positions = _Positions(plan)
+
+    @property
+    def usable(self) -> bool:
+        return not self.connection.closed and (self.lane is None or self.lane.native is not None)
+
+
+class Routes:
+    """The routes of one rank, each made when it is first asked for.
+
+    core, local, connections, kernels: see `torchkv.engine.flows.Flows`. puts: False where pages that are not mapped
+    are not to be put by the loop. sends_to: whether a send to a rank is on the loop.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        local: LocalPages,
+        connections: Mapping[int, PeerConnection],
+        kernels: Kernels | None,
+        puts: bool,
+        sends_to: Callable[[int], bool],
+    ) -> None:
+        self.known: dict[tuple[int, int], Route] = {}  # by rank and the plan's id
+        self._core = core
+        self._local = local
+        self._connections = connections
+        self._kernels = kernels
+        self._puts = puts and kernels is None
+        self._sends_to = sends_to
+        # What became of each connection whose pages are not mapped.
+        self._laned: WeakKeyDictionary[PeerConnection, NetworkLane | None] = WeakKeyDictionary()
+
+    def forget(self, rank: int) -> None:
+        """The process of ``rank`` has ended."""
+        self.known = {key: route for key, route in self.known.items() if key[0] != rank}
+
+    def serving(self, rank: int) -> PeerConnection | None:
+        """The connection to ``rank``, if the loop can copy to it, or put, and reach it."""
+        connection = self._connections.get(rank)
+        if connection is None or connection.channel is None or connection.closed:
+            return None
+        if not connection.direct:
+            return connection if self.lane(rank, connection) is not None else None
+        return connection if self._core.peers.reaches(rank) else None
+
+    def lane(self, rank: int, connection: PeerConnection) -> NetworkLane | None:
+        """The way to ``rank`` through the network, made when it is first needed."""
+        if connection.channel is None or connection.tags is None or not self._puts:
+            return None
+        if connection not in self._laned:
+            if self._sends_to(rank):
+                return None  # of an earlier connection, and about to be taken back
+            self._laned[connection] = self._core.peers.connect_network(rank, connection.channel, connection.tags)
+        lane = self._laned[connection]
+        return lane if lane is not None and lane is self._core.peers.lane(rank) else None
+
+    def to(self, rank: int, plan: PairPlan) -> Route | None:
+        """How the loop copies a plan to ``rank``; None if it cannot do that."""
+        route = self.known.get((rank, id(plan)))
+        if route is not None and route.connection is self._connections.get(rank) and route.usable:
+            return None if self._core.broken else route
+        connection = self.serving(rank)
+        if connection is None or not _can_copy(plan) or self._core.broken:
+            return None
+        if not connection.direct:
+            return self._of_puts(rank, plan, connection)
+        launches = None if self._kernels is None else self._kernels.launches(plan, connection)
+        if self._kernels is not None and launches is None:
+            return None
+        route = self.known[rank, id(plan)] = Route(plan, self._local, connection, launches)
+        return route
+
+    def _of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> Route | None:
+        """How the loop puts a plan to ``rank``; None if that may be slower than staging, or a part cannot be put."""
+        if not _is_coarse(plan):
+            return None
+        route = Route(plan, self._local, connection, lane=self.lane(rank, connection))
+        keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
+        if not keys.all():
+            return None
+        self.known[rank, id(plan)] = route
+        return route
+
+    def gate(self, event: object | None) -> Gate | None:
+        if self._kernels is not None:
+            return self._kernels.gate(event)
+        return NO_GATE if event is None else None
+
+    def takes(self, plans: Mapping[int, PairPlan]) -> bool:
+        """Whether these ranks are expected to have routes to this one, for these plans.
+
+        Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
+        reasons. If it has not after all, the request is taken back with its first message.
+        """
+        if not all(self.serving(rank) for rank in plans) or not all(map(_can_copy, plans.values())):
+            return False
+        # Else its writer puts in Python, or stages.
+        return all(self._connections[rank].direct or _is_coarse(plan) for rank, plan in plans.items())
+
+
+def _is_coarse(plan: PairPlan) -> bool:
+    """Whether the loop should put a plan: its runs are long. Both ends decide alike."""
+    rows = [segment.rows for segment in plan.segments]
+    return all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
+
+
+def _can_copy(plan: PairPlan) -> bool:
+    """Whether all that the loop would do for a plan is to copy bytes of pages."""
+    has_state = plan.state is not None and bool(plan.state.segments)
+    return bool(plan.segments) and not has_state and not plan.converts
