@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sglang.srt.disaggregation import utils as sglang_utils
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
@@ -26,7 +25,7 @@ from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
 import torchkv
 from torchkv.errors import LayoutMismatch, ProtocolError
-from torchkv.integrations.sglang_directory import AddressServer, Prefills
+from torchkv.integrations.bootstrap import AddressServer, Prefills, instance_name
 from torchkv.integrations.sglang_memory import AuxRows, cache_of, dtype_of
 from torchkv.integrations.sglang_requests import Receiver, Requests, Sender
 from torchkv.options import Options
@@ -127,7 +126,8 @@ class TorchKVManager(BaseKVManager):
             device="cpu" if server_args.device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
         )
         options = Options()
-        self.kv = torchkv.join(cache, instance_name(disaggregation_mode.value, group), group=group, options=options)
+        name = instance_name(f"sglang-{disaggregation_mode.value}", group)
+        self.kv = torchkv.join(cache, name, group=group, options=options)
         self.requests = Requests(
             self.kv,
             AuxRows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens),
@@ -181,21 +181,6 @@ def check_supported(server_args: Any) -> None:
     for name, supported in ONLY.items():
         if (value := getattr(server_args, name)) != supported:
             raise LayoutMismatch(f"torchkv's SGLang backend does not support {name}={value!r} yet")
-
-
-def instance_name(mode: str, group: dist.ProcessGroup | None) -> str:
-    """A name that no other engine has, the same on all ranks of this one."""
-    number = torch.randint(1 << 62, (1,), generator=_random())
-    if group is not None:
-        dist.broadcast(number, group=group, group_src=0)
-    return f"sglang-{mode}-{int(number):016x}"
-
-
-def _random() -> torch.Generator:
-    """Not SGLang's own generator, which has the same seed in all engines."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
 
 
 def keep_pages_until_safe() -> None:

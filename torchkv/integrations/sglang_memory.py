@@ -25,11 +25,9 @@ DTYPES = {
 
 def dtype_of(name: str, model: torch.dtype) -> torch.dtype:
     """Of SGLang's ``kv_cache_dtype``. model: the model's own, for "auto". Raises ``LayoutMismatch``."""
-    if name == "auto":
-        return model
-    if name not in DTYPES:
+    if name != "auto" and name not in DTYPES:
         raise LayoutMismatch(f"kv cache dtype {name!r} is not supported yet; torchkv knows auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES.get(name, model)
 
 
 def cache_of(
@@ -116,7 +114,5 @@ class AuxRows:
                 f"the prefill engine's metadata has {len(data)} bytes, this engine's {sum(self._items)}; both must be "
                 "the same version of SGLang, with the same settings"
             )
-        at = 0
         for view, n in zip(self._buffers, self._items, strict=True):
-            view[index * n : (index + 1) * n] = data[at : at + n]
-            at += n
+            view[index * n : (index + 1) * n], data = data[:n], data[n:]

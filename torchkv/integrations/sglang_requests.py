@@ -19,7 +19,7 @@ from torchkv.integrations.departures import Departure, Departures
 if TYPE_CHECKING:
     from torchkv.engine.work import KVWork
     from torchkv.group.join import KVMember
-    from torchkv.integrations.sglang_directory import Prefills
+    from torchkv.integrations.bootstrap import Prefills
     from torchkv.integrations.sglang_memory import AuxRows
 
 __all__ = ["Receiver", "Requests", "Sender"]

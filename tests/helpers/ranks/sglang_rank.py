@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import torchkv
-from torchkv.integrations.sglang_directory import AddressServer, Prefills
+from torchkv.integrations.bootstrap import AddressServer, Prefills
 from torchkv.integrations.sglang_memory import AuxRows, cache_of
 from torchkv.integrations.sglang_requests import FAILED, SUCCESS, WAITING, Receiver, Requests, Sender
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torchkv.errors import LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
-from torchkv.integrations.sglang_directory import KNOWN, AddressServer, Prefills, ask
+from torchkv.integrations.bootstrap import KNOWN, AddressServer, Prefills, ask
 
 ADDRESS = "tcp://10.0.0.1:4000"
 

@@ -1,4 +1,4 @@
-"""Where prefill engines can be reached: each tells it on SGLang's bootstrap port, and decode engines ask there.
+"""Engines that know each other by a host and port: each tells there where its instance of torchkv can be reached.
 
 That port is no secret and is not trusted: it tells one line to whoever connects, and reads nothing. Only who has the
 secret of torchkv can then connect to the address in it.
@@ -15,12 +15,15 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled
 
 if TYPE_CHECKING:
     from torchkv.group.join import KVMember
 
-__all__ = ["AddressServer", "Prefills", "ask"]
+__all__ = ["AddressServer", "Prefills", "ask", "instance_name"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,16 @@ PATIENCE = 2.0  # seconds for one question
 PAUSE = 0.2  # seconds between two of them
 LOOKUPS = 16  # at the same time
 KNOWN = 1024  # addresses that are remembered; they come from clients
+
+
+def instance_name(kind: str, group: dist.ProcessGroup | None) -> str:
+    """A name for an engine's instance that no other has, the same on all ranks of ``group``."""
+    generator = torch.Generator()  # not the engine's own, which has the same seed in all engines
+    generator.seed()
+    number = torch.randint(1 << 62, (1,), generator=generator)
+    if group is not None:
+        dist.broadcast(number, group=group, group_src=0)
+    return f"{kind}-{int(number):016x}"
 
 
 class AddressServer(socketserver.TCPServer):
