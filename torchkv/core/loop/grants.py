@@ -36,7 +36,7 @@ from __future__ import annotations
 from torchkv.core.loop.codes import BOUND, CUT, FREE, GRANT, GRANTED, HELLO, OPEN, POSTED
 from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
-from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell
+from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.records import GRANT_NBYTES, Peer, Receive, Record, Send, World, grant_word_at, word_at
 from torchkv.core.loop.sending import queue_op, seal_if_done
@@ -98,14 +98,7 @@ def pay_grant(world: World, rank: int, flow: int, generation: int) -> bool:
     peer = world["peers"][rank]
     if peer["outbox"] == 0:
         return _send_grant(world, receive, rank, flow)
-    if room(world, peer) < 1:
-        return False
-    record: Record = world["record"]
-    record["head"], record["flows"], record["generation"] = GRANT, flow, generation
-    record["lo"] = record["hi"] = record["nbytes"] = record["spare"] = 0
-    tell(world, peer)
-    ring(world, peer["bell"])
-    return True
+    return tell_brief(world, rank, GRANT, flow, generation)
 
 
 @compiled

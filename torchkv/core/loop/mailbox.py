@@ -28,7 +28,7 @@ from __future__ import annotations
 from torchkv.core.loop.codes import SYSCALL
 from torchkv.core.loop.limits import DUE, MAILBOX_RECORDS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, RECORD_NBYTES
 from torchkv.core.loop.network import record_room, send
-from torchkv.core.loop.records import GRANT_NBYTES, Peer, World, word_at
+from torchkv.core.loop.records import GRANT_NBYTES, Peer, Record, World, word_at
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled
@@ -49,7 +49,9 @@ __all__ = [
     "room",
     "take",
     "tell",
+    "tell_brief",
     "waiting",
+    "write_brief",
 ]
 
 ASLEEP, NAPPING = 1, 2  # of a bell
@@ -102,6 +104,26 @@ def tell(world: World, peer: Peer) -> None:
     copy_bytes(to, world["address"] + _RECORD, _SEQ)
     peer["written"] += 1
     store(to + _SEQ, peer["written"])
+
+
+@compiled
+def write_brief(world: World, kind: int, flow: int, generation: int) -> None:
+    """Makes ``world["record"]`` one that says no more than this."""
+    record: Record = world["record"]
+    record["head"], record["flows"], record["generation"] = kind, flow, generation
+    record["lo"] = record["hi"] = record["nbytes"] = record["spare"] = 0
+
+
+@compiled
+def tell_brief(world: World, rank: int, kind: int, flow: int, generation: int) -> bool:
+    """Sends such a record to another rank; False where its mailbox is full."""
+    peer = world["peers"][rank]
+    if room(world, peer) < 1:
+        return False
+    write_brief(world, kind, flow, generation)
+    tell(world, peer)
+    ring(world, peer["bell"])
+    return True
 
 
 @compiled

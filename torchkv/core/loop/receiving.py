@@ -20,7 +20,7 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import AUX_PART, MAX_AUX, MAX_FLOWS, MAX_INTERVALS
-from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.mailbox import owe, tell_brief
 from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
@@ -187,15 +187,7 @@ def _one_aux(receive: Receive) -> bool:
 @compiled
 def pay_verdict(world: World, rank: int, flow: int, generation: int) -> bool:
     """Tells a writer that its request has succeeded; False where its mailbox is full. flow: its own."""
-    peer = world["peers"][rank]
-    if room(world, peer) < 1:
-        return False
-    record: Record = world["record"]
-    record["head"], record["flows"], record["generation"] = VERDICT, flow, generation
-    record["lo"] = record["hi"] = record["nbytes"] = record["spare"] = 0
-    tell(world, peer)
-    ring(world, peer["bell"])
-    return True
+    return tell_brief(world, rank, VERDICT, flow, generation)
 
 
 @compiled

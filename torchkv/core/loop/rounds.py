@@ -17,7 +17,7 @@ from __future__ import annotations
 from torchkv.core.loop.codes import DECIDED, DONE, FREE, OPEN, POSTED, ROUND_OVER, STRAY, VOTED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import MAX_FLOWS
-from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell
+from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell, tell_brief, write_brief
 from torchkv.core.loop.receiving import succeed
 from torchkv.core.loop.records import Record, World, grant_word_at
 from torchkv.host.atomics import load
@@ -143,16 +143,9 @@ def on_decided(world: World, source: int, flow: int, generation: int) -> bool:
 @compiled
 def _tell(world: World, rank: int, kind: int, flow: int, generation: int) -> bool:
     """Sends DONE or DECIDED to a rank, which may be this one; False where its mailbox is full."""
-    record: Record = world["record"]
-    peer = world["peers"][rank]
-    if rank != world["rank"] and room(world, peer) < 1:
-        return False
-    record["head"], record["flows"], record["generation"] = kind, flow, generation
-    record["lo"] = record["hi"] = record["nbytes"] = record["spare"] = 0
     if rank != world["rank"]:
-        tell(world, peer)
-        ring(world, peer["bell"])
-        return True
+        return tell_brief(world, rank, kind, flow, generation)
+    write_brief(world, kind, flow, generation)
     known = on_done(world, rank, flow, generation) if kind == DONE else on_decided(world, rank, flow, generation)
     if not known:
         emit(world, STRAY, 0, rank)
