@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["GrantBody", "LoopPeers", "NetworkLane"]
 
 _PEER = list(Peer.__annotations__)
+_DRIVING = word_at("driving") // 8
 _OF_NETWORK = _PEER[_PEER.index("endpoint") :]
 
 
@@ -280,7 +281,7 @@ class LoopPeers:
     @property
     def drives_transport(self) -> bool:
         """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
-        return bool(self._runner.words[word_at("driving") // 8])
+        return self._runner.words[_DRIVING] != 0
 
     def hear_network(self) -> None:
         """Has the loop look for messages of the network, if it expects none."""

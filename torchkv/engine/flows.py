@@ -102,7 +102,6 @@ class Flows:
         self._leader = leader
         self._local = local
         self._connections = connections
-        self._kernels = kernels
         self._now = clock
         self.routes = Routes(
             core, local=local, connections=connections, kernels=kernels, puts=puts, sends_to=weakly(self._sends_to)
@@ -188,7 +187,7 @@ class Flows:
         plan = self._waiting[req.flow][0] if req.grant is None else req.grant.plan
         route = self.routes.to(req.dst, plan)
         gate = self.routes.gate(source.event)
-        if gate is None or route is None or not self.serves(op) or (self._kernels is not None and self.core.broken):
+        if gate is None or route is None or not self.serves(op):
             return False
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
