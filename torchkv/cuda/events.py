@@ -118,10 +118,7 @@ class EventPool:
         keep_gil: the driver is called without releasing the GIL, which saves the time to get it back. Raises
         ``TransportUnavailable`` if the GPU has failed. The stream must not be under capture.
         """
-        try:
-            handle = self._free.pop()
-        except IndexError:
-            handle = self._grow()
+        handle = self._take()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         event = RecordedEvent(self, handle, stream, next(_numbers))
         record = (driver.library_with_gil() if keep_gil else driver.library()).cuEventRecord
@@ -144,15 +141,19 @@ class EventPool:
         Only where this GPU is current on the calling thread.
         """
         number = next(_numbers)  # first: an event with a larger number must have been recorded later
-        try:
-            handle = self._free.pop()
-        except IndexError:
-            handle = self._grow()
+        handle = self._take()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         if _record(*self._try_record, handle, stream) != 0:
             self._free.append(handle)
             return None
         return RecordedEvent(self, handle, stream, number)
+
+    def _take(self) -> int:
+        """An event of the pool, which grows where it is empty."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._grow()
 
     def give_back(self, handle: int) -> None:
         """Returns an event to the pool. Called when its `RecordedEvent` is dropped."""
