@@ -248,10 +248,16 @@ class UCXTransport(Transport):
         )
 
     def progress(self) -> bool:
+        return self._round(drive=self._worker is not None)
+
+    def look_after(self) -> bool:
+        return self._round(drive=False)
+
+    def _round(self, *, drive: bool) -> bool:
         self._require_open()
         self._armed = False
         moved = bool(self._local) and self._note_ends()
-        if self._worker is not None:
+        if drive:
             moved = bool(pump.advance(self._library.functions, self._worker_handle, _ROUND_NS)) or moved
         working = list(self._working)
         active = sum(not channel.idle for channel in working)

@@ -39,8 +39,9 @@ _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "poste
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
 _RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
-_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _BROKEN = (
-    word_at(name) // 8 for name in ("event_tail", "event_head", "command_tail", "command_head", "network", "broken")
+_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
+    word_at(name) // 8
+    for name in ("event_tail", "event_head", "command_tail", "command_head", "network", "driving", "broken")
 )
 
 
@@ -314,6 +315,7 @@ class Core:
         if network:
             self._network_receives.add(flow)
             self._count_network(1)
+            self._words[_DRIVING] = 1  # as `posting` does for sends
             posting.wake_loop(self._address)
 
     def _count_network(self, change: int) -> None:

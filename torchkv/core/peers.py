@@ -281,7 +281,7 @@ class LoopPeers:
     @property
     def drives_transport(self) -> bool:
         """Whether the loop drives the transport, so that Python need not do that for what peers put here."""
-        return self._runner.words[_DRIVING] != 0
+        return self._runner.running and self._runner.words[_DRIVING] != 0
 
     def hear_network(self) -> None:
         """Has the loop look for messages of the network, if it expects none."""

@@ -75,6 +75,8 @@ def _command(world: World, kind: int, index: int) -> None:
     tail = world["command_tail"]
     world["commands"][tail & (COMMANDS - 1)] = kind | index << 8
     store(world["address"] + _TAIL, tail + 1)
+    if world["network"] > 0:
+        world["driving"] = 1  # at once: Python's thread would take turns with the loop at the transport's lock
     fence()
     # An op does not end the loop's nap: to wake it would cost the caller more than the rest of the verb.
     if kind != START or load(world["bell"]) != NAPPING:

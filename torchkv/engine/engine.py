@@ -182,10 +182,7 @@ class Engine:
         if self.peers.follow(now):
             busy = self.callers.has_news = True
         busy |= self._settle(now)
-        if (moved or self.scheduler.posting or now >= self._next_tick) and self._transport.progress():
-            busy = True
-            if self.flows is not None:
-                self.flows.core.peers.hear_network()
+        busy |= self._progress_transport(now, moved)
         if self.moving:
             busy |= self.scheduler.open_gates(now)
             busy |= self.scheduler.advance(now)
@@ -201,6 +198,16 @@ class Engine:
                 self.callers.has_news |= self._machines.tick(now)
             busy |= self._settle(now)
         return busy
+
+    def _progress_transport(self, now: float, moved: bool) -> bool:
+        due = now >= self._next_tick
+        if self.transport_is_driven:
+            return due and self._transport.look_after()
+        if not (moved or due or self.scheduler.posting) or not self._transport.progress():
+            return False
+        if self.flows is not None:
+            self.flows.core.peers.hear_network()
+        return True
 
     def _follow_loop(self) -> bool:
         """Tells the state machines what the resident loop has done. True if there was anything."""

@@ -330,6 +330,13 @@ class Transport(ABC):
     def progress(self) -> bool:
         """Advances everything that is pending, for about a millisecond, without blocking. True if anything moved."""
 
+    def look_after(self) -> bool:
+        """As ``progress()``, called instead now and then while the resident loop drives this transport by itself.
+
+        So it need not advance what the functions of `NativeChannel` advance: two threads that do would contend.
+        """
+        return self.progress()
+
     @abstractmethod
     def arm(self) -> int | None:
         """A file descriptor that turns readable when ``progress()`` has work. Called right before each sleep on it.

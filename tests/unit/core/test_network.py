@@ -102,6 +102,19 @@ def test_one_flush_stands_for_many_ops() -> None:
     assert len(flushes) <= 2
 
 
+@pytest.mark.parametrize("side", ["writer", "reader"])
+def test_the_loop_drives_the_transport_from_the_verb_on(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's thread would contend for the transport until the loop's first turn, a millisecond of puts, has ended."""
+    apart = Apart()
+    core = getattr(apart, side)
+    monkeypatch.setattr(type(core.runner), "running", True)
+    assert not core.peers.drives_transport
+    flow = apart.receive(2)
+    if side == "writer":
+        apart.start(apart.send(flow, [0, 1]), [0, 1])
+    assert core.peers.drives_transport
+
+
 def test_puts_that_find_no_room_wait() -> None:
     """Only so many requests at once: here fewer than a layer has pages."""
     apart = Apart()
