@@ -9,7 +9,8 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle, repeat
 
 ROLES = ("local", "router", "prefill", "decode")
 
@@ -19,7 +20,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("role", nargs="?", choices=ROLES, default="local", help="local (default): all of them, in processes")
     add("--model", default="llama", help="llama, qwen3: tiny, with random weights; or a checkpoint (default llama)")
-    add("--device", default="cpu", help="of workers, such as cuda (default cpu)")
+    add(
+        "--device",
+        default="cpu",
+        help="of workers: cpu, cuda (each worker of `local` on the next GPU), cuda:1 (default cpu)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, help="of the router (default 8000); of a worker (default: any)")
     add("--router", default="http://127.0.0.1:8000", metavar="URL", help="where workers find the router")
@@ -64,7 +69,7 @@ async def work(args: argparse.Namespace) -> None:
 def run_all(args: argparse.Namespace) -> int:
     """Starts all processes, and ends them when it is told to, or when the router ends. Workers may come and go."""
     common = ["--model", args.model, "--host", args.host]
-    worker = [*common, "--device", args.device, "--blocks", str(args.blocks), "--page-size", str(args.page_size)]
+    worker = [*common, "--blocks", str(args.blocks), "--page-size", str(args.page_size)]
     port = str(8000 if args.port is None else args.port)
     router = _start("router", *common, "--port", port, "--patience", str(args.patience), stdout=True)
     workers: list[subprocess.Popen[str]] = []
@@ -76,8 +81,9 @@ def run_all(args: argparse.Namespace) -> int:
             return router.wait()
         print(first, end="", flush=True)
         where = ["--router", first.rpartition(" ")[2].strip()]
-        for role, count in (("prefill", args.prefill), ("decode", args.decode)):
-            workers += [_start(role, *worker, *where) for _ in range(count)]
+        roles = ["prefill"] * args.prefill + ["decode"] * args.decode
+        for role, device in zip(roles, _devices(args.device), strict=False):
+            workers.append(_start(role, *worker, *where, "--device", device))
         return router.wait()
     except KeyboardInterrupt:
         return 0
@@ -86,6 +92,15 @@ def run_all(args: argparse.Namespace) -> int:
             process.terminate()
         for process in (*workers, router):
             process.wait()
+
+
+def _devices(name: str) -> Iterator[str]:
+    """The device of each worker, for ever."""
+    if name != "cuda":
+        return repeat(name)
+    import torch
+
+    return cycle([f"cuda:{index}" for index in range(torch.cuda.device_count())] or [name])
 
 
 def _start(role: str, *arguments: str, stdout: bool = False) -> subprocess.Popen[str]:

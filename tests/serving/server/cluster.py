@@ -34,11 +34,11 @@ class Cluster:
         self.url = self.processes["router"].stdout.readline().rpartition(" ")[2].strip()
         self.client.base_url = httpx.URL(self.url)
 
-    def start(self, *instances: str) -> None:
+    def start(self, *instances: str, device: str = "cpu") -> None:
         """Workers, whose names begin with their role. Returns at once: see `await_workers`."""
         for instance in instances:
-            role = instance.partition("-")[0]
-            self._run(instance, role, "--router", self.url, "--instance", instance, "--blocks", "128")
+            role, worker = instance.partition("-")[0], ["--instance", instance, "--blocks", "128", "--device", device]
+            self._run(instance, role, "--router", self.url, *worker)
 
     def await_workers(self, *instances: str) -> None:
         await_true(lambda: set(self.workers()) >= set(instances))

@@ -23,11 +23,10 @@ pytest.importorskip("httpx", reason="the example server needs extra 'server'")
 pytest.importorskip("transformers", reason="the example server needs extra 'server'")
 
 import httpx
-import torch
 
-from examples.server.model import load_model, load_tokenizer
 from tests.helpers.jobs import new_secret_file
 from tests.serving.server.cluster import Cluster, await_true
+from tests.serving.server.one_process import OneProcess
 
 PAGE, PAGE_NBYTES = 16, 4 * 2 * 16 * 4 * 16 * 4  # layers, K and V, tokens, heads, dim, float32
 LONG = 300
@@ -55,18 +54,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
     finally:
         made.close()
-
-
-class OneProcess:
-    """Generates greedily by transformers' own `generate`, with a contiguous cache."""
-
-    def __init__(self) -> None:
-        self._model, self.tokenizer = load_model("llama", "cpu"), load_tokenizer("llama")
-
-    def __call__(self, prompt: str | list[int], tokens: int) -> list[int]:
-        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-        found = self._model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
-        return found[0, len(ids) :].tolist()
 
 
 @pytest.fixture(scope="module")
