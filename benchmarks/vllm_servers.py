@@ -1,9 +1,12 @@
 """Two real vLLM servers on this machine, over torchkv or over vLLM's NIXL connector, or one that does all.
 
-python -m benchmarks.vllm_servers MODEL [--with torchkv nixl single] [--requests 40] [--at-once 8] [--rounds 3]
+python -m benchmarks.vllm_servers MODEL [--with torchkv nixl single] [--requests 40] [--at-once 8] [--rounds 3] [--pin]
 
 Runs where vLLM is installed. Every request goes to prefill first, then to decode with what prefill returned, as through
 a router; with --router, the executable of vllm-router, through that. All answers must be those of the first servers.
+The first token's time is counted from when the request goes to prefill until it comes from decode, as it streams.
+With --pin each server has one core for all of its processes, so that one server is not given what two have to share.
+`--with` may name the same servers more than once, as in `torchkv nixl torchkv nixl`: each is started anew.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +54,23 @@ ENVIRONMENT = {
 }
 
 
+def request(port: int, body: dict[str, Any]) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
+
+
 def post(port: int, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request(port, body), timeout=120) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
+
+
+def stream(port: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a completion, as they come."""
+    with urllib.request.urlopen(request(port, {**body, "stream": True}), timeout=120) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def await_server(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -83,8 +97,11 @@ def process(command: list[str], log: Path, **environment: str) -> Iterator[subpr
         started.wait(60)
 
 
-def server(stack: ExitStack, model: str, port: int, transfer: dict[str, Any] | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+def server(
+    stack: ExitStack, model: str, port: int, transfer: dict[str, Any] | None, *, core: int | None
+) -> subprocess.Popen[bytes]:
+    command = [] if core is None else ["taskset", "--cpu-list", str(core)]
+    command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     command += COMMON.split()
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -92,30 +109,45 @@ def server(stack: ExitStack, model: str, port: int, transfer: dict[str, Any] | N
     return stack.enter_context(process(command, log, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port + 100)))
 
 
-def ask(how: str, prompt: list[int], model: str) -> tuple[list[int], float]:
-    """The tokens of one request, and the seconds it took."""
+@dataclass(frozen=True)
+class Answer:
+    """tokens: of one request. first, last: seconds until the first of them came, and the last one."""
+
+    tokens: list[int]
+    first: float
+    last: float
+
+
+def ask(how: str, prompt: list[int], model: str) -> Answer:
     began = time.perf_counter()
     body = {"model": model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    if how in ("single", "router"):
-        answer = post(ROUTER if how == "router" else DECODE, {**body, "max_tokens": TOKENS})
-    else:
+    port = ROUTER if how == "router" else DECODE
+    if how not in ("single", "router"):
         first = {"do_remote_decode": True, "do_remote_prefill": False}
-        told = post(PREFILL, {**body, "max_tokens": 1, "kv_transfer_params": first})["kv_transfer_params"]
-        answer = post(DECODE, {**body, "max_tokens": TOKENS, "kv_transfer_params": told})
-    return list(answer["choices"][0]["token_ids"]), time.perf_counter() - began
+        body["kv_transfer_params"] = post(PREFILL, {**body, "max_tokens": 1, "kv_transfer_params": first})[
+            "kv_transfer_params"
+        ]
+    tokens: list[int] = []
+    at = 0.0
+    for event in stream(port, {**body, "max_tokens": TOKENS}):
+        if event["choices"] and (more := event["choices"][0].get("token_ids")):
+            at = at or time.perf_counter() - began
+            tokens += more
+    return Answer(tokens, at, time.perf_counter() - began)
 
 
 def measure(how: str, arguments: argparse.Namespace, golden: list[list[int]]) -> None:
     """golden: the answers of the first servers, which these must equal; filled by the first call."""
     with ExitStack() as stack:
-        if how == "single":
-            servers = {DECODE: server(stack, arguments.model, DECODE, None)}
-        else:
-            roles = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
-            servers = {
-                port: server(stack, arguments.model, port, {**TORCHKV, "kv_role": role} if how == "torchkv" else NIXL)
-                for port, role in roles.items()
-            }
+        transfers: dict[int, dict[str, Any] | None] = {DECODE: None}
+        if how == "torchkv":
+            transfers = {PREFILL: {**TORCHKV, "kv_role": "kv_producer"}, DECODE: {**TORCHKV, "kv_role": "kv_consumer"}}
+        elif how == "nixl":
+            transfers = {PREFILL: NIXL, DECODE: NIXL}
+        servers = {
+            port: server(stack, arguments.model, port, transfer, core=number if arguments.pin else None)
+            for number, (port, transfer) in enumerate(transfers.items())
+        }
         for port, started in servers.items():
             await_server(port, started)
         ways = [how]
@@ -129,7 +161,7 @@ def measure(how: str, arguments: argparse.Namespace, golden: list[list[int]]) ->
         for way in ways:
             name = how if way == how else f"{how}, router"
             try:
-                answers = [ask(way, prompt, arguments.model)[0] for prompt in PROMPTS]
+                answers = [ask(way, prompt, arguments.model).tokens for prompt in PROMPTS]
             except urllib.error.HTTPError as error:
                 print(f"{name}: {error}; see vllm-*.log in {tempfile.gettempdir()}", flush=True)
                 continue
@@ -144,9 +176,13 @@ def run(way: str, name: str, arguments: argparse.Namespace, golden: list[list[in
             prompts = [PROMPTS[i % len(PROMPTS)] for i in range(arguments.requests)]
             found = list(pool.map(lambda prompt: ask(way, prompt, arguments.model), prompts))
         seconds = time.perf_counter() - began
-        right = sum(tokens == golden[i % len(PROMPTS)] for i, (tokens, _) in enumerate(found))
-        each = statistics.median(took for _, took in found)
-        print(f"{name:16} {right}/{len(found)} right, {seconds:6.2f} s, median {each * 1e3:5.0f} ms", flush=True)
+        right = sum(answer.tokens == golden[i % len(PROMPTS)] for i, answer in enumerate(found))
+        times = []
+        for which in ("first", "last"):
+            each = [1e3 * getattr(answer, which) for answer in found]
+            times.append(f"{which} token {statistics.median(each):5.0f} ms ({max(each):5.0f})")
+        rate = f"{len(found) / seconds:5.1f} requests/s"
+        print(f"{name:16} {right}/{len(found)} right, {rate}, {', '.join(times)}", flush=True)
 
 
 def main() -> None:
@@ -157,6 +193,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pin", action="store_true")
     parser.add_argument("--router")
     arguments = parser.parse_args()
     golden: list[list[int]] = []
