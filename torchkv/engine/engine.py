@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import proxy
@@ -32,6 +33,7 @@ from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layer_groups import UNGROUPED
+from torchkv.observe.recorder import FlightRecorder
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
 from torchkv.protocol.messages import Alive, Grant, Left, Mailbox, Message, Seal, StageAsk, Staged, StageGrant, Verdict
@@ -147,6 +149,7 @@ class Engine:
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
+        self.recorder = FlightRecorder(options.recorded) if options.recorded else None
         self.flows: Flows | None = None  # the requests that the resident loop serves
         if core is not None and memory.pages is not None:
             if self.scheduler.kernels is not None and core.device is not None:
@@ -163,6 +166,7 @@ class Engine:
                 direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
                 puts=options.forced_path is None,
                 clock=weakly(self._clock),
+                recorder=self.recorder,
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
             self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
@@ -430,6 +434,12 @@ class Engine:
             return
         self.flows.catch_up()
         self.callers.complete(self.sender, self.receiver)
+
+    def standing_still_within(self, seconds: float) -> AbstractContextManager[bool]:
+        """The resident loop, if there is one, stands still inside, unless it hangs: then False. Under the lock."""
+        if self.flows is None:
+            return nullcontext(True)
+        return self.flows.core.runner.standing_still_within(seconds)
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""

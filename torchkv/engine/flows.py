@@ -48,6 +48,7 @@ from torchkv.core.loop.codes import (
 from torchkv.core.loop.grants import FROM_NETWORK
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
+from torchkv.engine.journal import Journal
 from torchkv.engine.routes import Routes
 from torchkv.engine.weak_callback import weakly
 from torchkv.errors import KVError, TransportUnavailable
@@ -65,6 +66,7 @@ from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.engine.scheduler import SourcePages
+    from torchkv.observe.recorder import FlightRecorder
 
 __all__ = ["Flows"]
 
@@ -76,7 +78,7 @@ class Flows:
 
     connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. direct:
     False where no peer is expected to write straight into these pages, so that the loop cannot serve receives. puts:
-    False where pages that are not mapped are not to be put by the loop.
+    False where pages that are not mapped are not to be put by the loop. recorder: goes on with the loop's journal.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Flows:
         direct: bool = True,
         puts: bool = True,
         clock: Callable[[], float],
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self.core = core
         self._direct = direct
@@ -115,6 +118,7 @@ class Flows:
         self._rounds: set[int] = set()
         self._dead: set[int] = set()  # ranks of which something may still come through the network
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
+        self.journal = Journal(core, recorder, sends=self._sends, receives=self._receives, ops=self._ops)
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     # ------------------------------------------------------------------ sends
@@ -127,6 +131,7 @@ class Flows:
         route = self.routes.to(req.dst, plan)
         if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
+        serial = self.journal.serial()
         req.flow = self.core.wait_for_grant(
             peer=req.dst,
             hashes=name_hashes(req.request),
@@ -137,12 +142,15 @@ class Flows:
             src_page=plan.src_page_size,
             dst_page=plan.dst_page_size,
             network=route.lane is not None,
+            serial=serial,
+            begun=int(req.begun_at * 1e9),
         )
         if req.flow is not None:
             self._sends[req.flow] = req
             if route.lane is not None:
                 self._lanes[req.flow] = route.lane
             self._waiting[req.flow] = plan, []
+            self.journal.name_send(serial, req, plan.layers)
 
     def heed_grants(self, heeds: bool) -> None:
         self.core.heed_grants(heeds)
@@ -165,6 +173,7 @@ class Flows:
         route = None if grant.flow is None else self.routes.to(req.dst, grant.plan)
         if grant.flow is None or route is None or (route.kernels is not None and len(grant.pages) > MAX_GRANTED):
             return
+        serial = self.journal.serial()
         req.flow = self.core.open_send(
             peer=req.dst,
             peer_flow=grant.flow,
@@ -175,11 +184,14 @@ class Flows:
             src_page=grant.plan.src_page_size,
             dst_page=grant.plan.dst_page_size,
             network=route.lane is not None,
+            serial=serial,
+            begun=int(req.begun_at * 1e9),
         )
         if req.flow is not None:
             self._sends[req.flow] = req
             if route.lane is not None:
                 self._lanes[req.flow] = route.lane
+            self.journal.name_send(serial, req, grant.plan.layers)
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
@@ -192,9 +204,11 @@ class Flows:
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
             return False
-        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate)
+        verb = self.journal.verb_of(op)
+        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb)
         if index is None:
             return False
+        op.work._in_journal |= verb != 0
         self._ops[index] = req, op
         if req.grant is None:
             self._waiting[req.flow][1].append(index)
@@ -219,11 +233,13 @@ class Flows:
         gate = self.routes.gate(op.source_pages.event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
+        verb, ids = self.journal.verb_of(op), op.source_pages.pages
         index = self.core.start_more(
-            req.flow, route.positions[op.layers], pages, op.source_pages.pages, self._local.num_pages, op.start, gate
+            req.flow, route.positions[op.layers], pages, ids, self._local.num_pages, op.start, gate, verb
         )
         if index is None:
             return False
+        op.work._in_journal = verb != 0
         self._ops[index] = req, op
         req.running[op] = index
         return True
@@ -233,7 +249,9 @@ class Flows:
         assert req.finish is not None
         if len(req.finish.aux) > MAX_AUX:
             return False
-        self.core.finish_send(req.flow, req.num_pages, req.finish.aux)
+        verb = self.journal.verb_of_finish(req.finish.work)
+        self.core.finish_send(req.flow, req.num_pages, req.finish.aux, verb)
+        req.finish.work._in_journal |= verb != 0
         return True
 
     def moved(self, req: SenderRequest) -> int:
@@ -256,7 +274,9 @@ class Flows:
                     self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
                 elif self.core.device is not None and (posted := self.core.flying(index)):
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
+            self.journal.hand_over_ops(req, left)
             sealed = self.core.take_back_send(req.flow, left)
+            self.journal.end_send(req.flow)
         for index in left:
             del self._ops[index]
         req.running = dict.fromkeys(req.running)
@@ -340,7 +360,10 @@ class Flows:
         if not all(self.core.peers.hears(rank) for rank in req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
-        self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
+        serial = self.journal.serial() if self.journal.records(req.work) else 0
+        prefix = req.prefix_tokens
+        self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
+        self.journal.name_receive(serial, req)
         return True
 
     def free_receive(self, flow: int) -> None:
@@ -369,6 +392,9 @@ class Flows:
         """
         nbytes = self._add(req, coverage=not whole)
         assert req.flow is not None
+        if not whole:
+            self.journal.hand_over_receive(req)
+        self.journal.end_receive(req.flow)
         del self._receives[req.flow]
         self.core.close_receive(req.flow)
         req.flow = None
@@ -442,6 +468,7 @@ class Flows:
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
                 self._lanes.pop(notice.index, None)
+                self.journal.end_send(notice.index)
                 self.core.end_send(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)

@@ -8,7 +8,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
 from torchkv.engine.work import KVWork
@@ -17,7 +16,7 @@ from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs
 from torchkv.observe.ranges import Range, profiled
-from torchkv.observe.recorder import PHASES, FlightRecorder, size_of
+from torchkv.observe.recorder import FlightRecorder, size_of
 
 if TYPE_CHECKING:
     from torchkv.cache import KVCache
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedVerbs", "make_verbs"]
 
-_ARRAY = np.ndarray
 T = TypeVar("T")
 
 
@@ -35,10 +33,9 @@ def make_verbs(
     *,
     wake: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
-    recorder: FlightRecorder | None = None,
 ) -> Verbs:
-    """The verbs of a rank, for its layout. recorder: of its operations, if there is one."""
-    grouped = cache is not None and cache.layout.groups
+    """The verbs of a rank, for its layout."""
+    grouped, recorder = cache is not None and cache.layout.groups, engine.recorder
     if recorder is None:
         return (GroupedVerbs if grouped else Verbs)(engine, cache, wake=wake, clock=clock)
     made = _RecordedGroupedVerbs if grouped else RecordedVerbs
@@ -61,6 +58,8 @@ class RecordedVerbs(Verbs):
         self._recorder = recorder
         self._nvtx = engine.options.nvtx and torch.cuda.is_available()
 
+    # The three verbs that requests need are spelled out, as `_seen` is: what it takes to call that is a microsecond.
+
     def recv_pages(
         self,
         request: str,
@@ -71,16 +70,20 @@ class RecordedVerbs(Verbs):
         state_slot: StateSlot = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
-        verb = partial(
-            super().recv_pages,
-            request,
-            pages,
-            src,
-            prefix_tokens=prefix_tokens,
-            state_slot=state_slot,
-            timeout=timeout,
-        )
-        return self._seen("recv_pages", request, src, None, size_of(pages), verb)
+        span = Range("recv_pages", request, nvtx=self._nvtx) if self._nvtx or profiled() else None
+        try:
+            work = super().recv_pages(
+                request, pages, src, prefix_tokens=prefix_tokens, state_slot=state_slot, timeout=timeout
+            )
+        except KVError as error:
+            self._recorder.refused("recv_pages", request, src, None, size_of(pages), error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
+        if not work._in_journal:
+            self._record(work, "recv_pages", request, src, None, size_of(pages))
+        return work
 
     def _send(
         self,
@@ -93,7 +96,6 @@ class RecordedVerbs(Verbs):
         event: Any,
         origin: Origin,
     ) -> KVWork:
-        # As `_seen`, without its calls: this is the critical path of a sender.
         span = Range(verb, request, nvtx=self._nvtx) if self._nvtx or profiled() else None
         try:
             work = super()._send(verb, request, layers, pages, dst, start, event, origin)
@@ -103,20 +105,27 @@ class RecordedVerbs(Verbs):
         finally:
             if span is not None:
                 span.end()
-        count = len(pages) if type(pages) is _ARRAY else size_of(pages)
-        work._number = self._recorder.begin(verb, request, dst, layers, count, work._began)
-        work._recorder = self._recorder
-        if work._is_done:
-            self._settle(work)
+        if not work._in_journal:
+            self._record(work, verb, request, dst, layers, size_of(pages))
+        return work
+
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+        span = Range("finish", request, nvtx=self._nvtx) if self._nvtx or profiled() else None
+        try:
+            work = super().finish(request, dst, aux=aux, state_slot=state_slot)
+        except KVError as error:
+            self._recorder.refused("finish", request, dst, None, 0, error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
+        if not work._in_journal:
+            self._record(work, "finish", request, dst, None, 0)
         return work
 
     def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
         verb = partial(super().send_states, request, layers, state_slot, dst, event)
         return self._seen("send_state", request, dst, layers, 1, verb)
-
-    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
-        verb = partial(super().finish, request, dst, aux=aux, state_slot=state_slot)
-        return self._seen("finish", request, dst, None, 0, verb)
 
     def withdraw(self, request: str) -> KVWork:
         return self._seen("withdraw", request, None, None, 0, partial(super().withdraw, request))
@@ -154,17 +163,14 @@ class RecordedVerbs(Verbs):
         finally:
             if span is not None:
                 span.end()
-        work._phase = PHASES.get(verb)
-        work._number = self._recorder.begin(verb, request, peers, layers, count, work._began)
-        work._recorder = self._recorder
-        if work._is_done:
-            self._settle(work)
+        self._record(work, verb, request, peers, layers, count)
         return work
 
-    def _settle(self, work: KVWork) -> None:
-        """The work has completed: before it was recorded, or at this moment, when this comes second."""
+    def _record(self, work: KVWork, verb: str, request: str, peers: Peers | None, layers: Layers, count: int) -> None:
+        """Records the operation of ``work``, unless the loop does, or has handed it over."""
         with self.engine.lock:
-            work._record()
+            if not work._in_journal and work._number < 0:
+                work._record_with(self._recorder, verb, request, peers, layers, count)
 
 
 class _RecordedGroupedVerbs(RecordedVerbs, GroupedVerbs):

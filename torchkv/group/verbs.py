@@ -259,7 +259,7 @@ class Verbs:
             ready = gpu.record_gate()
         work = self._work(operation)
         op = SendOp(request, ANYBODY, {}, held, start, len(ids), work, SourcePages(ids, ready, forced))
-        op.from_prompt = from_prompt
+        op.from_prompt, op.verb = from_prompt, verb
         self._queue(verb, op, ranks, whole=whole, anybody=dst is None)
         return work
 
@@ -288,12 +288,13 @@ class Verbs:
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
         work = self._work(f"{verb}({request!r})")
+        work._expect(1)
         copied: Int64Array = np.empty(len(ids), dtype=np.int64)
         op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
+        op.verb = verb
         with engine.lock:
             if not flows.start_more(req, op, ids):
                 return None
-            work._expect(1)
             req.add_sent(op)
         return work
 

@@ -12,6 +12,7 @@ from torchkv.core.loop.codes import (
     NEWS,
     NOBODY,
     OPEN,
+    RECEIVE_PHASE,
     RECEIVED,
     SEAL,
     VERDICT,
@@ -19,6 +20,7 @@ from torchkv.core.loop.codes import (
     WRITTEN,
 )
 from torchkv.core.loop.events import emit
+from torchkv.core.loop.journal import end, now, took
 from torchkv.core.loop.limits import AUX_PART, MAX_AUX, MAX_FLOWS, MAX_INTERVALS
 from torchkv.core.loop.mailbox import owe, tell_brief
 from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
@@ -153,6 +155,9 @@ def succeed(world: World, flow: int) -> None:
     for number in range(receive["num_writers"]):
         writer = receive["writers"][number]
         owe(world, VERDICT, writer["rank"], writer["flow"], receive["generation"])
+    if receive["operation"] != 0:
+        end(world, receive["operation"], receive["nbytes"])
+        took(world, RECEIVE_PHASE, now(world) - receive["begun"])
     receive["state"] = FREE
     emit(world, RECEIVED, flow, 0)  # last: from here on the flow may be another receive's
 
