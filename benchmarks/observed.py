@@ -1,9 +1,9 @@
-"""What the flight recorder and metrics cost a verb, a request and a rate: with and without, request by request in turns.
+"""What flight recorder and metrics cost a verb, a request and a rate: with and without, request by request in turns.
 
 Two processes have three groups each: one is watched, two are not. Requests go through them by turns, forwards and
-backwards, so what drifts falls out, and what is compared shares its processes, their memory and their hour. What the two
-that are alike differ by shows what such a measurement can tell. This is done in several launches, because two groups of
-one launch may always differ a little: each launch is one value, and the interval encloses the median of launches.
+backwards, so what drifts falls out, and what is compared shares its processes, their memory and their hour. What the
+two that are alike differ by shows what such a measurement can tell. This is done in several launches, because two
+groups of one launch may always differ a little: each launch is one value, and the interval encloses their median.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Flows:
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
             return False
-        verb = self.journal.verb_of(op)
+        verb = self.journal.verb_of(op.work, op.verb)
         index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb)
         if index is None:
             return False
@@ -233,7 +233,7 @@ class Flows:
         gate = self.routes.gate(op.source_pages.event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
-        verb, ids = self.journal.verb_of(op), op.source_pages.pages
+        verb, ids = self.journal.verb_of(op.work, op.verb), op.source_pages.pages
         index = self.core.start_more(
             req.flow, route.positions[op.layers], pages, ids, self._local.num_pages, op.start, gate, verb
         )
@@ -249,7 +249,7 @@ class Flows:
         assert req.finish is not None
         if len(req.finish.aux) > MAX_AUX:
             return False
-        verb = self.journal.verb_of_finish(req.finish.work)
+        verb = self.journal.verb_of(req.finish.work, "finish")
         self.core.finish_send(req.flow, req.num_pages, req.finish.aux, verb)
         req.finish.work._in_journal |= verb != 0
         return True
@@ -360,10 +360,8 @@ class Flows:
         if not all(self.core.peers.hears(rank) for rank in req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
-        serial = self.journal.serial() if self.journal.records(req.work) else 0
-        prefix = req.prefix_tokens
+        prefix, serial = req.prefix_tokens, self.journal.name_receive(req)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
-        self.journal.name_receive(serial, req)
         return True
 
     def free_receive(self, flow: int) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchkv.core.loop.codes import FINISH, FINISHED, START, VERBS
+from torchkv.core.loop.codes import FINISH, START, VERBS
 from torchkv.core.loop.limits import MAX_FLOWS
 from torchkv.layout.layer_groups import base_name
 from torchkv.observe.recorder import entry_of, kept
@@ -69,12 +69,16 @@ class Journal:
         if serial and req.flow is not None:
             self._sends[req.flow] = serial, req.request, req.dst, layers
 
-    def name_receive(self, serial: int, req: ReceiverRequest) -> None:
-        """As `name_send`. Its end is recorded by the loop."""
-        if serial and req.flow is not None:
-            writers = tuple(req.writers)
-            self._receives[req.flow] = serial, req.request, writers[0] if len(writers) == 1 else writers, ()
-            req.work._in_journal = True
+    def name_receive(self, req: ReceiverRequest) -> int:
+        """A serial for a request that the loop is about to grant, and whose end it records then; else 0."""
+        work = req.work
+        if self._recorder is None or work._parts != 1:
+            return 0
+        assert req.flow is not None
+        self._serial += 1
+        self._receives[req.flow] = self._serial, req.request, tuple(req.writers), ()
+        work._in_journal = True
+        return self._serial
 
     def end_send(self, flow: int) -> None:
         """The request has left the loop."""
@@ -88,17 +92,9 @@ class Journal:
 
     # ------------------------------------------------------------------ who records an operation
 
-    def records(self, work: KVWork) -> bool:
-        """Whether the operation of this work is the loop's to record, if the loop takes it."""
-        return self._recorder is not None and work._parts == 1 and work._number < 0
-
-    def verb_of(self, op: SendOp) -> int:
-        """What the loop is to record an op as, which it is about to be given; 0: as nothing."""
-        return _CODES.get(op.verb, 0) if self.records(op.work) else 0
-
-    def verb_of_finish(self, work: KVWork) -> int:
-        """As `verb_of`."""
-        return FINISHED if self.records(work) else 0
+    def verb_of(self, work: KVWork, verb: str) -> int:
+        """What the loop is to record as, if it takes the verb of this work; 0: nothing."""
+        return _CODES.get(verb, 0) if self._recorder is not None and work._parts == 1 and work._number < 0 else 0
 
     def hand_over_ops(self, req: SenderRequest, indices: list[int]) -> None:
         """Python takes back these ops, which have not ended, and the ``finish`` of their request.

@@ -15,8 +15,8 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation, explain
+from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.observation import Observation
-from torchkv.group.recorded_verbs import make_verbs
 from torchkv.group.snapshot import stats
 from torchkv.group.verbs import Verbs
 
@@ -45,7 +45,8 @@ class KVVerbs:
     def _attach(self, running: Running, cache: KVCache | None, *, name: str) -> None:
         """From now on verbs may be called. name: of the group, for metrics. Raises ``TransportUnavailable``."""
         self._thread, self._registration = running.thread, running.registration
-        verbs = make_verbs(running.engine, cache, wake=running.thread.waker.wake)
+        made = GroupedVerbs if cache is not None and cache.layout.groups else Verbs
+        verbs = made(running.engine, cache, wake=running.thread.waker.wake)
         try:
             self._observation = Observation(verbs, group=name)
         except KVError:

@@ -37,6 +37,6 @@ FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
 # from the first verb to the grant; send: from the first verb to the verdict; verdict: from ``finish`` to the verdict;
 # receive: from ``recv_pages`` to the verdict.
 VERBS = ("", "send_layer", "send_slice", "send_pages", "finish", "recv_pages")
-FINISHED, RECEIVING = VERBS.index("finish"), VERBS.index("recv_pages")
+RECEIVING = VERBS.index("recv_pages")
 PHASES = ("grant", "send", "verdict", "receive")
 GRANT_PHASE, SEND_PHASE, VERDICT_PHASE, RECEIVE_PHASE = 0, 1, 2, 3
