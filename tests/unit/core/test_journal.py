@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -22,7 +23,7 @@ def read(core: Core) -> list[Seen]:
     """What the journal has; whatever it has is in order and makes sense."""
     seen = core.operations.read()
     assert [each.number for each in seen] == list(range(seen[0].number, seen[-1].number + 1) if seen else ())
-    assert all(before.began <= after.began for before, after in zip(seen, seen[1:], strict=False))
+    assert all(before.began <= after.began for before, after in itertools.pairwise(seen))
     assert all(each.ended is None or each.ended >= each.began for each in seen)
     return seen
 
@@ -77,11 +78,9 @@ def test_all_are_there_in_order_until_newer_ones_take_their_place(seed: int) -> 
     sends = [pair.send(pair.receive(4, generation=g), range(4), generation=g, serial=g) for g in (1, 2, 3)]
     begun: list[tuple[int, int, int]] = []
     open_ops: dict[int, int] = {}  # the op's index -> its number
-    number = 0
-    for _ in range(dice.randrange(2 * SIZE, 5 * SIZE)):
+    for number in range(1, dice.randrange(2 * SIZE, 5 * SIZE)):
         which, layer = dice.randrange(3), dice.randrange(4)
         index = pair.start(sends[which], [1, 5], start=dice.randrange(3), layers=[layer], verb=SEND_LAYER)
-        number += 1
         open_ops[index] = number
         begun.append((number, which + 1, layer))
         for core in dice.sample([pair.writer, pair.reader], dice.randrange(3)):
