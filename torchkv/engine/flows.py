@@ -119,6 +119,7 @@ class Flows:
         self._dead: set[int] = set()  # ranks of which something may still come through the network
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
         self.journal = Journal(core, recorder, sends=self._sends, receives=self._receives, ops=self._ops)
+        self._codes = self.journal.codes
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     # ------------------------------------------------------------------ sends
@@ -233,7 +234,7 @@ class Flows:
         gate = self.routes.gate(op.source_pages.event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
-        verb, ids = self.journal.verb_of(op.work, op.verb), op.source_pages.pages
+        verb, ids = self._codes.get(op.verb, 0), op.source_pages.pages  # of a verb with one part
         index = self.core.start_more(
             req.flow, route.positions[op.layers], pages, ids, self._local.num_pages, op.start, gate, verb
         )

@@ -51,6 +51,7 @@ class Journal:
         self._core = core
         self._recorder = recorder
         self._requests, self._received, self._ops = sends, receives, ops
+        self.codes = {} if recorder is None else _CODES  # as what the loop records a verb
         self._serial = 0
         self._sends: dict[int, _Named] = {}  # by flow
         self._receives: dict[int, _Named] = {}
@@ -93,8 +94,8 @@ class Journal:
     # ------------------------------------------------------------------ who records an operation
 
     def verb_of(self, work: KVWork, verb: str) -> int:
-        """What the loop is to record as, if it takes the verb of this work; 0: nothing."""
-        return _CODES.get(verb, 0) if self._recorder is not None and work._parts == 1 and work._number < 0 else 0
+        """What the loop is to record, if it takes the verb of this work; 0: nothing."""
+        return self.codes.get(verb, 0) if work._parts == 1 and work._number < 0 else 0
 
     def hand_over_ops(self, req: SenderRequest, indices: list[int]) -> None:
         """Python takes back these ops, which have not ended, and the ``finish`` of their request.

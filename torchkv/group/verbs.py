@@ -221,9 +221,11 @@ class Verbs(RecordedVerbs):
         if req is None or req.flow is None or flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
             return None
         ids = arguments.plain_pages(pages)
-        if ids is None and type(pages) is list and len(pages) <= MAX_PAGES:
-            ids = arguments.as_int64(pages, f"{verb}({request!r})")
-        if ids is None:
+        if ids is not None:
+            copied: Int64Array = np.empty(len(ids), dtype=np.int64)
+        elif type(pages) is list and len(pages) <= MAX_PAGES:
+            ids = copied = arguments.as_int64(pages, f"{verb}({request!r})")
+        else:
             return None
         if verb == "send_layer" and (dst,) not in engine.whole_pages:
             return None
@@ -231,7 +233,6 @@ class Verbs(RecordedVerbs):
             return None
         work = self._work(f"{verb}({request!r})")
         work._expect(1)
-        copied: Int64Array = np.empty(len(ids), dtype=np.int64)
         op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
         op.verb = verb
         with engine.lock:
