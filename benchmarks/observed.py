@@ -35,8 +35,8 @@ from torchkv.protocol.counts import Counts
 
 __all__ = ["Cost", "ObservedResult", "observed_cost", "run"]
 
-LAUNCHES = 9  # of which the interval leaves out the lowest and the highest
-ROUNDS = 250  # of two requests through each group, after a tenth of that to warm up
+LAUNCHES = 7  # the interval encloses them all
+ROUNDS = 150  # of two requests through each group, after a tenth of that to warm up
 LAYERS = 16
 PAGES = 16  # of 1 KiB
 BULK_ROUNDS = 20

@@ -36,9 +36,8 @@ __all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
 _NO_WORDS: list[int] = []
 _EVENT_WORDS = range(3, 3 + len(Record.__annotations__) - 1)  # of an event: its record, without ``seq``
 _SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Writer))
-_NBYTES, _RUNS, _POSTED, _OPERATION = (_OP.index(name) for name in ("nbytes", "runs", "posted", "operation"))
+_NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
-_FINISH_OPERATION, _RECEIVE_OPERATION = _SEND.index("operation"), receive_word_at("operation")
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
 _RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
 _TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _BROKEN = (
@@ -258,18 +257,6 @@ class Core:
     def flying(self, index: int) -> int:
         """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
         return int(self._ops[index, _POSTED])
-
-    def operation(self, index: int) -> int:
-        """The number in the journal of an op; 0 if it is not recorded."""
-        return self._ops[index, _OPERATION]
-
-    def finish_operation(self, flow: int) -> int:
-        """The number in the journal of the ``finish`` of a send; 0 if it is not recorded."""
-        return self._sends[flow, _FINISH_OPERATION]
-
-    def receive_operation(self, flow: int) -> int:
-        """The number in the journal of a receive; 0 if it is not recorded."""
-        return self._receives[flow, _RECEIVE_OPERATION]
 
     def put(self, index: int) -> int:
         """The number of the last put of an op that is not known to have arrived; 0 if all have. Has that found out."""
@@ -524,6 +511,6 @@ def warm_up() -> None:
     posting.wake_driver(core._address)
     posting.try_hold(core._address, 0)
     posting.let_go(core._address)
-    posting.hand_over(core._address, core.operation(0))
+    posting.hand_over(core._address, core.operations.of_op(0))
     posting.stop(core._address)
     loop.run(world)

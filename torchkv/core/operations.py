@@ -1,4 +1,4 @@
-"""What the resident loop has recorded of its operations and phases: see `torchkv.core.loop.journal`."""
+"""What the resident loop has recorded of its operations and phases: see `torchkv.core.journal`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchkv.core import posting
-from torchkv.core.loop import journal
+from torchkv.core import journal, posting
+from torchkv.core.journal import OPERATION_WORDS
 from torchkv.core.loop.codes import FINISH, PHASES, POST, START, VERBS
-from torchkv.core.loop.journal import OPERATION_WORDS
 from torchkv.core.loop.limits import COMMANDS
 from torchkv.core.loop.records import word_at
 from torchkv.host.jit import at_register
@@ -26,7 +25,7 @@ _TAIL, _HEAD = word_at("command_tail") // 8, word_at("command_head") // 8
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One operation. See `torchkv.core.loop.journal.Operation`; ended: None while it goes on."""
+    """One operation. See `torchkv.core.journal.Operation`; ended: None while it goes on."""
 
     number: int
     verb: str
@@ -59,6 +58,18 @@ class Operations:
         for number, verb, serial, first, last, layers, pages, began, ended, nbytes in sorted(found[:count].tolist()):
             seen.append(Seen(number, VERBS[verb], serial, first, last, layers, pages, began, ended or None, nbytes))
         return seen
+
+    def of_op(self, index: int) -> int:
+        """The number of an op's; 0 if it is not recorded."""
+        return int(self._runner.memory[0]["ops"][index]["operation"])
+
+    def of_finish(self, flow: int) -> int:
+        """The number of a send's ``finish``; 0 if it is not recorded."""
+        return int(self._runner.memory[0]["sends"][flow]["operation"])
+
+    def of_receive(self, flow: int) -> int:
+        """The number of a receive's; 0 if it is not recorded."""
+        return int(self._runner.memory[0]["receives"][flow]["operation"])
 
     def unbegun(self) -> list[tuple[int, int]]:
         """The kind and the op or flow of the verbs whose commands the loop has not taken, oldest first."""

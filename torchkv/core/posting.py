@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
-from torchkv.core.loop import journal
+from torchkv.core import journal
 from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT

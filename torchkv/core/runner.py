@@ -15,9 +15,9 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.device import LoopDevice
+from torchkv.core.journal import OPERATION_WORDS
 from torchkv.core.loop import loop
 from torchkv.core.loop.codes import FUTEX_CALL
-from torchkv.core.loop.journal import OPERATION_WORDS
 from torchkv.core.loop.limits import (
     MAILBOX_RECORDS,
     MAX_FLOWS,

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import proxy
@@ -371,7 +370,7 @@ class Engine:
         self.peers.add([info for info, _ in newcomers])
         with self.lock:
             for info, mailboxes in newcomers:
-                slot = None if self.flows is None else self.flows.meet(info.rank, mailboxes)
+                slot = None if self.flows is None else self.flows.core.peers.meet(info.rank, mailboxes)
                 if slot is not None:
                     self.messenger.tell(info.rank, Mailbox(slot))
 
@@ -402,7 +401,7 @@ class Engine:
         if isinstance(message, Left):
             self.peers.on_left(src, now)
         elif isinstance(message, Mailbox) and self.flows is not None:
-            self.flows.on_mailbox(src, message.slot)
+            self.flows.core.peers.on_mailbox(src, message.slot)
 
     # ------------------------------------------------------------------ actions
 
@@ -434,12 +433,6 @@ class Engine:
             return
         self.flows.catch_up()
         self.callers.complete(self.sender, self.receiver)
-
-    def standing_still_within(self, seconds: float) -> AbstractContextManager[bool]:
-        """The resident loop, if there is one, stands still inside, unless it hangs: then False. Under the lock."""
-        if self.flows is None:
-            return nullcontext(True)
-        return self.flows.core.runner.standing_still_within(seconds)
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""

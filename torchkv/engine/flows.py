@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,9 +49,9 @@ from torchkv.core.loop.grants import FROM_NETWORK
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
 from torchkv.engine.journal import Journal
-from torchkv.engine.routes import Routes
+from torchkv.engine.routes import Route, Routes
 from torchkv.engine.weak_callback import weakly
-from torchkv.errors import KVError, TransportUnavailable
+from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
@@ -114,7 +114,6 @@ class Flows:
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
-        self._mailboxes: dict[int, bytes] = {}  # of newcomers that have not said which one this rank may write to
         self._rounds: set[int] = set()
         self._dead: set[int] = set()  # ranks of which something may still come through the network
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
@@ -132,26 +131,35 @@ class Flows:
         route = self.routes.to(req.dst, plan)
         if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
-        serial = self.journal.serial()
-        req.flow = self.core.wait_for_grant(
-            peer=req.dst,
+        flow = self.core.wait_for_grant(
             hashes=name_hashes(req.request),
             writers=_bits(writers),
             max_page=self._group_map.info[req.dst].num_pages,
-            geometry=route.words,
-            kernels=route.kernels,
-            src_page=plan.src_page_size,
-            dst_page=plan.dst_page_size,
-            network=route.lane is not None,
-            serial=serial,
-            begun=int(req.begun_at * 1e9),
+            **self._way(req, route, plan),
         )
-        if req.flow is not None:
-            self._sends[req.flow] = req
-            if route.lane is not None:
-                self._lanes[req.flow] = route.lane
-            self._waiting[req.flow] = plan, []
-            self.journal.name_send(serial, req, plan.layers)
+        if flow is not None:
+            self._opened(req, flow, route, plan)
+            self._waiting[flow] = plan, []
+
+    def _way(self, req: SenderRequest, route: Route, plan: PairPlan) -> dict[str, Any]:
+        """What `Core` is told of each send: see `Core.open_send`."""
+        return {
+            "peer": req.dst,
+            "geometry": route.words,
+            "kernels": route.kernels,
+            "src_page": plan.src_page_size,
+            "dst_page": plan.dst_page_size,
+            "network": route.lane is not None,
+            "serial": self.journal.serial(),
+            "begun": int(req.begun_at * 1e9),
+        }
+
+    def _opened(self, req: SenderRequest, flow: int, route: Route, plan: PairPlan) -> None:
+        req.flow = flow
+        self._sends[flow] = req
+        if route.lane is not None:
+            self._lanes[flow] = route.lane
+        self.journal.name_send(req, plan.layers)
 
     def heed_grants(self, heeds: bool) -> None:
         self.core.heed_grants(heeds)
@@ -174,25 +182,14 @@ class Flows:
         route = None if grant.flow is None else self.routes.to(req.dst, grant.plan)
         if grant.flow is None or route is None or (route.kernels is not None and len(grant.pages) > MAX_GRANTED):
             return
-        serial = self.journal.serial()
-        req.flow = self.core.open_send(
-            peer=req.dst,
+        flow = self.core.open_send(
             peer_flow=grant.flow,
             generation=grant.generation,
-            geometry=route.words,
-            kernels=route.kernels,
             pages=grant.pages,
-            src_page=grant.plan.src_page_size,
-            dst_page=grant.plan.dst_page_size,
-            network=route.lane is not None,
-            serial=serial,
-            begun=int(req.begun_at * 1e9),
+            **self._way(req, route, grant.plan),
         )
-        if req.flow is not None:
-            self._sends[req.flow] = req
-            if route.lane is not None:
-                self._lanes[req.flow] = route.lane
-            self.journal.name_send(serial, req, grant.plan.layers)
+        if flow is not None:
+            self._opened(req, flow, route, grant.plan)
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
@@ -285,34 +282,9 @@ class Flows:
         req.flow = None
         return sealed
 
-    def meet(self, rank: int, mailboxes: bytes) -> int | None:
-        """The mailbox of this rank's loop that the loop of ``rank``, a newcomer of this host, may write to.
-
-        mailboxes: the descriptor that it published. None if there is no mailbox for it: its requests go through Python.
-        """
-        if not mailboxes:
-            return None
-        try:
-            slot = self.core.peers.reserve_slot(rank)
-        except TransportUnavailable as error:
-            log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
-            return None
-        self._mailboxes[rank] = mailboxes
-        return slot
-
-    def on_mailbox(self, rank: int, slot: int) -> None:
-        """The newcomer's loop takes records from this one in its mailbox ``slot``."""
-        if (mailboxes := self._mailboxes.pop(rank, None)) is None:
-            return
-        try:
-            self.core.peers.connect(rank, mailboxes, slot=slot)
-        except TransportUnavailable as error:
-            log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
-
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self.routes.forget(rank)
-        self._mailboxes.pop(rank, None)
         self.core.peers.disconnect(rank)
         self._dead.discard(rank)
 

@@ -1,6 +1,6 @@
 """What the resident loop records of this rank's operations: whose they are, and what is handed over to Python.
 
-The loop writes numbers into its journal (`torchkv.core.loop.journal`); names are Python's, written once a request. An
+The loop writes numbers into its journal (`torchkv.core.journal`); names are Python's, written once a request. An
 operation is the loop's to record if its verb has one part, and the loop takes it. When Python takes a request back, the
 flight recorder goes on with those of its operations that have not ended.
 """
@@ -65,10 +65,10 @@ class Journal:
             self._serial += 1
         return self._serial
 
-    def name_send(self, serial: int, req: SenderRequest, layers: tuple[int, ...]) -> None:
-        """The request is on the loop, under this serial."""
-        if serial and req.flow is not None:
-            self._sends[req.flow] = serial, req.request, req.dst, layers
+    def name_send(self, req: SenderRequest, layers: tuple[int, ...]) -> None:
+        """The request is on the loop, under the latest serial."""
+        if self._recorder is not None and req.flow is not None:
+            self._sends[req.flow] = self._serial, req.request, req.dst, layers
 
     def name_receive(self, req: ReceiverRequest) -> int:
         """A serial for a request that the loop is about to grant, and whose end it records then; else 0."""
@@ -106,16 +106,16 @@ class Journal:
         for index in indices:
             op = self._ops[index][1]
             self._hand_over(
-                self._core.operation(index), op.work, op.verb, req.request, req.dst, op.layers, op.num_pages
+                self._core.operations.of_op(index), op.work, op.verb, req.request, req.dst, op.layers, op.num_pages
             )
         if req.finish is not None:
-            number = self._core.finish_operation(req.flow)
+            number = self._core.operations.of_finish(req.flow)
             self._hand_over(number, req.finish.work, "finish", req.request, req.dst, None, 0)
 
     def hand_over_receive(self, req: ReceiverRequest) -> None:
         """Python takes a receive back. The loop stands still, or has left it to Python."""
         assert req.flow is not None
-        number = self._core.receive_operation(req.flow)
+        number = self._core.operations.of_receive(req.flow)
         self._hand_over(number, req.work, "recv_pages", req.request, tuple(req.writers), None, len(req.pages))
 
     def _hand_over(

@@ -1,4 +1,4 @@
-"""The verbs as they are called: what the flight recorder keeps of them, and ranges for profilers; the rest is `Verbs`."""
+"""The verbs as they are called: what the flight recorder keeps of them, ranges for profilers. The rest is `Verbs`."""
 
 from __future__ import annotations
 

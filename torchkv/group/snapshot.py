@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torchkv.layout.layer_groups import SEPARATOR, base_name, group_of
@@ -76,8 +77,9 @@ def dump(verbs: Verbs, reason: str) -> Dump:
     loop = ""
     if engine.lock.acquire(timeout=LOCK_PATIENCE):
         try:
-            with engine.standing_still_within(LOOP_PATIENCE) as still:
-                loop = "none" if engine.flows is None or engine.closed else "runs" if still else "hangs"
+            flows = None if engine.closed else engine.flows
+            with nullcontext() if flows is None else flows.core.runner.standing_still_within(LOOP_PATIENCE) as still:
+                loop = "none" if flows is None else "runs" if still else "hangs"
                 if loop == "runs":
                     engine.catch_up()
                 sends = [_send(req, now) for req in engine.sender.requests]

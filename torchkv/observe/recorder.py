@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of a rank, in a ring of fixed size.
 
 An operation is a call of a verb. It is recorded when the verb returns, and once more when its work completes. What the
-resident loop serves it records by itself (`torchkv.core.loop.journal`): here is all else, and what has failed.
+resident loop serves it records by itself (`torchkv.core.journal`): here is all else, and what has failed.
 """
 
 from __future__ import annotations

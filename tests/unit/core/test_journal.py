@@ -8,9 +8,8 @@ import random
 import pytest
 
 from torchkv.bench.scale.loops import PAGE, Pair
-from torchkv.core import posting
+from torchkv.core import journal, posting
 from torchkv.core.core import Core
-from torchkv.core.loop import journal
 from torchkv.core.loop.codes import FINISH, PHASES, START, VERBS
 from torchkv.core.operations import Seen
 from torchkv.observe.histogram import BOUNDS
@@ -114,7 +113,7 @@ def test_what_python_takes_back_or_the_loop_writes_at_this_moment_is_not_seen() 
     first, second = (pair.start(send, [2], layers=[layer], verb=SEND_LAYER) for layer in (0, 1))
     with pair.writer.runner.standing_still():
         pair.writer.settle()
-    assert [pair.writer.operation(index) for index in (first, second)] == [1, 2]
+    assert [pair.writer.operations.of_op(index) for index in (first, second)] == [1, 2]
     pair.writer.operations.hand_over(1)
     pair.writer.operations.hand_over(0)
     assert [each.number for each in pair.writer.operations.read()] == [2]

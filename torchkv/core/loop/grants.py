@@ -33,9 +33,9 @@ Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash ar
 
 from __future__ import annotations
 
+from torchkv.core.journal import begin, now, took
 from torchkv.core.loop.codes import BOUND, CUT, FREE, GRANT, GRANT_PHASE, GRANTED, HELLO, OPEN, POSTED, RECEIVING
 from torchkv.core.loop.events import emit, tell_driver
-from torchkv.core.loop.journal import begin, now, took
 from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
 from torchkv.core.loop.network import received, record_room, send

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torchkv.core.journal import begin, now
 from torchkv.core.loop.codes import (
     AUX,
     CLOCK,
@@ -41,7 +42,6 @@ from torchkv.core.loop.grants import (
     pay_hello,
     wait_for_grant,
 )
-from torchkv.core.loop.journal import begin, now
 from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS, RECORD_NBYTES
 from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchkv.core.journal import end, now, took
 from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
@@ -20,7 +21,6 @@ from torchkv.core.loop.codes import (
     WRITTEN,
 )
 from torchkv.core.loop.events import emit
-from torchkv.core.loop.journal import end, now, took
 from torchkv.core.loop.limits import AUX_PART, MAX_AUX, MAX_FLOWS, MAX_INTERVALS
 from torchkv.core.loop.mailbox import owe, tell_brief
 from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at

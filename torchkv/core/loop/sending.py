@@ -6,6 +6,7 @@ and `network` puts it where the receiver is on another host.
 
 from __future__ import annotations
 
+from torchkv.core.journal import end, now, took
 from torchkv.core.loop.codes import (
     AUX,
     BROKEN,
@@ -21,7 +22,6 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.copies import copy_slice
 from torchkv.core.loop.events import emit, event_room
-from torchkv.core.loop.journal import end, now, took
 from torchkv.core.loop.launching import landed
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS
 from torchkv.core.loop.mailbox import owe, ring, room, tell
