@@ -39,8 +39,8 @@ LAUNCHES = 7  # the interval encloses them all
 ROUNDS = 150  # of two requests through each group, after a tenth of that to warm up
 LAYERS = 16
 PAGES = 16  # of 1 KiB
-BULK_ROUNDS = 20
-BULK_LAYERS = 4
+BULK_ROUNDS = 50
+BULK_LAYERS = 2
 BULK_PAGES = 64  # of 64 KiB
 GATE_US = 1.0  # a verb
 GATE_RATE = 0.02  # of a request's time, or a rate
@@ -152,29 +152,28 @@ class _Uncounted(Counts):
 
 
 class _Side:
-    """One process: its groups, in the order of their numbers, all with a cache of one layout.
-
-    launch: says in which order they are made.
+    """One process: its groups, in the order of their numbers, all with the same cache: pages that lie elsewhere may be
+    slower by more than what is measured here. launch: says in which order the groups are made.
     """
 
     def __init__(self, launch: int, *, layers: int, head_dim: int, num_pages: int) -> None:
         layout = KVLayout.gqa(num_layers=layers, num_kv_heads=4, head_dim=head_dim, page_size=16, dtype=torch.bfloat16)
-        made: dict[int, tuple[KVProcessGroup, KVCache]] = {}
+        self.cache = KVCache.empty(layout, num_pages, device="cpu")
+        made: dict[int, KVProcessGroup] = {}
         for number in np.roll((WATCHED, PLAIN, ALIKE), launch).tolist():
             options = Options(metrics_port=0) if number == WATCHED else Options(flight_recorder=0)
             kv = current_group(dist.new_group([0, 1], backend="torchkv", pg_options=options))
-            cache = KVCache.empty(layout, num_pages, device="cpu")
-            kv.register(cache)
+            kv.register(KVCache(layout, {name: self.cache[name] for name in ("k", "v")}))
             if number != WATCHED:
                 assert kv._verbs is not None
                 engine = kv._verbs.engine
                 engine.sender.counts, engine.receiver.counts = _Uncounted(), _Uncounted()
-            made[number] = kv, cache
+            made[number] = kv
         self.groups = [made[number] for number in sorted(made)]
 
     def scrape(self) -> float:
         """Seconds."""
-        observation = self.groups[WATCHED][0]._observation
+        observation = self.groups[WATCHED]._observation
         assert observation is not None
         assert observation._service is not None
         began = time.perf_counter()
@@ -212,7 +211,7 @@ def _write(launch: int) -> dict[str, Any]:
     small = _small(launch)
 
     def request(group: int, number: int) -> dict[str, float]:
-        kv, _ = small.groups[group]
+        kv = small.groups[group]
         name, pages = f"{group} {number}", np.arange(PAGES)
         kv.prefix_tokens(name, 1)
         began, spent, at = time.perf_counter(), time.process_time(), time.thread_time()
@@ -232,11 +231,10 @@ def _write(launch: int) -> dict[str, Any]:
     found = {"small": small.in_turns(ROUNDS, request)}
     scrapes = [small.scrape() for _ in range(5)]
     large = _large(launch)
-    for group, (_, cache) in enumerate(large.groups):
-        fill(cache, seed=_seed(launch, group))
+    fill(large.cache, seed=launch + 1)
 
     def bulk(group: int, number: int) -> dict[str, float]:
-        kv, _ = large.groups[group]
+        kv = large.groups[group]
         name, pages = f"{group} {number}", _order(number)
         kv.prefix_tokens(name, 1)
         began, spent = time.perf_counter(), time.process_time()
@@ -252,7 +250,7 @@ def _read(launch: int) -> dict[str, Any]:
     small = _small(launch)
 
     def request(group: int, number: int) -> dict[str, float]:
-        kv, _ = small.groups[group]
+        kv = small.groups[group]
         pages = np.arange(PAGES)[::-1].copy()
         spent, at = time.process_time(), time.thread_time()
         work = kv.recv_pages(f"{group} {number}", pages, 0)
@@ -262,28 +260,22 @@ def _read(launch: int) -> dict[str, Any]:
 
     found = {"small": small.in_turns(ROUNDS, request)}
     large, wrong = _large(launch), 0
-    sources = []
-    for group, (_, cache) in enumerate(large.groups):
-        sources.append(KVCache.empty(cache.layout, BULK_PAGES, device="cpu"))
-        fill(sources[group], seed=_seed(launch, group))
+    source = KVCache.empty(large.cache.layout, BULK_PAGES, device="cpu")
+    fill(source, seed=launch + 1)
 
     def bulk(group: int, number: int) -> dict[str, float]:
         nonlocal wrong
-        kv, cache = large.groups[group]
+        kv, cache = large.groups[group], large.cache
         for storage in cache.storages:
             storage.fill_(0xDD)
         pages = _order(number + 1000)
         spent = time.process_time()
         kv.recv_pages(f"{group} {number}", pages, 0).wait()
         spent = time.process_time() - spent
-        wrong += count_wrong(sources[group], cache, torch.from_numpy(_order(number)), torch.from_numpy(pages))
+        wrong += count_wrong(source, cache, torch.from_numpy(_order(number)), torch.from_numpy(pages))
         return {"processor": spent}
 
     return {**found, "large": large.in_turns(BULK_ROUNDS, bulk), "wrong": wrong}
-
-
-def _seed(launch: int, group: int) -> int:
-    return 3 * launch + group + 1
 
 
 def _order(number: int) -> Int64Array:
