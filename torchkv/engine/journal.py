@@ -131,33 +131,40 @@ class Journal:
     def entries(self) -> list[Entry]:
         """The operations that the loop has recorded, and those whose commands it has not taken. Any thread."""
         offset = time.time_ns() - time.monotonic_ns()
-        unbegun = self._unbegun(offset)
+        waiting = self._core.operations.unbegun()  # first: what the loop takes meanwhile is in both
         seen = self._core.operations.read()
         named = {each[0]: each for each in [*self._sends.values(), *self._receives.values(), *self._ended]}
-        return [_entry(each, named[each.serial], offset) for each in seen if each.serial in named] + unbegun
+        found = [_entry(each, named[each.serial], offset) for each in seen if each.serial in named]
+        numbers = {each.number for each in seen}
+        unbegun = [self._unbegun(kind, index, numbers, offset) for kind, index in waiting]
+        return found + [entry for entry in unbegun if entry is not None]
 
-    def _unbegun(self, offset: int) -> list[Entry]:
-        found: list[Entry] = []
-        for kind, index in self._core.operations.unbegun():
-            work: KVWork
-            if kind == START and index in self._ops:
-                req, op = self._ops[index]
-                work, verb, request, layers, num_pages = op.work, op.verb, req.request, op.layers, op.num_pages
-                peers: Any = req.dst
-            elif kind == FINISH and index in self._requests and self._requests[index].finish is not None:
-                req = self._requests[index]
-                assert req.finish is not None
-                work, verb, request, peers, layers, num_pages = req.finish.work, "finish", req.request, req.dst, (), 0
-            elif index in self._received:
-                receive = self._received[index]
-                work, verb, request, layers = receive.work, "recv_pages", receive.request, ()
-                peers, num_pages = tuple(receive.writers), len(receive.pages)
-            else:
-                continue
-            if work._in_journal:
-                began = int(work._began * 1e9) + offset
-                found.append(entry_of(-1, verb, base_name(request), peers, kept(layers or None), num_pages, began))
-        return found
+    def _unbegun(self, kind: int, index: int, begun: set[int], offset: int) -> Entry | None:
+        """That of a command which the loop had not taken; None if it has ``begun`` now, or is not the loop's."""
+        operations, layers = self._core.operations, None
+        if kind == START:
+            owner, number = self._ops.get(index), operations.of_op(index)
+            if owner is None:
+                return None
+            req, op = owner
+            work, verb, request, num_pages = op.work, op.verb, req.request, op.num_pages
+            peers: Any = req.dst
+            layers = kept(op.layers)
+        elif kind == FINISH:
+            finished, number = self._requests.get(index), operations.of_finish(index)
+            if finished is None or finished.finish is None:
+                return None
+            work, verb, request, peers, num_pages = finished.finish.work, "finish", finished.request, finished.dst, 0
+        else:
+            received, number = self._received.get(index), operations.of_receive(index)
+            if received is None:
+                return None
+            work, verb, request, num_pages = received.work, "recv_pages", received.request, len(received.pages)
+            peers = tuple(received.writers)
+        if number in begun or not work._in_journal:
+            return None
+        began = int(work._began * 1e9) + offset
+        return entry_of(-1, verb, base_name(request), peers, layers, num_pages, began)
 
 
 def _entry(seen: Seen, named: tuple[int, str, Any, tuple[int, ...]], offset: int) -> Entry:
