@@ -1,4 +1,10 @@
-"""What the flight recorder and metrics cost a verb, a request and a rate: with and without, in turns."""
+"""What flight recorder and metrics cost a verb, a request and a rate: with and without, request by request in turns.
+
+Two processes have three groups each: one is watched, two are not. Requests go through them by turns, forwards and
+backwards, so what drifts falls out, and what is compared shares its processes, their memory and their hour. What the
+two that are alike differ by shows what such a measurement can tell. This is done in several launches, because two
+groups of one launch may always differ a little: each launch is one value, and the interval encloses their median.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import gc
 import statistics
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,96 +24,121 @@ from benchmarks.outcome import Outcome
 from torchkv.arrays import Int64Array
 from torchkv.bench.check import count_wrong
 from torchkv.bench.pair import fill
-from torchkv.bench.processes import run_ranks
+from torchkv.bench.processes import run_two
+from torchkv.bench.rivals.intervals import Interval, median_interval
 from torchkv.cache import KVCache
 from torchkv.errors import KVError
-from torchkv.group.process_group import current_group
+from torchkv.group.process_group import KVProcessGroup, current_group
 from torchkv.layout.layout import KVLayout
 from torchkv.options import Options
 from torchkv.protocol.counts import Counts
 
-__all__ = ["ObservedResult", "observed_cost", "run"]
+__all__ = ["Cost", "ObservedResult", "observed_cost", "run"]
 
-ROUNDS = 24  # of two measurements without and two with
-REQUESTS = 25  # a measurement
+LAUNCHES = 7  # the interval encloses them all
+ROUNDS = 150  # of two requests through each group, after a tenth of that to warm up
 LAYERS = 16
 PAGES = 16  # of 1 KiB
-BULK_LAYERS = 8
+BULK_ROUNDS = 50
+BULK_LAYERS = 2
 BULK_PAGES = 64  # of 64 KiB
-BULK_ROUNDS = 20
 GATE_US = 1.0  # a verb
-GATE_RATE = 0.02
+GATE_RATE = 0.02  # of a request's time, or a rate
+
+WATCHED, PLAIN, ALIKE = range(3)  # groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one thing takes, and what it takes more if it is watched: the same unit, or a share of it.
+
+    control: what it takes more in a second group that is not watched. gate: of ``more``.
+    """
+
+    plain: float
+    more: Interval
+    control: Interval
+    gate: float
+
+    @property
+    def passed(self) -> bool:
+        return self.more.high <= self.gate
+
+    @property
+    def verdict(self) -> str:
+        """``met``, ``missed``, or ``not shown`` if the interval is no answer."""
+        if self.passed:
+            return "met"
+        return "missed" if self.more.low > self.gate else "not shown"
+
+    def told(self, unit: str, scale: float = 1.0) -> str:
+        more, control = (
+            f"{scale * each.median:+.2f} [{scale * each.low:+.2f}, {scale * each.high:+.2f}]"
+            for each in (self.more, self.control)
+        )
+        return f"{more}{unit} (control {control}): {self.verdict}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedResult:
-    """Medians over pairs of rounds of the difference that watching makes.
-
-    send_us, send_more_us: of ``send_layer``, without and more with it, in microseconds of its thread's processor time;
-    finish_us, recv_us alike.
-    request_us, request_more: of a whole request of many layers, and the share that it takes more. bulk_gbps, bulk_less:
-    the rate of 64 KiB pages in 1e9 bytes/s, and the share that it is less. scrape_ms: one scrape, in milliseconds, for
-    which the HTTP server's thread needs the GIL. wrong: bytes.
+    """costs: of each verb in microseconds of its thread's processor time; of a request of many layers and of a bulk
+    request, by the clock and in processor time of both processes, as shares. scrape_ms: one scrape. wrong: bytes.
     """
 
-    send_us: float
-    send_more_us: float
-    finish_us: float
-    finish_more_us: float
-    recv_us: float
-    recv_more_us: float
-    request_us: float
-    request_more: float
-    bulk_gbps: float
-    bulk_less: float
+    costs: dict[str, Cost]
     scrape_ms: float
     wrong: int
 
     @property
     def passed(self) -> bool:
-        verbs = max(self.send_more_us, self.finish_more_us, self.recv_more_us)
-        rates = max(self.request_more, self.bulk_less)
-        return not self.wrong and verbs <= GATE_US and rates <= GATE_RATE
+        return not self.wrong and all(cost.passed for cost in self.costs.values())
 
 
 def run() -> Iterator[Outcome]:
     r = observed_cost()
+    parts = []
+    for name, cost in r.costs.items():
+        share = cost.gate == GATE_RATE
+        told = cost.told("%", 100) if share else cost.told(" us")
+        parts.append(f"{name} {cost.plain:.1f} us {told}")
     line = (
-        f"observed: with flight recorder and metrics, send_layer takes {r.send_more_us:+.2f} us of "
-        f"{r.send_us:.1f}, finish {r.finish_more_us:+.2f} of {r.finish_us:.1f}, recv_pages {r.recv_more_us:+.2f} of "
-        f"{r.recv_us:.1f} (gate 1 us); a request of {LAYERS} layers {100 * r.request_more:+.1f}% of "
-        f"{r.request_us:.0f} us, 64 KiB pages {-100 * r.bulk_less:+.1f}% of {r.bulk_gbps:.1f} GB/s (gate 2%); a scrape "
-        f"takes {r.scrape_ms:.1f} ms; "
-        f"#wrong {r.wrong}"
+        f"observed: more with flight recorder and metrics, median and interval of {LAUNCHES} launches (gates "
+        f"{GATE_US:g} us a verb, {100 * GATE_RATE:g}% of the rest)\n  " + "\n  ".join(parts) + f"\n  a scrape takes "
+        f"{r.scrape_ms:.1f} ms; #wrong {r.wrong}"
     )
     yield Outcome(line=line, row={"observed": asdict(r), "passed": r.passed}, passed=r.passed, wrong=r.wrong)
 
 
 def observed_cost() -> ObservedResult:
-    """Measures two pairs of fresh processes over shared memory, of which one pair watches, in turns.
-
-    Not one pair that watches at times: CPython adapts its code to the types that it meets, so it would be slower for
-    whatever it met less.
-    """
-    written, (recv,), plain_written, (plain_recv,) = run_ranks((_write_requests, _read_requests) * 2)
-    verbs = [_difference(plain, with_it) for plain, with_it in zip(plain_written, written, strict=True)]
-    recv_us, recv_more_us = _difference(plain_recv, recv)
-    bulk, wrong, plain_bulk, plain_wrong = run_ranks((_write_bulk, _read_bulk) * 2)
-    (send_us, send_more_us), (finish_us, finish_more_us), (request_us, request_more_us) = verbs
+    """Measures in fresh processes, over shared memory."""
+    launches = [run_two(_write, _read, number) for number in range(LAUNCHES)]
+    costs = {}
+    for verb in ("send_layer", "finish", "recv_pages"):
+        side = verb == "recv_pages"
+        costs[verb] = _cost([launch[side]["small"][verb] for launch in launches])
+    for size, name in (("small", f"{LAYERS} layers"), ("large", "bulk")):
+        costs[f"{name}, clock"] = _cost([writer[size]["clock"] for writer, _ in launches], share=True)
+        processors = [np.add(*(side[size]["processor"] for side in launch)) for launch in launches]
+        costs[f"{name}, processors"] = _cost(processors, share=True)
     return ObservedResult(
-        send_us=send_us,
-        send_more_us=send_more_us,
-        finish_us=finish_us,
-        finish_more_us=finish_more_us,
-        recv_us=recv_us,
-        recv_more_us=recv_more_us,
-        request_us=request_us,
-        request_more=request_more_us / request_us,
-        bulk_gbps=statistics.median(plain_bulk["rates"]),
-        bulk_less=1 - statistics.median(np.divide(bulk["rates"], plain_bulk["rates"])),
-        scrape_ms=1e3 * statistics.median(bulk["scrapes"]),
-        wrong=wrong + plain_wrong,
+        costs=costs,
+        scrape_ms=1e3 * statistics.median(seconds for writer, _ in launches for seconds in writer["scrapes"]),
+        wrong=sum(reader["wrong"] for _, reader in launches),
     )
+
+
+def _cost(launches: Sequence[Any], *, share: bool = False) -> Cost:
+    """Of each launch: seconds ``[round, turn, group]``, of a round's two turns."""
+    plains, mores = [], []
+    for launch in launches:
+        seconds = np.mean(np.asarray(launch), axis=1)
+        plain = seconds[:, [PLAIN]]
+        more = seconds[:, [WATCHED, ALIKE]] - plain
+        mores.append(np.median(more / plain if share else 1e6 * more, axis=0))
+        plains.append(1e6 * float(np.median(plain)))
+    watched, alike = (median_interval(values) for values in np.transpose(mores).tolist())
+    gate = GATE_RATE if share else GATE_US
+    return Cost(plain=statistics.median(plains), more=watched, control=alike, gate=gate)
 
 
 class _Uncounted(Counts):
@@ -121,27 +152,28 @@ class _Uncounted(Counts):
 
 
 class _Side:
-    """One of the four ranks. The first two watch."""
+    """One process: its groups, in the order of their numbers, all with the same cache: pages that lie elsewhere may be
+    slower by more than what is measured here. launch: says in which order the groups are made.
+    """
 
-    def __init__(self, *, layers: int, head_dim: int, num_pages: int) -> None:
+    def __init__(self, launch: int, *, layers: int, head_dim: int, num_pages: int) -> None:
         layout = KVLayout.gqa(num_layers=layers, num_kv_heads=4, head_dim=head_dim, page_size=16, dtype=torch.bfloat16)
-        self.watches = dist.get_rank() < 2
-        watching, plain = Options(metrics_port=0), Options(flight_recorder=0)
-        groups = [
-            dist.new_group(ranks, backend="torchkv", pg_options=options)
-            for ranks, options in (([0, 1], watching), ([2, 3], plain))
-        ]
-        self.kv = current_group(groups[0 if self.watches else 1])
         self.cache = KVCache.empty(layout, num_pages, device="cpu")
-        self.kv.register(self.cache)
-        if not self.watches:
-            assert self.kv._verbs is not None
-            engine = self.kv._verbs.engine
-            engine.sender.counts, engine.receiver.counts = _Uncounted(), _Uncounted()
+        made: dict[int, KVProcessGroup] = {}
+        for number in np.roll((WATCHED, PLAIN, ALIKE), launch).tolist():
+            options = Options(metrics_port=0) if number == WATCHED else Options(flight_recorder=0)
+            kv = current_group(dist.new_group([0, 1], backend="torchkv", pg_options=options))
+            kv.register(KVCache(layout, {name: self.cache[name] for name in ("k", "v")}))
+            if number != WATCHED:
+                assert kv._verbs is not None
+                engine = kv._verbs.engine
+                engine.sender.counts, engine.receiver.counts = _Uncounted(), _Uncounted()
+            made[number] = kv
+        self.groups = [made[number] for number in sorted(made)]
 
     def scrape(self) -> float:
         """Seconds."""
-        observation = self.kv._observation
+        observation = self.groups[WATCHED]._observation
         assert observation is not None
         assert observation._service is not None
         began = time.perf_counter()
@@ -149,132 +181,102 @@ class _Side:
             assert b"torchkv_requests_total" in answer.read()
         return time.perf_counter() - began
 
-    def in_turns(self, rounds: int, measure: Callable[[int], Any]) -> list[Any]:
-        """What this pair measures in each round, on average. The pairs take turns: first, second, second, first, or
-        the other way round, so that what drifts falls out.
-        """
-        found = []
+    def in_turns(self, rounds: int, measure: Callable[[int, int], dict[str, float]]) -> dict[str, Any]:
+        """What ``measure(group, number of the request)`` finds: ``[round, turn, group]``, without what warms up."""
+        found: dict[str, list[list[list[float]]]] = {}
         gc.disable()
-        for number in range(rounds):
-            first = number % 2 == 1
-            got = []
-            for place, watches in enumerate((first, not first, not first, first)):
-                dist.barrier()
-                if watches == self.watches:
-                    got.append(np.asarray(measure(4 * number + place)))
-            found.append(np.mean(got, axis=0).tolist())
-            gc.collect()
+        for number in range(-(rounds // 10), rounds):
+            order = np.roll((WATCHED, PLAIN, ALIKE), number).tolist()
+            for turn, groups in enumerate((order, order[::-1])):
+                got = {group: measure(group, 2 * number + turn) for group in groups}
+                if number >= 0:
+                    for name in got[PLAIN]:
+                        table = found.setdefault(name, [[] for _ in range(rounds)])
+                        table[number].append([got[group][name] for group in (WATCHED, PLAIN, ALIKE)])
+            if number % 25 == 0:
+                gc.collect()
         gc.enable()
-        dist.barrier()
-        return found
+        return {name: np.array(table) for name, table in found.items()}
 
 
-def _undisturbed(seconds: list[float]) -> float:
-    """The lowest quarter's end: on a busy machine a median is what the other programs make of it."""
-    return float(np.percentile(seconds, 25))
+def _small(launch: int) -> _Side:
+    return _Side(launch, layers=LAYERS, head_dim=8, num_pages=PAGES)
 
 
-def _difference(plain: list[float], watched: list[float]) -> tuple[float, float]:
-    """Microseconds without, and more with: medians over rounds."""
-    return 1e6 * statistics.median(plain), 1e6 * statistics.median(np.subtract(watched, plain))
+def _large(launch: int) -> _Side:
+    return _Side(launch, layers=BULK_LAYERS, head_dim=512, num_pages=BULK_PAGES)
 
 
-def _small() -> _Side:
-    return _Side(layers=LAYERS, head_dim=8, num_pages=PAGES)
+def _write(launch: int) -> dict[str, Any]:
+    small = _small(launch)
+
+    def request(group: int, number: int) -> dict[str, float]:
+        kv = small.groups[group]
+        name, pages = f"{group} {number}", np.arange(PAGES)
+        kv.prefix_tokens(name, 1)
+        began, spent, at = time.perf_counter(), time.process_time(), time.thread_time()
+        for layer in range(LAYERS):
+            kv.send_layer(name, layer, pages, 1)
+        sent = time.thread_time()
+        work = kv.finish(name, 1)
+        finished = time.thread_time()
+        work.wait()
+        return {
+            "clock": time.perf_counter() - began,
+            "processor": time.process_time() - spent,
+            "send_layer": (sent - at) / LAYERS,
+            "finish": finished - sent,
+        }
+
+    found = {"small": small.in_turns(ROUNDS, request)}
+    scrapes = [small.scrape() for _ in range(5)]
+    large = _large(launch)
+    fill(large.cache, seed=launch + 1)
+
+    def bulk(group: int, number: int) -> dict[str, float]:
+        kv = large.groups[group]
+        name, pages = f"{group} {number}", _order(number)
+        kv.prefix_tokens(name, 1)
+        began, spent = time.perf_counter(), time.process_time()
+        for layer in range(BULK_LAYERS):
+            kv.send_layer(name, layer, pages, 1)
+        kv.finish(name, 1).wait()
+        return {"clock": time.perf_counter() - began, "processor": time.process_time() - spent}
+
+    return {**found, "large": large.in_turns(BULK_ROUNDS, bulk), "scrapes": scrapes}
 
 
-def _large() -> _Side:
-    return _Side(layers=BULK_LAYERS, head_dim=512, num_pages=BULK_PAGES)
+def _read(launch: int) -> dict[str, Any]:
+    small = _small(launch)
 
-
-def _write_requests() -> list[list[float]]:
-    """By round: of ``send_layer``, ``finish`` and whole requests."""
-    side = _small()
-    kv, clock = side.kv, time.perf_counter
-
-    def requests(number: int) -> tuple[float, float, float]:
-        sends: list[float] = []
-        finishes: list[float] = []
-        wholes: list[float] = []
-        pages = np.arange(PAGES)
-        for turn in range(REQUESTS):
-            request = f"{number}.{turn}"
-            kv.prefix_tokens(request, 1)
-            began, at = clock(), time.thread_time()
-            for layer in range(LAYERS):
-                kv.send_layer(request, layer, pages, 1)
-            sent = time.thread_time()
-            work = kv.finish(request, 1)
-            sends.append((sent - at) / LAYERS)
-            finishes.append(time.thread_time() - sent)
-            work.wait()
-            wholes.append(clock() - began)
-        return _undisturbed(sends), _undisturbed(finishes), _undisturbed(wholes)
-
-    requests(-1)  # the first requests load code
-    return [list(column) for column in zip(*side.in_turns(ROUNDS, requests), strict=True)]
-
-
-def _read_requests() -> list[list[float]]:
-    """By round: of ``recv_pages``."""
-    side = _small()
-    kv = side.kv
-
-    def requests(number: int) -> float:
-        posts: list[float] = []
+    def request(group: int, number: int) -> dict[str, float]:
+        kv = small.groups[group]
         pages = np.arange(PAGES)[::-1].copy()
-        for turn in range(REQUESTS):
-            at = time.thread_time()
-            work = kv.recv_pages(f"{number}.{turn}", pages, 0)
-            posts.append(time.thread_time() - at)
-            work.wait()
-        return _undisturbed(posts)
+        spent, at = time.process_time(), time.thread_time()
+        work = kv.recv_pages(f"{group} {number}", pages, 0)
+        posted = time.thread_time()
+        work.wait()
+        return {"recv_pages": posted - at, "processor": time.process_time() - spent}
 
-    requests(-1)
-    return [side.in_turns(ROUNDS, requests)]
+    found = {"small": small.in_turns(ROUNDS, request)}
+    large, wrong = _large(launch), 0
+    source = KVCache.empty(large.cache.layout, BULK_PAGES, device="cpu")
+    fill(source, seed=launch + 1)
 
-
-def _write_bulk() -> dict[str, list[float]]:
-    side = _large()
-    kv, clock = side.kv, time.perf_counter
-
-    def bulk(number: int) -> float:
-        request = f"bulk{number}"
-        fill(side.cache, seed=number + 1)
-        kv.prefix_tokens(request, 1)
-        dist.barrier(kv)
-        began = clock()
-        works = [kv.send_layer(request, layer, _order(number), 1) for layer in range(BULK_LAYERS)]
-        kv.finish(request, 1).wait()
-        seconds = clock() - began
-        return sum(work.bytes for work in works) / seconds / 1e9
-
-    bulk(-1)
-    rates = side.in_turns(BULK_ROUNDS, bulk)
-    return {"rates": rates, "scrapes": [side.scrape() for _ in range(20)] if side.watches else []}
-
-
-def _read_bulk() -> int:
-    side = _large()
-    kv, wrong = side.kv, 0
-    source = KVCache.empty(side.cache.layout, BULK_PAGES, device="cpu")
-
-    def bulk(number: int) -> int:
+    def bulk(group: int, number: int) -> dict[str, float]:
         nonlocal wrong
-        for storage in side.cache.storages:
+        kv, cache = large.groups[group], large.cache
+        for storage in cache.storages:
             storage.fill_(0xDD)
         pages = _order(number + 1000)
-        work = kv.recv_pages(f"bulk{number}", pages, 0)
-        dist.barrier(kv)
-        work.wait()
-        fill(source, seed=number + 1)
-        wrong += count_wrong(source, side.cache, torch.from_numpy(_order(number)), torch.from_numpy(pages))
-        return wrong
+        spent = time.process_time()
+        kv.recv_pages(f"{group} {number}", pages, 0).wait()
+        spent = time.process_time() - spent
+        wrong += count_wrong(source, cache, torch.from_numpy(_order(number)), torch.from_numpy(pages))
+        return {"processor": spent}
 
-    bulk(-1)
-    side.in_turns(BULK_ROUNDS, bulk)
-    return wrong
+    return {**found, "large": large.in_turns(BULK_ROUNDS, bulk), "wrong": wrong}
 
 
-def _order(seed: int) -> Int64Array:
-    return np.random.default_rng(seed + 1).permutation(BULK_PAGES)
+def _order(number: int) -> Int64Array:
+    return np.random.default_rng(number + 1000).permutation(BULK_PAGES)

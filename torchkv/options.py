@@ -107,7 +107,7 @@ class Options:
     SIGUSR2; None: nowhere.
     metrics_port: this rank answers Prometheus at ``127.0.0.1``, at this port plus its rank; 0: at any free port, which
     is logged; None: nowhere. Needs ``prometheus_client``.
-    nvtx: whether verbs are NVTX ranges. With a flight recorder they are ranges for PyTorch's profiler in any case.
+    nvtx: whether verbs are NVTX ranges. They are ranges for PyTorch's profiler in any case.
 
     Raises ``ProtocolError`` for a value that is not allowed.
     """

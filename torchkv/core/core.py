@@ -26,6 +26,7 @@ from torchkv.core.loop.limits import (
 )
 from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
 from torchkv.core.news import News
+from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.runner import Runner
 from torchkv.host.jit import at_register
@@ -77,7 +78,7 @@ class Core:
 
     device: the GPU that this rank's pages lie on, if they do. limits: see `Runner`. Raises
     ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
-    calls `Runner.step`. peers: how it reaches other loops. news: how callers wait.
+    calls `Runner.step`. peers: how it reaches other loops. news: how callers wait. operations: its journal.
     """
 
     def __init__(self, rank: int, *, device: LoopDevice | None = None, **limits: int) -> None:
@@ -86,6 +87,7 @@ class Core:
         self.runner = Runner(rank, device=device, **limits)
         self.peers = LoopPeers(rank, self.runner)
         self.news = News(self.runner)
+        self.operations = Operations(self.runner)
         self.world = self.runner.world
         self._address = self.runner.address
         self._memory = self.runner.memory
@@ -128,11 +130,13 @@ class Core:
         src_page: int,
         dst_page: int,
         network: bool = False,
+        serial: int = 0,
+        begun: int = 0,
     ) -> int | None:
         """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
 
         network: whether they are put through the network, with the keys in ``geometry``. kernels: the launch table if
-        kernels copy the pages, of which there are `MAX_GRANTED` at most then.
+        kernels copy the pages, of which there are `MAX_GRANTED` at most then. serial, begun: see `Send`.
         """
         if not self._free_sends:
             return None
@@ -140,10 +144,9 @@ class Core:
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [geometry, kernels, pages]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot = self._slots[peer]
-        posting.open_send(
-            self._address, flow, slot, peer_flow, generation, geometry, table, pages, src_page, dst_page, int(network)
-        )
+        slot, sizes = self._slots[peer], (src_page, dst_page)
+        grant, lane = (peer_flow, generation), int(network)
+        posting.open_send(self._address, flow, slot, *grant, geometry, table, pages, *sizes, lane, serial, begun)
         return flow
 
     def wait_for_grant(
@@ -158,11 +161,13 @@ class Core:
         src_page: int,
         dst_page: int,
         network: bool = False,
+        serial: int = 0,
+        begun: int = 0,
     ) -> int | None:
         """A flow for a request whose grant has not come; None if all are in use. An event tells that it is bound.
 
         hashes: of its name. writers: a bit for each that the grant must name. max_page: granted pages are below this.
-        network: see `open_send`.
+        network, serial, begun: see `open_send`.
         """
         if not self._free_sends:
             return None
@@ -171,7 +176,7 @@ class Core:
         table = 0 if kernels is None else kernels.ctypes.data
         slot, sizes = self._slots[peer], (src_page, dst_page)
         posting.wait_for_grant(
-            self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, int(network)
+            self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, int(network), serial, begun
         )
         return flow
 
@@ -182,14 +187,17 @@ class Core:
         return int(send["peer_flow"]), int(send["generation"]), pages
 
     def start_op(
-        self, flow: int, positions: Int64Array, pages: Int64Array, start: int, gate: Gate = NO_GATE
+        self, flow: int, positions: Int64Array, pages: Int64Array, start: int, gate: Gate = NO_GATE, verb: int = 0
     ) -> int | None:
-        """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use."""
+        """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use.
+
+        verb: see `Op`.
+        """
         if not self._free_ops:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
-        posting.start_op(self._address, index, flow, positions, pages, start, *gate)
+        posting.start_op(self._address, index, flow, positions, pages, start, *gate, verb)
         return index
 
     def start_more(
@@ -201,6 +209,7 @@ class Core:
         num_pages: int,
         start: int,
         gate: Gate,
+        verb: int = 0,
     ) -> int | None:
         """`start_op` of ``pages``, which are copied to ``copied`` in the same call. None also if one is out of range.
 
@@ -210,18 +219,18 @@ class Core:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, copied
-        if not posting.start_more(self._address, index, flow, positions, pages, copied, num_pages, start, *gate):
+        if not posting.start_more(self._address, index, flow, positions, pages, copied, num_pages, start, *gate, verb):
             self._kept_ops[index] = None
             self._free_ops.append(index)
             return None
         return index
 
-    def finish_send(self, flow: int, num_pages: int, aux: bytes) -> None:
-        """Seals the send once its ops have ended. aux: at most `MAX_AUX` bytes."""
+    def finish_send(self, flow: int, num_pages: int, aux: bytes, verb: int = 0) -> None:
+        """Seals the send once its ops have ended. aux: at most `MAX_AUX` bytes. verb: see `Send`."""
         assert len(aux) <= MAX_AUX
         data = np.frombuffer(aux, dtype=np.uint8)
         self._kept_sends[flow].append(data)
-        posting.finish_send(self._address, flow, num_pages, data.ctypes.data if aux else 0, len(aux))
+        posting.finish_send(self._address, flow, num_pages, data.ctypes.data if aux else 0, len(aux), verb)
 
     def op_results(self, indices: list[int]) -> tuple[list[int], int]:
         """The bytes of each of these ops, which have ended, and their contiguous runs in all. Frees the indices."""
@@ -322,15 +331,23 @@ class Core:
         self._words[_NETWORK] += change
 
     def grant(
-        self, flow: int, name: bytes, hashes: tuple[int, int], pages: Int64Array, *, prefix_tokens: int, writers: int
+        self,
+        flow: int,
+        name: bytes,
+        hashes: tuple[int, int],
+        pages: Int64Array,
+        *,
+        prefix_tokens: int,
+        writers: int,
+        serial: int = 0,
     ) -> None:
-        """Grants pages to the writers of a receive, and tells the leader. hashes: of the name.
+        """Grants pages to the writers of a receive, and tells the leader. hashes: of the name. serial: see `Receive`.
 
         At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
         """
         body = self.peers.name_grant(flow, name)
         pages = np.ascontiguousarray(pages, dtype=np.int64)
-        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages)
+        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages, serial)
 
     def untold(self, flow: int) -> tuple[list[int], bool]:
         """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.
@@ -463,7 +480,7 @@ class Core:
 @at_register
 def warm_up() -> None:
     """Compiles the loop, or loads it from disk."""
-    core = Core(0)
+    core = Core(0, recorded=1)
     none = np.zeros(2, dtype=np.int64)  # a plan without layers
     world = core.world
     flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
@@ -494,5 +511,8 @@ def warm_up() -> None:
     posting.wait_news(core._address, -1, 0)
     posting.wake_waiters(core._address)
     posting.wake_driver(core._address)
+    posting.try_hold(core._address, 0)
+    posting.let_go(core._address)
+    posting.hand_over(core._address, core.operations.of_op(0))
     posting.stop(core._address)
     loop.run(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torchkv.core.runner import Runner
 
 __all__ = ["GrantBody", "LoopPeers", "NetworkLane"]
+
+log = logging.getLogger(__name__)
 
 _PEER = list(Peer.__annotations__)
 _DRIVING = word_at("driving") // 8
@@ -71,6 +74,7 @@ class LoopPeers:
         self._bytes = self._segment.numpy().data
         runner.world["bell"] = self._segment_at
         self._mapped: dict[int, shared_memory.Segment] = {}  # by rank
+        self._met: dict[int, bytes] = {}  # mailboxes of newcomers that have not said which one this rank may write to
         self._lanes: dict[int, NetworkLane] = {}  # by rank
         self._arrivals: dict[int, Int64Array] = {}  # by rank: of its grants; longer than a lane; touched as used
 
@@ -93,6 +97,30 @@ class LoopPeers:
             raise TransportUnavailable(f"rank {rank}: the resident loop has {MAX_PEERS} mailboxes, and none for it")
         self.slots[rank], self.ranks[slot] = slot, rank
         return slot
+
+    def meet(self, rank: int, mailboxes: bytes) -> int | None:
+        """The mailbox here that the loop of ``rank``, a newcomer of this host, may write to.
+
+        mailboxes: the descriptor that it published. None if there is no mailbox for it: its requests go through Python.
+        """
+        if not mailboxes:
+            return None
+        try:
+            slot = self.reserve_slot(rank)
+        except TransportUnavailable as error:
+            log.info("rank %d: requests of rank %d go through Python: %s", self._rank, rank, error)
+            return None
+        self._met[rank] = mailboxes
+        return slot
+
+    def on_mailbox(self, rank: int, slot: int) -> None:
+        """The newcomer's loop takes records from this one in its mailbox ``slot``."""
+        if (mailboxes := self._met.pop(rank, None)) is None:
+            return
+        try:
+            self.connect(rank, mailboxes, slot=slot)
+        except TransportUnavailable as error:
+            log.info("rank %d: requests of rank %d go through Python: %s", self._rank, rank, error)
 
     def connect(self, rank: int, descriptor: bytes, *, slot: int | None = None) -> None:
         """Maps the mailboxes of ``rank``, which has reserved ``slot`` there for this rank: see `reserve_slot`.
@@ -124,6 +152,7 @@ class LoopPeers:
 
         No request may be on the loop with it any more. What is still due to it is forgotten.
         """
+        self._met.pop(rank, None)
         slot = self.slots.get(rank)
         if slot is None or rank == self._rank:
             return

@@ -12,6 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
+from torchkv.core import journal
 from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
@@ -26,6 +27,7 @@ from torchkv.host.page_id_check import copy_ids
 __all__ = [
     "add_writer",
     "finish_send",
+    "hand_over",
     "hold",
     "let_go",
     "open_receive",
@@ -36,6 +38,7 @@ __all__ = [
     "start_more",
     "start_op",
     "stop",
+    "try_hold",
     "wait_for_grant",
     "wait_news",
     "wake_driver",
@@ -96,10 +99,13 @@ def open_send(
     src_page: int,
     dst_page: int,
     network: int,
+    serial: int,
+    begun: int,
 ) -> None:
     """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens. The rest: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
+    send["serial"], send["begun"] = serial, begun
     send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
     send["geometry"], send["kernels"], send["ids"] = geometry.ctypes.data, kernels, ids.ctypes.data
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
@@ -123,10 +129,13 @@ def wait_for_grant(
     src_page: int,
     dst_page: int,
     network: int,
+    serial: int,
+    begun: int,
 ) -> None:
     """Makes a free flow a send that waits for a grant: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
+    send["serial"], send["begun"] = serial, begun
     send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
     send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
     send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
@@ -142,6 +151,7 @@ def wait_for_grant(
 @compiled_with_gil
 def _clear(send: Send) -> None:
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
+    send["verb"] = send["operation"] = 0
     send["gated"] = send["ids_used"] = send["src_at"] = send["src_count"] = send["network"] = 0
     send["num_pages"] = -1
 
@@ -157,10 +167,11 @@ def start_op(
     gate: int,
     gate_stream: int,
     gate_number: int,
+    verb: int,
 ) -> None:
     """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive.
 
-    gate, gate_stream, gate_number: see `Op`.
+    gate, gate_stream, gate_number, verb: see `Op`.
     """
     world = world_at(address)
     op = world["ops"][index]
@@ -168,7 +179,8 @@ def start_op(
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
-    op["posted"] = op["until"] = op["arrived"] = op["mark"] = 0
+    op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
+    op["verb"] = verb
     _command(world, START, index)
 
 
@@ -185,19 +197,21 @@ def start_more(
     gate: int,
     gate_stream: int,
     gate_number: int,
+    verb: int,
 ) -> bool:
     """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
     if not copy_ids(given, ids, num_pages):
         return False
-    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number)
+    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb)
     return True
 
 
 @compiled_with_gil
-def finish_send(address: int, flow: int, num_pages: int, aux: int, aux_nbytes: int) -> None:
+def finish_send(address: int, flow: int, num_pages: int, aux: int, aux_nbytes: int, verb: int) -> None:
     """Has the loop seal the send once its ops have ended. aux: the address of its bytes, which must stay alive."""
     world = world_at(address)
     send = world["sends"][flow]
+    send["verb"] = verb
     send["aux"], send["aux_nbytes"] = aux, aux_nbytes
     send["finish"] = num_pages
     _command(world, FINISH, flow)
@@ -220,7 +234,7 @@ def open_receive(
     receive["generation"], receive["num_tokens"], receive["page_size"] = generation, num_tokens, page_size
     receive["leader"], receive["told"] = leader, told
     receive["layers"], receive["cover"] = cover.shape[1], cover.ctypes.data
-    receive["num_writers"] = receive["nbytes"] = 0
+    receive["num_writers"] = receive["nbytes"] = receive["serial"] = receive["operation"] = 0
 
 
 @compiled_with_gil
@@ -247,9 +261,14 @@ def post_grant(
     prefix: int,
     name_nbytes: int,
     ids: Int64Array,
+    serial: int,
 ) -> None:
-    """Has the loop tell a receive's writers of its grant, whose body goes to the address ``body``: see `Grant`."""
+    """Has the loop tell a receive's writers of its grant, whose body goes to the address ``body``: see `Grant`.
+
+    serial: see `Receive`.
+    """
     world = world_at(address)
+    world["receives"][flow]["serial"] = serial
     store(body, 0)  # whoever reads the slot now finds no grant
     fence()
     words = (hash0, hash1, writers, prefix, len(ids), name_nbytes)
@@ -269,6 +288,12 @@ def open_round(address: int, index: int, members: Int64Array) -> None:
     _command(world, ROUND, index)
 
 
+@compiled_with_gil
+def hand_over(address: int, number: int) -> None:
+    """Python records an operation from now on. While the loop stands still."""
+    journal.hand_over(world_at(address), number)
+
+
 @compiled
 def hold(address: int) -> None:
     """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
@@ -276,6 +301,22 @@ def hold(address: int) -> None:
     store(address + _WANTED, 1)
     while exchange(address + _LOCK, 1) != 0:
         call_yield(world["functions"][YIELD], 0)
+
+
+@compiled
+def try_hold(address: int, nanoseconds: int) -> bool:
+    """As `hold`, but False, and the loop goes on, if its step does not end within so long: it hangs."""
+    world = world_at(address)
+    scratch = np.zeros(2, dtype=np.int64)
+    clock = world["functions"][CLOCK]
+    until = monotonic_ns(clock, scratch) + nanoseconds
+    store(address + _WANTED, 1)
+    while exchange(address + _LOCK, 1) != 0:
+        if monotonic_ns(clock, scratch) > until:
+            store(address + _WANTED, 0)
+            return False
+        call_yield(world["functions"][YIELD], 0)
+    return True
 
 
 @compiled_with_gil

@@ -15,6 +15,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.device import LoopDevice
+from torchkv.core.journal import OPERATION_WORDS
 from torchkv.core.loop import loop
 from torchkv.core.loop.codes import FUTEX_CALL
 from torchkv.core.loop.limits import (
@@ -41,8 +42,9 @@ _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 class Runner:
     """See `torchkv.core.core.Core`.
 
-    turn, window, part: see `World`. memory: an array of one `World`. address: where it lies. words: all of it, as
-    int64. granted_ids: page ids of sends that the loop has bound.
+    turn, window, part: see `World`. recorded: operations that its journal keeps. memory: an array of one `World`.
+    address: where it lies. words: all of it, as int64. granted_ids: page ids of sends that the loop has bound.
+    operations: the journal's ring.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Runner:
         turn: int = TURN,
         window: int = MAILBOX_RECORDS,
         part: int = PART,
+        recorded: int = 0,
     ) -> None:
         if rank >= MAX_PEERS:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
@@ -69,6 +72,8 @@ class Runner:
         self.world["spin"], self.world["window"], self.world["part"] = spin_wait.SPIN, window, part
         self.world["functions"][:] = _FUNCTIONS
         self.world["granted_ids"] = self.granted_ids.ctypes.data
+        self.operations: Int64Array = np.zeros((recorded, OPERATION_WORDS), dtype=np.int64)
+        self.world["operations"], self.world["recorded"] = self.operations.ctypes.data, recorded
         self._device = device
         if device is not None:
             device.describe(self.world)
@@ -121,6 +126,20 @@ class Runner:
         self._holding = True
         try:
             yield
+        finally:
+            self._holding = False
+            posting.let_go(self.address)
+
+    @contextmanager
+    def standing_still_within(self, seconds: float) -> Iterator[bool]:
+        """As `standing_still`, unless the loop hangs, and does not stand still within so long: then False."""
+        held = self._holding or posting.try_hold(self.address, int(seconds * 1e9))
+        if not held or self._holding:
+            yield held
+            return
+        self._holding = True
+        try:
+            yield True
         finally:
             self._holding = False
             posting.let_go(self.address)

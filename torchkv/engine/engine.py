@@ -32,6 +32,7 @@ from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layer_groups import UNGROUPED
+from torchkv.observe.recorder import FlightRecorder
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
 from torchkv.protocol.messages import Alive, Grant, Left, Mailbox, Message, Seal, StageAsk, Staged, StageGrant, Verdict
@@ -147,6 +148,7 @@ class Engine:
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
+        self.recorder = FlightRecorder(options.recorded) if options.recorded else None
         self.flows: Flows | None = None  # the requests that the resident loop serves
         if core is not None and memory.pages is not None:
             if self.scheduler.kernels is not None and core.device is not None:
@@ -163,6 +165,7 @@ class Engine:
                 direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
                 puts=options.forced_path is None,
                 clock=weakly(self._clock),
+                recorder=self.recorder,
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
             self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
@@ -374,7 +377,7 @@ class Engine:
         self.peers.add([info for info, _ in newcomers])
         with self.lock:
             for info, mailboxes in newcomers:
-                slot = None if self.flows is None else self.flows.meet(info.rank, mailboxes)
+                slot = None if self.flows is None else self.flows.core.peers.meet(info.rank, mailboxes)
                 if slot is not None:
                     self.messenger.tell(info.rank, Mailbox(slot))
 
@@ -405,7 +408,7 @@ class Engine:
         if isinstance(message, Left):
             self.peers.on_left(src, now)
         elif isinstance(message, Mailbox) and self.flows is not None:
-            self.flows.on_mailbox(src, message.slot)
+            self.flows.core.peers.on_mailbox(src, message.slot)
 
     # ------------------------------------------------------------------ actions
 

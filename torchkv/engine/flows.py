@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,9 +48,10 @@ from torchkv.core.loop.codes import (
 from torchkv.core.loop.grants import FROM_NETWORK
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
-from torchkv.engine.routes import Routes
+from torchkv.engine.journal import Journal
+from torchkv.engine.routes import Route, Routes
 from torchkv.engine.weak_callback import weakly
-from torchkv.errors import KVError, TransportUnavailable
+from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
@@ -65,6 +66,7 @@ from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.engine.scheduler import SourcePages
+    from torchkv.observe.recorder import FlightRecorder
 
 __all__ = ["Flows"]
 
@@ -76,7 +78,7 @@ class Flows:
 
     connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. direct:
     False where no peer is expected to write straight into these pages, so that the loop cannot serve receives. puts:
-    False where pages that are not mapped are not to be put by the loop.
+    False where pages that are not mapped are not to be put by the loop. recorder: goes on with the loop's journal.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Flows:
         direct: bool = True,
         puts: bool = True,
         clock: Callable[[], float],
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self.core = core
         self._direct = direct
@@ -111,10 +114,11 @@ class Flows:
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
-        self._mailboxes: dict[int, bytes] = {}  # of newcomers that have not said which one this rank may write to
         self._rounds: set[int] = set()
         self._dead: set[int] = set()  # ranks of which something may still come through the network
         self._ops: dict[int, tuple[SenderRequest, SendOp]] = {}  # by the loop's index
+        self.journal = Journal(core, recorder, sends=self._sends, receives=self._receives, ops=self._ops)
+        self._codes = self.journal.codes
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     # ------------------------------------------------------------------ sends
@@ -127,22 +131,35 @@ class Flows:
         route = self.routes.to(req.dst, plan)
         if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
-        req.flow = self.core.wait_for_grant(
-            peer=req.dst,
+        flow = self.core.wait_for_grant(
             hashes=name_hashes(req.request),
             writers=_bits(writers),
             max_page=self._group_map.info[req.dst].num_pages,
-            geometry=route.words,
-            kernels=route.kernels,
-            src_page=plan.src_page_size,
-            dst_page=plan.dst_page_size,
-            network=route.lane is not None,
+            **self._way(req, route, plan),
         )
-        if req.flow is not None:
-            self._sends[req.flow] = req
-            if route.lane is not None:
-                self._lanes[req.flow] = route.lane
-            self._waiting[req.flow] = plan, []
+        if flow is not None:
+            self._opened(req, flow, route, plan)
+            self._waiting[flow] = plan, []
+
+    def _way(self, req: SenderRequest, route: Route, plan: PairPlan) -> dict[str, Any]:
+        """What `Core` is told of each send: see `Core.open_send`."""
+        return {
+            "peer": req.dst,
+            "geometry": route.words,
+            "kernels": route.kernels,
+            "src_page": plan.src_page_size,
+            "dst_page": plan.dst_page_size,
+            "network": route.lane is not None,
+            "serial": self.journal.serial(),
+            "begun": int(req.begun_at * 1e9),
+        }
+
+    def _opened(self, req: SenderRequest, flow: int, route: Route, plan: PairPlan) -> None:
+        req.flow = flow
+        self._sends[flow] = req
+        if route.lane is not None:
+            self._lanes[flow] = route.lane
+        self.journal.name_send(req, plan.layers)
 
     def heed_grants(self, heeds: bool) -> None:
         self.core.heed_grants(heeds)
@@ -165,21 +182,14 @@ class Flows:
         route = None if grant.flow is None else self.routes.to(req.dst, grant.plan)
         if grant.flow is None or route is None or (route.kernels is not None and len(grant.pages) > MAX_GRANTED):
             return
-        req.flow = self.core.open_send(
-            peer=req.dst,
+        flow = self.core.open_send(
             peer_flow=grant.flow,
             generation=grant.generation,
-            geometry=route.words,
-            kernels=route.kernels,
             pages=grant.pages,
-            src_page=grant.plan.src_page_size,
-            dst_page=grant.plan.dst_page_size,
-            network=route.lane is not None,
+            **self._way(req, route, grant.plan),
         )
-        if req.flow is not None:
-            self._sends[req.flow] = req
-            if route.lane is not None:
-                self._lanes[req.flow] = route.lane
+        if flow is not None:
+            self._opened(req, flow, route, grant.plan)
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
@@ -192,9 +202,11 @@ class Flows:
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
             return False
-        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate)
+        verb = self.journal.verb_of(op.work, op.verb)
+        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb)
         if index is None:
             return False
+        op.work._in_journal |= verb != 0
         self._ops[index] = req, op
         if req.grant is None:
             self._waiting[req.flow][1].append(index)
@@ -219,11 +231,13 @@ class Flows:
         gate = self.routes.gate(op.source_pages.event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
+        verb, ids = self._codes.get(op.verb, 0), op.source_pages.pages  # of a verb with one part
         index = self.core.start_more(
-            req.flow, route.positions[op.layers], pages, op.source_pages.pages, self._local.num_pages, op.start, gate
+            req.flow, route.positions[op.layers], pages, ids, self._local.num_pages, op.start, gate, verb
         )
         if index is None:
             return False
+        op.work._in_journal = verb != 0
         self._ops[index] = req, op
         req.running[op] = index
         return True
@@ -233,7 +247,9 @@ class Flows:
         assert req.finish is not None
         if len(req.finish.aux) > MAX_AUX:
             return False
-        self.core.finish_send(req.flow, req.num_pages, req.finish.aux)
+        verb = self.journal.verb_of(req.finish.work, "finish")
+        self.core.finish_send(req.flow, req.num_pages, req.finish.aux, verb)
+        req.finish.work._in_journal |= verb != 0
         return True
 
     def moved(self, req: SenderRequest) -> int:
@@ -256,7 +272,9 @@ class Flows:
                     self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
                 elif self.core.device is not None and (posted := self.core.flying(index)):
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
+            self.journal.hand_over_ops(req, left)
             sealed = self.core.take_back_send(req.flow, left)
+            self.journal.end_send(req.flow)
         for index in left:
             del self._ops[index]
         req.running = dict.fromkeys(req.running)
@@ -264,34 +282,9 @@ class Flows:
         req.flow = None
         return sealed
 
-    def meet(self, rank: int, mailboxes: bytes) -> int | None:
-        """The mailbox of this rank's loop that the loop of ``rank``, a newcomer of this host, may write to.
-
-        mailboxes: the descriptor that it published. None if there is no mailbox for it: its requests go through Python.
-        """
-        if not mailboxes:
-            return None
-        try:
-            slot = self.core.peers.reserve_slot(rank)
-        except TransportUnavailable as error:
-            log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
-            return None
-        self._mailboxes[rank] = mailboxes
-        return slot
-
-    def on_mailbox(self, rank: int, slot: int) -> None:
-        """The newcomer's loop takes records from this one in its mailbox ``slot``."""
-        if (mailboxes := self._mailboxes.pop(rank, None)) is None:
-            return
-        try:
-            self.core.peers.connect(rank, mailboxes, slot=slot)
-        except TransportUnavailable as error:
-            log.info("rank %d: requests of rank %d go through Python: %s", self.core.rank, rank, error)
-
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self.routes.forget(rank)
-        self._mailboxes.pop(rank, None)
         self.core.peers.disconnect(rank)
         self._dead.discard(rank)
 
@@ -340,7 +333,8 @@ class Flows:
         if not all(self.core.peers.hears(rank) for rank in req.writers):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
-        self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=req.prefix_tokens, writers=writers)
+        prefix, serial = req.prefix_tokens, self.journal.name_receive(req)
+        self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
         return True
 
     def free_receive(self, flow: int) -> None:
@@ -369,6 +363,9 @@ class Flows:
         """
         nbytes = self._add(req, coverage=not whole)
         assert req.flow is not None
+        if not whole:
+            self.journal.hand_over_receive(req)
+        self.journal.end_receive(req.flow)
         del self._receives[req.flow]
         self.core.close_receive(req.flow)
         req.flow = None
@@ -442,6 +439,7 @@ class Flows:
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
                 self._lanes.pop(notice.index, None)
+                self.journal.end_send(notice.index)
                 self.core.end_send(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)

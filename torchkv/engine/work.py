@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
+from torchkv.observe.recorder import PHASES
 
 if TYPE_CHECKING:
     from weakref import ref
@@ -51,6 +52,10 @@ class LoopProgress(Protocol):
     @property
     def news(self) -> int:
         """Changes when a work may have completed."""
+
+    @property
+    def recorder(self) -> FlightRecorder | None:
+        """That of this rank."""
 
     def poll(self) -> None:
         """Completes the works that the loop has ended."""
@@ -95,6 +100,7 @@ class KVWork(dist.Work):
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
+    _in_journal = False  # whether the resident loop records this work's operation
     _phase: str | None = (
         None  # what the time until the end is called among the latencies; None: nothing, or not any more
     )
@@ -121,8 +127,10 @@ class KVWork(dist.Work):
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         limit = limit or self._limit
         if not self._wait_done(limit):
-            if self._recorder is not None:
-                self._recorder.waited(self._operation, limit)
+            loop = None if self._loop is None else self._loop()
+            recorder = self._recorder if loop is None else loop.recorder
+            if recorder is not None:
+                recorder.waited(self._operation, limit)
             raise TransferTimeout(
                 f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
                 pages_safe=self._pages_safe or self._ended_safely,
@@ -339,6 +347,15 @@ class KVWork(dist.Work):
         if self._error is None and self._phase is None:  # of a verb that sends: one of many
             self._recorder.settle(self._number, self._ended, self.bytes, self._paths)
         else:
+            self._record()
+
+    def _record_with(
+        self, recorder: FlightRecorder, verb: str, request: str, peers: Any, layers: Any, num_pages: int
+    ) -> None:
+        """Begins the operation of this work, and ends it if the work is complete. Under the engine's lock."""
+        self._number = recorder.begin(verb, request, peers, layers, num_pages, self._began)
+        self._recorder, self._phase = recorder, PHASES.get(verb)
+        if self._is_done:
             self._record()
 
     def _record(self) -> None:

@@ -15,8 +15,8 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation, explain
-from torchkv.group.observation import Observation, new_recorder
-from torchkv.group.recorded_verbs import make_verbs
+from torchkv.group.layer_groups import GroupedVerbs
+from torchkv.group.observation import Observation
 from torchkv.group.snapshot import stats
 from torchkv.group.verbs import Verbs
 
@@ -45,10 +45,10 @@ class KVVerbs:
     def _attach(self, running: Running, cache: KVCache | None, *, name: str) -> None:
         """From now on verbs may be called. name: of the group, for metrics. Raises ``TransportUnavailable``."""
         self._thread, self._registration = running.thread, running.registration
-        recorder = new_recorder(running.engine.options)
-        verbs = make_verbs(running.engine, cache, wake=running.thread.waker.wake, recorder=recorder)
+        made = GroupedVerbs if cache is not None and cache.layout.groups else Verbs
+        verbs = made(running.engine, cache, wake=running.thread.waker.wake)
         try:
-            self._observation = Observation(verbs, recorder, group=name)
+            self._observation = Observation(verbs, group=name)
         except KVError:
             self._stop()
             raise
@@ -305,7 +305,7 @@ class KVVerbs:
     def stats(self) -> Stats:
         """What this rank has counted since it registered, and how things stand: requests, bytes, latencies, queues."""
         verbs = self._verbs or self._unregistered("stats")
-        return stats(verbs, recorder=None if self._observation is None else self._observation.recorder)
+        return stats(verbs)
 
     def dump(self, folder: str | None = None) -> Path:
         """Writes the flight record of this rank: its last operations, and its requests that have not ended, as JSON.

@@ -76,15 +76,14 @@ class GroupedVerbs(Verbs):
 
     # ------------------------------------------------------------------ receiver
 
-    def recv_pages(
+    def _recv_pages(
         self,
         request: str,
         pages: Pages,
         src: Peers,
-        *,
-        prefix_tokens: int = 0,
-        state_slot: StateSlot = None,
-        timeout: float | timedelta | None = None,
+        prefix_tokens: int,
+        state_slot: StateSlot,
+        timeout: float | timedelta | None,
     ) -> KVWork:
         engine = self.engine
         names = self._arguments.names(request)
@@ -143,7 +142,12 @@ class GroupedVerbs(Verbs):
 
     # ------------------------------------------------------------------ sender
 
-    def _send(
+    def _send_more(
+        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+    ) -> KVWork | None:
+        return None
+
+    def _send_any(
         self,
         verb: str,
         request: str,
@@ -219,7 +223,7 @@ class GroupedVerbs(Verbs):
             raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
         return {names[group]: (own[group], slots[group]) for group in groups}
 
-    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+    def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork:
         engine, sender = self.engine, self.engine.sender
         names, operation = self._arguments.names(request), f"finish({request!r})"
         data = arguments.as_aux(aux, operation=operation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import ref
@@ -12,13 +11,12 @@ from torchkv.errors import ProtocolError
 from torchkv.group import snapshot
 from torchkv.observe.dumper import Dumper, write_dump
 from torchkv.observe.metrics import KVCollector, Service, check_port, serve
-from torchkv.observe.recorder import FlightRecorder
 
 if TYPE_CHECKING:
     from torchkv.group.verbs import Verbs
     from torchkv.options import Options
 
-__all__ = ["Observation", "check_observation", "new_recorder"]
+__all__ = ["Observation", "check_observation"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -30,40 +28,33 @@ def check_observation(options: Options, rank: int) -> None:
         check_port(_port(options.metrics_port, rank))
 
 
-def new_recorder(options: Options) -> FlightRecorder | None:
-    """The flight recorder that ``options`` ask for."""
-    return FlightRecorder(options.recorded) if options.recorded else None
-
-
 class Observation:
-    """Of one rank, until `close`. recorder: of its operations. group: the name of its c10d group, or instance.
+    """Of one rank, until `close`. group: the name of its c10d group, or instance.
 
     Raises ``TransportUnavailable`` if the port of the metrics was taken since `check_observation`.
     """
 
-    def __init__(self, verbs: Verbs, recorder: FlightRecorder | None, *, group: str) -> None:
-        engine, options = verbs.engine, verbs.engine.options
+    def __init__(self, verbs: Verbs, *, group: str) -> None:
+        engine, options, recorder = verbs.engine, verbs.engine.options, verbs.engine.recorder
         me = engine.group_map.me
-        self.recorder = recorder
         self._name = f"{me.instance}-rank{me.own_number}"
         self._service: Service | None = None
         self._dumper: Dumper | None = None
         if options.metrics_port is not None:
-            collector = KVCollector(group, _weakly(verbs, partial(snapshot.stats, recorder=recorder)))
+            collector = KVCollector(group, _weakly(verbs, snapshot.stats))
             self._service = serve(_port(options.metrics_port, me.own_number), collector)
         if recorder is not None and options.dump_dir is not None:
-            take = partial(snapshot.dump, recorder=recorder)
-            self._dumper = Dumper(options.dump_dir, self._name, _weakly(verbs, take))
+            self._dumper = Dumper(options.dump_dir, self._name, _weakly(verbs, snapshot.dump))
             recorder.on_failure = self._dumper.on_failure
 
     def dump(self, verbs: Verbs, folder: str | None) -> Path:
         """See `KVVerbs.dump`."""
         folder = verbs.engine.options.dump_dir if folder is None else folder
-        if self.recorder is None:
+        if verbs.engine.recorder is None:
             raise ProtocolError("dump: nothing is recorded; set Options.flight_recorder, or Options.dump_dir")
         if folder is None:
             raise ProtocolError("dump: give a folder, or set Options.dump_dir")
-        return write_dump(Path(folder), self._name, snapshot.dump(verbs, "asked for", recorder=self.recorder))
+        return write_dump(Path(folder), self._name, snapshot.dump(verbs, "asked for"))
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,64 +1,43 @@
-"""Verbs that the flight recorder sees, and that are ranges for profilers. `make_verbs` makes those of a rank."""
+"""The verbs as they are called: what the flight recorder keeps of them, ranges for profilers. The rest is `Verbs`."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
+from torch.autograd import profiler
 
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
+from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
-from torchkv.group.layer_groups import GroupedVerbs
-from torchkv.group.verbs import Verbs
-from torchkv.observe.ranges import Range, profiled
-from torchkv.observe.recorder import PHASES, FlightRecorder, size_of
+from torchkv.observe.ranges import Range
+from torchkv.observe.recorder import size_of
 
 if TYPE_CHECKING:
-    from torchkv.cache import KVCache
     from torchkv.engine.engine import Engine
 
-__all__ = ["RecordedVerbs", "make_verbs"]
+__all__ = ["RecordedVerbs"]
 
-_ARRAY = np.ndarray
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
-def make_verbs(
-    engine: Engine,
-    cache: KVCache | None,
-    *,
-    wake: Callable[[], None],
-    clock: Callable[[], float] = time.monotonic,
-    recorder: FlightRecorder | None = None,
-) -> Verbs:
-    """The verbs of a rank, for its layout. recorder: of its operations, if there is one."""
-    grouped = cache is not None and cache.layout.groups
-    if recorder is None:
-        return (GroupedVerbs if grouped else Verbs)(engine, cache, wake=wake, clock=clock)
-    made = _RecordedGroupedVerbs if grouped else RecordedVerbs
-    return made(engine, cache, wake=wake, clock=clock, recorder=recorder)
+class RecordedVerbs(ABC):
+    """The public verbs, which `KVProcessGroup` documents.
 
+    Of what the resident loop serves, it records the operations itself: here are all others, those that raise, and
+    ranges. All of one rank's verbs are of one class, whether they are recorded or not, because CPython is fast for the
+    class that it meets most.
+    """
 
-class RecordedVerbs(Verbs):
-    """See `Verbs`, and the module."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        cache: KVCache | None,
-        *,
-        wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-        recorder: FlightRecorder,
-    ) -> None:
-        super().__init__(engine, cache, wake=wake, clock=clock)
-        self._recorder = recorder
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._recorder = engine.recorder
         self._nvtx = engine.options.nvtx and torch.cuda.is_available()
 
     def recv_pages(
@@ -71,16 +50,146 @@ class RecordedVerbs(Verbs):
         state_slot: StateSlot = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
-        verb = partial(
-            super().recv_pages,
-            request,
-            pages,
-            src,
-            prefix_tokens=prefix_tokens,
-            state_slot=state_slot,
-            timeout=timeout,
+        call = self._recv_pages
+        return self._seen(
+            "recv_pages", request, src, None, pages, call, request, pages, src, prefix_tokens, state_slot, timeout
         )
-        return self._seen("recv_pages", request, src, None, size_of(pages), verb)
+
+    def send_layer(
+        self,
+        request: str,
+        layer: int,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        if type(layer) is not int:
+            arguments.check_one_layer("send_layer", request, layer)
+        return self._send("send_layer", request, layer, pages, dst, start, event, origin)
+
+    def send_slice(
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self._send("send_slice", request, layers, pages, dst, start, event, origin)
+
+    def staged_put(
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self._send("staged_put", request, layers, pages, dst, start, event, origin)
+
+    def send_pages(
+        self,
+        request: str,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        layers: Layers = None,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self._send("send_pages", request, layers, pages, dst, start, event, origin)
+
+    def send_state(
+        self, request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None
+    ) -> KVWork:
+        arguments.check_one_layer("send_state", request, layer)
+        return self.send_states(request, layer, state_slot, dst, event)
+
+    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
+        """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
+        call = self._send_states
+        return self._seen(
+            "send_state", request, dst, layers, (state_slot,), call, request, layers, state_slot, dst, event
+        )
+
+    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+        return self._seen("finish", request, dst, None, (), self._finish, request, dst, aux, state_slot)
+
+    def withdraw(self, request: str) -> KVWork:
+        return self._seen("withdraw", request, None, None, (), self._withdraw, request)
+
+    def cancel(self, request: str, *, decline: bool = False) -> KVWork:
+        return self._seen("cancel", request, None, None, (), self._cancel, request, decline)
+
+    def refuse(self, request: str, src: Peers) -> None:
+        self._returning("refuse", request, src, self._refuse, request, src)
+
+    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
+        return self._returning("prefix_tokens", request, dst, self._prefix_tokens, request, dst)
+
+    # ------------------------------------------------------------------ what they do
+
+    @abstractmethod
+    def _recv_pages(
+        self,
+        request: str,
+        pages: Pages,
+        src: Peers,
+        prefix_tokens: int,
+        state_slot: StateSlot,
+        timeout: float | timedelta | None,
+    ) -> KVWork: ...
+
+    @abstractmethod
+    def _send_more(
+        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+    ) -> KVWork | None:
+        """Sends more of a request that the resident loop serves; None, and nothing is done, if it does not."""
+
+    @abstractmethod
+    def _send_any(
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        origin: Origin,
+    ) -> KVWork: ...
+
+    @abstractmethod
+    def _send_states(
+        self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any
+    ) -> KVWork: ...
+
+    @abstractmethod
+    def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork: ...
+
+    @abstractmethod
+    def _withdraw(self, request: str) -> KVWork: ...
+
+    @abstractmethod
+    def _cancel(self, request: str, decline: bool) -> KVWork: ...
+
+    @abstractmethod
+    def _refuse(self, request: str, src: Peers) -> None: ...
+
+    @abstractmethod
+    def _prefix_tokens(self, request: str, dst: Peers | None) -> int: ...
+
+    # ------------------------------------------------------------------ what is seen of them
 
     def _send(
         self,
@@ -93,79 +202,56 @@ class RecordedVerbs(Verbs):
         event: Any,
         origin: Origin,
     ) -> KVWork:
-        # As `_seen`, without its calls: this is the critical path of a sender.
-        span = Range(verb, request, nvtx=self._nvtx) if self._nvtx or profiled() else None
-        try:
-            work = super()._send(verb, request, layers, pages, dst, start, event, origin)
-        except KVError as error:
-            self._recorder.refused(verb, request, dst, layers, size_of(pages), error)
-            raise
-        finally:
-            if span is not None:
-                span.end()
-        count = len(pages) if type(pages) is _ARRAY else size_of(pages)
-        work._number = self._recorder.begin(verb, request, dst, layers, count, work._began)
-        work._recorder = self._recorder
-        if work._is_done:
-            self._settle(work)
-        return work
-
-    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
-        verb = partial(super().send_states, request, layers, state_slot, dst, event)
-        return self._seen("send_state", request, dst, layers, 1, verb)
-
-    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
-        verb = partial(super().finish, request, dst, aux=aux, state_slot=state_slot)
-        return self._seen("finish", request, dst, None, 0, verb)
-
-    def withdraw(self, request: str) -> KVWork:
-        return self._seen("withdraw", request, None, None, 0, partial(super().withdraw, request))
-
-    def cancel(self, request: str, *, decline: bool = False) -> KVWork:
-        return self._seen("cancel", request, None, None, 0, partial(super().cancel, request, decline=decline))
-
-    def refuse(self, request: str, src: Peers) -> None:
-        self._returning("refuse", request, src, partial(super().refuse, request, src))
-
-    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
-        return self._returning("prefix_tokens", request, dst, partial(super().prefix_tokens, request, dst))
-
-    def _returning(self, verb: str, request: str, peers: Peers | None, call: Callable[[], T]) -> T:
-        """Calls a verb that has no work: its return is its end."""
-        number = self._recorder.begin(verb, request, peers, None, 0, time.perf_counter())
-        try:
-            value = call()
-        except KVError as error:
-            self._recorder.failed(number, f"{verb}({request!r})", error)
-            raise
-        self._recorder.returned(number)
-        return value
+        if origin == "prefix" and verb != "staged_put" and not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._send_more(verb, request, layers, pages, dst, start, event)
+            if work is not None:
+                return work  # which the loop records
+        call = self._send_any
+        return self._seen(
+            verb, request, dst, layers, pages, call, verb, request, layers, pages, dst, start, event, origin
+        )
 
     def _seen(
-        self, verb: str, request: str, peers: Peers | None, layers: Layers, count: int, call: Callable[[], KVWork]
+        self,
+        verb: str,
+        request: str,
+        peers: Peers | None,
+        layers: Layers,
+        pages: Any,
+        call: Callable[P, KVWork],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> KVWork:
-        """Calls a verb. count: of pages."""
-        span = Range(verb, request, nvtx=self._nvtx) if self._nvtx or profiled() else None
+        """Calls a verb. request, peers, layers, pages: as the caller gave them."""
+        ranged = self._nvtx or profiler._is_profiler_enabled
+        span = Range(verb, request, nvtx=self._nvtx) if ranged else None
         try:
-            work = call()
+            work = call(*args, **kwargs)
         except KVError as error:
-            self._recorder.refused(verb, request, peers, layers, count, error)
+            if self._recorder is not None:
+                self._recorder.refused(verb, request, peers, layers, size_of(pages), error)
             raise
         finally:
             if span is not None:
                 span.end()
-        work._phase = PHASES.get(verb)
-        work._number = self._recorder.begin(verb, request, peers, layers, count, work._began)
-        work._recorder = self._recorder
-        if work._is_done:
-            self._settle(work)
+        if not work._in_journal and self._recorder is not None:
+            with self.engine.lock:  # the loop may be about to take it, or has handed it over already
+                if not work._in_journal and work._number < 0:
+                    work._record_with(self._recorder, verb, request, peers, layers, size_of(pages))
         return work
 
-    def _settle(self, work: KVWork) -> None:
-        """The work has completed: before it was recorded, or at this moment, when this comes second."""
-        with self.engine.lock:
-            work._record()
-
-
-class _RecordedGroupedVerbs(RecordedVerbs, GroupedVerbs):
-    """The same, where the layout has layer groups."""
+    def _returning(
+        self, verb: str, request: str, peers: Peers | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Calls a verb that has no work: its return is its end."""
+        recorder = self._recorder
+        if recorder is None:
+            return call(*args, **kwargs)
+        number = recorder.begin(verb, request, peers, None, 0, time.perf_counter())
+        try:
+            value = call(*args, **kwargs)
+        except KVError as error:
+            recorder.failed(number, f"{verb}({request!r})", error)
+            raise
+        recorder.returned(number)
+        return value

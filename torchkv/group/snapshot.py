@@ -7,10 +7,12 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torchkv.layout.layer_groups import SEPARATOR, group_of
-from torchkv.observe.dump_format import VERSION, Dump, Member, Receive, Send, WriterOf
+from torchkv.layout.layer_groups import SEPARATOR, base_name, group_of
+from torchkv.observe.dump_format import VERSION, Dump, Entry, Member, Receive, Send, WriterOf
+from torchkv.observe.histogram import Histogram
 from torchkv.observe.stats import Stats
 from torchkv.protocol.counts import SEVERAL
 from torchkv.protocol.receiving.request import ReceiverRequest
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
     from torchkv.group.verbs import Verbs
     from torchkv.layout.group_map import GroupMap
-    from torchkv.observe.recorder import FlightRecorder
 
 __all__ = ["dump", "stats"]
 
 LOCK_PATIENCE = 2.0  # seconds: a dump is of use, too, without what the lock guards
+LOOP_PATIENCE = 0.5  # seconds in which the resident loop ends its step, or hangs
 
 
-def stats(verbs: Verbs, *, recorder: FlightRecorder | None) -> Stats:
+def stats(verbs: Verbs) -> Stats:
     """See `Stats`."""
     engine = verbs.engine
     if not engine.closed:
@@ -47,10 +49,7 @@ def stats(verbs: Verbs, *, recorder: FlightRecorder | None) -> Stats:
                 names.get(rank, "gone"): {lane: each.nbytes for lane, each in list(connection.counters.items())}
                 for rank, connection in list(engine.connections.items())
             },
-            phases={
-                "grant": sender.counts.grants.copy(),
-                **({} if recorder is None else {phase: each.copy() for phase, each in recorder.phases.items()}),
-            },
+            phases=_phases(engine),
             open_sends=Counter(_send_state(req) for req in sender.requests),
             open_receives=Counter(_receive_state(req) for req in receiver.requests),
             queues=_queues(engine),
@@ -68,24 +67,28 @@ def stats(verbs: Verbs, *, recorder: FlightRecorder | None) -> Stats:
         )
 
 
-def dump(verbs: Verbs, reason: str, *, recorder: FlightRecorder) -> Dump:
-    """The flight record of this rank, with the requests that have not ended."""
+def dump(verbs: Verbs, reason: str) -> Dump:
+    """The flight record of this rank, with the requests that have not ended. Also if a lock or the loop hangs."""
     engine, now = verbs.engine, verbs.clock()
     me = engine.group_map.me
     sends: list[Send] | None = None
     receives: list[Receive] | None = None
     counted: dict[str, Any] = {}
+    loop = ""
     if engine.lock.acquire(timeout=LOCK_PATIENCE):
         try:
-            if not engine.closed:
-                engine.catch_up()
-            sends = [_send(req, now) for req in engine.sender.requests]
-            receives = [_receive(engine, req, now) for req in engine.receiver.requests]
+            flows = None if engine.closed else engine.flows
+            with nullcontext() if flows is None else flows.core.runner.standing_still_within(LOOP_PATIENCE) as still:
+                loop = "none" if flows is None else "runs" if still else "hangs"
+                if loop == "runs":
+                    engine.catch_up()
+                sends = [_send(req, now) for req in engine.sender.requests]
+                receives = [_receive(engine, req, now, look=loop == "runs") for req in engine.receiver.requests]
         finally:
             engine.lock.release()
-        if not engine.closed:
+        if loop != "hangs":
             engine.wake()  # `catch_up` may have left something to do
-        counted = stats(verbs, recorder=recorder).as_dict()
+            counted = stats(verbs).as_dict()
     return Dump(
         version=VERSION,
         reason=reason,
@@ -95,6 +98,7 @@ def dump(verbs: Verbs, reason: str, *, recorder: FlightRecorder) -> Dump:
         rank=me.own_number,
         instance=me.instance,
         incarnation=me.incarnation,
+        loop=loop,
         members=[
             Member(
                 rank=info.rank,
@@ -107,9 +111,29 @@ def dump(verbs: Verbs, reason: str, *, recorder: FlightRecorder) -> Dump:
         ],
         sends=sends,
         receives=receives,
-        entries=recorder.entries(),
+        entries=_entries(engine),
         stats=counted,
     )
+
+
+def _entries(engine: Engine) -> list[Entry]:
+    """The last operations, of the loop and of Python, by the time at which they began."""
+    found = [] if engine.recorder is None else engine.recorder.entries()
+    if engine.flows is not None:
+        found += engine.flows.journal.entries()
+    found.sort(key=lambda entry: entry.time_created_ns)
+    return found[-engine.options.recorded :]
+
+
+def _phases(engine: Engine) -> dict[str, Histogram]:
+    """Durations of what has succeeded, served by Python or by the loop; see `Stats`. Under the lock."""
+    found = {"grant": engine.sender.counts.grants.copy()}
+    if engine.recorder is not None:
+        found |= {phase: each.copy() for phase, each in engine.recorder.phases.items()}
+    if engine.flows is not None and engine.recorder is not None:
+        for phase, each in engine.flows.core.operations.phases().items():
+            found[phase].merge(each)
+    return found
 
 
 def _queues(engine: Engine) -> dict[str, int]:
@@ -158,10 +182,9 @@ def _receive_state(req: ReceiverRequest) -> str:
 
 
 def _send(req: SenderRequest, now: float) -> Send:
-    group = group_of(req.request)
     return Send(
-        request=_base(req.request, group),
-        layer_group=group,
+        request=base_name(req.request),
+        layer_group=group_of(req.request),
         to=req.dst,
         state=_send_state(req),
         age_s=now - req.begun_at,
@@ -175,12 +198,13 @@ def _send(req: SenderRequest, now: float) -> Send:
     )
 
 
-def _receive(engine: Engine, req: ReceiverRequest, now: float) -> Receive:
-    if req.flow is not None and engine.flows is not None and not engine.closed:
+def _receive(engine: Engine, req: ReceiverRequest, now: float, *, look: bool) -> Receive:
+    """look: at what the loop knows."""
+    if look and req.flow is not None and engine.flows is not None:
         engine.flows.look(req)
     group = req.group or ""
     return Receive(
-        request=_base(req.request, group),
+        request=req.request.removesuffix(f"{SEPARATOR}{group}") if group else req.request,
         layer_group=group,
         generation=req.generation,
         state=_receive_state(req),
@@ -199,8 +223,3 @@ def _receive(engine: Engine, req: ReceiverRequest, now: float) -> Receive:
             for rank, writer in req.writers.items()
         ],
     )
-
-
-def _base(name: str, group: str) -> str:
-    """The caller's name of the request whose part is called so."""
-    return name.removesuffix(f"{SEPARATOR}{group}") if group else name

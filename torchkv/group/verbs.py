@@ -29,6 +29,7 @@ from torchkv.engine.work import KVWork, LoopProgress
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
 from torchkv.group import arguments, prefixes
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
+from torchkv.group.recorded_verbs import RecordedVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
@@ -41,7 +42,7 @@ trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 _QUEUED = "request %r to ranks %s: %s queued, layers %s, %d pages or slots"
 
 
-class Verbs:
+class Verbs(RecordedVerbs):
     """The verbs of one rank. All methods are thread-safe; the public ones are documented in `KVProcessGroup`.
 
     engine: the rank's engine, which a progress thread (or a test) drives. cache: None for a rank that registered
@@ -57,7 +58,7 @@ class Verbs:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.cache = cache
         self.forced_path = engine.options.forced_path
         self._layout = None if cache is None else cache.layout
@@ -70,15 +71,14 @@ class Verbs:
 
     # ------------------------------------------------------------------ receiver
 
-    def recv_pages(
+    def _recv_pages(
         self,
         request: str,
         pages: Pages,
         src: Peers,
-        *,
-        prefix_tokens: int = 0,
-        state_slot: StateSlot = None,
-        timeout: float | timedelta | None = None,
+        prefix_tokens: int,
+        state_slot: StateSlot,
+        timeout: float | timedelta | None,
     ) -> KVWork:
         layout = self._layout or self.layout("recv_pages")
         engine = self.engine
@@ -161,61 +161,7 @@ class Verbs:
 
     # ------------------------------------------------------------------ sender
 
-    def send_layer(
-        self,
-        request: str,
-        layer: int,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        if type(layer) is not int:
-            arguments.check_one_layer("send_layer", request, layer)
-        return self._send("send_layer", request, layer, pages, dst, start, event, origin)
-
-    def send_slice(
-        self,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self._send("send_slice", request, layers, pages, dst, start, event, origin)
-
-    def staged_put(
-        self,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self._send("staged_put", request, layers, pages, dst, start, event, origin)
-
-    def send_pages(
-        self,
-        request: str,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        layers: Layers = None,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self._send("send_pages", request, layers, pages, dst, start, event, origin)
-
-    def _send(
+    def _send_any(
         self,
         verb: str,
         request: str,
@@ -226,10 +172,6 @@ class Verbs:
         event: Any,
         origin: Origin,
     ) -> KVWork:
-        if origin == "prefix" and verb != "staged_put":
-            work = self._send_more(verb, request, layers, pages, dst, start, event)
-            if work is not None:
-                return work
         layout = self._layout or self.layout(verb)
         engine = self.engine
         request = arguments.as_request(request)
@@ -259,7 +201,7 @@ class Verbs:
             ready = gpu.record_gate()
         work = self._work(operation)
         op = SendOp(request, ANYBODY, {}, held, start, len(ids), work, SourcePages(ids, ready, forced))
-        op.from_prompt = from_prompt
+        op.from_prompt, op.verb = from_prompt, verb
         self._queue(verb, op, ranks, whole=whole, anybody=dst is None)
         return work
 
@@ -279,21 +221,23 @@ class Verbs:
         if req is None or req.flow is None or flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
             return None
         ids = arguments.plain_pages(pages)
-        if ids is None and type(pages) is list and len(pages) <= MAX_PAGES:
-            ids = arguments.as_int64(pages, f"{verb}({request!r})")
-        if ids is None:
+        if ids is not None:
+            copied: Int64Array = np.empty(len(ids), dtype=np.int64)
+        elif type(pages) is list and len(pages) <= MAX_PAGES:
+            ids = copied = arguments.as_int64(pages, f"{verb}({request!r})")
+        else:
             return None
         if verb == "send_layer" and (dst,) not in engine.whole_pages:
             return None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
         work = self._work(f"{verb}({request!r})")
-        copied: Int64Array = np.empty(len(ids), dtype=np.int64)
+        work._expect(1)
         op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
+        op.verb = verb
         with engine.lock:
             if not flows.start_more(req, op, ids):
                 return None
-            work._expect(1)
             req.add_sent(op)
         return work
 
@@ -330,14 +274,9 @@ class Verbs:
         if wake:
             self._wake()
 
-    def send_state(
-        self, request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None
+    def _send_states(
+        self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any
     ) -> KVWork:
-        arguments.check_one_layer("send_state", request, layer)
-        return self.send_states(request, layer, state_slot, dst, event)
-
-    def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
-        """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
         engine, operation = self.engine, f"send_state({request!r})"
         parts = self._states(request, layers, state_slot, operation)
         ranks = {name: engine.group_map.of(name).targets(dst, operation) for name in parts}
@@ -372,7 +311,7 @@ class Verbs:
             raise ProtocolError(f"{operation}: state_slot=None; give the slot that holds the request's state")
         return {request: (held, slot)}
 
-    def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+    def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork:
         layout = self._layout or self.layout("finish")
         engine = self.engine
         request = arguments.as_request(request)
@@ -411,10 +350,10 @@ class Verbs:
     def granted(self, request: str, dst: Peers | None) -> int | None:
         return prefixes.granted(self, request, dst)
 
-    def prefix_tokens(self, request: str, dst: Peers | None) -> int:
+    def _prefix_tokens(self, request: str, dst: Peers | None) -> int:
         return prefixes.prefix_tokens(self, request, dst)
 
-    def withdraw(self, request: str) -> KVWork:
+    def _withdraw(self, request: str) -> KVWork:
         engine = self.engine
         names = self.part_names(request)
         operation = f"withdraw({request!r})"
@@ -430,7 +369,7 @@ class Verbs:
 
     # ------------------------------------------------------------------ either side
 
-    def refuse(self, request: str, src: Peers) -> None:
+    def _refuse(self, request: str, src: Peers) -> None:
         self.layout("refuse")
         engine = self.engine
         names = self.part_names(request)
@@ -445,7 +384,7 @@ class Verbs:
                 engine.receiver.decline(name, group_map.of(name).contributing(ranks, group_map.rank))
         self._wake()
 
-    def cancel(self, request: str, *, decline: bool = False) -> KVWork:
+    def _cancel(self, request: str, decline: bool) -> KVWork:
         engine = self.engine
         names = self.part_names(request)
         if decline:

@@ -17,6 +17,7 @@ __all__ = [
     "Pools",
     "Space",
     "absent_allowed",
+    "base_name",
     "group_of",
     "part_name",
 ]
@@ -37,6 +38,12 @@ def part_name(request: str, group: str) -> str:
 def group_of(name: str) -> str:
     """The layer group whose part has this name; an empty string if it is no part's."""
     return name.rpartition(SEPARATOR)[2] if SEPARATOR in name else ""
+
+
+def base_name(name: str) -> str:
+    """The request's name as the caller gave it, of one that may be a part's."""
+    group = group_of(name)
+    return name.removesuffix(f"{SEPARATOR}{group}") if group else name
 
 
 def absent_allowed(num_pages: int, page_size: int, windows: Iterable[int | None]) -> int:

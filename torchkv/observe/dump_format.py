@@ -14,10 +14,12 @@ VERSION = "torchkv-1"
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """One operation. Times in nanoseconds since 1970.
+    """One operation: a call of a verb, or of one that the resident loop serves, what it does towards one receiver.
 
-    state: ``scheduled`` (not ended, as far as Python has seen), ``completed`` or ``failed``. retired: whether it has
-    ended. nbytes, path: that its work has moved. peers, layers: as the caller named them; no layers: all.
+    Times in nanoseconds since 1970. record_id: grows; even for operations that the loop has recorded, odd for Python's;
+    -1 for one that the loop has not begun. state: ``scheduled`` (not ended, as far as Python or the loop has seen),
+    ``completed`` or ``failed``. retired: whether it has ended. nbytes, path: that its work has moved. peers, layers: as
+    the caller named them, or ranks and global layers; no layers: all.
     """
 
     record_id: int
@@ -100,7 +102,11 @@ class Receive(msgspec.Struct, kw_only=True):
 
 
 class Dump(msgspec.Struct, kw_only=True):
-    """One rank at one moment. sends, receives: None if the engine's lock could not be had."""
+    """One rank at one moment. sends, receives: None if the engine's lock could not be had.
+
+    loop: whether the rank's resident loop ``runs``, or ``hangs`` (then nothing is told of what only it knows); ``none``
+    where there is none; empty if the lock could not be had.
+    """
 
     version: str
     reason: str
@@ -115,6 +121,7 @@ class Dump(msgspec.Struct, kw_only=True):
     receives: list[Receive] | None
     entries: list[Entry]
     stats: dict[str, object]
+    loop: str = ""
 
 
 def read_dump(data: bytes, name: str) -> Dump:

@@ -7,10 +7,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["Range", "profiled"]
-
-
-profiled = torch.autograd._profiler_enabled  # whether a profiler of PyTorch is on in this thread
+__all__ = ["Range"]
 
 
 class Range:

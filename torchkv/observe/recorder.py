@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of a rank, in a ring of fixed size.
 
-An operation is a call of a verb. It is recorded when the verb returns, and once more when its work completes, as far as
-Python sees that: of a request on the resident loop, when somebody asks.
+An operation is a call of a verb. It is recorded when the verb returns, and once more when its work completes. What the
+resident loop serves it records by itself (`torchkv.core.journal`): here is all else, and what has failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchkv.errors import KVError, TransferCancelled
 from torchkv.observe.dump_format import Entry
 from torchkv.observe.histogram import Histogram
 
-__all__ = ["PHASES", "FlightRecorder", "size_of"]
+__all__ = ["PHASES", "FlightRecorder", "entry_of", "kept", "size_of"]
 
 # What the time from a verb to the end of its work is called among the latencies, where it has a name.
 PHASES: Mapping[str, str] = {
@@ -61,9 +61,9 @@ class FlightRecorder:
     def begin(self, verb: str, request: str, peers: Any, layers: Any, num_pages: int, began: float) -> int:
         """An operation that goes on; its number. Any thread. peers, layers: as the caller named them."""
         if type(layers) is not int and layers is not None:
-            layers = _kept(layers)
+            layers = kept(layers)
         if type(peers) is not str and type(peers) is not int:
-            peers = _kept(peers)
+            peers = kept(peers)
         number = self._next()
         at = number % self._size
         self._numbers[at] = number
@@ -133,23 +133,53 @@ class FlightRecorder:
         began, ended = self._began[at], self._ended[at]
         result = self._results[at] if ended else _NO_PATHS
         paths, error = (_NO_PATHS, result) if isinstance(result, str) else (result, "")
-        entry = Entry(
-            record_id=number,
-            profiling_name=f"torchkv:{self._verbs[at]}",
-            request=self._requests[at],
-            peers=_listed(self._peers[at]),
-            layers=_listed(self._layers[at]),
-            num_pages=self._pages[at],
-            time_created_ns=int(began * 1e9) + offset,
-            time_discovered_completed_ns=int(ended * 1e9) + offset if ended else None,
-            duration_ms=(ended - began) * 1e3 if ended else None,
-            state="scheduled" if not ended else "failed" if error else "completed",
-            retired=bool(ended),
+        entry = entry_of(
+            2 * number + 1,
+            self._verbs[at],
+            self._requests[at],
+            self._peers[at],
+            self._layers[at],
+            self._pages[at],
+            int(began * 1e9) + offset,
+            int(ended * 1e9) + offset if ended else None,
             nbytes=self._nbytes[at] if ended else 0,
             path="+".join(sorted(paths - {"none"})) or "none",
             error=error,
         )
         return entry if self._numbers[at] == number else None
+
+
+def entry_of(
+    record_id: int,
+    verb: str,
+    request: str,
+    peers: Any,
+    layers: Any,
+    num_pages: int,
+    began: int,
+    ended: int | None = None,
+    *,
+    nbytes: int = 0,
+    path: str = "none",
+    error: str = "",
+) -> Entry:
+    """An operation as a dump has it. peers, layers: as `kept`. began, ended: in nanoseconds since 1970."""
+    return Entry(
+        record_id=record_id,
+        profiling_name=f"torchkv:{verb}",
+        request=request,
+        peers=_listed(peers),
+        layers=_listed(layers),
+        num_pages=num_pages,
+        time_created_ns=began,
+        time_discovered_completed_ns=ended,
+        duration_ms=None if ended is None else (ended - began) / 1e6,
+        state="scheduled" if ended is None else "failed" if error else "completed",
+        retired=ended is not None,
+        nbytes=nbytes,
+        path=path,
+        error=error,
+    )
 
 
 def size_of(pages: Any) -> int:
@@ -160,7 +190,7 @@ def size_of(pages: Any) -> int:
         return 0
 
 
-def _kept(value: Any) -> Any:
+def kept(value: Any) -> Any:
     """A copy of what the caller may change; not all of a long list."""
     if value is None:
         return None

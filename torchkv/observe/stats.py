@@ -20,10 +20,9 @@ class Stats:
     instance, rank: of this rank. sends, receives: how requests ended here -> how many: ``success``, or the name of an
     error's class. A request of layer groups counts once for each. sent, received: peer -> path -> bytes; of a receive
     that several ranks wrote over shared memory, the peer is ``several``. lanes: peer -> lane -> bytes sent over it.
-    phases: durations of what has succeeded, as histograms: ``grant`` (a sender's first verb until the grant, of
-    requests that the resident loop does not bind), ``send`` (a sender's first verb until the verdict), ``verdict``
-    (``finish`` until the verdict), ``receive`` (the whole ``recv_pages``) and ``cancel``. All end when Python has seen
-    the end. All but ``grant`` are empty without a flight recorder.
+    phases: durations of what has succeeded, as histograms: ``grant`` (a sender's first verb until the grant), ``send``
+    (a sender's first verb until the verdict), ``verdict`` (``finish`` until the verdict), ``receive`` (the whole
+    ``recv_pages``) and ``cancel``. Without a flight recorder they are empty, but for grants that Python has bound.
     open_sends, open_receives: state -> how many requests: those of `torchkv.observe.dump_format`.
     queues: ``ops awaiting grants``, ``pages awaiting grants``, ``transfers`` (in Python: gated, queued or under way),
     ``loop flows`` (requests on the resident loop), ``scatters`` (stages that are being unpacked).

@@ -69,6 +69,7 @@ class SendOp:
     state: bool = False
     from_prompt: bool = False
     whole: bool = False
+    verb: str = ""  # as which the resident loop records the op, if at all
     withdrawn: Work = None  # the work of the `withdraw` call that stops this op, while its request goes on
     moved: bool = False  # set by the engine when bytes have moved; cleared when `Alive` is sent to the receiver
     # Whether what the resident loop had under way for the op when it was taken back has ended; None if nothing was.

@@ -175,7 +175,7 @@ class _OnGpu(_Lagging):
 
     def _make_core(self) -> Core:
         self.loop_gpu = LoopGpu()
-        return Core(self.rank, device=self.loop_gpu.device)
+        return Core(self.rank, device=self.loop_gpu.device, recorded=self.options.recorded)
 
     def _memory(self) -> LocalMemory:
         memory = super()._memory()

@@ -34,8 +34,10 @@ def flat_geometry(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> Int64
 class Pair:
     """Loops of a writer and a reader, with random pages on one side and poisoned ones on the other."""
 
-    def __init__(self, *, layers: int = 3, pages: int = 8, turn: int = TURN, window: int = MAILBOX_RECORDS) -> None:
-        self.writer, self.reader = (Core(rank, turn=turn, window=window) for rank in (0, 1))
+    def __init__(
+        self, *, layers: int = 3, pages: int = 8, turn: int = TURN, window: int = MAILBOX_RECORDS, recorded: int = 0
+    ) -> None:
+        self.writer, self.reader = (Core(rank, turn=turn, window=window, recorded=recorded) for rank in (0, 1))
         self.writer.peers.connect(1, self.reader.peers.descriptor())
         self.reader.peers.connect(0, self.writer.peers.descriptor())
         self.layers = layers
@@ -54,7 +56,7 @@ class Pair:
         )
         return flow
 
-    def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1) -> int:
+    def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1, serial: int = 0) -> int:
         flow = self.writer.open_send(
             peer=1,
             peer_flow=peer_flow,
@@ -64,15 +66,23 @@ class Pair:
             pages=np.array(pages, dtype=np.int64),
             src_page=TOKENS,
             dst_page=TOKENS,
+            serial=serial,
         )
         assert flow is not None
         return flow
 
     def grant(
-        self, flow: int, pages: Sequence[int], *, name: str = "name", writers: int = 1, prefix_tokens: int = 0
+        self,
+        flow: int,
+        pages: Sequence[int],
+        *,
+        name: str = "name",
+        writers: int = 1,
+        prefix_tokens: int = 0,
+        serial: int = 0,
     ) -> None:
-        ids = np.array(pages, dtype=np.int64)
-        self.reader.grant(flow, name.encode(), name_hashes(name), ids, prefix_tokens=prefix_tokens, writers=writers)
+        named, ids = (flow, name.encode(), name_hashes(name)), np.array(pages, dtype=np.int64)
+        self.reader.grant(*named, ids, prefix_tokens=prefix_tokens, writers=writers, serial=serial)
 
     def wait(self, *, name: str = "name", writers: int = 1, max_page: int | None = None) -> int:
         """A send that waits for its grant."""
@@ -90,9 +100,11 @@ class Pair:
         assert flow is not None
         return flow
 
-    def start(self, flow: int, pages: Sequence[int], *, start: int = 0, layers: Sequence[int] | None = None) -> int:
+    def start(
+        self, flow: int, pages: Sequence[int], *, start: int = 0, layers: Sequence[int] | None = None, verb: int = 0
+    ) -> int:
         positions = np.array(range(self.layers) if layers is None else layers, dtype=np.int64)
-        index = self.writer.start_op(flow, positions, np.array(pages, dtype=np.int64), start)
+        index = self.writer.start_op(flow, positions, np.array(pages, dtype=np.int64), start, verb=verb)
         assert index is not None
         return index
 

@@ -32,3 +32,11 @@ PUT, FLUSH, CHECK, FREE_REQUEST, PROGRESS, SEND_MESSAGE, PROBE, RECEIVE_MESSAGE 
 START, FINISH, WAIT, POST, ROUND = 1, 2, 3, 4, 5
 
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
+
+# What the journal records: verbs by their number there, and phases of requests of which it has the durations. grant:
+# from the first verb to the grant; send: from the first verb to the verdict; verdict: from ``finish`` to the verdict;
+# receive: from ``recv_pages`` to the verdict.
+VERBS = ("", "send_layer", "send_slice", "send_pages", "finish", "recv_pages")
+RECEIVING = VERBS.index("recv_pages")
+PHASES = ("grant", "send", "verdict", "receive")
+GRANT_PHASE, SEND_PHASE, VERDICT_PHASE, RECEIVE_PHASE = 0, 1, 2, 3

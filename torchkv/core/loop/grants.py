@@ -33,7 +33,8 @@ Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash ar
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import BOUND, CUT, FREE, GRANT, GRANTED, HELLO, OPEN, POSTED
+from torchkv.core.journal import begin, now, took
+from torchkv.core.loop.codes import BOUND, CUT, FREE, GRANT, GRANT_PHASE, GRANTED, HELLO, OPEN, POSTED, RECEIVING
 from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
@@ -83,6 +84,10 @@ _BEHIND = word_at("long_inbox") + RECORD_NBYTES
 def owe_grants(world: World, flow: int) -> None:
     """The grant of a receive is due to each of its writers, and what was posted to the leader of the instance."""
     receive = world["receives"][flow]
+    if receive["serial"] != 0:
+        pages = load(world["bell"] + GRANTS_AT + flow * GRANT_SLOT + _NUM_PAGES)
+        receive["operation"] = begin(world, RECEIVING, receive["serial"], 0, 0, 0, pages)
+        receive["begun"] = now(world)
     for number in range(receive["num_writers"]):
         owe(world, GRANT, receive["writers"][number]["rank"], flow, receive["generation"])
     if receive["leader"] >= 0 and receive["leader"] != world["rank"]:
@@ -314,6 +319,8 @@ def _bind(world: World, flow: int, source: int) -> None:
     send: Send = world["sends"][flow]
     send["peer_flow"], send["generation"] = world["record"]["flows"] & 0xFFFFFFFF, world["record"]["generation"]
     send["state"] = OPEN
+    if send["serial"] != 0:
+        took(world, GRANT_PHASE, now(world) - send["begun"])
     emit(world, BOUND, flow, source)
     index = send["first"]
     while index >= 0:

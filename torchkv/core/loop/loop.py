@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torchkv.core.journal import begin, now
 from torchkv.core.loop.codes import (
     AUX,
     CLOCK,
@@ -84,9 +85,7 @@ def _command(world: World) -> int:
     if kind == START:
         return _start(world, index)
     if kind == FINISH:
-        world["sends"][index]["num_pages"] = world["sends"][index]["finish"]
-        world["unfinished"] -= world["sends"][index]["started"]
-        seal_if_done(world, index)
+        _finish(world, index)
     elif kind == WAIT:
         wait_for_grant(world, index)
     elif kind == POST:
@@ -97,9 +96,24 @@ def _command(world: World) -> int:
 
 
 @compiled
+def _finish(world: World, flow: int) -> None:
+    send = world["sends"][flow]
+    send["operation"] = begin(world, send["verb"], send["serial"], 0, 0, 0, 0)
+    send["finished"] = now(world)
+    send["num_pages"] = send["finish"]
+    world["unfinished"] -= send["started"]
+    seal_if_done(world, flow)
+
+
+@compiled
 def _start(world: World, index: int) -> int:
     op = world["ops"][index]
     send = world["sends"][op["flow"]]
+    if op["verb"] != 0:
+        count, first, last = op["num_positions"], 0, 0
+        if count > 0:
+            first, last = load(op["positions"]), load(op["positions"] + 8 * (count - 1))
+        op["operation"] = begin(world, op["verb"], send["serial"], first, last, count, op["count"])
     if send["state"] == WAITING:
         park(world, index)
         return -1

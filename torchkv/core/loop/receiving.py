@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchkv.core.journal import end, now, took
 from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
@@ -12,6 +13,7 @@ from torchkv.core.loop.codes import (
     NEWS,
     NOBODY,
     OPEN,
+    RECEIVE_PHASE,
     RECEIVED,
     SEAL,
     VERDICT,
@@ -153,6 +155,9 @@ def succeed(world: World, flow: int) -> None:
     for number in range(receive["num_writers"]):
         writer = receive["writers"][number]
         owe(world, VERDICT, writer["rank"], writer["flow"], receive["generation"])
+    if receive["operation"] != 0:
+        end(world, receive["operation"], receive["nbytes"])
+        took(world, RECEIVE_PHASE, now(world) - receive["begun"])
     receive["state"] = FREE
     emit(world, RECEIVED, flow, 0)  # last: from here on the flow may be another receive's
 

@@ -18,6 +18,7 @@ from typing import TypedDict
 import numpy as np
 
 from torchkv.arrays import Int64Array
+from torchkv.core.loop.codes import PHASES
 from torchkv.core.loop.limits import (
     BUCKETS,
     COMMANDS,
@@ -35,6 +36,7 @@ from torchkv.core.loop.limits import (
     RECORD_NBYTES,
     SCRATCH,
 )
+from torchkv.observe.histogram import BOUNDS
 
 __all__ = [
     "AUX_AT",
@@ -111,6 +113,9 @@ class Send(TypedDict):
 
     network: 1 if the pages are put through the network.
 
+    For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
+    operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
+
     On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. Of the
     send's part of the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count:
     where the page ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this
@@ -149,6 +154,11 @@ class Send(TypedDict):
     src_at: int
     src_count: int
     ids_posted: int
+    serial: int
+    verb: int
+    operation: int
+    begun: int
+    finished: int
 
 
 class Op(TypedDict):
@@ -156,7 +166,8 @@ class Op(TypedDict):
 
     positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
     ordinal: what is copied next. arrived: positions whose bytes are in the receiver's pages. told: those that it knows
-    of. group: bytes since then. next: the op after it, while they wait for the grant, or -1.
+    of. group: bytes since then. next: the op after it, while they wait for the grant, or -1. verb: which it is, if it
+    is to be recorded in the `journal`, and operation: its number there; else 0.
 
     Through the network: posted: the number of its last put, or 0. Once puts up to the number ``mark`` have arrived, the
     positions before ``until`` have; 0 if none are awaited.
@@ -187,6 +198,8 @@ class Op(TypedDict):
     posted: int
     until: int
     mark: int
+    verb: int
+    operation: int
 
 
 class Writer(TypedDict):
@@ -208,7 +221,8 @@ class Receive(TypedDict):
     """A receive. cover: address of int64 ``[writers, layers, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
 
     leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
-    was posted. page_size: of this rank. nbytes: that have arrived.
+    was posted. page_size: of this rank. nbytes: that have arrived. serial: names the request to Python if it is to be
+    recorded in the `journal`, and operation: its number there; else 0. begun: when its grant was taken, in nanoseconds.
     """
 
     state: int
@@ -221,6 +235,9 @@ class Receive(TypedDict):
     cover: int
     num_writers: int
     nbytes: int
+    serial: int
+    operation: int
+    begun: int
     writers: list[Writer]
     aux: Int64Array
 
@@ -314,6 +331,10 @@ class World(TypedDict):
     votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
     round + 1, or 0.
 
+    Of the `journal`: operations: address of its ring of ``recorded``, which may be 0; operation: number of the last
+    one. phases: for each of `PHASES` how many durations lie in each bucket of a histogram, and their sum in
+    nanoseconds. clock: scratch.
+
     Of a rank whose pages lie on a GPU (see `launching`): stream: on which everything is enqueued. word,
     word_device: addresses of the completion word, here and there; posted: the last value that the stream was told to
     write to it. ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued.
@@ -375,6 +396,9 @@ class World(TypedDict):
     flying: int
     broken: int
     steps: int
+    operations: int
+    recorded: int
+    operation: int
     driver: Int64Array
     gate_streams: Int64Array
     gate_numbers: Int64Array
@@ -385,6 +409,8 @@ class World(TypedDict):
     message: Int64Array
     inbox: Int64Array
     long_inbox: Int64Array
+    clock: Int64Array
+    phases: Int64Array
     record: Record
     src: Int64Array
     dst: Int64Array
@@ -423,6 +449,8 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "message": ("i8", 8),
     "inbox": ("i8", RECORD_NBYTES // 8),
     "long_inbox": ("i8", MESSAGE_NBYTES // 8),
+    "clock": ("i8", 2),
+    "phases": ("i8", (len(PHASES), len(BOUNDS) + 2)),
     "src": ("i8", SCRATCH),
     "dst": ("i8", SCRATCH),
     "length": ("i8", SCRATCH),

@@ -6,7 +6,20 @@ and `network` puts it where the receiver is on another host.
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import AUX, BROKEN, FREE, OP_DONE, OPEN, SEAL, SEALED, SENT, WRITTEN
+from torchkv.core.journal import end, now, took
+from torchkv.core.loop.codes import (
+    AUX,
+    BROKEN,
+    FREE,
+    OP_DONE,
+    OPEN,
+    SEAL,
+    SEALED,
+    SEND_PHASE,
+    SENT,
+    VERDICT_PHASE,
+    WRITTEN,
+)
 from torchkv.core.loop.copies import copy_slice
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import landed
@@ -95,6 +108,7 @@ def advance(world: World, index: int, budget: int) -> int:
     if op["arrived"] < op["num_positions"]:
         return max(1, budget - left)
     send["running"] -= 1
+    end(world, op["operation"], op["nbytes"])
     seal_if_done(world, op["flow"])
     emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
     return ENDED - (budget - left)
@@ -163,6 +177,10 @@ def on_verdict(world: World, source: int, flow: int, generation: int) -> bool:
     send = world["sends"][flow]
     if send["state"] != SEALED or send["peer"] != source or send["generation"] != generation:
         return False
+    if send["operation"] != 0:
+        end(world, send["operation"], 0)
+        took(world, VERDICT_PHASE, now(world) - send["finished"])
+        took(world, SEND_PHASE, now(world) - send["begun"])
     send["state"] = FREE
     emit(world, SENT, flow, source)
     return True

@@ -312,7 +312,7 @@ class Registration:
         """The resident loop; None where it cannot work: then Python does everything."""
         try:
             device = None if self.gpu is None else loop_device(self.gpu.incoming, self.gpu.activate_thread)
-            return Core(self.rank, device=device)
+            return Core(self.rank, device=device, recorded=self.options.recorded)
         except TransportUnavailable as error:
             log.info("rank %d: no resident loop: %s", self.rank, error)
             return None
