@@ -185,7 +185,7 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
-        return _is_coarse(plan) or (self.stages is not None and fits(plan, self.stages.of_writer(rank)))
+        return _is_coarse(plan) or (self.stages is not None and self.stages.serves(rank, plan))
 
     def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Int64Array]:
         """Of the writers that stage, by rank: the plan, by which the loop unpacks their pieces."""

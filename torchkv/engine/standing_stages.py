@@ -61,17 +61,15 @@ class StandingStages:
         self._lane = lane
         self._used: dict[int, _Used] = {}
 
-    def of_writer(self, rank: int) -> int:
-        """Bytes of the stage that ``rank`` puts into; 0 if there is no room for one. The loop can reach ``rank``."""
-        if self._staging.receiving is None:
-            return 0
+    def serves(self, rank: int, plan: PairPlan) -> bool:
+        """Whether ``rank``, which the loop can reach, has a stage here that serves a plan, or is granted one now."""
+        if self._staging.receiving is None or not fits(plan, self._credits.standing_nbytes):
+            return False
         known = self._credits.stands(rank)
         stage = self._credits.stand(rank)
-        if stage is None:
-            return 0
-        if not known:
+        if stage is not None and not known:
             self._core.peers.let_stage(rank, self._staging.receiving.span(stage).ptr, stage.nbytes)
-        return stage.nbytes
+        return stage is not None
 
     def to(self, rank: int, lane: NetworkLane | None) -> int:
         """Bytes of the stage of ``rank`` that may be put into over this lane; 0 if there is none.

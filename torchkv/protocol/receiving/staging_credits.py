@@ -207,13 +207,18 @@ class StagingCredits:
         None where too few bytes are left.
         """
         if src not in self._standing:
-            nbytes = min(STANDING_NBYTES, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
+            nbytes = self.standing_nbytes
             stage = self.ring.allocate_for_long(nbytes, Owner(src, STANDING)) if nbytes else None
             if stage is None:
                 return None
             self._standing[src] = stage
             self.outbox.append((src, StageGrant(STANDING, 0, stage.offset, stage.nbytes)))
         return self._standing[src]
+
+    @property
+    def standing_nbytes(self) -> int:
+        """Bytes of each standing stage."""
+        return min(STANDING_NBYTES, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
 
     def stands(self, src: int) -> bool:
         """Whether a writer has a standing stage."""
