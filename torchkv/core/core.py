@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -107,6 +108,7 @@ class Core:
         self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
         self._kept_rounds: dict[int, Int64Array] = {}
+        self._unpacking: dict[int, Any] = {}  # of receives whose pieces may be unpacked, by flow
         self._network_receives: set[int] = set()  # flows of which writers are on other hosts
 
     def close(self) -> None:
@@ -130,13 +132,15 @@ class Core:
         src_page: int,
         dst_page: int,
         network: bool = False,
+        staged: bool = False,
         serial: int = 0,
         begun: int = 0,
     ) -> int | None:
         """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
 
-        network: whether they are put through the network, with the keys in ``geometry``. kernels: the launch table if
-        kernels copy the pages, of which there are `MAX_GRANTED` at most then. serial, begun: see `Send`.
+        network: whether they are put through the network, with the keys in ``geometry``; staged: through the standing
+        stage that the receiver has granted. kernels: the launch table if kernels copy the pages, of which there are
+        `MAX_GRANTED` at most then. serial, begun: see `Send`.
         """
         if not self._free_sends:
             return None
@@ -144,9 +148,9 @@ class Core:
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [geometry, kernels, pages]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot, sizes = self._slots[peer], (src_page, dst_page)
-        grant, lane = (peer_flow, generation), int(network)
-        posting.open_send(self._address, flow, slot, *grant, geometry, table, pages, *sizes, lane, serial, begun)
+        slot, sizes, lane = self._slots[peer], (src_page, dst_page), (int(network), int(staged))
+        grant = peer_flow, generation
+        posting.open_send(self._address, flow, slot, *grant, geometry, table, pages, *sizes, *lane, serial, begun)
         return flow
 
     def wait_for_grant(
@@ -161,22 +165,23 @@ class Core:
         src_page: int,
         dst_page: int,
         network: bool = False,
+        staged: bool = False,
         serial: int = 0,
         begun: int = 0,
     ) -> int | None:
         """A flow for a request whose grant has not come; None if all are in use. An event tells that it is bound.
 
         hashes: of its name. writers: a bit for each that the grant must name. max_page: granted pages are below this.
-        network, serial, begun: see `open_send`.
+        network, staged, serial, begun: see `open_send`.
         """
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
         self._kept_sends[flow] = [geometry, kernels]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot, sizes = self._slots[peer], (src_page, dst_page)
+        slot, sizes, lane = self._slots[peer], (src_page, dst_page), (int(network), int(staged))
         posting.wait_for_grant(
-            self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, int(network), serial, begun
+            self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, *lane, serial, begun
         )
         return flow
 
@@ -307,20 +312,30 @@ class Core:
         told: int = 0,
         writers: list[tuple[int, int, int]],
         network: bool = False,
+        staged: Mapping[int, Int64Array] | None = None,
+        pages: Int64Array | None = None,
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.records.Receive`.
 
-        writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts.
+        writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts. staged:
+        of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
         """
         assert 0 < len(writers) <= MAX_WRITERS
         layers = max(count for _, count, _ in writers)
         cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         self._kept_receives[flow] = cover
         leader = self._slots[leader] if leader >= 0 else leader
-        posting.open_receive(self._address, flow, generation, num_tokens, page_size, leader, told, cover)
+        ids = 0
+        if staged:
+            pages = np.ascontiguousarray(pages, dtype=np.int64)
+            self._unpacking[flow] = pages, dict(staged)
+            ids = pages.ctypes.data
+        what = (generation, num_tokens, page_size, leader, told)
+        posting.open_receive(self._address, flow, *what, cover, ids, int(bool(staged)))
         for number, (rank, count, size) in enumerate(writers):
             last = int(number == len(writers) - 1)
-            posting.add_writer(self._address, flow, self._slots[rank], count, size, last)
+            geometry = staged[rank].ctypes.data if staged and rank in staged else 0
+            posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, last)
         if network:
             self._network_receives.add(flow)
             self._count_network(1)
@@ -393,8 +408,16 @@ class Core:
             self._network_receives.remove(flow)
             self._count_network(-1)
 
+    def stop_unpacking(self, flow: int) -> None:
+        """Nothing is unpacked for a receive any more, whoever serves it: it has failed, or ended."""
+        if flow in self._unpacking:
+            with self.runner.standing_still():
+                self._memory[0]["receives"][flow]["unpacks"] = 0
+            del self._unpacking[flow]
+
     def free_receive(self, flow: int) -> None:
         """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""
+        self.stop_unpacking(flow)
         self._free_receives.append(flow)
 
     # ------------------------------------------------------------------ rounds of the instance that this rank leads

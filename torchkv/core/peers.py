@@ -15,10 +15,11 @@ import torch
 from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.loop import grants, loop, mailbox, network
-from torchkv.core.loop.codes import CUT, FREE
+from torchkv.core.loop.codes import CREDIT, CUT, FREE
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
 from torchkv.core.loop.records import GRANT_NBYTES, Peer, word_at
+from torchkv.core.loop.staging import PIECES_NBYTES
 from torchkv.errors import PeerLost, TransportUnavailable
 from torchkv.host import shared_memory
 from torchkv.transport.interface import Channel, NativeChannel
@@ -32,7 +33,10 @@ log = logging.getLogger(__name__)
 
 _PEER = list(Peer.__annotations__)
 _DRIVING = word_at("driving") // 8
-_OF_NETWORK = _PEER[_PEER.index("endpoint") :]
+# Fields that begin anew with each lane: all, but for the standing stages, and of a peer that has a mailbox only these.
+_OF_STAGES = _PEER.index("stage")
+_OF_LANE = _PEER[:_OF_STAGES]
+_OF_NETWORK = _PEER[_PEER.index("endpoint") : _OF_STAGES]
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class LoopPeers:
         self._mapped: dict[int, shared_memory.Segment] = {}  # by rank
         self._met: dict[int, bytes] = {}  # mailboxes of newcomers that have not said which one this rank may write to
         self._lanes: dict[int, NetworkLane] = {}  # by rank
+        self._pieces: dict[int, Int64Array] = {}  # by rank
         self._arrivals: dict[int, Int64Array] = {}  # by rank: of its grants; longer than a lane; touched as used
 
     # ------------------------------------------------------------------ mailboxes
@@ -162,6 +167,7 @@ class LoopPeers:
             loop.drop_due_to(self._runner.world, slot)
             self._cut(rank)
             self._arrivals.pop(rank, None)
+            self._pieces.pop(rank, None)
             world["peers"][slot] = 0
             world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
             head, box = mailbox.mailbox_at(slot)
@@ -251,7 +257,7 @@ class LoopPeers:
                 world[name][: len(words)] = words
             world["key_at"] = self._runner.address + word_at("put_params") + 8 * native.key_word
             peer = world["peers"][slot]
-            for name in _OF_NETWORK if peer["outbox"] else Peer.__annotations__:
+            for name in _OF_NETWORK if peer["outbox"] else _OF_LANE:
                 peer[name] = 0
             peer["endpoint"], peer["memory"] = native.endpoint, lane.memory.ctypes.data
             peer["tag_in"], peer["tag_out"] = tags
@@ -263,6 +269,9 @@ class LoopPeers:
                     self._arrivals[rank] = np.zeros(grants.ARRIVALS_NBYTES // 8, dtype=np.int64)
                 peer["arrivals"] = self._arrivals[rank].ctypes.data
                 grants.greet(self._runner.world, slot)
+            if peer["taken"] and not peer["crediting"]:  # the last CREDIT may be lost with the lane before
+                peer["crediting"] = 1
+                mailbox.owe(self._runner.world, CREDIT, slot, 0, 0)
         posting.wake_loop(self._runner.address)
         return lane
 
@@ -292,6 +301,44 @@ class LoopPeers:
         lane = self._lanes.get(rank)
         failed = lane is not None and self._memory[0]["peers"][self.slots[rank]]["failed"] != 0
         return None if failed else lane
+
+    # ------------------------------------------------------------------ standing stages
+
+    def let_stage(self, rank: int, address: int, nbytes: int) -> None:
+        """From now on ``rank`` may put pieces into these bytes of this rank's ring."""
+        with self._runner.standing_still():
+            peer = self._memory[0]["peers"][self.slots[rank]]
+            peer["ring"], peer["ring_nbytes"], peer["taken"] = address, nbytes, 0
+
+    def end_stage(self, rank: int) -> None:
+        """``rank`` has ended, and its standing stage is about to be somebody else's: nothing is read from it."""
+        if (slot := self.slots.get(rank)) is not None:
+            with self._runner.standing_still():
+                self._memory[0]["peers"][slot]["ring"] = 0
+
+    def use_stage(self, rank: int, own: tuple[int, int], there: tuple[int, int], nbytes: int) -> None:
+        """``rank`` has granted a standing stage. own, there: address and key of this rank's bytes, and of the stage."""
+        self._pieces[rank] = np.zeros(PIECES_NBYTES // 8, dtype=np.int64)
+        with self._runner.standing_still():
+            peer = self._memory[0]["peers"][self.slots[rank]]
+            peer["pieces"], peer["stage_nbytes"] = self._pieces[rank].ctypes.data, nbytes
+            (peer["stage"], peer["stage_key"]), (peer["there"], peer["there_key"]) = own, there
+
+    def staged(self, rank: int) -> tuple[int, int]:
+        """How far puts to ``rank`` and pieces for it have come, of those that are not over; 0 where all are."""
+        peer = self._memory[0]["peers"][self.slots[rank]]
+        if peer["flushed"] < peer["puts"]:
+            peer["wanted"], self._memory[0]["under_way"] = int(peer["puts"]), 1
+            posting.wake_loop(self._runner.address)
+        puts = 0 if peer["flushed"] >= peer["puts"] else int(peer["puts"])
+        return puts, 0 if peer["freed"] >= peer["packed"] else int(peer["packed"])
+
+    def has_come_back(self, rank: int, lane: NetworkLane, position: int) -> bool:
+        """Whether ``rank`` has unpacked its pieces up to this position. Raises ``PeerLost`` if nobody will know."""
+        slot = self.slots.get(rank)
+        if slot is not None and self._memory[0]["peers"][slot]["freed"] >= position:
+            return True
+        return self.has_arrived(rank, lane, 1 << 62) if lane.failed else False
 
     def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
         """Whether the put of this number, and all before it, are in the memory of ``rank``.

@@ -99,6 +99,7 @@ def open_send(
     src_page: int,
     dst_page: int,
     network: int,
+    staged: int,
     serial: int,
     begun: int,
 ) -> None:
@@ -110,7 +111,7 @@ def open_send(
     send["geometry"], send["kernels"], send["ids"] = geometry.ctypes.data, kernels, ids.ctypes.data
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
     _clear(send)
-    send["network"] = network
+    send["network"], send["staged"] = network, staged
     world["network"] += network
     send["state"] = OPEN
 
@@ -129,6 +130,7 @@ def wait_for_grant(
     src_page: int,
     dst_page: int,
     network: int,
+    staged: int,
     serial: int,
     begun: int,
 ) -> None:
@@ -142,7 +144,7 @@ def wait_for_grant(
     send["generation"] = 0
     send["first"] = send["last"] = send["reach"] = -1
     _clear(send)
-    send["network"] = network
+    send["network"], send["staged"] = network, staged
     world["network"] += network
     send["state"] = WAITING
     _command(world, WAIT, flow)
@@ -179,7 +181,7 @@ def start_op(
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
-    op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
+    op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["pieces"] = op["operation"] = 0
     op["verb"] = verb
     _command(world, START, index)
 
@@ -227,23 +229,27 @@ def open_receive(
     leader: int,
     told: int,
     cover: Int64Array,
+    ids: int,
+    unpacks: int,
 ) -> None:
-    """Makes a free flow a receive. leader, told; cover: int64 ``[writers, layers, ...]``: see `Receive`."""
+    """Makes a free flow a receive. cover: int64 ``[writers, layers, ...]``. The rest: see `Receive`."""
     world = world_at(address)
     receive = world["receives"][flow]
     receive["generation"], receive["num_tokens"], receive["page_size"] = generation, num_tokens, page_size
     receive["leader"], receive["told"] = leader, told
     receive["layers"], receive["cover"] = cover.shape[1], cover.ctypes.data
     receive["num_writers"] = receive["nbytes"] = receive["serial"] = receive["operation"] = 0
+    receive["ids"], receive["unpacks"] = ids, unpacks
 
 
 @compiled_with_gil
-def add_writer(address: int, flow: int, rank: int, layers: int, page_size: int, last: int) -> None:
+def add_writer(address: int, flow: int, rank: int, layers: int, page_size: int, geometry: int, last: int) -> None:
     """Adds a writer; with the ``last`` one the receive takes records."""
     world = world_at(address)
     receive = world["receives"][flow]
     writer = receive["writers"][receive["num_writers"]]
     writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
+    writer["geometry"] = geometry
     writer["sealed"], writer["flow"], writer["aux_nbytes"], writer["told"] = -1, 0, 0, 0
     receive["num_writers"] += 1
     if last != 0:

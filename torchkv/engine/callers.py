@@ -125,7 +125,7 @@ def _completed(actions: list[Action]) -> list[KVWork]:
 def _settle(action: Settle | SettleCopied) -> list[KVWork]:
     """Completes one part of a work, or of several. Those that are complete now."""
     if isinstance(action, SettleCopied):
-        return settle_copied(action.works, action.nbytes)
+        return settle_copied(action.works, action.nbytes, action.path)
     work: KVWork = action.work
     if action.nbytes:
         work._account(action.nbytes, action.path)

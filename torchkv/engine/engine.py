@@ -26,7 +26,9 @@ from torchkv.engine.flows import Flows
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
+from torchkv.engine.routes import Routes
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
+from torchkv.engine.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
@@ -35,7 +37,19 @@ from torchkv.layout.layer_groups import UNGROUPED
 from torchkv.observe.recorder import FlightRecorder
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
-from torchkv.protocol.messages import Alive, Grant, Left, Mailbox, Message, Seal, StageAsk, Staged, StageGrant, Verdict
+from torchkv.protocol.messages import (
+    STANDING,
+    Alive,
+    Grant,
+    Left,
+    Mailbox,
+    Message,
+    Seal,
+    StageAsk,
+    Staged,
+    StageGrant,
+    Verdict,
+)
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.receiving.stage_allocator import StagingRing
 from torchkv.protocol.receiving.staging_credits import StagingCredits
@@ -164,11 +178,27 @@ class Engine:
                 kernels=memory.kernels or (None if core.device is None else self.scheduler.kernels),
                 direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
                 puts=options.forced_path is None,
+                stages=self._standing_stages(core, memory) if not options.checksum else None,
                 clock=weakly(self._clock),
                 recorder=self.recorder,
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
             self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
+
+    def _standing_stages(self, core: Core, memory: LocalMemory) -> Callable[[Routes], StandingStages] | None:
+        """Makes the standing stages of the resident loop; None where it stages nothing."""
+        staging = memory.staging
+        if staging is None or memory.gpu is not None or memory.kernels is not None:
+            return None
+        credits, requester, connections = self.credits, self._machines.requester, self.connections
+        return lambda routes: StandingStages(
+            core,
+            staging=staging,
+            credits=credits,
+            requester=requester,
+            connection=connections.get,
+            lane=routes.lane,
+        )
 
     # ------------------------------------------------------------------ driving
 
@@ -199,6 +229,8 @@ class Engine:
                 self.newcomers.tick(now)
             with self.lock:
                 self.callers.has_news |= self._machines.tick(now)
+                if self.flows is not None:
+                    self.flows.take_stages()
             busy |= self._settle(now)
         return busy
 
@@ -404,6 +436,8 @@ class Engine:
         elif isinstance(message, Verdict):
             self.spin_until = now
         if self._machines.handle(src, message, now):
+            if isinstance(message, StageGrant) and message.generation == STANDING and self.flows is not None:
+                self.flows.take_stages()
             return
         if isinstance(message, Left):
             self.peers.on_left(src, now)

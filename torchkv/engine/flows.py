@@ -3,8 +3,9 @@
 A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
 ranks are on this host, the pages are mapped and of the same dtypes, and there is no state. This host's processor copies
 what lies in its memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages
-in host memory that are not mapped the loop puts through the network, unless their runs are so short that staging may be
-faster. Everything else, and everything that goes wrong, is Python's: see `torchkv.protocol.flows`.
+in host memory that are not mapped the loop puts through the network; if their runs are short, it stages them, once the
+receiver has granted a standing stage. Everything else, and everything that goes wrong, is Python's: see
+`torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
@@ -50,6 +51,7 @@ from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, 
 from torchkv.core.peers import NetworkLane
 from torchkv.engine.journal import Journal
 from torchkv.engine.routes import Route, Routes
+from torchkv.engine.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
 from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
@@ -78,7 +80,8 @@ class Flows:
 
     connections: those that have been made, by rank. local: this rank's pages. kernels: of pages on a GPU. direct:
     False where no peer is expected to write straight into these pages, so that the loop cannot serve receives. puts:
-    False where pages that are not mapped are not to be put by the loop. recorder: goes on with the loop's journal.
+    False where pages that are not mapped are not to be put by the loop. stages: what makes its standing stages, for
+    its routes; None where it stages nothing. recorder: goes on with the loop's journal.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Flows:
         kernels: Kernels | None = None,
         direct: bool = True,
         puts: bool = True,
+        stages: Callable[[Routes], StandingStages] | None = None,
         clock: Callable[[], float],
         recorder: FlightRecorder | None = None,
     ) -> None:
@@ -109,8 +113,10 @@ class Flows:
         self.routes = Routes(
             core, local=local, connections=connections, kernels=kernels, puts=puts, sends_to=weakly(self._sends_to)
         )
+        self._stages = None if stages is None else stages(self.routes)
+        self.routes.stages = self._stages
         self._sends: dict[int, SenderRequest] = {}  # by flow
-        self._lanes: dict[int, NetworkLane] = {}  # by flow, of those whose pages are put
+        self._put: dict[int, tuple[NetworkLane, bool]] = {}  # by flow, of those whose pages are put; whether staged
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
@@ -150,6 +156,7 @@ class Flows:
             "src_page": plan.src_page_size,
             "dst_page": plan.dst_page_size,
             "network": route.lane is not None,
+            "staged": route.staged,
             "serial": self.journal.serial(),
             "begun": int(req.begun_at * 1e9),
         }
@@ -158,7 +165,7 @@ class Flows:
         req.flow = flow
         self._sends[flow] = req
         if route.lane is not None:
-            self._lanes[flow] = route.lane
+            self._put[flow] = route.lane, route.staged
         self.journal.name_send(req, plan.layers)
 
     def heed_grants(self, heeds: bool) -> None:
@@ -266,9 +273,13 @@ class Flows:
                 return None
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
-            lane = self._lanes.pop(req.flow, None)
+            lane, staged = self._put.pop(req.flow, (None, False))
+            if lane is not None and staged and self.core.moved(req.flow):
+                req.landing = self._landing(req, lane)
             for index in left:
-                if lane is not None and (posted := self.core.put(index)):
+                if staged:
+                    self._ops[index][1].landed = req.landing
+                elif lane is not None and (posted := self.core.put(index)):
                     self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
                 elif self.core.device is not None and (posted := self.core.flying(index)):
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
@@ -282,9 +293,29 @@ class Flows:
         req.flow = None
         return sealed
 
+    def _landing(self, req: SenderRequest, lane: NetworkLane) -> Callable[[], bool] | None:
+        """Whether all that was staged to the receiver until now has arrived, and was unpacked if it still may be."""
+        peers, rank = self.core.peers, req.dst
+        posted, position = peers.staged(rank)
+
+        def has_landed() -> bool:
+            if posted and not peers.has_arrived(rank, lane, posted):
+                return False
+            # What goes on may be written again, with other bytes, which older ones must not follow.
+            return req.error is not None or not position or peers.has_come_back(rank, lane, position)
+
+        return has_landed if posted or position else None
+
+    def take_stages(self) -> None:
+        """Makes ready the standing stages that receivers have granted. Driver's thread."""
+        if self._stages is not None:
+            self._stages.take()
+
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self.routes.forget(rank)
+        if self._stages is not None:
+            self._stages.forget(rank)
         self.core.peers.disconnect(rank)
         self._dead.discard(rank)
 
@@ -303,6 +334,9 @@ class Flows:
     def open_receive(self, req: ReceiverRequest, told: int) -> None:
         assert req.flow is not None
         self._receives[req.flow] = req
+        staged = self.routes.unpacked({rank: writer.plan for rank, writer in req.writers.items()})
+        if staged:
+            req.loop_path = "staged"
         self.core.open_receive(
             req.flow,
             generation=req.generation,
@@ -312,6 +346,8 @@ class Flows:
             told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
             network=not all(self._connections[rank].direct for rank in req.writers),
+            staged=staged,
+            pages=req.pages,
         )
 
     def _decider(self) -> int:
@@ -336,6 +372,9 @@ class Flows:
         prefix, serial = req.prefix_tokens, self.journal.name_receive(req)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
         return True
+
+    def stop_unpacking(self, flow: int) -> None:
+        self.core.stop_unpacking(flow)
 
     def free_receive(self, flow: int) -> None:
         self.core.free_receive(flow)
@@ -438,7 +477,7 @@ class Flows:
         match notice.kind:
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
-                self._lanes.pop(notice.index, None)
+                self._put.pop(notice.index, None)
                 self.journal.end_send(notice.index)
                 self.core.end_send(notice.index)
                 sent.flow = None
@@ -518,7 +557,8 @@ class Flows:
         connection = self._connections[req.dst]
         lane = "view" if connection.direct else connection.lane
         connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes))
-        self._sender.copied(req, ops, nbytes, now)
+        staged = req.flow is not None and self._put.get(req.flow, (None, False))[1]
+        self._sender.copied(req, ops, nbytes, now, "staged" if staged else "direct")
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:
         """A record that the loop did not take: Python judges it, as a message with the same meaning."""

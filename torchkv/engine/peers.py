@@ -246,8 +246,8 @@ class Peers:
         if self.closing:
             log.info("rank %d: memory of dead ranks stays mapped while a stream waits", self._group_map.rank)
         with self._lock:
+            self._unmap(rank)  # first: the loop reads no stage of it after this
             self._receiver.peer_dead(rank, now)
-            self._unmap(rank)
 
     def _on_event(self, event: PeerEvent, now: float) -> None:
         with self._lock:

@@ -255,7 +255,7 @@ class GroupLeases:
             pages, stages = bool(self._receiver.leases.holders()), bool(self._credits.writers())
         if not pages:
             self._storages.clear()
-        if not stages:
+        if not stages and not any(map(self._credits.stands, self._receiver.leases.pending_writers())):
             self._ring_memory = None
         return pages or stages
 

@@ -11,6 +11,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import SEGMENT_FIELDS
+from torchkv.engine.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Route", "Routes"]
 
-MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones may be staged
+MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones are staged
 MAX_ROWS = 1024  # of one page pair that it puts
 MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
 
@@ -44,6 +45,7 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 
 class Route:
     """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
+    staged: whether they are put into a standing stage there.
 
     A route through the network ends with its lane.
     """
@@ -55,11 +57,13 @@ class Route:
         connection: PeerConnection,
         launches: Launches | None = None,
         lane: NetworkLane | None = None,
+        staged: bool = False,
     ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
         self.launches = launches
         self.lane = lane
+        self.staged = staged
         self.kernels = None if launches is None else launches.words
         native = None if lane is None else lane.native
 
@@ -107,6 +111,8 @@ class Routes:
         self._kernels = kernels
         self._puts = puts and kernels is None
         self._sends_to = sends_to
+        self.stages: StandingStages | None = None  # set by the flows, if loops may stage
+        self._unpacked: dict[int, tuple[PairPlan, Int64Array]] = {}  # plans of writers that stage, by id
         # What became of each connection whose pages are not mapped.
         self._laned: WeakKeyDictionary[PeerConnection, NetworkLane | None] = WeakKeyDictionary()
 
@@ -151,12 +157,13 @@ class Routes:
         return route
 
     def _of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> Route | None:
-        """How the loop puts a plan to ``rank``; None if that may be slower than staging, or a part cannot be put."""
-        if not _is_coarse(plan):
+        """How the loop puts a plan to ``rank``, or stages it; None if it cannot yet, or a part cannot be put."""
+        lane, staged = self.lane(rank, connection), not _is_coarse(plan)
+        if staged and (self.stages is None or not fits(plan, self.stages.to(rank, lane))):
             return None
-        route = Route(plan, self._local, connection, lane=self.lane(rank, connection))
+        route = Route(plan, self._local, connection, lane=lane, staged=staged)
         keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
-        if not keys.all():
+        if not staged and not keys.all():
             return None
         self.known[rank, id(plan)] = route
         return route
@@ -174,8 +181,27 @@ class Routes:
         """
         if not all(self.serving(rank) for rank in plans) or not all(map(_can_copy, plans.values())):
             return False
-        # Else its writer puts in Python, or stages.
-        return all(self._connections[rank].direct or _is_coarse(plan) for rank, plan in plans.items())
+        return all(self._connections[rank].direct or self._is_taken(rank, plan) for rank, plan in plans.items())
+
+    def _is_taken(self, rank: int, plan: PairPlan) -> bool:
+        """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
+        return _is_coarse(plan) or (self.stages is not None and self.stages.serves(rank, plan))
+
+    def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Int64Array]:
+        """Of the writers that stage, by rank: the plan, by which the loop unpacks their pieces."""
+        return {
+            rank: self._of_pieces(plan)
+            for rank, plan in plans.items()
+            if not self._connections[rank].direct and not _is_coarse(plan)
+        }
+
+    def _of_pieces(self, plan: PairPlan) -> Int64Array:
+        def ours(component: str, layer: int) -> tuple[int, int, int]:
+            return self._local.ptr(component, layer), self._local.page_stride(component, layer), 0
+
+        if id(plan) not in self._unpacked:
+            self._unpacked[id(plan)] = plan, geometry(plan, lambda component, layer: (0, 0, 0), ours)
+        return self._unpacked[id(plan)][1]
 
 
 def _is_coarse(plan: PairPlan) -> bool:

@@ -416,19 +416,20 @@ class KVWork(dist.Work):
             future.set_exception(self._error)
 
 
-def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int]) -> list[KVWork]:
-    """As `KVWork._account` and `KVWork._settle` of one part of each, on the path ``direct``: quick for many works.
+def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int], path: str) -> list[KVWork]:
+    """As `KVWork._account` and `KVWork._settle` of one part of each, on one path: quick for many works.
 
     Returns those that are complete.
     """
     completed: list[KVWork] = []
+    paths = _DIRECT if path == "direct" else frozenset({path})
     with _completing:
         ended = time.perf_counter()
         for work, moved in zip(works, nbytes, strict=True):
             assert work._parts > 0
             if moved:
                 work.bytes += moved
-                work._paths = work._paths | _DIRECT if work._paths else _DIRECT
+                work._paths = work._paths | paths if work._paths else paths
             work._parts -= 1
             if not work._parts:
                 work._ended = ended

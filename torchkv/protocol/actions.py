@@ -189,12 +189,13 @@ class Settle:
 class SettleCopied:
     """The resident loop has copied these ops of one request: complete one part of the work of each, successfully.
 
-    nbytes: what each has moved, on the path ``direct``. One action for many ops, because they often end together, and
+    nbytes: what each has moved, on the path ``path``. One action for many ops, because they often end together, and
     layer by layer there are many.
     """
 
     works: list[Work]
     nbytes: list[int]
+    path: str = "direct"
 
 
 @dataclass(slots=True)

@@ -221,6 +221,9 @@ class InstanceVerdict(Message, frozen=True, tag="instance"):
     text: Text
 
 
+STANDING = 0  # in place of a generation: of the stage that loops use for all requests of a writer
+
+
 class StageAsk(Message, frozen=True, tag="stage_ask"):
     """Writer -> receiver: I need a stage of ``nbytes`` bytes of your staging ring, or at least of ``least``.
 
@@ -239,7 +242,7 @@ class StageGrant(Message, frozen=True, tag="stage_grant"):
     """Receiver -> writer: you may write bytes [offset, offset + nbytes) of my ring until you send ``Staged``.
 
     With a ``value`` other than 0 you may use the stage as a FIFO: signal ``word`` of my ring is yours then, and its
-    words have held no value as large as ``value``.
+    words have held no value as large as ``value``. Of generation `STANDING`, unasked: your loop may, from now on.
     """
 
     generation: Count

@@ -128,7 +128,7 @@ class StagedTransfer(Transfer):
         """
         rings = self._target.nbytes // RECV_SHARE
         if self._view is None:
-            rings = min(rings, self._stages.ring.capacity // SEND_SHARE)
+            rings = min(rings, self._stages.ring.largest_possible // SEND_SHARE)
         if self._fifo_channels:
             return max(1, min(rings, ChunkFifo(LARGEST_CHUNK, self._fifo_channels).nbytes))
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
@@ -172,7 +172,7 @@ class StagedTransfer(Transfer):
         """Raises ``RingExhausted`` if one page of a layer is larger than a ring."""
         needed = [(self._target.nbytes, self.connection.name, "recv")]
         if self._view is None:
-            needed.append((self._stages.ring.capacity, "this rank", "send"))
+            needed.append((self._stages.ring.largest_possible, "this rank", "send"))
         for nbytes, whose, option in needed:
             if self._cutter.least > nbytes:
                 raise RingExhausted(

@@ -3,7 +3,7 @@
 To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
 that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
-    trace SEED [network]    prints what happens in one run
+    trace SEED [network|staged]    prints what happens in one run
     break NAME    breaks the loop; fails unless some seed shows it
 """
 
@@ -13,18 +13,32 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.apart import Apart, kinds
+import torch
+
+from tests.helpers.apart import PAGES, Apart, kinds
 from tests.helpers.simulation.loop_runs import loop_scenario
-from torchkv.bench.scale.loops import TOKENS, Pair
+from tests.helpers.staged_apart import StagedApart
+from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
-from torchkv.core.loop import grants, launching, loop, mailbox, network, receiving, rounds, sending, stripes
-from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, WAITING, WRITTEN
-from torchkv.core.loop.limits import RECORD_NBYTES
+from torchkv.core.loop import (
+    grants,
+    launching,
+    loop,
+    mailbox,
+    network,
+    receiving,
+    rounds,
+    sending,
+    stripes,
+    unpacking,
+)
+from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, STAGED, WAITING, WRITTEN
+from torchkv.core.loop.limits import MAX_FLOWS, RECORD_NBYTES
 from torchkv.core.peers import LoopPeers
 from torchkv.engine.flows import Flows
 from torchkv.host.atomics import copy_bytes, load, store
 
-__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS"]
+__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "STAGED_BREAKS"]
 
 SEEDS = range(150)
 
@@ -238,6 +252,78 @@ def _hears_only_while_it_has_flows() -> None:
     swap(loop, _hear_network=lambda world: bool(world["network"] and hear(world)))
 
 
+def _frees_what_is_only_told() -> None:
+    real = sending.tell_pieces
+
+    def tell(world: Any, peer: Any) -> bool:
+        told = bool(real(world, peer))
+        if peer["piece_head"] == peer["piece_tail"]:
+            peer["freed"] = peer["packed"]
+        return told
+
+    swap(loop, tell_pieces=tell)
+
+
+def _counts_credits_twice() -> None:
+    def on_credit(world: Any, source: int) -> None:
+        peer, until = world["peers"][source], world["record"]["lo"]
+        peer["freed"] = min(peer["packed"], peer["freed"] + 2 * (until - peer["freed"]))
+
+    swap(loop, on_credit=on_credit)
+
+
+def _tells_of_pieces_that_are_only_put() -> None:
+    real = sending.tell_pieces
+
+    def tell(world: Any, peer: Any) -> bool:
+        flushed, peer["flushed"] = int(peer["flushed"]), 1 << 62
+        told = bool(real(world, peer))
+        peer["flushed"] = flushed
+        return told
+
+    swap(loop, tell_pieces=tell)
+
+
+def _unpacks_for_failed_requests() -> None:
+    swap(Core, stop_unpacking=lambda self, flow: None)
+
+
+def _unpacks_pieces_of_any_generation() -> None:
+    real = unpacking._unpack
+
+    def unpack(world: Any, source: int, at: int) -> bool:
+        record = world["record"]
+        flow = record["flows"] & 0xFFFFFFFF
+        if flow < MAX_FLOWS:
+            record["generation"] = world["receives"][flow]["generation"]
+        return bool(real(world, source, at))
+
+    swap(unpacking, _unpack=unpack)
+
+
+def _unpacks_beyond_the_stage() -> None:
+    real = unpacking.on_staged
+
+    def on_staged(world: Any, source: int) -> bool:
+        peer = world["peers"][source]
+        size, peer["ring_nbytes"] = int(peer["ring_nbytes"]), 1 << 40
+        known = bool(real(world, source))
+        peer["ring_nbytes"] = size
+        return known
+
+    swap(loop, on_staged=on_staged)
+
+
+def _loses_pieces_that_python_serves() -> None:
+    real = Core.close_receive
+
+    def close(self: Core, flow: int) -> None:
+        real(self, flow)
+        self._memory[0]["receives"][flow]["unpacks"] = 0
+
+    swap(Core, close_receive=close)
+
+
 def _decides_without_the_others() -> None:
     def on_done(world: Any, source: int, flow: int, generation: int) -> bool:
         world["votes"][source][flow] = generation
@@ -323,11 +409,51 @@ def _a_grant_that_a_message_overtakes() -> str:
     return "it binds a request on the loop, too" if new and BOUND in kinds(told) else ""
 
 
+def _pieces_through_a_small_stage() -> str:
+    """A reader that takes turns seldom, and a stage of a few pages."""
+    for seed in range(10):
+        apart = StagedApart(seed, nbytes=1024)
+        pages = list(range(PAGES))
+        send = apart.stage(apart.accept(pages), pages)
+        apart.start(send, pages[::-1])
+        for turn in range(600):
+            apart.writer.runner.step()
+            apart.world.advance(apart.world.now + 1e-4)
+            if turn % 5 == 0:
+                apart.reader.runner.step()
+        if not torch.equal(apart.dst, apart.expected(pages[::-1])):
+            return f"seed {seed}: other bytes"
+    return ""
+
+
+def _a_piece_of_an_earlier_request() -> str:
+    apart = StagedApart()
+    flow = apart.accept([0, 1], 2)
+    head = STAGED | 1 << 32
+    apart.message(apart.record(head=head, flows=flow, generation=1, hi=2 * TOKENS, nbytes=PAGE))
+    apart.run(5)
+    return "" if (apart.dst == 0xAB).all() else "it was unpacked"
+
+
+def _a_piece_beyond_the_stage() -> str:
+    apart = StagedApart()
+    flow = apart.accept([0, 1])
+    head, beyond = STAGED | 1 << 32, {"spare": 1024 - TOKENS}
+    apart.message(apart.record(head=head, flows=flow, generation=1, hi=2 * TOKENS, nbytes=PAGE, **beyond))
+    apart.run(5)
+    return "" if (apart.dst == 0xAB).all() else "it was unpacked"
+
+
 # What runs of the simulation show seldom, or never if they are honest. name -> (breaks it, looks for what is wrong)
 MOMENTS: dict[str, tuple[Callable[[], None], Callable[[], str]]] = {
     "no generation check": (_takes_records_of_any_generation, _a_record_of_an_earlier_request),
     "no note of what Python was told": (_notes_nothing_that_python_was_told, _a_grant_that_a_message_overtakes),
     "grants that bind twice": (_binds_a_grant_twice, _a_grant_that_a_message_overtakes),
+    "positions that are free when told": (_frees_what_is_only_told, _pieces_through_a_small_stage),
+    "credits that count twice": (_counts_credits_twice, _pieces_through_a_small_stage),
+    "pieces told before they arrive": (_tells_of_pieces_that_are_only_put, _pieces_through_a_small_stage),
+    "pieces of any generation": (_unpacks_pieces_of_any_generation, _a_piece_of_an_earlier_request),
+    "pieces beyond the stage": (_unpacks_beyond_the_stage, _a_piece_beyond_the_stage),
 }
 
 # name -> (breaks it, whether to look at runs in which nothing may fail)
@@ -350,6 +476,12 @@ NETWORK_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "says nothing of what it has missed": (_says_nothing_of_what_it_has_missed, True),
 }
 
+STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "tells of pieces that are only put": (_tells_of_pieces_that_are_only_put, True),
+    "unpacks for failed requests": (_unpacks_for_failed_requests, False),
+    "loses pieces that Python serves": (_loses_pieces_that_python_serves, True),
+}
+
 BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "seal before flush": (_seals_while_it_copies, False),
     "attest by the first writer only": (_one_seal_is_enough, False),
@@ -370,7 +502,7 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 
 def main(command: str, argument: str, kind: str = "") -> None:
     if command == "trace":
-        print(*map(repr, scenario_trace(int(argument), network=kind == "network")), sep="\n")
+        print(*map(repr, scenario_trace(int(argument), network=kind != "", staged=kind == "staged")), sep="\n")
         return
     if argument in MOMENTS:
         damage, look = MOMENTS[argument]
@@ -378,12 +510,13 @@ def main(command: str, argument: str, kind: str = "") -> None:
         damage()
         print(look() or sys.exit(f"nothing wrong was found with a loop that has {argument}"))
         return
-    gpu, through = argument in GPU_BREAKS, argument in NETWORK_BREAKS
-    make, benign = (GPU_BREAKS if gpu else NETWORK_BREAKS if through else BREAKS)[argument]
+    gpu, staged = argument in GPU_BREAKS, argument in STAGED_BREAKS
+    through = staged or argument in NETWORK_BREAKS
+    make, benign = (GPU_BREAKS | NETWORK_BREAKS | STAGED_BREAKS | BREAKS)[argument]
     make()
     for seed in SEEDS:
         try:
-            problems = loop_scenario(seed, benign=benign, gpu=gpu, network=through).run()
+            problems = loop_scenario(seed, benign=benign, gpu=gpu, network=through, staged=staged).run()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             problems = [repr(error)]
         if problems:
@@ -392,8 +525,8 @@ def main(command: str, argument: str, kind: str = "") -> None:
     sys.exit(f"{len(SEEDS)} seeds found nothing wrong with a loop that {argument}")
 
 
-def scenario_trace(seed: int, *, network: bool) -> list[tuple[object, ...]]:
-    run = loop_scenario(seed, network=network)
+def scenario_trace(seed: int, *, network: bool, staged: bool) -> list[tuple[object, ...]]:
+    run = loop_scenario(seed, network=network, staged=staged)
     assert run.run() == []
     return run.trace
 

@@ -16,19 +16,31 @@ ROOT = Path(__file__).parents[3]
 
 
 def loop_scenario(
-    seed: int, *, benign: bool = False, verbs: tuple[str, ...] = DIRECT, gpu: bool = False, network: bool = False
+    seed: int,
+    *,
+    benign: bool = False,
+    verbs: tuple[str, ...] = DIRECT,
+    gpu: bool = False,
+    network: bool = False,
+    staged: bool = False,
 ) -> Scenario:
     """A run in which loops serve what they can; see `Scenario`. In most there is no state."""
     states = () if seed % 4 else None
-    return Scenario(seed, benign=benign, verbs=verbs, loop=True, gpu=gpu, network=network, states=states)
+    return Scenario(seed, benign=benign, verbs=verbs, loop=True, gpu=gpu, network=network, staged=staged, states=states)
 
 
 def clean_run(
-    seed: int, *, benign: bool = False, verbs: tuple[str, ...] = DIRECT, gpu: bool = False, network: bool = False
+    seed: int,
+    *,
+    benign: bool = False,
+    verbs: tuple[str, ...] = DIRECT,
+    gpu: bool = False,
+    network: bool = False,
+    staged: bool = False,
 ) -> Scenario:
     """Performs `loop_scenario`, in which every property must hold."""
     print(f"seed {seed}")
-    scenario = loop_scenario(seed, benign=benign, verbs=verbs, gpu=gpu, network=network)
+    scenario = loop_scenario(seed, benign=benign, verbs=verbs, gpu=gpu, network=network, staged=staged)
     problems = scenario.run()
     assert not problems, f"seed {seed}: {problems}"
     return scenario

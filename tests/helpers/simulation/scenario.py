@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ END_SECONDS = 60.0  # virtual seconds after that, in which every request must co
 # Bytes of staging rings. One page of a layer takes up to 512, so not every page fits into the smallest ring.
 RINGS = (768, 1024, 1536, 4096)
 SMALL_RINGS = (256, 512, *RINGS, *RINGS)
+STAGED_RINGS = (1 << 12, 1 << 13, 1 << 14)  # of which an eighth stands for each writer
 VERBS = (("staged",), ("staged", "slice"), ("layer", "slice", "pages", "staged"))  # the verbs that one flow uses
 
 
@@ -46,6 +48,7 @@ class Scenario:
         loop: bool = False,
         gpu: bool = False,
         network: bool = False,
+        staged: bool = False,
         states: Sequence[State] | None = None,
         brief: bool = False,
         anybody: float = 0.3,
@@ -53,13 +56,15 @@ class Scenario:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
         flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
         what they can, which takes views or ``network``. gpu: whether they have kernels copy. network: see `Cluster`.
-        states: of all layouts; None: by chance. brief: a quarter as long, with few requests, and a fault for certain.
-        anybody: how many senders do not know the receiver, and how many not the prefix.
+        staged: whether loops stage what they put, since all runs are short. states: of all layouts; None: by chance.
+        brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not know the
+        receiver, and how many not the prefix.
         """
         self.seed = seed
         self.verbs = verbs
         self.benign = benign
         self.brief = brief
+        self.staged = staged
         self.busy = BUSY_SECONDS * (BRIEF if brief else 1.0)
         self.anybody = anybody
         self.dice = random.Random(f"scenario {seed}")
@@ -69,6 +74,7 @@ class Scenario:
         faults = random_faults(dice, slowest=self._time(2e-1))
         # In a benign run nothing may fail, so there the timeouts must be longer than what lost messages cost.
         rings = RINGS if benign else SMALL_RINGS
+        rings = STAGED_RINGS if staged else rings
         checksum = not verbs and dice.random() < 0.2
         # With a forced path, every verb but staged_put writes to pages; without one, costs decide.
         path = "slices" if verbs or (not checksum and dice.random() < 0.5) else None
@@ -125,7 +131,7 @@ class Scenario:
 
     def run(self) -> list[str]:
         """Performs the whole run. Returns the problems found."""
-        with small_fifos(), short_runs():
+        with small_fifos(), nullcontext() if self.staged else short_runs():
             self._run()
         if self.cluster.network is not None:
             self.problems += self.cluster.network.problems
@@ -507,7 +513,7 @@ class Scenario:
                 "queued pages": engine.sender.requests.queued_pages,
                 "transfers": engine.scheduler.pending,
                 "live receives": list(engine.receiver.requests.live),
-                "stages of its own": engine.staging.sending.ring.stages,
+                "stages of its own": [s for s in engine.staging.sending.ring.stages if not _stands(s.owner)],
                 "asks for stages": list(engine._machines.requester._queues),
                 "flows": flows_left(rank.engine),
                 "stages of others": [owner for owner in self._stage_owners(rank) if not self._unknown(owner.src, rank)],
@@ -530,3 +536,8 @@ class Scenario:
                         f"{one.flow.name} succeeded on rank {one.rank.rank}, failed on rank {other.rank.rank}: "
                         f"{other.req.error}"
                     )
+
+
+def _stands(owner: object) -> bool:
+    """Whether it owns a standing stage, which outlives requests."""
+    return isinstance(owner, tuple) and owner[0] == "standing"

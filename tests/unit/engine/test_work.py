@@ -68,7 +68,7 @@ def test_works_that_are_settled_together_end_as_each_by_itself_would() -> None:
     future, waited = together[5].get_future(), threading.Thread(target=together[3].wait)
     waited.start()
     nbytes = [8, 16, 0, 24, 32, 40]
-    completed = settle_copied(together, nbytes)
+    completed = settle_copied(together, nbytes, "direct")
     for work, moved in zip(alone, nbytes, strict=True):
         if moved:
             work._account(moved, "direct")

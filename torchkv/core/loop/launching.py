@@ -115,7 +115,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
         kernels = send["kernels"]
         for number in range(load(kernels)):
             group = kernels + 8 + 8 * LAUNCH_FIELDS * number
-            begin, stop = owed_pairs(send, op, group + _STRIPE)
+            begin, stop = _owed(send, op, group)
             if begin < stop and not _launch_group(world, send, op, group, until, begin, stop):
                 return False
         posted = world["posted"] + 1
@@ -134,6 +134,15 @@ def _launch(world: World, send: Send, op: Op) -> bool:
 
 
 @compiled
+def _owed(send: Send, op: Op, group: int) -> tuple[int, int]:
+    """The page pairs of an op that are copied, by their ordinals."""
+    first, behind = owed_pairs(
+        send["granted"], send["src_page"], send["dst_page"], op["start"], op["count"], group + _STRIPE
+    )
+    return first, behind
+
+
+@compiled
 def _extent(send: Send, op: Op) -> tuple[int, int, int]:
     """What to launch next: the position behind it, its bytes, and its runs. At least one layer, else about `PART`."""
     kernels = send["kernels"]
@@ -146,7 +155,7 @@ def _extent(send: Send, op: Op) -> tuple[int, int, int]:
             rows = load(group + _ROWS) + 8 * position
             jobs = load(rows + 8) - load(rows)
             if jobs > 0:
-                begin, stop = owed_pairs(send, op, group + _STRIPE)
+                begin, stop = _owed(send, op, group)
                 nbytes += jobs * (stop - begin) * load(group + _PAIR_NBYTES)
                 runs += jobs * (stop - begin) * load(group + _PAIR_RUNS)
         at += 1

@@ -10,6 +10,7 @@ from torchkv.core.journal import begin, now
 from torchkv.core.loop.codes import (
     AUX,
     CLOCK,
+    CREDIT,
     CUT,
     DECIDED,
     DONE,
@@ -20,6 +21,7 @@ from torchkv.core.loop.codes import (
     POST,
     POSTED,
     SEAL,
+    STAGED,
     START,
     STRAY,
     SYSCALL,
@@ -48,7 +50,9 @@ from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import on_record, pay_verdict
 from torchkv.core.loop.records import World, word_at
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
-from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done
+from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done, tell_pieces
+from torchkv.core.loop.staging import forget_pieces, on_credit
+from torchkv.core.loop.unpacking import on_staged, pay_credit
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
@@ -178,6 +182,10 @@ def _heed(world: World, source: int) -> bool:
         known = on_done(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
     elif kind == DECIDED:
         known = on_decided(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
+    elif kind == STAGED:
+        known = on_staged(world, source)
+    elif kind == CREDIT:
+        on_credit(world, source)
     elif kind == POSTED:
         known = False
     else:
@@ -188,8 +196,8 @@ def _heed(world: World, source: int) -> bool:
 @compiled
 def _hear_network(world: World) -> bool:
     """Takes in what peers have sent through the network. Whether there was anything."""
-    heard = 0
-    while heard < _HEARD and event_room(world):
+    heard = unpacked = 0
+    while heard < _HEARD and unpacked < world["turn"] and event_room(world):
         source = receive(world)
         if source == NONE:
             break
@@ -201,9 +209,21 @@ def _hear_network(world: World) -> bool:
             on_hello(world, source)
         elif kind == GRANT:
             on_part(world, source)
-        elif kind in (WRITTEN, AUX, SEAL, VERDICT) and received(world) == RECORD_NBYTES and not _heed(world, source):
-            emit(world, STRAY, 0, source)
+        elif kind in (WRITTEN, AUX, SEAL, VERDICT, STAGED, CREDIT) and received(world) == RECORD_NBYTES:
+            unpacked += world["record"]["nbytes"] if kind == STAGED else 0
+            if not _heed(world, source):
+                emit(world, STRAY, 0, source)
     return heard > 0
+
+
+@compiled
+def _tell_pieces(world: World) -> bool:
+    """Tells receivers of the pieces in their standing stages. Whether of any."""
+    told = False
+    for slot in range(world["num_peers"]):
+        if world["peers"][slot]["piece_head"] < world["peers"][slot]["piece_tail"]:
+            told |= tell_pieces(world, world["peers"][slot])
+    return told
 
 
 @compiled
@@ -251,6 +271,8 @@ def _pay_one(world: World, kind: int, rank: int, flow: int, generation: int) -> 
         return pay_done(world, rank, flow, generation)
     if kind == DECIDED:
         return pay_decided(world, flow)
+    if kind == CREDIT:
+        return pay_credit(world, rank)
     return pay_verdict(world, rank, flow, generation)
 
 
@@ -282,6 +304,7 @@ def step(world: World) -> bool:
         busy |= _hear(world)
         if world["lanes"] > 0:
             busy |= drive(world)
+            busy |= _tell_pieces(world)
             busy |= _hear_network(world)
         busy |= _move(world)
     busy |= _pay(world)
@@ -328,6 +351,8 @@ def drop(world: World, flow: int) -> None:
     world["queue_tail"] = kept
     drop_due(world, SEAL, flow)
     send = world["sends"][flow]
+    if send["staged"] != 0:
+        forget_pieces(world, world["peers"][send["peer"]], flow)
     if send["state"] == WAITING:
         forget(world, flow)
     send["running"] = 0

@@ -35,6 +35,7 @@ __all__ = [
     "NO_ROOM",
     "cut",
     "drive",
+    "put",
     "put_pairs",
     "put_room",
     "receive",
@@ -101,17 +102,18 @@ def put_pairs(world: World, peer: Peer, seg: int, count: int) -> int:
                     length += run
                     continue
                 if length > 0:
-                    _put(world, peer, here, there, length, remote_key)
+                    put(world, peer, here, there, length, remote_key)
                     puts += 1
                 here, there, length = ours, theirs, run
     if length > 0:
-        _put(world, peer, here, there, length, remote_key)
+        put(world, peer, here, there, length, remote_key)
         puts += 1
     return puts
 
 
 @compiled
-def _put(world: World, peer: Peer, here: int, there: int, nbytes: int, remote_key: int) -> None:
+def put(world: World, peer: Peer, here: int, there: int, nbytes: int, remote_key: int) -> None:
+    """Puts bytes of the memory whose key is at ``key_at``."""
     if peer["failed"] != 0:
         return
     params = world["address"] + _PUT_PARAMS
@@ -196,7 +198,8 @@ def drive(world: World) -> bool:
             changed |= _flush(world, peer)
             if peer["outbox"] == 0:
                 record_room(world, peer)  # frees what has ended
-            if peer["requests"] > 0 or peer["flush"] != 0 or (peer["wanted"] > peer["flushed"] and peer["failed"] == 0):
+            awaited = bool(peer["wanted"] > peer["flushed"] or peer["packed"] > peer["freed"])
+            if peer["requests"] > 0 or peer["flush"] != 0 or (awaited and peer["failed"] == 0):
                 under_way += 1
     world["under_way"] = under_way
     return changed
@@ -219,6 +222,7 @@ def cut(world: World, peer: Peer) -> None:
             call_free(free, load(at))
             store(at, 0)
     peer["endpoint"] = 0
+    peer["stage"], peer["piece_head"] = 0, peer["piece_tail"]  # what was put may still land in the stage: see `staging`
 
 
 # ---------------------------------------------------------------- records

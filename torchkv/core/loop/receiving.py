@@ -27,7 +27,7 @@ from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 
-__all__ = ["cover", "on_record", "pay_verdict", "succeed", "unheard"]
+__all__ = ["cover", "on_record", "pay_verdict", "succeed", "unheard", "writer_of"]
 
 _EAGER = word_at("eager")
 _LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one layer's intervals
@@ -65,7 +65,8 @@ def cover(at: int, lo: int, hi: int) -> bool:
 
 
 @compiled
-def _writer_of(receive: Receive, source: int) -> int:
+def writer_of(receive: Receive, source: int) -> int:
+    """The number of a receive's writer, or -1."""
     for number in range(receive["num_writers"]):
         if receive["writers"][number]["rank"] == source:
             return number
@@ -82,7 +83,7 @@ def on_record(world: World, source: int) -> bool:
     receive = world["receives"][flow]
     if receive["state"] != OPEN or receive["generation"] != record["generation"]:
         return False
-    number = _writer_of(receive, source)
+    number = writer_of(receive, source)
     if number < 0:
         return False
     kind = record["head"] & 0xFF
@@ -158,7 +159,7 @@ def succeed(world: World, flow: int) -> None:
     if receive["operation"] != 0:
         end(world, receive["operation"], receive["nbytes"])
         took(world, RECEIVE_PHASE, now(world) - receive["begun"])
-    receive["state"] = FREE
+    receive["state"], receive["unpacks"] = FREE, 0
     emit(world, RECEIVED, flow, 0)  # last: from here on the flow may be another receive's
 
 

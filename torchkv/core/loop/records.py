@@ -70,7 +70,8 @@ class Record(TypedDict):
     the record. POSTED: of the sender's own flow, too; its name's hashes, ``nbytes`` tokens of prefix, ``spare`` pages,
     and in the head, from bit 8 on, the `Receive`'s ``told``. DONE: of the sender's own flow. DECIDED: of the
     addressee's. HELLO: ``lo``: whether the sender wants to know that the addressee hears it, ``hi``: whether it has
-    heard the addressee; -1: it has missed a message.
+    heard the addressee; -1: it has missed a message. STAGED: as WRITTEN, but the bytes lie in the standing stage, from
+    the position ``spare`` on. CREDIT: the addressee's pieces up to the position ``lo`` have been unpacked.
     """
 
     head: int
@@ -111,7 +112,7 @@ class Send(TypedDict):
     this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
     page of them, or -1.
 
-    network: 1 if the pages are put through the network.
+    network: 1 if the pages are put through the network. staged: 1 if they are through a standing stage there.
 
     For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
     operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
@@ -148,6 +149,7 @@ class Send(TypedDict):
     last: int
     reach: int
     network: int
+    staged: int
     kernels: int
     gated: int
     ids_used: int
@@ -171,6 +173,8 @@ class Op(TypedDict):
 
     Through the network: posted: the number of its last put, or 0. Once puts up to the number ``mark`` have arrived, the
     positions before ``until`` have; 0 if none are awaited.
+
+    Staged: ordinal: pages of the layer at ``at`` that are packed already. pieces: that are packed, and not told.
 
     On a GPU: gate: a CUevent that must have happened before the pages are read, or 0; gate_stream: the stream that it
     was recorded on, or -1 if that is not known; gate_number: grows with the events of a stream. posted: what the
@@ -200,12 +204,14 @@ class Op(TypedDict):
     mark: int
     verb: int
     operation: int
+    pieces: int
 
 
 class Writer(TypedDict):
     """A writer of a receive. layers: that it owes. page_size: its own. sealed: pages of its seal, or -1.
 
     flow: its own, which the seal tells. aux_nbytes: that have come. told: 1 once its grant has gone into the network.
+    geometry: address of the plan's segments, if its pieces may be unpacked here, else 0.
     """
 
     rank: int
@@ -215,14 +221,18 @@ class Writer(TypedDict):
     flow: int
     aux_nbytes: int
     told: int
+    geometry: int
 
 
 class Receive(TypedDict):
     """A receive. cover: address of int64 ``[writers, layers, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
 
     leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
-    was posted. page_size: of this rank. nbytes: that have arrived. serial: names the request to Python if it is to be
-    recorded in the `journal`, and operation: its number there; else 0. begun: when its grant was taken, in nanoseconds.
+    was posted. page_size: of this rank. nbytes: that have arrived. ids: address of its page ids. unpacks: whether
+    pieces of its writers are unpacked. That outlives ``state``: Python may serve the request, until it has failed.
+
+    For the `journal`: serial: names the request to Python, or 0. operation: its number. begun: when its grant was
+    taken, in nanoseconds.
     """
 
     state: int
@@ -238,6 +248,8 @@ class Receive(TypedDict):
     serial: int
     operation: int
     begun: int
+    ids: int
+    unpacks: int
     writers: list[Writer]
     aux: Int64Array
 
@@ -272,6 +284,12 @@ class Peer(TypedDict):
     heard: 1 once such a one has come from it; missed: 1 if one was missed, of which it is not told yet; greeting: 1
     while a HELLO is due. arrivals: address of what has come of its grants, or 0. part_flow, part_generation, part_at:
     of the grant of which ``part_at`` bytes have come; -1 if none goes on.
+
+    See `staging`: stage, stage_nbytes: address and length of this rank's half of the standing stage that the peer has
+    granted; stage_key, there, there_key: its key, and address and key of the stage. packed: positions that are taken;
+    freed: those that the peer has given back. pieces: address of `PIECES_NBYTES`; those from ``piece_head`` to
+    ``piece_tail`` are packed and not told. See `unpacking`: ring, ring_nbytes: of the standing stage that this rank has
+    granted. taken: positions that were unpacked. crediting: 1 while a CREDIT is due.
     """
 
     inbox: int
@@ -305,6 +323,20 @@ class Peer(TypedDict):
     part_flow: int
     part_generation: int
     part_at: int
+    stage: int
+    stage_nbytes: int
+    stage_key: int
+    there: int
+    there_key: int
+    packed: int
+    freed: int
+    pieces: int
+    piece_head: int
+    piece_tail: int
+    ring: int
+    ring_nbytes: int
+    taken: int
+    crediting: int
 
 
 class Event(TypedDict):

@@ -1,7 +1,7 @@
 """The sending half of the loop: ops are copied, announced, and at the end sealed. Compiled.
 
-The processor copies a slice of an op at a time; `launching` has kernels copy it where pages lie on a GPU,
-and `network` puts it where the receiver is on another host.
+The processor copies a slice of an op at a time. `launching` has kernels copy it where pages lie on a GPU; `network`
+puts it where the receiver is on another host, and `staging` packs it before that where its runs are short.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from torchkv.core.loop.codes import (
     VERDICT_PHASE,
     WRITTEN,
 )
-from torchkv.core.loop.copies import copy_slice
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import landed
-from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS
+from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.mailbox import owe, ring, room, tell
-from torchkv.core.loop.network import NO_ROOM
-from torchkv.core.loop.records import AUX_AT, Op, Record, Send, World
+from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
+from torchkv.core.loop.records import AUX_AT, Op, Peer, Record, Send, World
+from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, write_piece
+from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
 from torchkv.host.atomics import copy_bytes, load
+from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at
 from torchkv.host.jit import compiled
 
-__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done"]
+__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done", "tell_pieces"]
 
 BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels or puts that are under way
 ENDED = -2
@@ -93,13 +95,18 @@ def advance(world: World, index: int, budget: int) -> int:
                 emit(world, BROKEN, 0, 0)
             return BLOCKED
         op["arrived"] = op["at"]
+    elif send["staged"] != 0:
+        left -= _stage(world, send, op, index, left)
+        if op["at"] < op["num_positions"] or op["pieces"] > 0:
+            return BLOCKED if left == budget else budget - left
+        op["arrived"] = op["told"] = op["at"]  # with the records of the pieces
     elif send["network"] != 0:
         left -= _put(world, send, op, left)
         if op["told"] == op["arrived"] and op["arrived"] < op["num_positions"]:
             return BLOCKED if left == budget else budget - left
     else:
         while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
-            left -= copy_slice(world, send, op, left)
+            left -= _copy_slice(world, send, op, left)
         if op["at"] < op["num_positions"] and not _has_group(op):
             return budget - left
         op["arrived"] = op["at"]
@@ -115,12 +122,85 @@ def advance(world: World, index: int, budget: int) -> int:
 
 
 @compiled
+def _stage(world: World, send: Send, op: Op, index: int, budget: int) -> int:
+    """Packs and puts about ``budget`` bytes of an op. The bytes."""
+    left = budget
+    while op["at"] < op["num_positions"] and left > 0:
+        packed = pack(world, send, op, index)
+        if packed == NO_ROOM:
+            break
+        left -= max(packed, 1)
+    return budget - left
+
+
+@compiled
+def _merge(world: World, count: int, run: int) -> int:
+    """Makes spans of ``count`` pairs of one run each: neighbours that are adjacent on both sides become one."""
+    src, dst, length = world["src"], world["dst"], world["length"]
+    spans = 0
+    for i in range(count):
+        last = spans - 1
+        if spans > 0 and src[i] == src[last] + length[last] and dst[i] == dst[last] + length[last]:
+            length[last] += run
+        else:
+            src[spans], dst[spans], length[spans] = src[i], dst[i], run
+            spans += 1
+    return spans
+
+
+@compiled
+def _copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
+    """Copies, or puts, the next pairs of ``op``, of one segment, of about ``budget`` bytes, and moves on.
+
+    Returns the bytes, or `NO_ROOM`.
+    """
+    first, end = segments(send["geometry"], load(op["positions"] + 8 * op["at"]))
+    seg = first + 8 * SEGMENT_FIELDS * op["segment"]
+    if seg >= end:
+        op["at"] += 1
+        op["segment"] = op["ordinal"] = 0
+        return 0
+    src_page, dst_page = send["src_page"], send["dst_page"]
+    begin, stop = owed_pairs(send["granted"], src_page, dst_page, op["start"], op["count"], seg + 120)
+    n0, s0, d0 = load(seg + 64), load(seg + 72), load(seg + 80)
+    n1, s1, d1, run = load(seg + 88), load(seg + 96), load(seg + 104), load(seg + 112)
+    nbytes = n0 * n1 * run
+    count = min(stop - begin - op["ordinal"], min(SCRATCH, max(1, budget // nbytes)))
+    peer = world["peers"][send["peer"]]
+    if send["network"] != 0 and count > 0:
+        count = min(count, put_room(peer, n0 * n1, nbytes))
+        if count == 0:
+            return NO_ROOM
+    if count > 0:
+        place_pairs(world["src"], seg, 0, op["ids"], op["start"], src_page, begin + op["ordinal"], count)
+        place_pairs(world["dst"], seg, 1, send["ids"], 0, dst_page, begin + op["ordinal"], count)
+        if send["network"] != 0:
+            op["runs"] += put_pairs(world, peer, seg, count)
+        elif n0 * n1 == 1 and run < SHORT_RUN:
+            spans = _merge(world, count, run)
+            spans_at(load(seg), load(seg + 8), world["src"], world["dst"], world["length"], 0, spans)
+            op["runs"] += spans
+        else:
+            pairs_at(load(seg), load(seg + 8), world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
+            op["runs"] += count * n0 * n1
+        op["ordinal"] += count
+    if op["ordinal"] >= stop - begin:
+        op["segment"] += 1
+        op["ordinal"] = 0
+    copied: int = max(count, 0) * nbytes
+    op["group"] += copied
+    op["nbytes"] += copied
+    send["moved"] += copied
+    return copied
+
+
+@compiled
 def _put(world: World, send: Send, op: Op, budget: int) -> int:
     """Puts about ``budget`` bytes of an op, and notes which of its layers have arrived. The bytes put now."""
     peer = world["peers"][send["peer"]]
     left = budget
     while op["at"] < op["num_positions"] and left > 0 and peer["endpoint"] != 0 and peer["failed"] == 0:
-        put = copy_slice(world, send, op, left)
+        put = _copy_slice(world, send, op, left)
         if put == NO_ROOM:
             break
         left -= put
@@ -184,3 +264,22 @@ def on_verdict(world: World, source: int, flow: int, generation: int) -> bool:
     send["state"] = FREE
     emit(world, SENT, flow, source)
     return True
+
+
+@compiled
+def tell_pieces(world: World, peer: Peer) -> bool:
+    """Tells the receiver of the pieces that have arrived. Whether of any."""
+    told = False
+    while peer["piece_head"] < peer["piece_tail"]:
+        piece = piece_at(peer, peer["piece_head"])
+        if load(piece + POSTED) > peer["flushed"] or room(world, peer) < 1:
+            break
+        write_piece(world, piece)
+        tell(world, peer)
+        if load(piece + OP) >= 0:
+            world["ops"][load(piece + OP)]["pieces"] -= 1
+        peer["piece_head"] += 1
+        told = True
+    if told:
+        ring(world, peer["bell"])
+    return told

@@ -1,12 +1,13 @@
-"""Which page pairs of an op this rank owes, of those that several ranks hold. Compiled."""
+"""A plan as compiled code reads it: which page pairs are owed, of those that several hold, and where. Compiled."""
 
 from __future__ import annotations
 
-from torchkv.core.loop.records import Op, Send
+from torchkv.arrays import Int64Array
+from torchkv.core.loop.limits import SEGMENT_FIELDS
 from torchkv.host.atomics import load
 from torchkv.host.jit import compiled
 
-__all__ = ["owed_pairs"]
+__all__ = ["owed_pairs", "place_pairs", "segments"]
 
 
 @compiled
@@ -28,14 +29,42 @@ def before(pair: int, per_unit: int, holders: int, holder: int) -> int:
 
 
 @compiled
-def owed_pairs(send: Send, op: Op, stripe: int) -> tuple[int, int]:
-    """`Stripe.ordinals` of an op: the first, and the one behind the last.
+def owed_pairs(granted: int, src_page: int, dst_page: int, start: int, count: int, stripe: int) -> tuple[int, int]:
+    """`Stripe.ordinals` of the sender's pages [start, start + count): the first, and the one behind the last.
 
-    stripe: address of tokens of a page pair, pairs of a unit, holders, holder, and its window (tokens, unit).
+    granted: tokens. stripe: address of tokens of a page pair, pairs of a unit, holders, holder, and its window (tokens,
+    unit).
     """
     tokens, per_unit, holders, holder = load(stripe), load(stripe + 8), load(stripe + 16), load(stripe + 24)
-    owed = first_owed(send["granted"], load(stripe + 32), load(stripe + 40), send["src_page"], send["dst_page"])
-    per_page = send["src_page"] // tokens
-    low = max(op["start"] * per_page, owed // tokens)
-    high = max(low, min((op["start"] + op["count"]) * per_page, send["granted"] // tokens))
+    owed = first_owed(granted, load(stripe + 32), load(stripe + 40), src_page, dst_page)
+    per_page = src_page // tokens
+    low = max(start * per_page, owed // tokens)
+    high = max(low, min((start + count) * per_page, granted // tokens))
     return before(low, per_unit, holders, holder), before(high, per_unit, holders, holder)
+
+
+@compiled
+def place_pairs(
+    offsets: Int64Array, seg: int, side: int, ids: int, start: int, page: int, ordinal: int, count: int
+) -> None:
+    """Offsets of ``count`` page pairs of the segment at ``seg``, from ``ordinal`` on, on one side of the pair.
+
+    side: 0 for the sender, 1 for the receiver. ids: address of that side's page ids, of which the first is of its page
+    ``start``. page: its page size in tokens.
+    """
+    stride, base, by_token = load(seg + 16 + 8 * side), load(seg + 32 + 8 * side), load(seg + 48 + 8 * side)
+    tokens, per_unit, holders, holder = load(seg + 120), load(seg + 128), load(seg + 136), load(seg + 144)
+    for i in range(count):
+        pair = ordinal + i
+        if holders > 1:
+            pair = pair // per_unit * per_unit * holders + holder * per_unit + pair % per_unit
+        token = pair * tokens
+        offsets[i] = load(ids + 8 * (token // page - start)) * stride + base + token % page * by_token
+
+
+@compiled
+def segments(geometry: int, position: int) -> tuple[int, int]:
+    """Addresses of the first segment of the layer at a position, and behind its last one."""
+    at = geometry + 8 * (2 + load(geometry))
+    size = 8 * SEGMENT_FIELDS
+    return at + load(geometry + 8 * (1 + position)) * size, at + load(geometry + 8 * (2 + position)) * size

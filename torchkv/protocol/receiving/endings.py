@@ -76,7 +76,9 @@ class ReceiveEndings:
             self.actions.extend(Tell(rank, verdict) for rank in req.writers)
         self.counts.ended(None)
         self.end(req)
-        self.actions.append(Settle(req.work, aux=req.aux, nbytes=by_loop or 0, path="direct" if by_loop else "none"))
+        self.actions.append(
+            Settle(req.work, aux=req.aux, nbytes=by_loop or 0, path=req.loop_path if by_loop else "none")
+        )
 
     def fail(self, req: ReceiverRequest, error: KVError, *, decided: bool = False) -> None:
         """Fails the request. A complete one of an instance is its leader's to decide, and this rank only asks.
@@ -97,6 +99,8 @@ class ReceiveEndings:
         trace.debug("request %r: failed, generation %d: %s", req.request, req.generation, error)
         for job in req.scattering:
             job.stopped = True
+        if req.reserved is not None and self._requests.flows is not None:
+            self._requests.flows.stop_unpacking(req.reserved)
         del self._requests.live[req.request]
         for rank, writer in req.writers.items():
             writer.ring_only = self._credits.is_ring_only(rank, req.generation)

@@ -341,7 +341,7 @@ class Receiver:
 
     def _count_loop(self, req: ReceiverRequest, nbytes: int) -> None:
         """Counts what has arrived through the loop, which does not tell the shares of several writers."""
-        self.counts.moved(next(iter(req.writers)) if len(req.writers) == 1 else SEVERAL, "direct", nbytes)
+        self.counts.moved(next(iter(req.writers)) if len(req.writers) == 1 else SEVERAL, req.loop_path, nbytes)
 
     def taken_back(
         self, req: ReceiverRequest, nbytes: int, now: float, *, untold: Iterable[int] = (), unposted: bool = False
@@ -354,7 +354,7 @@ class Receiver:
         if unposted:
             self._tell_post(req)
         trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)
-        self.actions.append(Account(req.work, nbytes, "direct" if nbytes else "none"))
+        self.actions.append(Account(req.work, nbytes, req.loop_path if nbytes else "none"))
         self.counts.taken_back += 1
         self._count_loop(req, nbytes)
         if nbytes:

@@ -103,6 +103,7 @@ class ReceiverRequest:
     flow: int | None = None  # on the resident loop; None while Python serves the request
     reserved: int | None = None  # the flow that it has, or had: no other request gets it before this one has ended
     arrived: int = 0  # bytes that the loop had seen arrive at the last tick
+    loop_path: str = "direct"  # on which they come there
     group: str | None = None
     parts: Sequence[ReceiverRequest] = ()
     absent_tokens: int = 0

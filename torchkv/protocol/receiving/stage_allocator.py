@@ -48,6 +48,7 @@ class StagingRing:
         self._his = [self._capacity] if self._capacity else []
         self._live: dict[int, Stage] = {}  # by offset
         self._quarantine: dict[int, Stage] = {}
+        self._kept: dict[int, Stage] = {}  # those that nobody is expected to release, the quarantined ones included
         self._in_use = 0
         self._largest_possible = self._capacity
         # No free span has this many bytes. An ask that waits is tried again at every release; mostly this rejects it
@@ -88,12 +89,31 @@ class StagingRing:
         if place is None:
             self._unavailable = size
             return None
-        index, offset = place
+        stage = self._take(*place, size, owner)
+        self._cursor = stage.end
+        return stage
+
+    def allocate_for_long(self, nbytes: int, owner: Hashable) -> Stage | None:
+        """As `allocate`, of a stage that is not expected to be released: `largest_possible` does not count on it.
+
+        As near to the end of the ring as can be, so that what is left is in one piece; half of the ring at most is
+        given away like this.
+        """
+        size = -(-nbytes // self._alignment) * self._alignment
+        if sum(stage.nbytes for stage in self._kept.values()) + size > self._capacity // 2:
+            return None
+        fitting = (index for index in reversed(range(len(self._los))) if self._his[index] - self._los[index] >= size)
+        if (index := next(fitting, None)) is None:
+            return None
+        stage = self._take(index, self._his[index] - size, size, owner)
+        self._keep(stage)
+        return stage
+
+    def _take(self, index: int, offset: int, size: int, owner: Hashable) -> Stage:
         stage = Stage(offset, size, owner)
         self._cut(index, offset, stage.end)
         self._live[offset] = stage
         self._in_use += size
-        self._cursor = stage.end
         return stage
 
     def release(self, stage: Stage) -> None:
@@ -102,7 +122,8 @@ class StagingRing:
         del self._live[stage.offset]
         self._in_use -= stage.nbytes
         self._merge(stage.offset, stage.end)
-        if self._quarantine.pop(stage.offset, None) is not None:
+        self._quarantine.pop(stage.offset, None)
+        if self._kept.pop(stage.offset, None) is not None:
             self._largest_possible = self._largest_gap()
         if not self._live:
             self._cursor = 0  # memory that was used before is in caches and faulted in
@@ -114,6 +135,10 @@ class StagingRing:
         """
         assert self._live.get(stage.offset) is stage, f"{stage} is not taken"
         self._quarantine[stage.offset] = stage
+        self._keep(stage)
+
+    def _keep(self, stage: Stage) -> None:
+        self._kept[stage.offset] = stage
         self._largest_possible = self._largest_gap()
 
     def _find(self, size: int) -> tuple[int, int] | None:
@@ -145,9 +170,9 @@ class StagingRing:
         self._unavailable = max(self._unavailable, hi - lo + 1)
 
     def _largest_gap(self) -> int:
-        """Bytes of the longest span between quarantined stages."""
+        """Bytes of the longest span between stages that are kept."""
         largest, at = 0, 0
-        for offset in sorted(self._quarantine):
+        for offset in sorted(self._kept):
             largest = max(largest, offset - at)
-            at = self._quarantine[offset].end
+            at = self._kept[offset].end
         return max(largest, self._capacity - at)

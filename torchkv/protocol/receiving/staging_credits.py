@@ -41,13 +41,24 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
-from torchkv.layout.stage_format import SIGNAL_STEP, Signal
-from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, StageDenied, StageGrant, Withdraw, Withdrawn
+from torchkv.layout.stage_format import ALIGNMENT, SIGNAL_STEP, Signal
+from torchkv.protocol.messages import (
+    MAX_ASKS,
+    STANDING,
+    Message,
+    StageAsk,
+    StageDenied,
+    StageGrant,
+    Withdraw,
+    Withdrawn,
+)
 from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 
 __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 
 MAX_STAGES = 64  # stages of one queue that are not free yet
+STANDING_NBYTES = 8 << 20  # of a standing stage, or this share of the ring
+STANDING_SHARE = 8
 NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
 
@@ -59,6 +70,8 @@ class Owner(NamedTuple):
     generation: int
 
     def __str__(self) -> str:
+        if self.generation == STANDING:
+            return f"the standing stage of rank {self.src}"
         return f"rank {self.src} generation {self.generation}"
 
 
@@ -124,6 +137,7 @@ class StagingCredits:
         self._queues: dict[int, dict[int, _WriterQueue]] = {}  # by generation, then by writer; no inner dict is empty
         self._round_robin: dict[_WriterQueue, None] = {}  # the queues with pending asks, the next one first
         self._now = float("-inf")
+        self._standing: dict[int, Stage] = {}  # by writer
 
     # ---------------------------------------------------------------- messages of writers
 
@@ -187,6 +201,29 @@ class StagingCredits:
 
     # ---------------------------------------------------------------- calls of the receiver
 
+    def stand(self, src: int) -> Stage | None:
+        """The standing stage of a writer (`torchkv.core.loop.staging`), granted and told if there is none yet.
+
+        None where too few bytes are left.
+        """
+        if src not in self._standing:
+            nbytes = self.standing_nbytes
+            stage = self.ring.allocate_for_long(nbytes, Owner(src, STANDING)) if nbytes else None
+            if stage is None:
+                return None
+            self._standing[src] = stage
+            self.outbox.append((src, StageGrant(STANDING, 0, stage.offset, stage.nbytes)))
+        return self._standing[src]
+
+    @property
+    def standing_nbytes(self) -> int:
+        """Bytes of each standing stage."""
+        return min(STANDING_NBYTES, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
+
+    def stands(self, src: int) -> bool:
+        """Whether a writer has a standing stage."""
+        return src in self._standing
+
     def release(self, src: int, generation: int, serial: int, now: float, *, written: bool = True) -> None:
         """The stage has been read, or was given back unused, and is free. Nothing for one that is free or quarantined.
 
@@ -239,6 +276,9 @@ class StagingCredits:
 
     def peer_dead(self, src: int, now: float) -> None:
         """The process of ``src`` has ended and all it wrote has landed: it is quiescent under every generation."""
+        if (stage := self._standing.pop(src, None)) is not None:
+            self.ring.release(stage)
+            self._serve()
         for generation in [generation for generation, queues in self._queues.items() if src in queues]:
             self.mark_quiescent(src, generation, now)
 
@@ -263,7 +303,7 @@ class StagingCredits:
         return any(queue.pending for queue in self._queues.get(generation, {}).values())
 
     def writers(self) -> set[int]:
-        """Ranks that may still write to a stage."""
+        """Ranks that may still write to a stage, but for those that only stand: into these, pending writers write."""
         queues = [queue for queues in self._queues.values() for queue in queues.values()]
         return {queue.owner.src for queue in queues if queue.stages and not queue.quiescent}
 

@@ -61,6 +61,7 @@ class Handover:
                 self.flows.open_send(req)
         req.running[op] = None
         if req.flow is None:
+            op.landed = op.landed or req.landing
             self._actions.append(Start(op, grant.of_state() if op.state else grant))
         elif not self._flows.start(req, op):
             self.take_back(req, now)

@@ -56,6 +56,9 @@ class SenderRequest:
     flow: int | None = None
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.
     moved: tuple[int, float] = (-1, 0.0)
+    # Set when it is taken back: whether what the loop had staged for it has come to an end, so that later bytes come
+    # later. None if nothing was under way.
+    landing: Callable[[], bool] | None = None
     gated: int = 0  # `RequestFlows.gated` when last seen
 
     @property

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torchkv.errors import ProtocolError, RingExhausted
 from torchkv.layout.stage_format import ChunkFifo, Signal
-from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
+from torchkv.protocol.messages import MAX_ASKS, STANDING, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 
 __all__ = ["Span", "StagingRequester"]
 
@@ -76,6 +76,7 @@ class StagingRequester:
     def __init__(self) -> None:
         self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
         self._queues: dict[tuple[int, int], _AskQueue] = {}
+        self.standing: dict[int, Span] = {}  # the standing stages that receivers have granted, for the resident loop
 
     # ---------------------------------------------------------------- calls of transfers
 
@@ -157,6 +158,11 @@ class StagingRequester:
         ``ProtocolError`` for bytes outside the ring, for another size than was asked for, for a signal that the ring
         does not have, and for an answer that contradicts an earlier one.
         """
+        if message.generation == STANDING:
+            if not 0 < message.nbytes <= ring_nbytes - message.offset:
+                raise ProtocolError(f"rank {src}: a standing stage outside its ring of {ring_nbytes} bytes")
+            self.standing.setdefault(src, Span(message.offset, message.nbytes))
+            return
         ask = self._sent_ask(src, message.generation, message.serial)
         if ask is None:
             return

@@ -1,0 +1,219 @@
+"""Staging at the writer: short runs are packed into pieces, which are put whole into the receiver's ring. Compiled.
+
+A receiver grants each writer of another host one *standing stage* of its staging ring, once and for all their requests,
+and the writer keeps as many bytes of its own send ring beside it. Both count *positions* in them, which only grow;
+position p lies at byte p modulo their length, and a piece never straddles the end.
+
+    packed here --put, flushed--> STAGED told --unpacked there (see `unpacking`)--> CREDIT: positions are free again
+
+Whose a position is: from its packing to its CREDIT it belongs to one piece. The record of a piece goes when all of it
+has arrived, so records come in the order of positions, and a CREDIT says only how far its sender is. The record of a
+piece whose request was taken back meanwhile says that it holds nothing: its put still lands, and so it, too, keeps its
+positions until then. A stage ends with its lane: after a failure nobody knows what lands, and it is never used again.
+
+A piece holds some whole layers of an op, or some pages of one layer, by segment and page pair, without gaps. Its record
+names layers and tokens; the receiver computes the rest from the same plan.
+"""
+
+from __future__ import annotations
+
+from torchkv.core.loop.codes import STAGED
+from torchkv.core.loop.limits import PIECE_NBYTES, PIECES, SCRATCH, SEGMENT_FIELDS
+from torchkv.core.loop.network import NO_ROOM, put, put_room
+from torchkv.core.loop.records import Op, Peer, Record, Send, World
+from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
+from torchkv.host.atomics import load, store
+from torchkv.host.copy_loops import pairs_at
+from torchkv.host.jit import compiled
+
+__all__ = [
+    "OP",
+    "PIECES_NBYTES",
+    "POSTED",
+    "SHARE",
+    "forget_pieces",
+    "merged",
+    "on_credit",
+    "pack",
+    "piece_at",
+    "staged_nbytes",
+    "write_piece",
+]
+
+SHARE = 4  # pieces of the largest size that a stage holds: one is packed, one put, one unpacked, and one is spare
+
+# Offsets in a piece: the number of the put with which it has arrived, its op or -1, and its record without ``seq``.
+POSTED, OP, _HEAD, _FLOWS, _GENERATION, _LO, _HI, _NBYTES, _AT = (8 * i for i in range(9))
+_PIECE = 8 * 9
+PIECES_NBYTES = _PIECE * PIECES
+
+
+@compiled
+def piece_at(peer: Peer, number: int) -> int:
+    """Address of a piece that is packed and not told."""
+    at: int = peer["pieces"] + _PIECE * (number & (PIECES - 1))
+    return at
+
+
+@compiled
+def staged_nbytes(geometry: int, position: int, granted: int, src_page: int, dst_page: int, start: int, n: int) -> int:
+    """Bytes that the sender's pages [start, start + n) of the layer at a position take in a piece."""
+    nbytes = 0
+    seg, end = segments(geometry, position)
+    while seg < end:
+        begin, stop = owed_pairs(granted, src_page, dst_page, start, n, seg + 120)
+        nbytes += (stop - begin) * load(seg + 64) * load(seg + 88) * load(seg + 112)
+        seg += 8 * SEGMENT_FIELDS
+    return nbytes
+
+
+@compiled
+def _nbytes(send: Send, op: Op, at: int, start: int, count: int) -> int:
+    """`staged_nbytes` of the op's layer number ``at``."""
+    position = load(op["positions"] + 8 * at)
+    nbytes: int = staged_nbytes(
+        send["geometry"], position, send["granted"], send["src_page"], send["dst_page"], start, count
+    )
+    return nbytes
+
+
+@compiled
+def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int]:
+    """The op's next piece: its layers are those before number ``until``; its pages; and its bytes, at most ``most``.
+
+    Whole layers that are consecutive in the plan, or else pages of the next one: at least one.
+    """
+    at, until, nbytes = op["at"], op["at"], 0
+    if op["ordinal"] == 0:
+        while until < op["num_positions"]:
+            follows = until == at or load(op["positions"] + 8 * until) == load(op["positions"] + 8 * until - 8) + 1
+            more = _nbytes(send, op, until, op["start"], op["count"])
+            if not follows or nbytes + more > most:
+                break
+            nbytes += more
+            until += 1
+    if until > at:
+        return until, op["start"], op["count"], nbytes
+    start, count = op["start"] + op["ordinal"], op["count"] - op["ordinal"]
+    nbytes = _nbytes(send, op, at, start, count)
+    while nbytes > most and count > 1:
+        count = max(1, min(count - 1, count * most // nbytes))
+        nbytes = _nbytes(send, op, at, start, count)
+    return at + 1, start, count, nbytes
+
+
+@compiled
+def _room(peer: Peer, nbytes: int) -> int:
+    """The position at which a piece of so many bytes may lie; -1 if there is none now."""
+    if peer["piece_tail"] - peer["piece_head"] >= PIECES:
+        return -1
+    size, position = peer["stage_nbytes"], peer["packed"]
+    if position % size + nbytes > size:
+        position += size - position % size
+    return position if position + nbytes - peer["freed"] <= size else -1
+
+
+@compiled
+def merged(n0: int, s0: int, n1: int, s1: int, run: int) -> tuple[int, int, int, int, int]:
+    """Runs of one page pair on one side, as few as they are there."""
+    if n1 == 1 or s1 == run:
+        n0, s0, n1, s1, run = 1, 0, n0, s0, run * n1
+    if n1 == 1 or s1 == run:
+        n0, s0, n1, s1, run = 1, 0, n0, s0, run * n1
+    return n0, s0, n1, s1, run
+
+
+@compiled
+def _gather(world: World, send: Send, op: Op, position: int, start: int, count: int, to: int) -> int:
+    """Packs pages of one layer to the address ``to``. The address behind them."""
+    src, dst = world["src"], world["dst"]
+    seg, end = segments(send["geometry"], position)
+    while seg < end:
+        begin, stop = owed_pairs(send["granted"], send["src_page"], send["dst_page"], start, count, seg + 120)
+        n0, s0, n1, s1, run = merged(load(seg + 64), load(seg + 72), load(seg + 88), load(seg + 96), load(seg + 112))
+        nbytes = n0 * n1 * run
+        op["runs"] += max(0, stop - begin) * n0 * n1
+        while begin < stop:
+            pairs = min(SCRATCH, stop - begin)
+            place_pairs(src, seg, 0, op["ids"], op["start"], send["src_page"], begin, pairs)
+            for i in range(pairs):
+                dst[i] = i * nbytes
+            pairs_at(load(seg), to, src, dst, 0, pairs, n0, s0, n1 * run, n1, s1, run, run)
+            begin += pairs
+            to += pairs * nbytes
+        seg += 8 * SEGMENT_FIELDS
+    return to
+
+
+@compiled
+def pack(world: World, send: Send, op: Op, index: int) -> int:
+    """Packs and puts the next piece of an op, whose index this is. Its bytes, or `NO_ROOM`."""
+    peer = world["peers"][send["peer"]]
+    if peer["stage"] == 0 or peer["failed"] != 0:
+        return NO_ROOM
+    at = op["at"]
+    until, start, count, nbytes = _cut(send, op, min(PIECE_NBYTES, peer["stage_nbytes"] // SHARE))
+    position = _room(peer, nbytes)
+    if position < 0 or (nbytes > 0 and put_room(peer, 1, nbytes) == 0):
+        return NO_ROOM
+    offset = position % peer["stage_nbytes"]
+    to = peer["stage"] + offset
+    for number in range(at, until):
+        to = _gather(world, send, op, load(op["positions"] + 8 * number), start, count, to)
+    if nbytes > 0:
+        store(world["key_at"], peer["stage_key"])
+        put(world, peer, peer["stage"] + offset, peer["there"] + offset, nbytes, peer["there_key"])
+        peer["wanted"] = max(peer["wanted"], peer["puts"])
+    first, last = load(op["positions"] + 8 * at), load(op["positions"] + 8 * until - 8) + 1
+    piece = piece_at(peer, peer["piece_tail"])
+    page = send["src_page"]
+    store(piece + POSTED, peer["puts"])
+    store(piece + OP, index)
+    store(piece + _FLOWS, send["peer_flow"])
+    store(piece + _GENERATION, send["generation"])
+    store(piece + _HEAD, STAGED | first << 8 | last << 32)
+    store(piece + _LO, start * page)
+    store(piece + _HI, (start + count) * page)
+    store(piece + _NBYTES, nbytes)
+    store(piece + _AT, position)
+    peer["piece_tail"] += 1
+    peer["packed"] = position + nbytes
+    op["pieces"] += 1
+    op["nbytes"] += nbytes
+    send["moved"] += nbytes
+    if start + count < op["start"] + op["count"]:
+        op["ordinal"] += count
+    else:
+        op["at"], op["ordinal"] = until, 0
+    return nbytes
+
+
+@compiled
+def write_piece(world: World, piece: int) -> None:
+    """Makes ``world["record"]`` that of a piece."""
+    record: Record = world["record"]
+    record["head"], record["flows"] = load(piece + _HEAD), load(piece + _FLOWS)
+    record["generation"], record["nbytes"] = load(piece + _GENERATION), load(piece + _NBYTES)
+    record["lo"], record["hi"], record["spare"] = load(piece + _LO), load(piece + _HI), load(piece + _AT)
+
+
+@compiled
+def forget_pieces(world: World, peer: Peer, flow: int) -> None:
+    """The pieces of a send that is taken back, and not told yet, hold nothing for its receiver."""
+    for number in range(peer["piece_head"], peer["piece_tail"]):
+        piece = piece_at(peer, number)
+        index = load(piece + OP)
+        if index >= 0 and world["ops"][index]["flow"] == flow:
+            store(piece + OP, -1)
+            store(piece + _GENERATION, 0)
+
+
+@compiled
+def on_credit(world: World, source: int) -> None:
+    """The receiver has unpacked pieces."""
+    peer, until = world["peers"][source], world["record"]["lo"]
+    head = peer["packed"]
+    if peer["piece_head"] < peer["piece_tail"]:  # what was not told cannot have been unpacked
+        head = load(piece_at(peer, peer["piece_head"]) + _AT)
+    if peer["freed"] < until <= head:
+        peer["freed"] = until
