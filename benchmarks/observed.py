@@ -62,14 +62,14 @@ class Cost:
 
     @property
     def passed(self) -> bool:
-        return self.more.high <= self.gate
+        return self.verdict == "met"
 
     @property
     def verdict(self) -> str:
-        """``met``, ``missed``, or ``not shown`` if the interval is no answer."""
-        if self.passed:
-            return "met"
-        return "missed" if self.more.low > self.gate else "not shown"
+        """``met``, ``missed``, or ``not shown``: the interval holds the gate, or is wider than it."""
+        if self.more.low > self.gate:
+            return "missed"
+        return "met" if self.more.high <= self.gate >= self.more.high - self.more.low else "not shown"
 
     def told(self, unit: str, scale: float = 1.0) -> str:
         more, control = (
