@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--router")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers, which spin, must not outlive this process
     golden: list[list[int]] = []
     for how in arguments.ways:
         measure(how, arguments, golden)

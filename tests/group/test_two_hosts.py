@@ -103,10 +103,26 @@ def consume(src: str, count: int) -> None:
         Member.kv.recv_pages(f"r{number}", [1 + number % 8], src).wait(30)
 
 
+def stage_short_runs() -> None:
+    """As usual: and none of these tests are longer."""
+    routes.MIN_RUN = 4096
+
+
+def staged_by_loop() -> bool:
+    """Whether the loop has packed anything for a peer."""
+    assert Member.kv._verbs is not None
+    flows = Member.kv._verbs.engine.flows
+    assert flows is not None
+    return bool((flows.core._memory[0]["peers"]["packed"] > 0).any())
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["put", "staged"])
 @pytest.mark.parametrize("ways", [BOTH_WAYS, BOTH_WAYS[:1], BOTH_WAYS[1:]], ids=["both", "to decode", "to prefill"])
 def test_a_link_that_is_cut_for_a_moment_fails_nothing(
-    hosts: Hosts, jobs: Jobs, ways: tuple[tuple[int, int], ...]
+    hosts: Hosts, jobs: Jobs, ways: tuple[tuple[int, int], ...], staged: bool
 ) -> None:
+    if staged:
+        jobs.ranks.run(stage_short_runs)
     begun = jobs.ranks.start(consume, "p", 400, ranks=jobs.of["d"][0])
     begun += jobs.ranks.start(serve, "d", 400, ranks=jobs.of["p"][0])
     for _ in range(2):
@@ -114,6 +130,7 @@ def test_a_link_that_is_cut_for_a_moment_fails_nothing(
         with hosts.cut_while(*ways):
             time.sleep(MOMENT)
     jobs.ranks.join(begun)
+    assert jobs.run("p", staged_by_loop)[0] == staged
     jobs.transfer("after", "p", "d", pages=2, page_size=16)
 
 

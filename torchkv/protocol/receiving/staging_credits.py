@@ -57,7 +57,7 @@ from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 
 MAX_STAGES = 64  # stages of one queue that are not free yet
-STANDING_NBYTES = 8 << 20  # of a standing stage, or this share of the ring
+STANDING_NBYTES = 4 << 20  # of a standing stage, or this share of the ring
 STANDING_SHARE = 8
 NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
