@@ -96,7 +96,7 @@ OUTCOMES = (
     Outcome(
         "a writer hangs (SIGSTOP)",
         "`PeerLost` after five heartbeats",
-        "quarantined until it wakes up and answers; free at once if it wrote to the staging ring only",
+        "quarantined until it wakes up and answers; free at once if Python staged it, to the ring only",
         "go on",
         (
             "tests/faults/test_pause.py::test_a_silent_peer_is_lost_and_found_again",
