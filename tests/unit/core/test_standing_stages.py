@@ -51,6 +51,19 @@ def test_requests(seed: int) -> None:
     assert [int(core.world["network"]) for core in (apart.writer, apart.reader)] == [0, 0]
 
 
+def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
+    """Its bytes may be another writer's by then."""
+    apart = StagedApart()
+    before = apart.dst.clone()
+    apart.start(apart.stage(apart.accept([0]), [0]), [0])
+    apart.reader.peers.end_stage(0)
+    _, heard = apart.run()
+    assert apart.network.puts > 0  # it was put, and told
+    assert heard == []
+    assert torch.equal(apart.dst, before)
+    assert apart.writer.peers.staged(1)[1] > 0  # and never given back
+
+
 def test_whole_layers_share_a_piece() -> None:
     apart = StagedApart(nbytes=1 << 16)
     send = apart.stage(apart.accept(list(range(8))), list(range(8)))
