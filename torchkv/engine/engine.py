@@ -197,7 +197,7 @@ class Engine:
             credits=credits,
             requester=requester,
             connection=connections.get,
-            lane=routes.lane,
+            lane=weakly(routes.lane),  # the routes hold the stages
         )
 
     # ------------------------------------------------------------------ driving
