@@ -310,12 +310,6 @@ class LoopPeers:
             peer = self._memory[0]["peers"][self.slots[rank]]
             peer["ring"], peer["ring_nbytes"], peer["taken"] = address, nbytes, 0
 
-    def end_stage(self, rank: int) -> None:
-        """``rank`` has ended, and its standing stage is about to be somebody else's: nothing is read from it."""
-        if (slot := self.slots.get(rank)) is not None:
-            with self._runner.standing_still():
-                self._memory[0]["peers"][slot]["ring"] = 0
-
     def use_stage(self, rank: int, own: tuple[int, int], there: tuple[int, int], nbytes: int) -> None:
         """``rank`` has granted a standing stage. own, there: address and key of this rank's bytes, and of the stage."""
         self._pieces[rank] = np.zeros(PIECES_NBYTES // 8, dtype=np.int64)

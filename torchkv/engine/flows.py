@@ -181,7 +181,6 @@ class Flows:
 
     def peer_dead(self, rank: int) -> None:
         self.settle()
-        self.core.peers.end_stage(rank)
         self._dead.add(rank)
 
     def open_send(self, req: SenderRequest) -> None:

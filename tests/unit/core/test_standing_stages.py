@@ -10,7 +10,7 @@ import torch
 from tests.helpers.apart import LAYERS, PAGES, TAGS, kinds
 from tests.helpers.staged_apart import CANARY, StagedApart
 from torchkv.bench.scale.loops import TOKENS
-from torchkv.core.loop.codes import CREDIT, OP_DONE, RECEIVED, SENT, STAGED, STRAY, WRITTEN
+from torchkv.core.loop.codes import CREDIT, CUT, OP_DONE, RECEIVED, SENT, STAGED, STRAY, WRITTEN
 from torchkv.errors import PeerLost
 
 
@@ -56,7 +56,8 @@ def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
     apart = StagedApart()
     before = apart.dst.clone()
     apart.start(apart.stage(apart.accept([0]), [0]), [0])
-    apart.reader.peers.end_stage(0)
+    apart.reader.peers.disconnect(0)
+    assert kinds(apart.reader.events()) == [CUT]
     _, heard = apart.run()
     assert apart.network.puts > 0  # it was put, and told
     assert heard == []
