@@ -10,6 +10,7 @@ import torch
 from torchkv_loopback import Faults, World
 
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
+from torchkv.arrays import Int64Array
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.core import Core, Notice
 from torchkv.core.loop.codes import ALONE
@@ -61,7 +62,8 @@ class Apart:
         while not (self.writer.peers.hears(1) and self.reader.peers.hears(0)):
             self.step()
 
-    def receive(self, pages: int, generation: int = 1) -> int:
+    def receive(self, pages: int, generation: int = 1, ids: Int64Array | None = None) -> int:
+        """ids: the pages, where they are staged."""
         flow = self.reader.reserve_receive()
         assert flow is not None
         self.reader.open_receive(
@@ -72,10 +74,12 @@ class Apart:
             leader=ALONE,
             writers=[(0, LAYERS, TOKENS)],
             network=True,
+            staged=None if ids is None else {0: self.geometry},
+            pages=ids,
         )
         return flow
 
-    def send(self, peer_flow: int, pages: list[int], generation: int = 1) -> int:
+    def send(self, peer_flow: int, pages: list[int], generation: int = 1, *, staged: bool = False) -> int:
         flow = self.writer.open_send(
             peer=1,
             peer_flow=peer_flow,
@@ -85,6 +89,7 @@ class Apart:
             src_page=TOKENS,
             dst_page=TOKENS,
             network=True,
+            staged=staged,
         )
         assert flow is not None
         return flow

@@ -10,7 +10,6 @@ from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.core import Core
-from torchkv.core.loop.codes import ALONE
 
 __all__ = ["CANARY", "HALF", "StagedApart"]
 
@@ -56,36 +55,11 @@ class StagedApart(Apart):
 
     def accept(self, pages: list[int], generation: int = 1) -> int:
         """A receive into these pages."""
-        flow = self.reader.reserve_receive()
-        assert flow is not None
-        self.reader.open_receive(
-            flow,
-            generation=generation,
-            num_tokens=len(pages) * TOKENS,
-            page_size=TOKENS,
-            leader=ALONE,
-            writers=[(0, LAYERS, TOKENS)],
-            network=True,
-            staged={0: self.geometry},
-            pages=np.array(pages, dtype=np.int64),
-        )
-        return flow
+        return self.receive(len(pages), generation, ids=np.array(pages, dtype=np.int64))
 
     def stage(self, peer_flow: int, pages: list[int], generation: int = 1) -> int:
         """A send that is staged to these pages."""
-        flow = self.writer.open_send(
-            peer=1,
-            peer_flow=peer_flow,
-            generation=generation,
-            geometry=self.geometry,
-            pages=np.array(pages, dtype=np.int64),
-            src_page=TOKENS,
-            dst_page=TOKENS,
-            network=True,
-            staged=True,
-        )
-        assert flow is not None
-        return flow
+        return self.send(peer_flow, pages, generation, staged=True)
 
     def expected(self, src: list[int]) -> torch.Tensor:
         """What the reader's pages hold of the writer's pages ``src``."""
