@@ -116,7 +116,7 @@ class Flows:
         self._stages = None if stages is None else stages(self.routes)
         self.routes.stages = self._stages
         self._sends: dict[int, SenderRequest] = {}  # by flow
-        self._put: dict[int, tuple[NetworkLane, bool]] = {}  # by flow, of those whose pages are put; whether staged
+        self._lanes: dict[int, NetworkLane] = {}  # by flow, of those whose pages are put or staged
         # Of those that wait for their grant: the plan, and the indices of their ops.
         self._waiting: dict[int, tuple[PairPlan, list[int]]] = {}
         self._receives: dict[int, ReceiverRequest] = {}
@@ -162,10 +162,10 @@ class Flows:
         }
 
     def _opened(self, req: SenderRequest, flow: int, route: Route, plan: PairPlan) -> None:
-        req.flow = flow
+        req.flow, req.loop_path = flow, route.path
         self._sends[flow] = req
         if route.lane is not None:
-            self._put[flow] = route.lane, route.staged
+            self._lanes[flow] = route.lane
         self.journal.name_send(req, plan.layers)
 
     def heed_grants(self, heeds: bool) -> None:
@@ -273,7 +273,7 @@ class Flows:
                 return None
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
-            lane, staged = self._put.pop(req.flow, (None, False))
+            lane, staged = self._lanes.pop(req.flow, None), req.loop_path == "staged"
             if lane is not None and staged and self.core.moved(req.flow):
                 req.landing = self._landing(req, lane)
             for index in left:
@@ -477,7 +477,7 @@ class Flows:
         match notice.kind:
             case x if x == SENT:
                 sent = self._sends.pop(notice.index)
-                self._put.pop(notice.index, None)
+                self._lanes.pop(notice.index, None)
                 self.journal.end_send(notice.index)
                 self.core.end_send(notice.index)
                 sent.flow = None
@@ -557,8 +557,7 @@ class Flows:
         connection = self._connections[req.dst]
         lane = "view" if connection.direct else connection.lane
         connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes))
-        staged = req.flow is not None and self._put.get(req.flow, (None, False))[1]
-        self._sender.copied(req, ops, nbytes, now, "staged" if staged else "direct")
+        self._sender.copied(req, ops, nbytes, now)
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:
         """A record that the loop did not take: Python judges it, as a message with the same meaning."""

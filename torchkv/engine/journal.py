@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchkv.core.loop.codes import FINISH, START, VERBS
 from torchkv.core.loop.limits import MAX_FLOWS
@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 __all__ = ["Journal"]
 
 _CODES = {verb: code for code, verb in enumerate(VERBS)}
-_Named = tuple[int, str, Any, tuple[int, ...]]  # a serial, its request, its peers, and the layers of its plan
+
+
+class _Named(NamedTuple):
+    """A request. layers: of its plan. path: of its bytes."""
+
+    serial: int
+    request: str
+    peers: Any
+    layers: tuple[int, ...]
+    path: str
 
 
 class Journal:
@@ -68,7 +77,7 @@ class Journal:
     def name_send(self, req: SenderRequest, layers: tuple[int, ...]) -> None:
         """The request is on the loop, under the latest serial."""
         if self._recorder is not None and req.flow is not None:
-            self._sends[req.flow] = self._serial, req.request, req.dst, layers
+            self._sends[req.flow] = _Named(self._serial, req.request, req.dst, layers, req.loop_path)
 
     def name_receive(self, req: ReceiverRequest) -> int:
         """A serial for a request that the loop is about to grant, and whose end it records then; else 0."""
@@ -77,7 +86,7 @@ class Journal:
             return 0
         assert req.flow is not None
         self._serial += 1
-        self._receives[req.flow] = self._serial, req.request, tuple(req.writers), ()
+        self._receives[req.flow] = _Named(self._serial, req.request, tuple(req.writers), (), req.loop_path)
         work._in_journal = True
         return self._serial
 
@@ -133,7 +142,7 @@ class Journal:
         offset = time.time_ns() - time.monotonic_ns()
         waiting = self._core.operations.unbegun()  # first: what the loop takes meanwhile is in both
         seen = self._core.operations.read()
-        named = {each[0]: each for each in [*self._sends.values(), *self._receives.values(), *self._ended]}
+        named = {each.serial: each for each in [*self._sends.values(), *self._receives.values(), *self._ended]}
         found = [_entry(each, named[each.serial], offset) for each in seen if each.serial in named]
         numbers = {each.number for each in seen}
         unbegun = [self._unbegun(kind, index, numbers, offset) for kind, index in waiting]
@@ -167,11 +176,10 @@ class Journal:
         return entry_of(-1, verb, base_name(request), peers, layers, num_pages, began)
 
 
-def _entry(seen: Seen, named: tuple[int, str, Any, tuple[int, ...]], offset: int) -> Entry:
-    _, request, peers, plan_layers = named
+def _entry(seen: Seen, named: _Named, offset: int) -> Entry:
     layers: Any = None
-    if seen.layers and (seen.verb != "send_pages" or seen.layers < len(plan_layers)):
-        layers = plan_layers[seen.first : seen.last + 1]
+    if seen.layers and (seen.verb != "send_pages" or seen.layers < len(named.layers)):
+        layers = named.layers[seen.first : seen.last + 1]
         if len(layers) == seen.layers:
             layers = kept(layers)
         else:  # with gaps, of which only the number is known
@@ -179,12 +187,12 @@ def _entry(seen: Seen, named: tuple[int, str, Any, tuple[int, ...]], offset: int
     return entry_of(
         2 * seen.number,
         seen.verb,
-        base_name(request),
-        peers,
+        base_name(named.request),
+        named.peers,
         layers,
         seen.pages,
         seen.began + offset,
         None if seen.ended is None else seen.ended + offset,
         nbytes=seen.nbytes,
-        path="direct" if seen.nbytes else "none",
+        path=named.path if seen.nbytes else "none",
     )

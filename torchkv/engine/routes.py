@@ -45,7 +45,7 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 
 class Route:
     """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
-    staged: whether they are put into a standing stage there.
+    staged: whether they are put into a standing stage there. path: as which `KVWork.path` and dumps count its bytes.
 
     A route through the network ends with its lane.
     """
@@ -64,6 +64,7 @@ class Route:
         self.launches = launches
         self.lane = lane
         self.staged = staged
+        self.path = "staged" if staged else "direct"
         self.kernels = None if launches is None else launches.words
         native = None if lane is None else lane.native
 

@@ -195,7 +195,7 @@ class SettleCopied:
 
     works: list[Work]
     nbytes: list[int]
-    path: str = "direct"
+    path: str
 
 
 @dataclass(slots=True)

@@ -68,6 +68,26 @@ def test_the_loop_records_what_it_serves_and_python_nothing() -> None:
     assert sum(stats(ranks[READER]).phases["receive"].counts) == 1
 
 
+def test_what_the_loop_has_staged_says_so() -> None:
+    layout = KVLayout.gqa(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
+    staging = {"staging_send": 1 << 16, "staging_recv": 1 << 16}
+    options = Options(transport="loopback", flight_recorder=64, **staging)
+    ranks = Cluster([Place("p", layout), Place("d", layout)], options=options, network=True)
+    for number in range(4):  # the first ones may find no stage that stands already
+        received = ranks[READER].recv_pages(f"r{number}", [3, 1], WRITER)
+        sent = ranks[WRITER].send_pages(f"r{number}", [5, 6], READER)
+        finished = ranks[WRITER].finish(f"r{number}", READER)
+        assert ranks.run(
+            lambda received=received, finished=finished: received.is_completed() and finished.is_completed(), limit=20
+        )
+        assert ranks.run(lambda: False, limit=0.2) is False
+    assert (sent.path, received.path) == ("staged", "staged")
+    for rank, verb in ((WRITER, "send_pages"), (READER, "recv_pages")):
+        *_, entry = (each for each in entries(ranks[rank]) if each.verb == verb)
+        assert entry.record_id % 2 == 0  # the loop's
+        assert (entry.path, entry.nbytes) == ("staged", received.bytes)
+
+
 def test_a_request_that_fails_on_the_loop_is_told_of() -> None:
     ranks, told = cluster(), list[str]()
     recorder = ranks[WRITER].engine.recorder

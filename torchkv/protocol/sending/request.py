@@ -54,6 +54,7 @@ class SenderRequest:
     fresh: bool = False  # bound by Python, and no op has begun since
     # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
     flow: int | None = None
+    loop_path: str = "direct"  # on which its bytes go there
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.
     moved: tuple[int, float] = (-1, 0.0)
     # Set when it is taken back: whether what the loop had staged for it has come to an end, so that later bytes come
