@@ -1,7 +1,7 @@
 """The progress thread: one per registered group. Owns the group's transport and sockets, and drives its engine.
 
 Each turn runs the calls that other threads queued, then one `Engine.step`. If there is nothing more to do, the thread
-*rests* while verbs come often (see `torchkv.host.spin_wait`), and *sleeps* in a system call otherwise.
+*rests* while verbs come often that it serves (see `torchkv.host.spin_wait`), and *sleeps* in a system call otherwise.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ProgressThread:
         self._calls: deque[_Call[Any]] = deque()
         self._stopping = False
         self._readable = _EVERYTHING  # file descriptors that may be readable; see _TRANSPORT
-        self._rest_until = 0.0  # until then rest instead of sleeping, because a verb was called lately
+        self._rest_until = 0.0  # until then rest instead of sleeping, because a verb that it serves was called lately
         self._ready: Future[tuple[Transport, ControlChannel]] = Future()
         self._crash: BaseException | None = None
         # A daemon thread, so that a program that never destroys its group can exit.
@@ -167,7 +167,7 @@ class ProgressThread:
 
     def _turn(self, transport: Transport, control: ControlChannel) -> None:
         now = time.monotonic()
-        if self.waker.answer():
+        if self.waker.answer() and self.short_turns.wanted:
             self._rest_until = now + ATTENTIVE
         while self._calls:
             self._calls.popleft().run()
