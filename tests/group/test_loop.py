@@ -67,9 +67,9 @@ def one_request(way: str, aux_nbytes: int, waits: str, taken_back: bool, python:
                 # Callers give up the GIL soon if Python has to do something, and else are left alone.
                 python = taken_back if python is None else python
                 assert (sys.getswitchinterval() < 0.004) == (python or waits == "future")
-                # And its thread lies in wait for verbs, which takes a part of a core, only if it serves some.
+                # And its thread lies in wait for verbs, which takes a part of a core, only if it serves them.
                 assert kv._thread is not None
-                assert python or waits == "future" or kv._thread._rest_until == 0.0
+                assert (kv._thread._rest_until > 0) == python
                 torch.distributed.send(page_bytes(cache, [1, 2, 3]), READER, group=kv)
             else:
                 rx = kv.recv_pages("r", [7, 4, 9], WRITER)

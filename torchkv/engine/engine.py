@@ -158,7 +158,8 @@ class Engine:
             send_stage_messages=weakly(self._send_stage_messages),
         )
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
-        self.needs_gil: Callable[[], None] = lambda: None  # the driver serves requests itself from now on
+        self.needs_gil: Callable[[], None] = lambda: None  # the driver is to get the GIL soon from now on
+        self.serves: Callable[[], None] = lambda: None  # the driver serves requests itself
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
@@ -507,12 +508,12 @@ class Engine:
             case Split():
                 action.work._split(action.more)
             case Start():
-                self.needs_gil()
+                self.serves()
                 self.scheduler.start(action.op, action.grant)
             case Halt():
                 self.scheduler.halt(action.op)
             case Scatter():
-                self.needs_gil()
+                self.serves()
                 self._unpacker.start(action)
 
     def _tell(self, rank: int, message: Message, now: float) -> None:
@@ -523,7 +524,7 @@ class Engine:
                 self.peers.watch(rank)
             if isinstance(message, Seal) or (isinstance(message, Grant) and message.flow is None):
                 self.spin_until = now + REPLY_SPIN
-                self.needs_gil()
+                self.serves()
             elif isinstance(message, Verdict):
                 self.spin_until = now
             self.messenger.tell(rank, message)

@@ -1,7 +1,8 @@
 """The progress thread: one per registered group. Owns the group's transport and sockets, and drives its engine.
 
 Each turn runs the calls that other threads queued, then one `Engine.step`. If there is nothing more to do, the thread
-*rests* while verbs come often that it serves (see `torchkv.host.spin_wait`), and *sleeps* in a system call otherwise.
+*rests* for a while after it has served a request (see `torchkv.host.spin_wait`), and *sleeps* in a system call
+otherwise. What the resident loop serves needs no thread that lies in wait.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ATTENTIVE = 0.1  # seconds after a wake-up for which the thread rests instead of sleeping
+ATTENTIVE = 0.1  # seconds after it has served a request for which the thread rests instead of sleeping
 REST = 0.005  # longest rest in seconds: then the engine is stepped even if nothing has arrived
 DRAIN = 1.0  # seconds for which a closing group waits until its transfers have stopped, and writers said so of theirs
 FAREWELL = 0.5  # seconds for which it waits until its peers have heard that it leaves
@@ -52,7 +53,7 @@ class Waker:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asleep = False
-        self.word = np.zeros(1, dtype=np.int64)  # not 0: there was a call since `answer`
+        self.word = np.zeros(1, dtype=np.int64)  # not 0: `wake` was called since `answer`
         self._word = self.word.data  # the same memory; Python stores faster into a memoryview than into an array
 
     def wake(self) -> None:
@@ -62,11 +63,9 @@ class Waker:
             self.asleep = False
             _libc.eventfd_write(self.fd, 1)
 
-    def answer(self) -> bool:
-        """Whether `wake` was called since the last time. Ask this before looking for work, else a call gets lost."""
-        called = self._word[0] != 0
+    def answer(self) -> None:
+        """Takes the calls of `wake` until now as heard. To be called before looking for work, else one gets lost."""
         self._word[0] = 0
-        return called
 
     def clear(self) -> None:
         """To be called by the thread when it has slept."""
@@ -106,13 +105,13 @@ class ProgressThread:
 
     def __init__(self, name: str, make: Callable[[], tuple[Transport, ControlChannel]]) -> None:
         self.waker = Waker()
-        self.short_turns = ShortTurns()  # from the first request on that Python serves
+        self.short_turns = ShortTurns()  # once Python has served a request, or callbacks wait for this thread
         self.engine: Engine | None = None
         self._make = make
         self._calls: deque[_Call[Any]] = deque()
         self._stopping = False
         self._readable = _EVERYTHING  # file descriptors that may be readable; see _TRANSPORT
-        self._rest_until = 0.0  # until then rest instead of sleeping, because a verb that it serves was called lately
+        self._rest_until = 0.0  # until then rest instead of sleeping, because it has served a request lately
         self._ready: Future[tuple[Transport, ControlChannel]] = Future()
         self._crash: BaseException | None = None
         # A daemon thread, so that a program that never destroys its group can exit.
@@ -131,6 +130,11 @@ class ProgressThread:
         self._calls.append(call)
         self.waker.wake()
         return call.future.result()
+
+    def serve(self) -> None:
+        """Python serves a request: its verbs will come to this thread, which should get the GIL soon. This thread."""
+        self.short_turns.begin()
+        self._rest_until = time.monotonic() + ATTENTIVE
 
     def stop(self) -> None:
         """Fails pending calls, closes the transport and the sockets, and ends the thread. Idempotent.
@@ -167,8 +171,7 @@ class ProgressThread:
 
     def _turn(self, transport: Transport, control: ControlChannel) -> None:
         now = time.monotonic()
-        if self.waker.answer() and self.short_turns.wanted:
-            self._rest_until = now + ATTENTIVE
+        self.waker.answer()
         while self._calls:
             self._calls.popleft().run()
             self._readable = _EVERYTHING

@@ -25,11 +25,6 @@ class ShortTurns:
     def __init__(self) -> None:
         self._wanted = False
 
-    @property
-    def wanted(self) -> bool:
-        """Whether Python serves requests of the group."""
-        return self._wanted
-
     def begin(self) -> None:
         """Lowers the interval, unless it is as low already."""
         global _before
