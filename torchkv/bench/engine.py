@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchkv.bench.engine_loop import STEP_SECONDS, Loop, Pending, busy_thread
+from torchkv.bench.machine import one_link
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
@@ -233,8 +234,8 @@ def run_engine(
 ) -> EngineResult:
     """Runs one row in two fresh processes. write, read: the two sides, if not torchkv's. Raises ``KVError``."""
     write, read = write or _write, read or _read
-    seed, tls = int(time.time_ns() & 0xFFFFFFFF), {"UCX_TLS": "tcp"} if setup.apart else {}
-    (requests, lost, copy, each), wrong = run_two(write, read, setup, seed, environment=tls, apart=setup.apart)
+    seed, link = int(time.time_ns() & 0xFFFFFFFF), one_link() if setup.apart else {}
+    (requests, lost, copy, each), wrong = run_two(write, read, setup, seed, environment=link, apart=setup.apart)
     return EngineResult(
         setup=setup,
         p50=float(np.percentile(requests, 50)),

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CoresOfOthers", "machine", "torchkv_version"]
+from torchkv.host.network import job_interface
+
+__all__ = ["CoresOfOthers", "machine", "one_link", "torchkv_version"]
 
 
 def machine(device: str) -> str:
@@ -19,6 +21,15 @@ def machine(device: str) -> str:
     return (
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     )
+
+
+def one_link() -> dict[str, str]:
+    """Variables for UCX with which two processes of this host exchange bytes over TCP, through the job's interface.
+
+    A rival that opens all interfaces would take two of one host for two links.
+    """
+    interface, _ = job_interface()
+    return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", interface)}
 
 
 def torchkv_version() -> str:

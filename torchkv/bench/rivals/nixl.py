@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from torchkv.bench.machine import one_link
 from torchkv.bench.rivals.cases import Case
 from torchkv.bench.rivals.side import INSTALL, PagedSide, Rival, Spans, from_reader, load_error
 from torchkv.errors import KVError
@@ -100,7 +101,7 @@ def _why_not(device: str) -> str | None:
 
 
 def _environment(case: Case) -> dict[str, str]:
-    return {"NIXL_LOG_LEVEL": "ERROR", **({"UCX_TLS": "tcp"} if case.tcp else {})}
+    return {"NIXL_LOG_LEVEL": "ERROR", **(one_link() if case.tcp else {})}
 
 
 NIXL = Rival(name="nixl", why_not=_why_not, make=_Side, environment=_environment)

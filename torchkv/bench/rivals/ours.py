@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchkv.bench.machine import one_link
 from torchkv.bench.rivals.cases import Case
 from torchkv.bench.rivals.side import PagedSide, Rival
 from torchkv.engine.work import KVWork
@@ -42,7 +43,7 @@ class _Side(PagedSide):
 
 
 def _environment(case: Case) -> dict[str, str]:
-    return {"UCX_TLS": "tcp"} if case.tcp else {}
+    return one_link() if case.tcp else {}
 
 
 TORCHKV = Rival(name="torchkv", why_not=lambda device: None, make=_Side, backend="torchkv", environment=_environment)
