@@ -15,6 +15,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, PeerLost, TransportUnavailable
 from torchkv.transport import Batch, NativeChannel
 from torchkv_ucx import pump, sockets
+from torchkv_ucx.environment import put_seconds
 from torchkv_ucx.libucp import HOST, KEY_WORD, LibUCP, request_params
 from torchkv_ucx.operation import FlushOperation, Link, PutOperation, VectoredPut
 from torchkv_ucx.process import LocalProcess, holds
@@ -157,6 +158,7 @@ class UCXChannel(QueueChannel):
             local_keys=np.where(self._local.memory_type == HOST, self._local.memh, 0),
             remote_keys=self._remote.rkey,
             remote_at=self._remote.base,
+            put_seconds=put_seconds(),
         )
 
     @property

@@ -20,6 +20,7 @@ from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, ra
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAX_GRANTED
+from torchkv.engine import routes
 from torchkv.engine.flows import Flows
 from torchkv.engine.joining.registration import Registration
 from torchkv.protocol.receiving.receiver import Receiver
@@ -34,14 +35,15 @@ def apart(request: pytest.FixtureRequest) -> bool:
 
 
 class Loop:
-    """What this rank's loop was given. apart: see above."""
+    """What this rank's loop was given, which stages nothing. apart: see above."""
 
     def __init__(self, apart: bool) -> None:
         self.sends: list[bool] = []  # whether each went through the network
         self._apart = apart
 
     def __enter__(self) -> Loop:
-        self._real = Registration._connect_loop, Core.open_send, Core.wait_for_grant
+        self._real = Registration._connect_loop, Core.open_send, Core.wait_for_grant, routes.MAX_STAGED_RUN
+        routes.MAX_STAGED_RUN = 0
         if self._apart:
             Registration._connect_loop = lambda registration, metadata: None
         for name in ("open_send", "wait_for_grant"):
@@ -56,7 +58,7 @@ class Loop:
         return call
 
     def __exit__(self, *_: object) -> None:
-        Registration._connect_loop, Core.open_send, Core.wait_for_grant = self._real
+        Registration._connect_loop, Core.open_send, Core.wait_for_grant, routes.MAX_STAGED_RUN = self._real
 
 
 def check_bytes(kv: KVProcessGroup, cache: KVCache, sent: list[int], received: list[int]) -> None:

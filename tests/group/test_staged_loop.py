@@ -18,6 +18,7 @@ from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import meet
 from torchkv import KVCache, KVError, KVLayout, KVProcessGroup, KVWork, TransferCancelled
 from torchkv.core.core import Core
+from torchkv.engine import routes
 
 HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}
 PAGES, TOKENS, POISON = 24, 128, -77
@@ -165,6 +166,46 @@ def requests(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_byte(name: str, shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("hosts", 4, **HOSTS).run(requests, name)
+
+
+MIDDLE = {"order": "HND", "head_dim": 128, "v_head_dim": 128}  # runs of 4 KiB a head
+MIDDLES = {W0: layout(**MIDDLE), R0: layout(1, 4, **MIDDLE), R1: layout(3, 4, **MIDDLE)}
+
+
+def runs_of_middle_length(packed: bool) -> None:
+    """The writer alone decides by cost whether they are staged; its readers take both. Until there is a stage, it puts.
+
+    packed: whether packing costs less.
+    """
+    with noted(), kv_group() as kv, pytest.MonkeyPatch.context() as patch:
+        rank = kv.rank()
+        if rank == W0:
+            patch.setattr(routes, "is_cheaper_packed", lambda plan, costs: packed)
+        else:
+            patch.setattr(routes, "is_cheaper_packed", lambda plan, costs: not packed)
+        cache = cache_of(MIDDLES[rank]) if rank in MIDDLES else None
+        kv.register(cache, instance=None if cache is None else "prefill" if rank == W0 else "decode")
+        meet(kv)
+        ready = 0
+        for number in range(60):
+            before = len(Staged.sends)
+            path = request(kv, cache, MIDDLES, f"r{number}", number % 2 == 1)
+            everyone: list[Any] = [None] * kv.size()
+            dist.all_gather_object(everyone, (Staged.sends[before:], path), group=kv)
+            sends = everyone[W0][0]
+            assert packed or not any(sends)
+            if len(set(sends)) == 1 and len(sends) == 2:  # both by the loop, in one way
+                assert {everyone[reader][1] for reader in (R0, R1)} == {"staged" if sends[0] else "direct"}
+                ready += sends[0] == packed
+            if ready == 6:
+                break
+        assert ready == 6, Staged.sends
+        meet(kv)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "put"])
+def test_runs_of_middle_length(packed: bool, shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("hosts", 4, **HOSTS).run(runs_of_middle_length, packed)
 
 
 BIG = {"num_layers": 16, "head_dim": 128, "v_head_dim": 128}

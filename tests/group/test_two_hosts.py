@@ -49,8 +49,8 @@ def jobs(hosts: Hosts, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def short_runs() -> None:
-    """The resident loop puts runs as short as those of these tests, if no path is forced."""
-    routes.MIN_RUN = 1
+    """The resident loop puts runs as short as those of these tests, if no path is forced, and stages none."""
+    routes.MIN_RUN, routes.MAX_STAGED_RUN = 1, 0
 
 
 def meet(jobs: Jobs, prefill: str, decode: str) -> None:

@@ -40,7 +40,9 @@ _SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Wri
 _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
-_RECEIVED, _NUM_WRITERS, _WRITERS = (receive_word_at(name) for name in ("nbytes", "num_writers", "writers"))
+_RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _WRITERS = (
+    receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "writers")
+)
 _TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
     word_at(name) // 8
     for name in ("event_tail", "event_head", "command_tail", "command_head", "network", "driving", "broken")
@@ -68,9 +70,10 @@ class WriterState:
 
 @dataclass(slots=True)
 class ReceiveState:
-    """What the loop knows of a receive, and of each of its writers."""
+    """What the loop knows of a receive, and of each of its writers. staged: whether it has unpacked any of it."""
 
     nbytes: int
+    staged: bool
     writers: list[WriterState]
 
 
@@ -382,7 +385,7 @@ class Core:
         coverage: whether the intervals are wanted, too.
         """
         words = self._receives
-        state = ReceiveState(words[flow, _RECEIVED], [])
+        state = ReceiveState(words[flow, _RECEIVED], words[flow, _PIECES] > 0, [])
         for number in range(words[flow, _NUM_WRITERS]):
             at = _WRITERS + number * len(_WRITER)
             intervals: list[list[tuple[int, int]]] = []
@@ -411,8 +414,9 @@ class Core:
     def stop_unpacking(self, flow: int) -> None:
         """Nothing is unpacked for a receive any more, whoever serves it: it has failed, or ended."""
         if flow in self._unpacking:
-            with self.runner.standing_still():
-                self._memory[0]["receives"][flow]["unpacks"] = 0
+            if self._receives[flow, _UNPACKS]:  # else the loop has ended the receive itself
+                with self.runner.standing_still():
+                    self._memory[0]["receives"][flow]["unpacks"] = 0
             del self._unpacking[flow]
 
     def free_receive(self, flow: int) -> None:

@@ -239,7 +239,7 @@ def open_receive(
     receive["leader"], receive["told"] = leader, told
     receive["layers"], receive["cover"] = cover.shape[1], cover.ctypes.data
     receive["num_writers"] = receive["nbytes"] = receive["serial"] = receive["operation"] = 0
-    receive["ids"], receive["unpacks"] = ids, unpacks
+    receive["ids"], receive["unpacks"], receive["pieces"] = ids, unpacks, 0
 
 
 @compiled_with_gil

@@ -335,8 +335,6 @@ class Flows:
         assert req.flow is not None
         self._receives[req.flow] = req
         staged = self.routes.unpacked({rank: writer.plan for rank, writer in req.writers.items()})
-        if staged:
-            req.loop_path = "staged"
         self.core.open_receive(
             req.flow,
             generation=req.generation,
@@ -404,7 +402,7 @@ class Flows:
         assert req.flow is not None
         if not whole:
             self.journal.hand_over_receive(req)
-        self.journal.end_receive(req.flow)
+        self.journal.end_receive(req.flow, req.loop_path)
         del self._receives[req.flow]
         self.core.close_receive(req.flow)
         req.flow = None
@@ -414,6 +412,8 @@ class Flows:
         """Adds to the request's writers what has arrived; the bytes of all that."""
         assert req.flow is not None
         state = self.core.receive_state(req.flow, coverage=coverage)
+        if state.staged:
+            req.loop_path = "staged"
         for writer, known in zip(req.writers.values(), state.writers, strict=True):
             for layer, intervals in zip(writer.plan.layers, known.intervals, strict=coverage):
                 for lo, hi in intervals:

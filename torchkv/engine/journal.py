@@ -95,10 +95,10 @@ class Journal:
         if (named := self._sends.pop(flow, None)) is not None:
             self._ended.append(named)
 
-    def end_receive(self, flow: int) -> None:
-        """The request has left the loop."""
+    def end_receive(self, flow: int, path: str) -> None:
+        """The request has left the loop. path: on which its bytes have come."""
         if (named := self._receives.pop(flow, None)) is not None:
-            self._ended.append(named)
+            self._ended.append(named._replace(path=path))
 
     # ------------------------------------------------------------------ who records an operation
 

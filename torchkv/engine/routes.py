@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from torchkv.engine.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
+from torchkv.transfer.path_cost import ASSUMED, is_cheaper_packed
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Route", "Routes"]
 
 MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones are staged
+MAX_STAGED_RUN = 32768  # bytes of the longest run that it stages, where that costs less than to put it
 MAX_ROWS = 1024  # of one page pair that it puts
 MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one plan
 
@@ -64,6 +67,7 @@ class Route:
         self.launches = launches
         self.lane = lane
         self.staged = staged
+        self.provisional = False  # it puts until there is a stage
         self.path = "staged" if staged else "direct"
         self.kernels = None if launches is None else launches.words
         native = None if lane is None else lane.native
@@ -144,7 +148,7 @@ class Routes:
     def to(self, rank: int, plan: PairPlan) -> Route | None:
         """How the loop copies a plan to ``rank``; None if it cannot do that."""
         route = self.known.get((rank, id(plan)))
-        if route is not None and route.connection is self._connections.get(rank) and route.usable:
+        if route is not None and self._is_current(rank, route):
             return None if self._core.broken else route
         connection = self.serving(rank)
         if connection is None or not _can_copy(plan) or self._core.broken:
@@ -157,17 +161,40 @@ class Routes:
         route = self.known[rank, id(plan)] = Route(plan, self._local, connection, launches)
         return route
 
+    def _is_current(self, rank: int, route: Route) -> bool:
+        """Whether a route still leads to the peer, and need not become one that stages."""
+        if route.connection is not self._connections.get(rank) or not route.usable:
+            return False
+        return not (route.provisional and self._has_stage(rank, route.plan, route.lane))
+
     def _of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> Route | None:
         """How the loop puts a plan to ``rank``, or stages it; None if it cannot yet, or a part cannot be put."""
-        lane, staged = self.lane(rank, connection), not _is_coarse(plan)
-        if staged and (self.stages is None or not fits(plan, self.stages.to(rank, lane))):
+        lane = self.lane(rank, connection)
+        wanted = self._wants_stage(plan, connection, lane)
+        staged = wanted and self._has_stage(rank, plan, lane)
+        if not staged and not _is_coarse(plan):
             return None
         route = Route(plan, self._local, connection, lane=lane, staged=staged)
+        route.provisional = wanted and not staged
         keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
         if not staged and not keys.all():
             return None
         self.known[rank, id(plan)] = route
         return route
+
+    def _wants_stage(self, plan: PairPlan, connection: PeerConnection, lane: NetworkLane | None) -> bool:
+        """Whether a plan is to be staged if there is a stage."""
+        if self.stages is None or not _may_be_staged(plan):
+            return False
+        if not _is_coarse(plan):
+            return True
+        costs = connection.costs
+        if costs is None and lane is not None and lane.native is not None:
+            costs = replace(ASSUMED["cpu"], descriptor=lane.native.put_seconds)
+        return costs is not None and is_cheaper_packed(plan, costs)
+
+    def _has_stage(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> bool:
+        return self.stages is not None and fits(plan, self.stages.to(rank, lane))
 
     def gate(self, event: object | None) -> Gate | None:
         if self._kernels is not None:
@@ -186,14 +213,15 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
-        return _is_coarse(plan) or (self.stages is not None and self.stages.serves(rank, plan))
+        served = _may_be_staged(plan) and self.stages is not None and self.stages.serves(rank, plan)
+        return served or _is_coarse(plan)
 
     def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Int64Array]:
-        """Of the writers that stage, by rank: the plan, by which the loop unpacks their pieces."""
+        """Of the writers that may stage, by rank: the plan, by which the loop unpacks their pieces."""
         return {
             rank: self._of_pieces(plan)
             for rank, plan in plans.items()
-            if not self._connections[rank].direct and not _is_coarse(plan)
+            if not self._connections[rank].direct and self.stages is not None and _may_be_staged(plan)
         }
 
     def _of_pieces(self, plan: PairPlan) -> Int64Array:
@@ -206,9 +234,14 @@ class Routes:
 
 
 def _is_coarse(plan: PairPlan) -> bool:
-    """Whether the loop should put a plan: its runs are long. Both ends decide alike."""
+    """Whether the loop can put a plan: its runs are not short. Both ends decide alike."""
     rows = [segment.rows for segment in plan.segments]
     return all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
+
+
+def _may_be_staged(plan: PairPlan) -> bool:
+    """Whether its writer's loop may stage a plan, and its reader's has to be ready for that. Both ends decide alike."""
+    return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
 
 def _can_copy(plan: PairPlan) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "cheapest",
     "choose",
     "count_runs",
+    "is_cheaper_packed",
     "load_of",
     "put_seconds",
     "runs_between",
@@ -91,6 +92,17 @@ def staged_seconds(nbytes: int, costs: Costs, *, ring: int, mapped: bool) -> flo
     last = min(nbytes, piece) * costs.pack
     byte = max(costs.byte, costs.pack) if mapped else costs.byte + costs.pack
     return STAGING_SECONDS + max(nbytes * byte, nbytes / piece * PIECE_SECONDS) + last
+
+
+def is_cheaper_packed(plan: PairPlan, costs: Costs) -> bool:
+    """Whether the writer's loop should pack runs and put whole pieces, instead of one put for each run.
+
+    It should if packing a byte costs less than the puts that this saves; the receiver unpacks meanwhile. Of pages that
+    are scattered: adjacent ones are put together. An estimate for the plan's layers together, per token.
+    """
+    puts = sum(len(segment.layers) * segment.rows.per_pair / segment.tokens for segment in plan.segments)
+    nbytes = sum(len(segment.layers) * segment.pair_nbytes / segment.tokens for segment in plan.segments)
+    return puts * costs.descriptor > nbytes * costs.pack
 
 
 def cheapest(load: Load, costs: Costs, *, page_for_page: bool, ring: int, mapped: bool = False) -> Choice:

@@ -187,6 +187,7 @@ class NativeChannel:
     worker, endpoint: what they take first. put_params, params: memory of their last argument, for puts, with the local
     key in the word ``key_word``, and for all others. local_keys: of host memory, by index of a region registered here.
     remote_keys, remote_at: key and address of each region of the peer; a key of 0 says that it cannot be put into.
+    put_seconds: about what a put costs beside its bytes, for those who have not measured it.
     """
 
     functions: Int64Array
@@ -198,6 +199,7 @@ class NativeChannel:
     local_keys: Int64Array
     remote_keys: Int64Array
     remote_at: Int64Array
+    put_seconds: float
 
 
 class Region:

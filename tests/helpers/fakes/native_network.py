@@ -95,6 +95,7 @@ class NativeNetwork:
             local_keys=np.arange(regions, dtype=np.int64) + 1,
             remote_keys=np.arange(len(channel._remote), dtype=np.int64) + 1,
             remote_at=np.array([region.ptr for region in channel._remote], dtype=np.int64),
+            put_seconds=0.0,
         )
 
     def end(self, channel: LoopbackChannel) -> None:

@@ -105,6 +105,28 @@ def test_large_pages_never_pay_for_packing() -> None:
     assert path(10_000, 16 << 10, TCP, page_for_page=True) == "staged"
 
 
+@pytest.mark.parametrize(
+    ("heads_read", "page_size", "costs", "packed"),
+    [
+        (8, 16, TCP, True),  # runs of 8 KiB
+        (8, 128, TCP, False),  # of 64 KiB
+        (1, 64, TCP, True),  # of 64 bytes
+        (1, 16, Costs(descriptor=0.2e-6, byte=1 / 25e9, pack=1 / 5e9), True),
+        (8, 16, Costs(descriptor=0.2e-6, byte=1 / 25e9, pack=1 / 5e9), False),
+    ],
+)
+def test_the_loop_packs_where_that_costs_less_than_the_puts(
+    heads_read: int, page_size: int, costs: Costs, packed: bool
+) -> None:
+    held, wanted = (
+        KVLayout.gqa(
+            num_layers=2, num_kv_heads=8, head_dim=32, page_size=page_size, dtype=torch.bfloat16, tp_size=8 // heads
+        )
+        for heads in (8, heads_read)
+    )
+    assert path_cost.is_cheaper_packed(compile_plan(0, {0: held}, wanted), costs) == packed
+
+
 def test_nothing_is_staged_without_a_ring() -> None:
     choice = path_cost.cheapest(load(100_000, 512), TCP, page_for_page=False, ring=0)
     assert (choice.path, choice.staged) == ("slices", None)

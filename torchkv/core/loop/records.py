@@ -230,6 +230,7 @@ class Receive(TypedDict):
     leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
     was posted. page_size: of this rank. nbytes: that have arrived. ids: address of its page ids. unpacks: whether
     pieces of its writers are unpacked. That outlives ``state``: Python may serve the request, until it has failed.
+    pieces: that were unpacked.
 
     For the `journal`: serial: names the request to Python, or 0. operation: its number. begun: when its grant was
     taken, in nanoseconds.
@@ -250,6 +251,7 @@ class Receive(TypedDict):
     begun: int
     ids: int
     unpacks: int
+    pieces: int
     writers: list[Writer]
     aux: Int64Array
 

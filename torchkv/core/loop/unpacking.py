@@ -73,6 +73,7 @@ def _unpack(world: World, source: int, at: int) -> bool:
         return False
     for position in range(first, last):
         at = _scatter(world, receive, writer, position, start, count, at)
+    receive["pieces"] += 1
     record["head"] = WRITTEN | first << 8 | last << 32
     return on_record(world, source)
 

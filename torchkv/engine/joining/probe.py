@@ -39,8 +39,9 @@ TIMEOUT = 10.0  # seconds for a rate
 # memory.
 ROUNDS = 5
 FEW_ROUNDS = 3  # on a busy host, one round alone says little
+LEAST_ROUNDS = 2  # the first one over TCP may stand still for 0.2 s, until the peer's kernel acknowledges
 BUDGET = 0.03  # no further round begins after so many seconds, once there were FEW_ROUNDS
-PATIENCE = 0.2  # no further round begins after so many seconds in any case: a slow link gets one round
+PATIENCE = 0.2  # no further round than the least begins after so many seconds, on a slow link
 # Least costs in seconds, per put and per byte. A lower measurement was disturbed. Without them descriptors could seem
 # free, and nothing would be staged.
 LEAST_PUT = 0.05e-6
@@ -93,7 +94,8 @@ def calibration(connection: PeerConnection, source: Region, target: int, progres
         for rounds in range(1, ROUNDS + 1):
             for number, batch in enumerate((one, many, bulk)):
                 best[number] = min(best[number], (yield from _put(connection, batch, progress, limit=GIVE_UP)))
-            if time.perf_counter() - began > (BUDGET if rounds >= FEW_ROUNDS else PATIENCE):
+            spent = time.perf_counter() - began
+            if rounds >= LEAST_ROUNDS and spent > (BUDGET if rounds >= FEW_ROUNDS else PATIENCE):
                 break
     except KVError as error:
         log.warning("the cost of puts to rank %d could not be measured, so it is assumed: %s", connection.rank, error)

@@ -117,11 +117,11 @@ def test_what_is_put_stays_inside_the_scratch_memory_and_apart(clock: Clock) -> 
 
 
 def test_no_step_is_long(clock: Clock) -> None:
-    """A slow link: the whole scratch memory takes 0.4 s, and there is one round."""
+    """A slow link: the whole scratch memory takes 0.4 s, and there are two rounds."""
     channel = FakeChannel(clock, descriptor=1e-6, byte=1e-7, latency=1e-4)
     connection, took = run(channel)
-    assert max(took) <= 2 * (probe.SPIN + 2 * TICK)
-    assert len(channel.batches) == 1 + 3
+    assert max(took) <= 2 * (probe.SPIN + 3 * TICK)  # the end of one put, and the next
+    assert len(channel.batches) == 1 + 2 * 3
     assert connection.costs.byte == pytest.approx(1e-7, rel=0.05)
 
 
@@ -131,6 +131,15 @@ def test_one_bad_round_does_not_count(clock: Clock) -> None:
     channel.hiccups = [0.0, 0.03, 0.05, 0.04]
     connection, _ = run(channel)
     assert connection.costs.descriptor == pytest.approx(8e-6, rel=0.15)
+    assert connection.costs.byte == pytest.approx(1 / 3e9, rel=0.15)
+
+
+def test_a_link_that_stands_still_in_the_first_round_is_not_taken_for_a_slow_one(clock: Clock) -> None:
+    """TCP may do so until the peer's kernel acknowledges: for longer than a slow link is given."""
+    channel = FakeChannel(clock, descriptor=3e-6, byte=1 / 3e9, latency=1e-4)
+    channel.hiccups = [0.0, 0.0, 0.0, probe.PATIENCE]
+    connection, _ = run(channel)
+    assert connection.costs.descriptor == pytest.approx(3e-6, rel=0.15)
     assert connection.costs.byte == pytest.approx(1 / 3e9, rel=0.15)
 
 
