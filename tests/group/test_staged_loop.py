@@ -200,6 +200,8 @@ def runs_of_middle_length(packed: bool) -> None:
             if ready == 6:
                 break
         assert ready == 6, Staged.sends
+        if rank == W0:
+            assert kv.explain(R0).path == ("staged" if packed else "slices")
         meet(kv)
 
 

@@ -34,6 +34,7 @@ from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
 from torchkv.layout.group_map import GroupMap, RankInfo
 from torchkv.layout.layer_groups import UNGROUPED
+from torchkv.layout.pair_plan import PairPlan
 from torchkv.observe.recorder import FlightRecorder
 from torchkv.options import Options
 from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
@@ -329,6 +330,14 @@ class Engine:
         """Whether a rank that answers may still write here for a failed request, and so should say `Quiesced`."""
         with self.lock:
             return bool((self.receiver.leases.pending_writers() | self.credits.writers()) - self.lost.keys())
+
+    def stages_on_loop(self, rank: int, plan: PairPlan) -> bool | None:
+        """Whether the loop would stage this plan rather than copy or put it; None if Python serves it."""
+        if self.flows is None:
+            return None
+        with self.lock:
+            route = self.flows.routes.to(rank, plan)
+        return None if route is None else route.staged
 
     def connection(self, rank: int) -> PeerConnection:
         """The connection to ``rank``, made on first use. Driver's thread only."""

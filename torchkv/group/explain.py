@@ -101,7 +101,12 @@ def explain(
     if path != "direct" and forced is None and not converts:
         choice = registration.choose(engine, connection, TYPICAL_TOKENS)
         why = f"{why}; {_reason(choice, path)}"
-        path = choice.path
+        stages = thread.call(lambda: engine.stages_on_loop(rank, registration.plan(engine, rank)))
+        if stages is None:
+            path = choice.path
+        else:
+            path = "staged" if stages else path
+            why = f"{why}, by Python; the resident loop serves it"
     return Explanation(
         path=path,
         link=_link(connection, path, lane),

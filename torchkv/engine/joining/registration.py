@@ -43,6 +43,7 @@ from torchkv.host.processes import ProcessId, is_ending, this_process
 from torchkv.host.shared_memory import host_identity
 from torchkv.layout import codec
 from torchkv.layout.group_map import GroupMap
+from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.stage_format import MAX_CHANNELS, SIGNALS, signal_offset
 from torchkv.options import Options
 from torchkv.staging.host_packer import HostPacker
@@ -266,11 +267,13 @@ class Registration:
                 engine.connection(rank)  # even if there is nothing to load: connecting later would delay a request
                 prepare_to_receive(engine, rank)
 
+    def plan(self, engine: Engine, rank: int) -> PairPlan:
+        """What this rank and its siblings owe a rank."""
+        return engine.group_map.plan(self.rank, engine.group_map.contributing(engine.group_map.siblings, rank), rank)
+
     def choose(self, engine: Engine, connection: PeerConnection, tokens: int) -> Choice:
         """The path that a transfer of all layers of ``tokens`` tokens in scattered pages would take, with its costs."""
-        plan = engine.group_map.plan(
-            self.rank, engine.group_map.contributing(engine.group_map.siblings, connection.rank), connection.rank
-        )
+        plan = self.plan(engine, connection.rank)
         local = self._local_pages()
         assert local is not None
         size = max(plan.src_page_size, plan.dst_page_size)
