@@ -47,13 +47,17 @@ class Callers:
 
     def complete(self, sender: Sender, receiver: Receiver) -> None:
         """Completes the works that the state machines ask for, after the loop has ended them. Under the lock."""
+        completed: list[KVWork] = []
         for machine in (sender, receiver):
-            for work in _completed(machine.actions):
-                if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
-                    self._announced.append(work)
+            if machine.actions:
+                completed += _completed(machine.actions)
+        for work in completed:
+            if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
+                self._announced.append(work)
         self.layer_stream_waits.release()
         self.changed.notify_all()
-        self.wake()  # others may have found nothing left to take in before this was done
+        if completed or self._waiting:
+            self.wake()  # others may have found nothing left to take in before this was done
 
     def announce(self) -> None:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""

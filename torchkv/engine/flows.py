@@ -16,13 +16,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core, Notice
+from torchkv.core.device import Gate
 from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
@@ -58,9 +59,10 @@ from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.instance import InstanceLeader, Part
-from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, checked_grant, name_hashes
+from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, name_hashes
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.grant_checks import loop_grant
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.loop_kernels import Kernels
@@ -249,10 +251,44 @@ class Flows:
         req.running[op] = index
         return True
 
+    def way(self, grant: BoundGrant, op: SendOp) -> tuple[Route, Gate] | None:
+        """How `begin` can begin a request under this grant with this op; None where that needs more thought."""
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return None
+        route, gate = self.routes.known.get((op.dst, id(plan))), self.routes.gate(op.source_pages.event)
+        if route is None or not route.usable or route.connection is not self._connections.get(op.dst):
+            return None
+        if gate is None or grant.flow is None or not self.core.has_room:
+            return None
+        if route.kernels is not None and (self.core.broken or max(op.num_pages, len(grant.pages)) > MAX_GRANTED):
+            return None
+        return route, gate
+
+    def begin(self, req: SenderRequest, op: SendOp, way: tuple[Route, Gate]) -> None:
+        """`open_send`, then `start` of its first op: for a verb's critical path. way: that `way` has returned."""
+        grant, (route, gate) = req.grant, way
+        assert grant is not None
+        assert grant.flow is not None
+        flow = self.core.open_send(
+            peer_flow=grant.flow, generation=grant.generation, pages=grant.pages, **self._way(req, route, grant.plan)
+        )
+        assert flow is not None
+        self._opened(req, flow, route, grant.plan)
+        verb = self._codes.get(op.verb, 0)  # of a verb with one part
+        index = self.core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
+        assert index is not None
+        op.work._in_journal = verb != 0
+        self._ops[index] = req, op
+        req.running[op] = index
+
+    def may_finish(self, aux: bytes) -> bool:
+        return len(aux) <= MAX_AUX
+
     def finish(self, req: SenderRequest) -> bool:
         assert req.flow is not None
         assert req.finish is not None
-        if len(req.finish.aux) > MAX_AUX:
+        if not self.may_finish(req.finish.aux):
             return False
         verb = self.journal.verb_of(req.finish.work, "finish")
         self.core.finish_send(req.flow, req.num_pages, req.finish.aux, verb)
@@ -537,10 +573,18 @@ class Flows:
         body = self.core.peers.granted(source, flow, generation, network=where == FROM_NETWORK)
         if body is None or source in self._dead:
             return  # its receiver has ended the request
-        writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]
         try:
-            grant = checked_grant(body.name, generation, body.prefix_tokens, body.pages, writers, flow)
-            self._sender.on_grant(source, grant, now)
+            grant = loop_grant(
+                self._group_map,
+                source,
+                name=body.name,
+                generation=generation,
+                prefix_tokens=body.prefix_tokens,
+                pages=body.pages,
+                writers=_ranks(body.writers),
+                flow=flow,
+            )
+            self._sender.grants.meet(grant, now)
         except KVError as error:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
@@ -599,6 +643,13 @@ class Flows:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
 
 
+@lru_cache(maxsize=256)
+def _ranks(bits: int) -> tuple[int, ...]:
+    """The ranks of which a bit is set."""
+    return tuple(rank for rank in range(MAX_PEERS) if bits >> rank & 1)
+
+
+@lru_cache(maxsize=256)
 def _bits(ranks: tuple[int, ...]) -> int:
     """A bit for each rank, as a signed word."""
     bits = sum(1 << rank for rank in ranks)

@@ -80,9 +80,13 @@ class OpenSends:
 
     # ---------------------------------------------------------------- limits
 
+    def has_room(self, dst: int) -> bool:
+        """Whether one more request to ``dst`` may begin."""
+        return self._count[dst] < MAX_REQUESTS
+
     def check_room(self, request: str, dst: int) -> None:
         """Raises unless one more request to ``dst`` may begin."""
-        if self._count[dst] >= MAX_REQUESTS:
+        if not self.has_room(dst):
             raise ProtocolError(
                 f"request {request!r} to {receiver_name(dst, self._name)}: {MAX_REQUESTS} requests to it have not "
                 f"ended, the limit; try again once some have, or cancel those that have failed",
