@@ -287,6 +287,8 @@ class Engine:
         A caller sends its grants itself because waking the driver takes longer. Returns nothing, and leaves all to the
         driver, if an action is no message, or if a writer has no connection yet: only the driver can make one.
         """
+        if not self.receiver.actions and not self._to_self:  # the loop tells of them
+            return []
         tells: list[Tell] = []
         for action in self.receiver.actions:
             if not isinstance(action, Tell):

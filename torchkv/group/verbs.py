@@ -81,7 +81,8 @@ class Verbs(PlainVerbs):
                 engine.receiver.refuse(request, error)
             self._wake()
             raise
-        engine.send_now(frames)
+        if frames:
+            engine.send_now(frames)
         work._pages_safe = lambda: req.ended
         work._layer = partial(layer_wait, ref(engine), req)
         if wake:

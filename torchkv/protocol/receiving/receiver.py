@@ -151,9 +151,11 @@ class Receiver:
         self.leases.take(req)
         if flows is not None and req.flow is not None:
             flows.open_receive(req, self._endings.told_leader)
-        if not self._grant(req) or flows is None or not flows.posts:
+        granted = self._grant(req)
+        if len(self._group_map.siblings) > 1 and not (granted and flows is not None and flows.posts):
             self._tell_post(req)
-        self.actions.extend(Tell(rank, Exempt(request)) for rank in self._group_map.of(request).exempt(src))
+        for rank in self._group_map.of(request).exempt(src):
+            self.actions.append(Tell(rank, Exempt(request)))
         if not writers:  # of a layer group of which this rank holds nothing: it is complete, but others may not be
             self._endings.complete_if_covered(req, now)
         return req

@@ -216,6 +216,8 @@ class Grants:
 
         Uses up one refusal.
         """
+        if not self.unmet.refusing:
+            return None
         request, src = key
         error = TransferCancelled(f"{self._me} cancelled an earlier request {request!r}")
         if self.unmet.take_refusal(key, now):
