@@ -12,7 +12,7 @@ from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.loop import grants, loop, network, receiving, rounds
-from torchkv.core.loop.codes import CUT, DECIDED, DONE, FREE, GRANT, NOBODY, OP_DONE, POSTED, SEALED
+from torchkv.core.loop.codes import CUT, DECIDED, DONE, FREE, GRANT, GRANTED, NOBODY, POSTED, SEALED, STRAY
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
     MAX_AUX,
@@ -51,7 +51,8 @@ _TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
 
 @dataclass(slots=True)
 class Notice:
-    """An event. index: of the op or flow; source: the rank of a STRAY record. words: the record, without ``seq``."""
+    """An event. index: of the op or flow. Of GRANTED, STRAY and CUT also source: the rank, and words: the record,
+    without ``seq``."""
 
     kind: int
     index: int
@@ -480,11 +481,11 @@ class Core:
         for number in range(head, tail):
             at = number & (MAX_EVENTS - 1)
             kind = events[at, 0]
-            if kind == OP_DONE:  # most are, and their records say nothing
-                taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
-            else:
+            if kind in (GRANTED, STRAY, CUT):
                 words = [events[at, word] for word in _EVENT_WORDS]
                 taken.append(Notice(kind, events[at, 1], self.peers.ranks.get(events[at, 2], -1), words))
+            else:  # its record says nothing
+                taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
         if taken:
             self._words[_HEAD] = tail
         return taken

@@ -114,12 +114,12 @@ def _completed(actions: list[Action]) -> list[KVWork]:
     completed: list[KVWork] = []
     rest: list[Action] = []
     for action in actions:
-        if isinstance(action, Account):
+        if isinstance(action, (Settle, SettleCopied)):  # most are
+            completed += _settle(action)
+        elif isinstance(action, Account):
             action.work._account(action.nbytes, action.path)
         elif isinstance(action, Split):
             action.work._split(action.more)
-        elif isinstance(action, Settle | SettleCopied):
-            completed += _settle(action)
         else:
             rest.append(action)
     actions[:] = rest
