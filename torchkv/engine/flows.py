@@ -23,7 +23,7 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core, Notice
-from torchkv.core.device import Gate
+from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.codes import (
     ALL_HERE,
     ALONE,
@@ -237,7 +237,8 @@ class Flows:
         route = self.routes.known.get((req.dst, id(plan)))
         if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
             return False
-        gate = self.routes.gate(op.source_pages.event)
+        event = op.source_pages.event
+        gate = NO_GATE if event is None and route.kernels is None else self.routes.gate(event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
         verb, ids = self._codes.get(op.verb, 0), op.source_pages.pages  # of a verb with one part

@@ -106,11 +106,21 @@ class KVWork(dist.Work):
     )
     _first: float | None = None  # of finish: when the request's first verb was called
 
-    def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
+    def __init__(
+        self,
+        operation: str,
+        *,
+        sync_words: SyncWords | None = None,
+        loop: ref[LoopProgress] | None = None,
+        parts: int = 0,
+    ) -> None:
+        """parts: how many parts must settle, if that is known already; else `_expect` tells."""
         dist.Work.__init__(self)  # half a microsecond faster than super()
         self._operation = operation
         self._forks = _forks
         self._began = time.perf_counter()
+        self._loop = loop
+        self._parts = self._reading = parts
         if sync_words is not None:
             self._sync_words = sync_words
 

@@ -53,16 +53,13 @@ class PlainVerbs(RecordedVerbs):
         layers = () if cache is None else cache.layout.layers
         self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
         self._wake = wake
+        self._sync_words = None if engine.gpu is None else engine.gpu.sync_words
         self.clock = clock
         # For works that the resident loop completes.
         self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
     def _work(self, operation: str) -> KVWork:
-        gpu = self.engine.gpu
-        work = KVWork(operation) if gpu is None else KVWork(operation, sync_words=gpu.sync_words)
-        if self._loop is not None:
-            work._loop = self._loop
-        return work
+        return KVWork(operation, sync_words=self._sync_words, loop=self._loop)
 
     def _send_plain(
         self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
@@ -90,8 +87,7 @@ class PlainVerbs(RecordedVerbs):
             return None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        work = self._work(f"{verb}({request!r})")
-        work._expect(1)
+        work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
         op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
         op.verb = verb
         if req is None:
@@ -138,8 +134,7 @@ class PlainVerbs(RecordedVerbs):
         req = engine.sender.requests.by_key.get((request, dst))
         if flows is None or req is None or engine.lost or trace.isEnabledFor(logging.DEBUG):
             return None
-        work = self._work(f"finish({request!r})")
-        work._expect(1)
+        work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
         with engine.lock:
             if not engine.sender.finish_whole(req, aux, work, self.clock()):
                 return None
