@@ -484,7 +484,7 @@ class Engine:
         """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
         if self.flows is None or not self.flows.has_news:
             return
-        self.flows.catch_up()
+        self.flows.catch_up(self._now)
         self.callers.complete(self.sender, self.receiver)
 
     def wait(self, seen: int, seconds: float) -> None:

@@ -401,9 +401,9 @@ class Flows:
         name = req.request.encode()
         if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
             return False
-        if not all(self.core.peers.hears(rank) for rank in req.writers):
+        if not all(map(self.core.peers.hears, req.writers)):
             return False
-        writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
+        writers, hashes = _bits(self._group_map.own_numbers(tuple(req.writers))), name_hashes(req.request)
         prefix, serial = req.prefix_tokens, self.journal.name_receive(req)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
         return True
@@ -490,7 +490,7 @@ class Flows:
             settled = False
             while not settled:
                 self.core.settle()
-                self.catch_up()
+                self.catch_up(self._now())
                 settled = not self.core.has_commands  # what the loop has told may have led to new ones
             yield
 
@@ -499,10 +499,9 @@ class Flows:
         """Whether `catch_up` has anything to do. Any thread, without the lock."""
         return self.core.has_events or bool(self._notices)
 
-    def catch_up(self) -> None:
+    def catch_up(self, now: float) -> None:
         """Tells the state machines all that the loop has done, in its order."""
         self._notices.extend(self.core.events())
-        now = self._now()
         while self._notices:
             notice = self._notices.popleft()
             if notice.kind == OP_DONE:

@@ -246,7 +246,7 @@ class Receiver:
         self._endings.tell_leader(post)
 
     def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int], *, told_as: int | None = None) -> None:
-        pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(req.writers))
+        pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(tuple(req.writers)))
         slot, absent = req.state_slot, req.absent_tokens
         message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, slot, req.flow, absent, told_as)
         self.actions.extend(Tell(rank, message) for rank in ranks)
