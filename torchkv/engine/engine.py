@@ -22,13 +22,13 @@ from torchkv.control.channel import ControlChannel
 from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
 from torchkv.engine.callers import Callers
-from torchkv.engine.flows import Flows
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
-from torchkv.engine.routes import Routes
+from torchkv.engine.resident.flows import Flows
+from torchkv.engine.resident.routes import Routes
+from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
-from torchkv.engine.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
