@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
-from torchkv.core.core import Notice
+from torchkv.core.events import Notice
 from torchkv.core.loop.codes import BOUND, GRANTED
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.notices import Notices

@@ -253,7 +253,7 @@ class Engine:
             return False
         # Without a thread of its own, as in tests, the loop takes its turns here.
         busy = False if flows.core.runner.running else flows.core.runner.step()
-        if flows.has_news:
+        if flows.notices.has_news:
             busy = self.callers.has_news = True
             with self.lock:
                 self.catch_up()
@@ -470,7 +470,7 @@ class Engine:
 
     def poll(self) -> None:
         """Completes the works that the resident loop has ended. For a thread that asks whether one is complete."""
-        if self.flows is None or not self.flows.has_news:
+        if self.flows is None or not self.flows.notices.has_news:
             return
         with self.lock:
             self.catch_up()
@@ -480,9 +480,9 @@ class Engine:
 
     def catch_up(self) -> None:
         """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
-        if self.flows is None or not self.flows.has_news:
+        if self.flows is None or not self.flows.notices.has_news:
             return
-        self.flows.catch_up()
+        self.flows.notices.catch_up()
         self.callers.complete(self.sender, self.receiver)
 
     def wait(self, seen: int, seconds: float) -> None:

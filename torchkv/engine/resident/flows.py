@@ -93,7 +93,7 @@ class Flows:
         self._receives, self._rounds, self._dead = held.receives, held.rounds, held.dead
         self.journal = Journal(core, recorder, sends=self._sends, receives=self._receives, ops=self._ops)
         self._codes = self.journal.codes
-        self._notices = Notices(
+        self.notices = Notices(
             core,
             held,
             group_map=group_map,
@@ -366,7 +366,7 @@ class Flows:
                 self._add(req)
 
     def take_back_receive(self, req: ReceiverRequest) -> None:
-        self._notices.take_back_receive(req)
+        self.notices.take_back_receive(req)
 
     def _leave(self, req: ReceiverRequest, *, whole: bool = False) -> int:
         """Closes the request's flow, and adds what has arrived to the request. The bytes of all that.
@@ -404,7 +404,7 @@ class Flows:
         for rank, flow, _, _ in members:
             if flow >= MAX_FLOWS or not (rank == self._group_map.rank or self.core.peers.reaches(rank)):
                 return None
-        index = self.core.open_round(members)
+        index = self.core.rounds.open(members)
         if index is not None:
             self._rounds.add(index)
         return index
@@ -414,24 +414,15 @@ class Flows:
             if index not in self._rounds:
                 return None
             self._rounds.remove(index)
-            return self.core.take_back_round(index)
+            return self.core.rounds.take_back(index)
 
     def is_done(self, rank: int, flow: int, generation: int) -> bool:
-        return flow < MAX_FLOWS and self.core.is_done(rank, flow, generation)
+        return flow < MAX_FLOWS and self.core.rounds.is_done(rank, flow, generation)
 
     # ------------------------------------------------------------------ what the loop tells
 
-    @property
-    def has_news(self) -> bool:
-        """Whether `catch_up` has anything to do. Any thread, without the lock."""
-        return self._notices.has_news
-
-    def catch_up(self) -> None:
-        """Tells the state machines all that the loop has done, in its order."""
-        self._notices.catch_up()
-
     def _standing_still(self) -> AbstractContextManager[None]:
-        return self._notices.standing_still()
+        return self.notices.standing_still()
 
 
 def _bits(ranks: tuple[int, ...]) -> int:

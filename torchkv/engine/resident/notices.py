@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from torchkv.core.core import Core, Notice
+from torchkv.core.core import Core
+from torchkv.core.events import Notice
 from torchkv.core.loop.codes import (
     ALL_HERE,
     AUX,
@@ -125,11 +126,11 @@ class Notices:
     @property
     def has_news(self) -> bool:
         """Whether `catch_up` has anything to do. Any thread, without the lock."""
-        return self.core.has_events or bool(self._notices)
+        return self.core.events.pending or bool(self._notices)
 
     def catch_up(self) -> None:
         """Tells the state machines all that the loop has done, in its order."""
-        self._notices.extend(self.core.events())
+        self._notices.extend(self.core.events.take())
         now = self._now()
         while self._notices:
             notice = self._notices.popleft()
@@ -160,7 +161,7 @@ class Notices:
                         self._receiver.taken_back(receive, self._leave(receive), now)
             case x if x == ROUND_OVER:
                 self._rounds.remove(notice.index)
-                self.core.end_round(notice.index)
+                self.core.rounds.end(notice.index)
                 self._leader.round_over(notice.index, now)
             case x if x == OUTSIDE:
                 if (owner := self._ops.get(notice.index)) is not None:
