@@ -15,7 +15,7 @@ from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.core import Core
 from torchkv.core.events import Notice
 from torchkv.core.loop.codes import ALONE
-from torchkv.core.loop.state.world import Record
+from torchkv.core.loop.state.peers import Record
 from torchkv.core.peers import NetworkLane
 from torchkv.protocol.messages import name_hashes
 

@@ -25,7 +25,9 @@ from torchkv.core.loop.limits import (
     MAX_PEERS,
     MAX_WRITERS,
 )
-from torchkv.core.loop.state.world import Op, Peer, Send, Writer, receive_word_at, word_at
+from torchkv.core.loop.state.peers import Peer
+from torchkv.core.loop.state.requests import Op, Send, Writer
+from torchkv.core.loop.state.world import receive_word_at, word_at
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
@@ -305,7 +307,7 @@ class Core:
         staged: Mapping[int, Int64Array] | None = None,
         pages: Int64Array | None = None,
     ) -> None:
-        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.state.world.Receive`.
+        """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
 
         writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts. staged:
         of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.

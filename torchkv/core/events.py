@@ -10,7 +10,8 @@ import numpy as np
 
 from torchkv.core.loop.codes import OP_DONE
 from torchkv.core.loop.limits import MAX_EVENTS
-from torchkv.core.loop.state.world import Record, word_at
+from torchkv.core.loop.state.peers import Record
+from torchkv.core.loop.state.world import word_at
 
 if TYPE_CHECKING:
     from torchkv.core.runner import Runner

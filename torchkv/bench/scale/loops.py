@@ -13,7 +13,7 @@ from torchkv.core.events import Notice
 from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.limits import MAILBOX_RECORDS
-from torchkv.core.loop.state.world import Record
+from torchkv.core.loop.state.peers import Record
 from torchkv.core.runner import TURN
 from torchkv.protocol.messages import name_hashes
 

@@ -328,7 +328,7 @@ class Flows:
         )
 
     def _decider(self) -> int:
-        """See `torchkv.core.loop.state.world.Receive`, ``leader``."""
+        """See `torchkv.core.loop.state.requests.Receive`, ``leader``."""
         siblings, rank = self._group_map.siblings, self._group_map.rank
         if len(siblings) == 1:
             return ALONE
