@@ -57,7 +57,7 @@ def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
     before = apart.dst.clone()
     apart.start(apart.stage(apart.accept([0]), [0]), [0])
     apart.reader.peers.disconnect(0)
-    assert kinds(apart.reader.events()) == [CUT]
+    assert kinds(apart.reader.events.take()) == [CUT]
     _, heard = apart.run()
     assert apart.network.puts > 0  # it was put, and told
     assert heard == []

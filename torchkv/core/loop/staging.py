@@ -23,7 +23,9 @@ from __future__ import annotations
 from torchkv.core.loop.codes import STAGED
 from torchkv.core.loop.limits import PIECE_NBYTES, PIECES, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put, put_room
-from torchkv.core.loop.records import Op, Peer, Record, Send, World
+from torchkv.core.loop.state.peers import Peer, Record
+from torchkv.core.loop.state.requests import Op, Send
+from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
 from torchkv.host.atomics import load, store
 from torchkv.host.copy_loops import pairs_at
