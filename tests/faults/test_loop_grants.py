@@ -21,7 +21,7 @@ from tests.helpers.simulation.flows import short_runs
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
 from torchkv.core.core import Core
 from torchkv.core.runner import Runner
-from torchkv.engine.flows import Flows
+from torchkv.engine.resident.flows import Flows
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
 

@@ -17,7 +17,7 @@ from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from tests.helpers.simulation.requests import layout
 from tests.helpers.simulation.requests import seed as new_seed
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.engine.flows import Flows
+from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.sending.request import SenderRequest
 
 BATCH = 20

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.simulation.broken_loops import BREAKS, MOMENTS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
-from torchkv.engine.flows import Flows
+from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.sending.request import SenderRequest
 
 SEEDS = range(100)  # thousands of shorter ones: test_campaign_loop

@@ -14,9 +14,10 @@ import pytest
 
 from tests.helpers.simulation.broken_loops import NETWORK_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
-from torchkv.core.core import Notice
+from torchkv.core.events import Notice
 from torchkv.core.loop.codes import BOUND, GRANTED
-from torchkv.engine.flows import Flows
+from torchkv.engine.resident.flows import Flows
+from torchkv.engine.resident.notices import Notices
 from torchkv.protocol.sending.request import SenderRequest
 
 SEEDS = range(120)
@@ -53,9 +54,9 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     ended: list[str] = []
     grants: Counter[str] = Counter()
-    act, takes = Flows._act, Flows.takes_grant
+    act, takes = Notices._act, Flows.takes_grant
 
-    def acting(self: Flows, notice: Notice, now: float) -> None:
+    def acting(self: Notices, notice: Notice, now: float) -> None:
         if notice.kind in (BOUND, GRANTED):
             grants["bound" if notice.kind == BOUND else "left to Python"] += (
                 notice.source not in self.core.peers._mapped
@@ -67,7 +68,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
         grants["first in a message" if new else "again in a message"] += 1
         return new
 
-    monkeypatch.setattr(Flows, "_act", acting)
+    monkeypatch.setattr(Notices, "_act", acting)
     monkeypatch.setattr(Flows, "takes_grant", take_grant)
     real = Flows.take_back_send
 

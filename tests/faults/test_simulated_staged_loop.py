@@ -14,7 +14,8 @@ import pytest
 from tests.helpers.simulation.broken_loops import STAGED_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.core.loop.codes import STAGED, WRITTEN
-from torchkv.engine.flows import Flows
+from torchkv.engine.resident.flows import Flows
+from torchkv.engine.resident.notices import Notices
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 
@@ -46,7 +47,7 @@ def test_a_bad_network_alone_fails_nothing(first: int) -> None:
 def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are staged to their end, and are taken back at either side amid pieces; else nothing is shown."""
     seen: Counter[str] = Counter()
-    received, written = Flows._leave, Flows._on_written
+    received, written = Flows._leave, Notices._on_written
     take_back = Flows.take_back_send
 
     def leave(self: Flows, req: ReceiverRequest, *, whole: bool = False) -> int:
@@ -55,7 +56,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
             seen["received" if whole else "taken back with bytes"] += 1
         return nbytes
 
-    def on_written(self: Flows, source: int, words: list[int], now: float) -> None:
+    def on_written(self: Notices, source: int, words: list[int], now: float) -> None:
         kind = words[0] & 0xFF
         seen["unpacked for Python"] += kind == WRITTEN
         seen["of a failed request"] += kind == STAGED
@@ -68,7 +69,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return sealed
 
     monkeypatch.setattr(Flows, "_leave", leave)
-    monkeypatch.setattr(Flows, "_on_written", on_written)
+    monkeypatch.setattr(Notices, "_on_written", on_written)
     monkeypatch.setattr(Flows, "take_back_send", taking_back)
     for seed in range(60):
         clean(seed)

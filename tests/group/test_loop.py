@@ -18,8 +18,8 @@ from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
 from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, page_bytes, random_cache
 from torchkv import KVError, KVProcessGroup, KVWork, PageOutOfRange, ProtocolError
-from torchkv.engine.flows import Flows
 from torchkv.engine.joining.registration import Registration
+from torchkv.engine.resident.flows import Flows
 
 
 def without_a_loop(on: int | None) -> None:

@@ -20,9 +20,9 @@ from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, ra
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAX_GRANTED
-from torchkv.engine import routes
-from torchkv.engine.flows import Flows
 from torchkv.engine.joining.registration import Registration
+from torchkv.engine.resident import routes
+from torchkv.engine.resident.notices import Notices
 from torchkv.protocol.receiving.receiver import Receiver
 
 WIDE = {"num_kv_heads": 8, "head_dim": 64}  # pages of 16 KiB
@@ -202,22 +202,22 @@ class Grants:
         self.told = self.bound = 0
 
     def __enter__(self) -> Grants:
-        self._real = Receiver._tell_grant, Flows._on_bound
+        self._real = Receiver._tell_grant, Notices._on_bound
         tell, bind = self._real
 
         def tell_grant(receiver: Receiver, req: Any, ranks: Any, **how: Any) -> None:
             self.told += len(ranks := list(ranks))
             tell(receiver, req, ranks, **how)
 
-        def on_bound(flows: Flows, flow: int, now: float) -> None:
+        def on_bound(notices: Notices, flow: int, now: float) -> None:
             self.bound += 1
-            bind(flows, flow, now)
+            bind(notices, flow, now)
 
-        Receiver._tell_grant, Flows._on_bound = tell_grant, on_bound
+        Receiver._tell_grant, Notices._on_bound = tell_grant, on_bound
         return self
 
     def __exit__(self, *_: object) -> None:
-        Receiver._tell_grant, Flows._on_bound = self._real
+        Receiver._tell_grant, Notices._on_bound = self._real
 
 
 def exchange(kv: KVProcessGroup, cache: KVCache, name: str, pages: int, *, writer_first: bool, **how: Any) -> None:

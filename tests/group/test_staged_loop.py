@@ -18,7 +18,7 @@ from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import meet
 from torchkv import KVCache, KVError, KVLayout, KVProcessGroup, KVWork, TransferCancelled
 from torchkv.core.core import Core
-from torchkv.engine import routes
+from torchkv.engine.resident import routes
 
 HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}
 PAGES, TOKENS, POISON = 24, 128, -77

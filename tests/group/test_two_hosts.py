@@ -13,8 +13,8 @@ from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
 from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint, footprint_within
 from torchkv import KVError
-from torchkv.engine import routes
 from torchkv.engine.joining import membership
+from torchkv.engine.resident import routes
 
 P0, P1, NEW0, NEW1, D, E = range(6)
 HOST = (0, 0, 0, 0, 1, 1)  # of each process

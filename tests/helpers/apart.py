@@ -12,9 +12,10 @@ from torchkv_loopback import Faults, World
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.arrays import Int64Array
 from torchkv.bench.scale.loops import PAGE, TOKENS
-from torchkv.core.core import Core, Notice
+from torchkv.core.core import Core
+from torchkv.core.events import Notice
 from torchkv.core.loop.codes import ALONE
-from torchkv.core.loop.records import Record
+from torchkv.core.loop.state.peers import Record
 from torchkv.core.peers import NetworkLane
 from torchkv.protocol.messages import name_hashes
 
@@ -137,7 +138,7 @@ class Apart:
     def run(self, steps: int = 400) -> tuple[list[Notice], list[Notice]]:
         for _ in range(steps):
             self.step()
-        return self.writer.events(), self.reader.events()
+        return self.writer.events.take(), self.reader.events.take()
 
     def message(self, data: bytes, tag: int = TAGS[1], *, to: int = 1) -> None:
         """A message arrives at the reader, or at the writer, whatever it says."""

@@ -1,4 +1,4 @@
-"""The resident loop's face to Python: the calls by which requests are handed to it, and its events."""
+"""The resident loop's face to Python: the calls by which requests are handed to it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
-from torchkv.core.loop import grants, loop, network, receiving, rounds
-from torchkv.core.loop.codes import CUT, DECIDED, DONE, FREE, GRANT, GRANTED, NOBODY, POSTED, SEALED, STRAY
+from torchkv.core.events import Events
+from torchkv.core.led_rounds import LedRounds
+from torchkv.core.loop import grants, loop, network, receiving
+from torchkv.core.loop.codes import CUT, DONE, FREE, GRANT, NOBODY, POSTED, SEALED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
     MAX_AUX,
-    MAX_EVENTS,
     MAX_FLOWS,
     MAX_GPU_SENDS,
     MAX_INTERVALS,
     MAX_OPS,
     MAX_PEERS,
-    MAX_ROUNDS,
     MAX_WRITERS,
 )
-from torchkv.core.loop.records import Op, Peer, Record, Send, Writer, receive_word_at, word_at
+from torchkv.core.loop.state.peers import Peer
+from torchkv.core.loop.state.requests import Op, Send, Writer
+from torchkv.core.loop.state.world import receive_word_at, word_at
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.runner import Runner
 from torchkv.host.jit import at_register
 
-__all__ = ["Core", "Notice", "ReceiveState", "WriterState"]
+__all__ = ["Core", "ReceiveState", "WriterState"]
 
-_NO_WORDS: list[int] = []
-_EVENT_WORDS = range(3, 3 + len(Record.__annotations__) - 1)  # of an event: its record, without ``seq``
 _SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Writer))
 _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
@@ -43,21 +43,9 @@ _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sea
 _RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _WRITERS = (
     receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "writers")
 )
-_TAIL, _HEAD, _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
-    word_at(name) // 8
-    for name in ("event_tail", "event_head", "command_tail", "command_head", "network", "driving", "broken")
+_COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
+    word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
 )
-
-
-@dataclass(slots=True)
-class Notice:
-    """An event. index: of the op or flow. Of GRANTED, STRAY and CUT also source: the rank, and words: the record,
-    without ``seq``."""
-
-    kind: int
-    index: int
-    source: int
-    words: list[int]
 
 
 @dataclass(slots=True)
@@ -84,6 +72,7 @@ class Core:
     device: the GPU that this rank's pages lie on, if they do. limits: see `Runner`. Raises
     ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
     calls `Runner.step`. peers: how it reaches other loops. news: how callers wait. operations: its journal.
+    events: what it tells. rounds: those that this rank leads.
     """
 
     def __init__(self, rank: int, *, device: LoopDevice | None = None, **limits: int) -> None:
@@ -93,12 +82,13 @@ class Core:
         self.peers = LoopPeers(rank, self.runner)
         self.news = News(self.runner)
         self.operations = Operations(self.runner)
+        self.events = Events(self.runner, self.peers.ranks)
+        self.rounds = LedRounds(self.runner, self.peers.slots)
         self.world = self.runner.world
         self._address = self.runner.address
         self._memory = self.runner.memory
         self._words = self.runner.words
         # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
-        self._events = self._memory["events"].view(np.int64).reshape(MAX_EVENTS, -1).data
         self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
         self._receives = self._memory["receives"].view(np.int64).reshape(MAX_FLOWS, -1).data
@@ -106,12 +96,10 @@ class Core:
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
         self._free_receives = list(range(MAX_FLOWS))
         self._free_ops = list(range(MAX_OPS))
-        self._free_rounds = list(range(MAX_ROUNDS))
         # What the loop reads at addresses that it was given.
         self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
         self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
-        self._kept_rounds: dict[int, Int64Array] = {}
         self._unpacking: dict[int, Any] = {}  # of receives whose pieces may be unpacked, by flow
         self._network_receives: set[int] = set()  # flows of which writers are on other hosts
 
@@ -324,7 +312,7 @@ class Core:
         staged: Mapping[int, Int64Array] | None = None,
         pages: Int64Array | None = None,
     ) -> None:
-        """From now on records for ``generation`` are taken. leader, told: see `torchkv.core.loop.records.Receive`.
+        """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
 
         writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts. staged:
         of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
@@ -430,65 +418,7 @@ class Core:
         self.stop_unpacking(flow)
         self._free_receives.append(flow)
 
-    # ------------------------------------------------------------------ rounds of the instance that this rank leads
-
-    def open_round(self, members: list[tuple[int, int, int, bool]]) -> int | None:
-        """Leads a round of parts (rank, flow, generation, known to be complete); None if too many are under way.
-
-        An event tells that it is over: all ranks have been told that the request has succeeded.
-        """
-        if not self._free_rounds:
-            return None
-        index = self._free_rounds.pop()
-        parts = [(self._slots[rank], flow, generation, done) for rank, flow, generation, done in members]
-        self._kept_rounds[index] = np.array(parts, dtype=np.int64)
-        posting.open_round(self._address, index, self._kept_rounds[index])
-        return index
-
-    def is_done(self, rank: int, flow: int, generation: int) -> bool:
-        """Whether the loop has heard that this part is complete."""
-        slot = self._slots.get(rank)
-        return slot is not None and bool(self._memory[0]["votes"][slot, flow] == generation)
-
-    def end_round(self, index: int) -> None:
-        """Frees the index of a round that is over."""
-        del self._kept_rounds[index]
-        self._free_rounds.append(index)
-
-    def take_back_round(self, index: int) -> bool:
-        """Takes a round from the loop, which stands still and has settled. Whether the request has succeeded.
-
-        Then it is not known which of the ranks have been told.
-        """
-        decided = bool(self._memory[0]["rounds"][index]["missing"] == 0)
-        loop.drop_due(self.world, DECIDED, index)
-        rounds.drop_round(self.world, index)
-        self.end_round(index)
-        return decided
-
-    # ------------------------------------------------------------------ events
-
-    @property
-    def has_events(self) -> bool:
-        """Whether `events` would return any. Any thread, without the lock."""
-        return bool(self._words[_TAIL] != self._words[_HEAD])
-
-    def events(self) -> list[Notice]:
-        """What has happened since the last call."""
-        events = self._events
-        head, tail = self._words[_HEAD], self._words[_TAIL]
-        taken: list[Notice] = []
-        for number in range(head, tail):
-            at = number & (MAX_EVENTS - 1)
-            kind = events[at, 0]
-            if kind in (GRANTED, STRAY, CUT):
-                words = [events[at, word] for word in _EVENT_WORDS]
-                taken.append(Notice(kind, events[at, 1], self.peers.ranks.get(events[at, 2], -1), words))
-            else:  # its record says nothing
-                taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
-        if taken:
-            self._words[_HEAD] = tail
-        return taken
+    # ------------------------------------------------------------------ the loop as a whole
 
     @property
     def has_commands(self) -> bool:
@@ -506,7 +436,7 @@ class Core:
     def heed_grants(self, heeds: bool) -> None:
         """Whether Python's thread is woken for every grant that the loop does not bind, because requests wait there."""
         self._words[word_at("heed") // 8] = heeds
-        if heeds and self.has_events:  # a grant among them did not wake it
+        if heeds and self.events.pending:  # a grant among them did not wake it
             posting.wake_driver(self._address)
 
 
@@ -523,14 +453,14 @@ def warm_up() -> None:
     core.wait_for_grant(peer=0, hashes=(0, 0), writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
     core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
     core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
-    index = core.open_round([(0, 1, 1, False)])
+    index = core.rounds.open([(0, 1, 1, False)])
     assert index is not None
     core.finish_send(1, -1, b"")
     with core.runner.standing_still():
         core.settle()
         loop.drop(world, flow)
         core.untold(0)
-        core.take_back_round(index)
+        core.rounds.take_back(index)
         loop.drop_due_to(world, 0)
         lane = NetworkLane()
         peer = core._memory[0]["peers"][0]

@@ -10,7 +10,7 @@ import torch
 
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS
-from torchkv.core.loop.records import World
+from torchkv.core.loop.state.world import World
 from torchkv.cuda import driver
 from torchkv.cuda.events import RecordedEvent
 

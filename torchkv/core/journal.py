@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.codes import CLOCK
-from torchkv.core.loop.records import World, word_at
+from torchkv.core.loop.state.world import World, word_at
 from torchkv.host.atomics import load, store
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 from torchkv.observe.histogram import BOUNDS

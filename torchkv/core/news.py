@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from torchkv.core import posting
-from torchkv.core.loop.records import word_at
+from torchkv.core.loop.state.world import word_at
 
 if TYPE_CHECKING:
     from torchkv.core.runner import Runner

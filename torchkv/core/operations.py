@@ -11,7 +11,7 @@ from torchkv.core import journal, posting
 from torchkv.core.journal import OPERATION_WORDS
 from torchkv.core.loop.codes import FINISH, PHASES, POST, START, VERBS
 from torchkv.core.loop.limits import COMMANDS
-from torchkv.core.loop.records import word_at
+from torchkv.core.loop.state.world import word_at
 from torchkv.host.jit import at_register
 from torchkv.observe.histogram import Histogram
 

@@ -18,8 +18,9 @@ from torchkv.core.loop import grants, loop, mailbox, network
 from torchkv.core.loop.codes import CREDIT, CUT, FREE
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
-from torchkv.core.loop.records import GRANT_NBYTES, Peer, word_at
 from torchkv.core.loop.staging import PIECES_NBYTES
+from torchkv.core.loop.state.peers import Peer
+from torchkv.core.loop.state.world import GRANT_NBYTES, word_at
 from torchkv.errors import PeerLost, TransportUnavailable
 from torchkv.host import shared_memory
 from torchkv.transport.interface import Channel, NativeChannel

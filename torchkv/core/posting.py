@@ -18,7 +18,8 @@ from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS
 from torchkv.core.loop.mailbox import NAPPING, call_yield, ring
-from torchkv.core.loop.records import WORLD, Send, World, word_at
+from torchkv.core.loop.state.requests import Send
+from torchkv.core.loop.state.world import WORLD, World, word_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
 from torchkv.host.futex import futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns

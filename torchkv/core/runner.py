@@ -26,7 +26,7 @@ from torchkv.core.loop.limits import (
     MESSAGE_NBYTES,
     RECORD_NBYTES,
 )
-from torchkv.core.loop.records import WORLD, World
+from torchkv.core.loop.state.world import WORLD, World
 from torchkv.errors import TransportUnavailable
 from torchkv.host import spin_wait
 from torchkv.host.jit import libc_functions

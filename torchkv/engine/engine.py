@@ -22,13 +22,13 @@ from torchkv.control.channel import ControlChannel
 from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
 from torchkv.engine.callers import Callers
-from torchkv.engine.flows import Flows
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
-from torchkv.engine.routes import Routes
+from torchkv.engine.resident.flows import Flows
+from torchkv.engine.resident.routes import Routes
+from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.scheduler import LocalMemory, TransferScheduler
-from torchkv.engine.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.conversion import NO_SCALES
@@ -253,7 +253,7 @@ class Engine:
             return False
         # Without a thread of its own, as in tests, the loop takes its turns here.
         busy = False if flows.core.runner.running else flows.core.runner.step()
-        if flows.has_news:
+        if flows.notices.has_news:
             busy = self.callers.has_news = True
             with self.lock:
                 self.catch_up()
@@ -472,7 +472,7 @@ class Engine:
 
     def poll(self) -> None:
         """Completes the works that the resident loop has ended. For a thread that asks whether one is complete."""
-        if self.flows is None or not self.flows.has_news:
+        if self.flows is None or not self.flows.notices.has_news:
             return
         with self.lock:
             self.catch_up()
@@ -482,9 +482,9 @@ class Engine:
 
     def catch_up(self) -> None:
         """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
-        if self.flows is None or not self.flows.has_news:
+        if self.flows is None or not self.flows.notices.has_news:
             return
-        self.flows.catch_up(self._now)
+        self.flows.notices.catch_up(self._now)
         self.callers.complete(self.sender, self.receiver)
 
     def wait(self, seen: int, seconds: float) -> None:

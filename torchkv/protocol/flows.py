@@ -1,4 +1,4 @@
-"""What the state machines ask of the resident loop. `torchkv.engine.flows` answers.
+"""What the state machines ask of the resident loop. `torchkv.engine.resident.flows` answers.
 
 A request that the loop can serve is *handed over* with its first verb (sender) or when it is posted (receiver): from
 then on the loop grants or waits for the grant, copies, announces, seals, and decides about success, and only tells the

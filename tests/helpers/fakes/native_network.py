@@ -102,6 +102,12 @@ class NativeNetwork:
         """The endpoint of a channel has ended: nobody may use it any more."""
         self._endpoints = {number: known for number, known in self._endpoints.items() if known is not channel}
 
+    def lose(self, channel: LoopbackChannel) -> None:
+        """The endpoint of a channel has ended, and what was on its way is lost. The channel can have another one."""
+        self.end(channel)
+        for message in self._links[channel]:
+            message.dropped = True
+
     def _guarded(self, function: Callable[..., int | None]) -> Callable[..., int | None]:
         def call(*arguments: int) -> int | None:
             try:

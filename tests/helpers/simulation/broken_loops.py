@@ -35,7 +35,7 @@ from torchkv.core.loop import (
 from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, STAGED, WAITING, WRITTEN
 from torchkv.core.loop.limits import MAX_FLOWS, RECORD_NBYTES
 from torchkv.core.peers import LoopPeers
-from torchkv.engine.flows import Flows
+from torchkv.engine.resident.flows import Flows
 from torchkv.host.atomics import copy_bytes, load, store
 
 __all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "STAGED_BREAKS"]

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
-from torchkv.engine import routes
 from torchkv.engine.engine import Engine
+from torchkv.engine.resident import routes
 from torchkv.engine.work import KVWork
 from torchkv.protocol.actions import ANYBODY
 from torchkv.protocol.receiving.request import ReceiverRequest

@@ -14,7 +14,7 @@ from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, OP_DONE, RECEIVED, SENT, WAITING
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED
-from torchkv.core.loop.records import Grant
+from torchkv.core.loop.state.peers import Grant
 
 
 def kinds(notices: list[object]) -> list[int]:

@@ -97,7 +97,7 @@ def test_all_are_there_in_order_until_newer_ones_take_their_place(seed: int) -> 
 
 def _check(pair: Pair, begun: list[tuple[int, int, int]], open_ops: dict[int, int]) -> None:
     unbegun = {index for kind, index in pair.writer.operations.unbegun() if kind == START}
-    for notice in pair.writer.events():
+    for notice in pair.writer.events.take():
         pair.writer.op_results([notice.index])
         del open_ops[notice.index]
     seen = {each.number: each for each in read(pair.writer)}

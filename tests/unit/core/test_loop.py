@@ -230,11 +230,11 @@ def test_a_send_is_taken_back() -> None:
     flow = pair.receive(3)
     send = pair.send(flow, [0, 1, 2])
     ops = [pair.start(send, [4, 5, 6], layers=[layer]) for layer in (0, 1)]
-    while OP_DONE not in kinds(pair.writer.events()):
+    while OP_DONE not in kinds(pair.writer.events.take()):
         pair.writer.runner.step()
     with pair.writer.runner.standing_still():
         pair.writer.settle()
-        assert pair.writer.events() == []
+        assert pair.writer.events.take() == []
         assert pair.writer.take_back_send(send, ops[1:]) is False
     before = pair.dst.copy()
     assert pair.run()[0] == []
@@ -253,7 +253,7 @@ def test_a_full_mailbox_loses_nothing() -> None:
     pair.writer.finish_send(send, 8, b"")
     for _ in range(100):
         pair.writer.runner.step()
-    assert kinds(pair.writer.events()) == [OP_DONE] * 2
+    assert kinds(pair.writer.events.take()) == [OP_DONE] * 2
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE] * 6 + [SENT]
     assert kinds(heard) == [RECEIVED]

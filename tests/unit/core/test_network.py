@@ -168,7 +168,7 @@ def test_closing_the_channel_ends_the_lane_first() -> None:
     _, _, posted = apart.begin()
     apart.channels[0].close()
     assert apart.network.open == {}, "requests that nobody frees"
-    assert kinds(apart.writer.events()) == [CUT]
+    assert kinds(apart.writer.events.take()) == [CUT]
     with pytest.raises(PeerLost):
         apart.writer.peers.has_arrived(1, apart.lane, posted)
     apart.run(10)  # nothing uses the endpoint any more: the fake network would say so

@@ -14,7 +14,7 @@ from torchkv.core.loop.codes import BOUND, CUT, GRANT, GRANTED, HELLO, OP_DONE, 
 from torchkv.core.loop.grants import IDS_AT, NAME_AT
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MESSAGE_NBYTES, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT
-from torchkv.core.loop.records import GRANT_NBYTES
+from torchkv.core.loop.state.world import GRANT_NBYTES
 from torchkv.protocol.messages import name_hashes
 
 EDGE = (MESSAGE_NBYTES - RECORD_NBYTES - IDS_AT) // 8  # page ids that fit into one message

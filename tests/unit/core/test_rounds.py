@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchkv.core.core import Core, Notice
+from torchkv.core.core import Core
+from torchkv.core.events import Notice
 from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import AUX, DECIDED, DONE, POSTED, RECEIVED, ROUND_OVER, SEAL, STRAY, VERDICT, WRITTEN
 from torchkv.core.loop.limits import MAX_FLOWS
@@ -55,10 +56,10 @@ class Instance:
         """Steps until nothing is left to do. What each rank tells: kinds of events, and of their records if strayed."""
         while any(core.runner.step() for core in self.cores):
             pass
-        return [[_seen(notice) for notice in core.events()] for core in self.cores]
+        return [[_seen(notice) for notice in core.events.take()] for core in self.cores]
 
     def open_round(self, *parts: tuple[int, int, int, bool]) -> int:
-        index = self.cores[LEADER].open_round(list(parts))
+        index = self.cores[LEADER].rounds.open(list(parts))
         assert index is not None
         return index
 
@@ -98,7 +99,7 @@ def test_all_succeed_once_the_last_part_is_complete(opened: str) -> None:
     assert told[WRITER] == [VERDICT_, VERDICT_]
     assert sorted(told[LEADER]) == sorted([RECEIVED_, OVER])
     assert told[MEMBER] == [RECEIVED_]
-    instance.cores[LEADER].end_round(index)
+    instance.cores[LEADER].rounds.end(index)
     assert instance.open_round(*members) == index
 
 
@@ -122,11 +123,11 @@ def test_a_round_that_was_taken_back_decides_nothing() -> None:
     assert instance.run() == [[], [], []]
     with leader.runner.standing_still():
         leader.settle()
-        assert leader.take_back_round(index) is False
+        assert leader.rounds.take_back(index) is False
     instance.complete(MEMBER, flows[MEMBER])
     assert instance.run() == [[], [(STRAY, DONE)], []]
-    assert all(leader.is_done(rank, flows[rank], 1) for rank in flows)
-    assert not leader.is_done(MEMBER, flows[MEMBER], 2)
+    assert all(leader.rounds.is_done(rank, flows[rank], 1) for rank in flows)
+    assert not leader.rounds.is_done(MEMBER, flows[MEMBER], 2)
     instance.open_round(*members)  # and may be handed over again
     assert instance.run()[MEMBER] == [RECEIVED_]
 
@@ -141,7 +142,7 @@ def test_a_decision_that_finds_no_room_may_be_taken_back_as_a_success() -> None:
     assert instance.run()[LEADER] == [RECEIVED_]
     with leader.runner.standing_still():
         leader.settle()
-        assert leader.take_back_round(index) is True
+        assert leader.rounds.take_back(index) is True
     leader.world["window"] = 8
     assert instance.run()[MEMBER] == []  # Python tells it
 
@@ -152,7 +153,7 @@ def test_what_a_rank_posts_reaches_the_leaders_python() -> None:
     instance.grant(MEMBER, flow, prefix_tokens=32)
     while any(core.runner.step() for core in instance.cores):
         pass
-    (notice,) = instance.cores[LEADER].events()
+    (notice,) = instance.cores[LEADER].events.take()
     head, flows, generation, hash0, hash1, prefix, pages = notice.words
     assert (notice.kind, notice.source, head, flows, generation) == (STRAY, MEMBER, POSTED | 3 << 8, flow, 5)
     assert ((hash0, hash1), prefix, pages) == (name_hashes("name"), 32, 1)

@@ -57,12 +57,43 @@ def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
     before = apart.dst.clone()
     apart.start(apart.stage(apart.accept([0]), [0]), [0])
     apart.reader.peers.disconnect(0)
-    assert kinds(apart.reader.events()) == [CUT]
+    assert kinds(apart.reader.events.take()) == [CUT]
     _, heard = apart.run()
     assert apart.network.puts > 0  # it was put, and told
     assert heard == []
     assert torch.equal(apart.dst, before)
     assert apart.writer.peers.staged(1)[1] > 0  # and never given back
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"), [(1 << 16, True), (1024, True), (1024, False)], ids=["one piece", "more", "none"]
+)
+def test_the_stage_comes_back_after_the_lane_of_the_reader_alone_has_broken(nbytes: int, taken: bool) -> None:
+    """When it has unpacked one piece, or none: of that the CREDIT is lost, and of others their records are."""
+    apart = StagedApart(nbytes=nbytes)
+    apart.start(apart.stage(apart.accept([0, 1]), [0, 1]), [0, 1])
+    peer = apart.reader.world["peers"][0]
+    for _ in range(400 if taken else 0):
+        apart.writer.runner.step()
+        apart.world.advance(apart.world.now + 1e-4)
+        apart.reader.runner.step()
+        if peer["taken"]:
+            break
+    lane = apart.reader.peers.lane(0)
+    assert lane is not None
+    apart.reader.peers.cut(0, lane)
+    apart.network.lose(apart.channels[1])
+    # It goes on with others: what comes over a lane that it does not know is dropped.
+    assert apart.reader.peers.connect_network(2, apart.channels[1], (5, 6)) is not None
+    apart.run()
+    assert apart.writer.peers.staged(1)[1] > 0
+    apart.read()
+    apart.run()
+    assert apart.writer.peers.staged(1) == (0, 0)
+    again = apart.stage(apart.accept([4, 5], 2), [4, 5], 2)
+    apart.start(again, [6, 7])
+    apart.run()
+    assert torch.equal(apart.dst[:, [4, 5]], apart.expected([6, 7]))
 
 
 def test_whole_layers_share_a_piece() -> None:

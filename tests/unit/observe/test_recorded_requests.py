@@ -12,7 +12,7 @@ from torchkv_loopback import Faults
 
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.core import posting
-from torchkv.engine.journal import Journal
+from torchkv.engine.resident.journal import Journal
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
 from torchkv.group.reports.snapshot import dump, stats

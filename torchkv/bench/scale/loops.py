@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core.core import Core, Notice
+from torchkv.core.core import Core
+from torchkv.core.events import Notice
 from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.limits import MAILBOX_RECORDS
-from torchkv.core.loop.records import Record
+from torchkv.core.loop.state.peers import Record
 from torchkv.core.runner import TURN
 from torchkv.protocol.messages import name_hashes
 
@@ -112,7 +113,7 @@ class Pair:
         """Steps until nothing is left to do. What the writer and the reader tell."""
         while self.writer.runner.step() | self.reader.runner.step():
             pass
-        return self.writer.events(), self.reader.events()
+        return self.writer.events.take(), self.reader.events.take()
 
     def tell(self, **words: int) -> None:
         """Has the writer's loop send a record, whatever it says."""

@@ -73,7 +73,7 @@ def _begin(pair: Pair, generation: int) -> int:
 
 
 def _end(pair: Pair, flow: int) -> None:
-    ended = {notice.kind: notice.index for core in (pair.writer, pair.reader) for notice in core.events()}
+    ended = {notice.kind: notice.index for core in (pair.writer, pair.reader) for notice in core.events.take()}
     pair.writer.op_results([ended.get(OP_DONE, -1)])
     if ended.get(RECEIVED) != flow or SENT not in ended or (pair.dst != pair.src).any():
         raise KVError(f"a request of the resident loop has not arrived: {ended}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchkv.core.loop.codes import ALL_HERE, SYSCALL, WRITE
 from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS
-from torchkv.core.loop.records import World, word_at
+from torchkv.core.loop.state.world import World, word_at
 from torchkv.host.atomics import exchange_if, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled

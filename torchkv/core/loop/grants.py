@@ -3,7 +3,7 @@
 The receiver writes a grant's body into the slot of its flow in its own segment, and a GRANT record into the mailbox of
 each writer:
 
-    `torchkv.core.loop.records.Grant` | name in UTF-8: MAX_NAME bytes | page ids: int64 [MAX_GRANTED]
+    `torchkv.core.loop.state.peers.Grant` | name in UTF-8: MAX_NAME bytes | page ids: int64 [MAX_GRANTED]
 
 The slot stays as it is until the request has ended, so until every writer has seen the record or is gone.
 
@@ -39,8 +39,11 @@ from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
 from torchkv.core.loop.network import received, record_room, send
-from torchkv.core.loop.records import GRANT_NBYTES, Peer, Receive, Record, Send, World, grant_word_at, word_at
 from torchkv.core.loop.sending import queue_op, seal_if_done
+from torchkv.core.loop.staging import told, write_end
+from torchkv.core.loop.state.peers import Peer, Record
+from torchkv.core.loop.state.requests import Receive, Send
+from torchkv.core.loop.state.world import GRANT_NBYTES, World, grant_word_at, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 
@@ -141,7 +144,8 @@ def greet(world: World, peer: int) -> None:
 def pay_hello(world: World, peer: Peer) -> bool:
     """Sends a HELLO; False where there is no room for it. Who has a mailbox gets none: all records go there."""
     if peer["endpoint"] != 0 and peer["failed"] == 0 and peer["outbox"] == 0:
-        if record_room(world, peer) < 1:
+        staged = peer["stage"] != 0 and peer["freed"] < told(peer)
+        if record_room(world, peer) < 1 + int(staged):
             return False
         record: Record = world["record"]
         record["head"] = HELLO
@@ -150,6 +154,9 @@ def pay_hello(world: World, peer: Peer) -> bool:
         if peer["missed"] != 0:
             record["lo"], record["hi"] = 0, -1
         send(world, peer, 0, 0 if peer["missed"] != 0 else world["part"])
+        if staged:  # the peer may have missed records of pieces: see `staging`
+            write_end(world, peer)
+            send(world, peer, 0, 0)
     peer["greeting"] = peer["missed"] = 0
     return True
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from torchkv.core.loop.codes import LAUNCH, QUERY, SIGNAL, UPLOAD
 from torchkv.core.loop.limits import GATES, IDS, LAUNCH_FIELDS, MAX_FLYING
-from torchkv.core.loop.records import Op, Send, World
+from torchkv.core.loop.state.requests import Op, Send
+from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import owed_pairs
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled

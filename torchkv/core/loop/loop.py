@@ -48,10 +48,10 @@ from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS, RECORD_NBYTES
 from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import on_record, pay_verdict
-from torchkv.core.loop.records import World, word_at
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
 from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done, tell_pieces
 from torchkv.core.loop.staging import forget_pieces, on_credit
+from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.loop.unpacking import on_staged, pay_credit
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.futex import futex_wait

@@ -28,7 +28,8 @@ from __future__ import annotations
 from torchkv.core.loop.codes import SYSCALL
 from torchkv.core.loop.limits import DUE, MAILBOX_RECORDS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, RECORD_NBYTES
 from torchkv.core.loop.network import record_room, send
-from torchkv.core.loop.records import GRANT_NBYTES, Peer, Record, World, word_at
+from torchkv.core.loop.state.peers import Peer, Record
+from torchkv.core.loop.state.world import GRANT_NBYTES, World, word_at
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from torchkv.core.loop.codes import CHECK, FLUSH, FREE_REQUEST, PROBE, PROGRESS, PUT, RECEIVE_MESSAGE, SEND_MESSAGE
 from torchkv.core.loop.limits import MESSAGE_NBYTES, RECORD_NBYTES
-from torchkv.core.loop.records import Peer, World, word_at
+from torchkv.core.loop.state.peers import Peer
+from torchkv.core.loop.state.world import World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 

@@ -23,7 +23,9 @@ from torchkv.core.loop.codes import (
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import AUX_PART, MAX_AUX, MAX_FLOWS, MAX_INTERVALS
 from torchkv.core.loop.mailbox import owe, tell_brief
-from torchkv.core.loop.records import AUX_AT, Receive, Record, World, word_at
+from torchkv.core.loop.state.peers import Record
+from torchkv.core.loop.state.requests import Receive
+from torchkv.core.loop.state.world import AUX_AT, World, word_at
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import compiled
 

@@ -19,7 +19,8 @@ from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import MAX_FLOWS
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell, tell_brief, write_brief
 from torchkv.core.loop.receiving import succeed
-from torchkv.core.loop.records import Record, World, grant_word_at
+from torchkv.core.loop.state.peers import Record
+from torchkv.core.loop.state.world import World, grant_word_at
 from torchkv.host.atomics import load
 from torchkv.host.jit import compiled
 

@@ -25,8 +25,10 @@ from torchkv.core.loop.launching import landed
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.mailbox import owe, ring, room, tell
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
-from torchkv.core.loop.records import AUX_AT, Op, Peer, Record, Send, World
 from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, write_piece
+from torchkv.core.loop.state.peers import Peer, Record
+from torchkv.core.loop.state.requests import Op, Send
+from torchkv.core.loop.state.world import AUX_AT, World
 from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at

@@ -11,6 +11,9 @@ has arrived, so records come in the order of positions, and a CREDIT says only h
 piece whose request was taken back meanwhile says that it holds nothing: its put still lands, and so it, too, keeps its
 positions until then. A stage ends with its lane: after a failure nobody knows what lands, and it is never used again.
 
+If only the receiver's lane breaks, it misses records until it has made another one, and greets. The answer to that says
+up to which position all has been told (`write_end`), so that positions whose records are lost come back, too.
+
 A piece holds some whole layers of an op, or some pages of one layer, by segment and page pair, without gaps. Its record
 names layers and tokens; the receiver computes the rest from the same plan.
 """
@@ -20,7 +23,9 @@ from __future__ import annotations
 from torchkv.core.loop.codes import STAGED
 from torchkv.core.loop.limits import PIECE_NBYTES, PIECES, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put, put_room
-from torchkv.core.loop.records import Op, Peer, Record, Send, World
+from torchkv.core.loop.state.peers import Peer, Record
+from torchkv.core.loop.state.requests import Op, Send
+from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
 from torchkv.host.atomics import load, store
 from torchkv.host.copy_loops import pairs_at
@@ -37,6 +42,8 @@ __all__ = [
     "pack",
     "piece_at",
     "staged_nbytes",
+    "told",
+    "write_end",
     "write_piece",
 ]
 
@@ -198,6 +205,24 @@ def write_piece(world: World, piece: int) -> None:
 
 
 @compiled
+def told(peer: Peer) -> int:
+    """The position up to which the receiver was told of all pieces; all of these have arrived."""
+    position: int = peer["packed"]
+    if peer["piece_head"] < peer["piece_tail"]:
+        position = load(piece_at(peer, peer["piece_head"]) + _AT)
+    return position
+
+
+@compiled
+def write_end(world: World, peer: Peer) -> None:
+    """Makes ``world["record"]`` one of a piece that holds nothing, behind all that were told."""
+    record: Record = world["record"]
+    record["head"] = STAGED
+    record["flows"] = record["generation"] = record["nbytes"] = record["lo"] = record["hi"] = 0
+    record["spare"] = told(peer)
+
+
+@compiled
 def forget_pieces(world: World, peer: Peer, flow: int) -> None:
     """The pieces of a send that is taken back, and not told yet, hold nothing for its receiver."""
     for number in range(peer["piece_head"], peer["piece_tail"]):
@@ -212,8 +237,5 @@ def forget_pieces(world: World, peer: Peer, flow: int) -> None:
 def on_credit(world: World, source: int) -> None:
     """The receiver has unpacked pieces."""
     peer, until = world["peers"][source], world["record"]["lo"]
-    head = peer["packed"]
-    if peer["piece_head"] < peer["piece_tail"]:  # what was not told cannot have been unpacked
-        head = load(piece_at(peer, peer["piece_head"]) + _AT)
-    if peer["freed"] < until <= head:
+    if peer["freed"] < until <= told(peer):  # what was not told cannot have been unpacked
         peer["freed"] = until

@@ -14,8 +14,9 @@ from torchkv.core.loop.codes import CREDIT, WRITTEN
 from torchkv.core.loop.limits import MAX_FLOWS, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.mailbox import owe, ring, room, tell, write_brief
 from torchkv.core.loop.receiving import on_record, writer_of
-from torchkv.core.loop.records import Receive, World, Writer
 from torchkv.core.loop.staging import merged, staged_nbytes
+from torchkv.core.loop.state.requests import Receive, Writer
+from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
 from torchkv.host.atomics import load
 from torchkv.host.copy_loops import pairs_at

@@ -12,7 +12,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import SEGMENT_FIELDS
-from torchkv.engine.standing_stages import StandingStages, fits
+from torchkv.engine.resident.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
@@ -95,8 +95,8 @@ class Route:
 class Routes:
     """The routes of one rank, each made when it is first asked for.
 
-    core, local, connections, kernels: see `torchkv.engine.flows.Flows`. puts: False where pages that are not mapped
-    are not to be put by the loop. sends_to: whether a send to a rank is on the loop.
+    core, local, connections, kernels: see `torchkv.engine.resident.flows.Flows`. puts: False where pages that are not
+    mapped are not to be put by the loop. sends_to: whether a send to a rank is on the loop.
     """
 
     def __init__(

@@ -1,0 +1,1 @@
+"""The state of the resident loop, as compiled code and Python read it."""

@@ -1,0 +1,182 @@
+"""Requests on the resident loop, at either side, and their rounds.
+
+All fields are int64, unless they are arrays: see `world`.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from torchkv.arrays import Int64Array
+
+__all__ = ["Op", "Receive", "Round", "Send", "Writer"]
+
+
+class Send(TypedDict):
+    """A sender request that waits for its grant, or is bound to it. ``peer`` is the receiver, ``peer_flow`` its flow.
+
+    geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. src_page, dst_page:
+    page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says, and
+    num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1 once
+    the seal is. started: 1 after its first op. moved: bytes so far.
+
+    Of one that waits: hash0, hash1, writers: as the grant must have them. max_page: the receiver's pages are below
+    this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
+    page of them, or -1.
+
+    network: 1 if the pages are put through the network. staged: 1 if they are through a standing stage there.
+
+    For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
+    operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
+
+    On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. Of the
+    send's part of the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count:
+    where the page ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this
+    part any more; it outlives the send.
+    """
+
+    state: int
+    peer: int
+    peer_flow: int
+    generation: int
+    geometry: int
+    ids: int
+    granted: int
+    src_page: int
+    dst_page: int
+    running: int
+    finish: int
+    num_pages: int
+    aux: int
+    aux_nbytes: int
+    due: int
+    started: int
+    moved: int
+    hash0: int
+    hash1: int
+    writers: int
+    max_page: int
+    next: int
+    first: int
+    last: int
+    reach: int
+    network: int
+    staged: int
+    kernels: int
+    gated: int
+    ids_used: int
+    src_at: int
+    src_count: int
+    ids_posted: int
+    serial: int
+    verb: int
+    operation: int
+    begun: int
+    finished: int
+
+
+class Op(TypedDict):
+    """A verb towards one receiver: pages [start, start + count) with the ids at the address ``ids``.
+
+    positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
+    ordinal: what is copied next. arrived: positions whose bytes are in the receiver's pages. told: those that it knows
+    of. group: bytes since then. next: the op after it, while they wait for the grant, or -1. verb: which it is, if it
+    is to be recorded in the `journal`, and operation: its number there; else 0.
+
+    Through the network: posted: the number of its last put, or 0. Once puts up to the number ``mark`` have arrived, the
+    positions before ``until`` have; 0 if none are awaited.
+
+    Staged: ordinal: pages of the layer at ``at`` that are packed already. pieces: that are packed, and not told.
+
+    On a GPU: gate: a CUevent that must have happened before the pages are read, or 0; gate_stream: the stream that it
+    was recorded on, or -1 if that is not known; gate_number: grows with the events of a stream. posted: what the
+    completion word will be once the layers before ``until`` have arrived; 0 if nothing is enqueued.
+    """
+
+    flow: int
+    positions: int
+    num_positions: int
+    ids: int
+    count: int
+    start: int
+    at: int
+    segment: int
+    ordinal: int
+    arrived: int
+    told: int
+    group: int
+    nbytes: int
+    runs: int
+    next: int
+    gate: int
+    gate_stream: int
+    gate_number: int
+    posted: int
+    until: int
+    mark: int
+    verb: int
+    operation: int
+    pieces: int
+
+
+class Writer(TypedDict):
+    """A writer of a receive. layers: that it owes. page_size: its own. sealed: pages of its seal, or -1.
+
+    flow: its own, which the seal tells. aux_nbytes: that have come. told: 1 once its grant has gone into the network.
+    geometry: address of the plan's segments, if its pieces may be unpacked here, else 0.
+    """
+
+    rank: int
+    layers: int
+    page_size: int
+    sealed: int
+    flow: int
+    aux_nbytes: int
+    told: int
+    geometry: int
+
+
+class Receive(TypedDict):
+    """A receive. cover: address of int64 ``[writers, layers, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
+
+    leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
+    was posted. page_size: of this rank. nbytes: that have arrived. ids: address of its page ids. unpacks: whether
+    pieces of its writers are unpacked. That outlives ``state``: Python may serve the request, until it has failed.
+    pieces: that were unpacked.
+
+    For the `journal`: serial: names the request to Python, or 0. operation: its number. begun: when its grant was
+    taken, in nanoseconds.
+    """
+
+    state: int
+    generation: int
+    num_tokens: int
+    page_size: int
+    leader: int
+    told: int
+    layers: int
+    cover: int
+    num_writers: int
+    nbytes: int
+    serial: int
+    operation: int
+    begun: int
+    ids: int
+    unpacks: int
+    pieces: int
+    writers: list[Writer]
+    aux: Int64Array
+
+
+class Round(TypedDict):
+    """A request of which all ranks of this instance have posted their parts; this rank leads it.
+
+    members: address of int64 ``[num_members, 4]``: rank, flow, generation, and whether Python knows it is complete.
+    missing: members that are not complete. next: the first that has not been told of the success.
+    """
+
+    state: int
+    members: int
+    num_members: int
+    missing: int
+    next: int

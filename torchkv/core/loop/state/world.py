@@ -1,0 +1,265 @@
+"""The state of the resident loop: structured arrays that compiled code and plain Python read alike.
+
+All state of one loop is a single record, `World`, so that a compiled function takes one pointer. The classes, here and
+in `requests` and `peers`, give the fields to mypy; the dtypes below are made of the same classes. All fields are int64,
+unless they are arrays.
+
+Who writes what. Callers (under the GIL and the engine's lock, so one at a time) write commands, new flows, new ops and
+``event_head``. The loop writes everything else; while a caller holds ``lock``, the loop writes nothing. Peers write
+their own mailbox and the bell, which lie in shared memory (see `mailbox`).
+
+A flow or an op is the loop's from the moment at which a caller opens it until the event that ends it, and not longer:
+after that event a caller may use its slot for another one.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core.loop.codes import PHASES
+from torchkv.core.loop.limits import (
+    BUCKETS,
+    COMMANDS,
+    DUE,
+    GATES,
+    MAX_AUX,
+    MAX_EVENTS,
+    MAX_FLOWS,
+    MAX_OPS,
+    MAX_PEERS,
+    MAX_ROUNDS,
+    MAX_WRITERS,
+    MESSAGE_NBYTES,
+    PARAM_WORDS,
+    RECORD_NBYTES,
+    SCRATCH,
+)
+from torchkv.core.loop.state.peers import Grant, Peer, Record
+from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Writer
+from torchkv.observe.histogram import BOUNDS
+
+__all__ = [
+    "AUX_AT",
+    "EVENT",
+    "GRANT_NBYTES",
+    "RECORD",
+    "WORLD",
+    "Event",
+    "World",
+    "grant_word_at",
+    "receive_word_at",
+    "word_at",
+]
+
+
+class Event(TypedDict):
+    """What Python should know. index: of an op or a flow; source: the rank that a STRAY record came from."""
+
+    kind: int
+    index: int
+    source: int
+    record: Record
+
+
+class World(TypedDict):
+    """Everything. address: its own. rank: of this loop. bell: address of this rank's, which the loop sleeps on.
+
+    driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
+    because somebody waits for more than the end of a request. news: changes with each event, and with each call that
+    Python completes; sleepers: callers that sleep until then. lock, wanted: a caller that wants the loop to stand still
+    sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for grants that are not bound here.
+    granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, MAX_GRANTED]``, the page
+    ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
+    wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
+    expected. turn: bytes that one step copies: how long a message may wait. window: records that may wait in a mailbox.
+    one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by peer and flow:
+    votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
+    round + 1, or 0.
+
+    Of the `journal`: operations: address of its ring of ``recorded``, which may be 0; operation: number of the last
+    one. phases: for each of `PHASES` how many durations lie in each bucket of a histogram, and their sum in
+    nanoseconds. clock: scratch.
+
+    Of a rank whose pages lie on a GPU (see `launching`): stream: on which everything is enqueued. word,
+    word_device: addresses of the completion word, here and there; posted: the last value that the stream was told to
+    write to it. ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued.
+    broken: the driver's error code, negative until Python is told of it; or 0. steps: so far; gate_streams,
+    gate_numbers, gate_steps: in which step an event of a stream had not happened.
+
+    Of a rank that reaches peers through the network: native, worker, put_params, params: see
+    `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
+    with them. under_way: peers to which puts are, or of which a flush is awaited. driving: whether the loop alone
+    drives the transport; else Python's thread does, too, and wakes the loop if something has come. message, inbox: of
+    the message that has come; a longer one than a record is in ``long_inbox``. late: request of one of which pieces may
+    still come there, or 0. part: bytes behind the record of one message.
+    """
+
+    address: int
+    rank: int
+    bell: int
+    num_peers: int
+    driver_fd: int
+    driver_word: int
+    futex: int
+    spin: int
+    turn: int
+    window: int
+    functions: Int64Array
+    command_tail: int
+    event_head: int
+    eager: int
+    heed: int
+    stop: int
+    command_head: int
+    event_tail: int
+    news: int
+    sleepers: int
+    lock: int
+    wanted: int
+    due_head: int
+    due_tail: int
+    queue_head: int
+    queue_tail: int
+    unfinished: int
+    granted: int
+    granted_ids: int
+    one: int
+    stream: int
+    word: int
+    word_device: int
+    posted: int
+    ids: int
+    ids_device: int
+    worker: int
+    key_at: int
+    lanes: int
+    network: int
+    under_way: int
+    driving: int
+    late: int
+    part: int
+    flying: int
+    broken: int
+    steps: int
+    operations: int
+    recorded: int
+    operation: int
+    driver: Int64Array
+    gate_streams: Int64Array
+    gate_numbers: Int64Array
+    gate_steps: Int64Array
+    native: Int64Array
+    put_params: Int64Array
+    params: Int64Array
+    message: Int64Array
+    inbox: Int64Array
+    long_inbox: Int64Array
+    clock: Int64Array
+    phases: Int64Array
+    record: Record
+    src: Int64Array
+    dst: Int64Array
+    length: Int64Array
+    commands: Int64Array
+    due: Int64Array
+    buckets: Int64Array
+    queue: Int64Array
+    votes: Int64Array
+    awaited: Int64Array
+    rounds_of: Int64Array
+    peers: list[Peer]
+    sends: list[Send]
+    receives: list[Receive]
+    rounds: list[Round]
+    ops: list[Op]
+    events: list[Event]
+
+
+def _words(record: type) -> np.dtype[np.void]:
+    return np.dtype([(name, "i8") for name in record.__annotations__])
+
+
+RECORD = _words(Record)
+_WRITER = _words(Writer)
+_SEND, _OP, _PEER, _ROUND = _words(Send), _words(Op), _words(Peer), _words(Round)
+_ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
+    "functions": ("i8", 4),
+    "driver": ("i8", 4),
+    "gate_streams": ("i8", GATES),
+    "gate_numbers": ("i8", GATES),
+    "gate_steps": ("i8", GATES),
+    "native": ("i8", 8),
+    "put_params": ("i8", PARAM_WORDS),
+    "params": ("i8", PARAM_WORDS),
+    "message": ("i8", 8),
+    "inbox": ("i8", RECORD_NBYTES // 8),
+    "long_inbox": ("i8", MESSAGE_NBYTES // 8),
+    "clock": ("i8", 2),
+    "phases": ("i8", (len(PHASES), len(BOUNDS) + 2)),
+    "src": ("i8", SCRATCH),
+    "dst": ("i8", SCRATCH),
+    "length": ("i8", SCRATCH),
+    "commands": ("i8", COMMANDS),
+    "due": ("i8", (DUE, 3)),
+    "buckets": ("i8", BUCKETS),
+    "queue": ("i8", MAX_OPS),
+    "votes": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "awaited": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "rounds_of": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "rounds": (_ROUND, MAX_ROUNDS),
+    "peers": (_PEER, MAX_PEERS),
+    "sends": (_SEND, MAX_FLOWS),
+    "ops": (_OP, MAX_OPS),
+    "writers": (_WRITER, MAX_WRITERS),
+    "aux": ("i8", MAX_WRITERS * MAX_AUX // 8),
+}
+# Words that one side writes often lie on cache lines of their own: 128 bytes before each of these.
+_APART = ("command_tail", "command_head", "due_head", "src")
+
+
+def _dtype(record: type) -> np.dtype[np.void]:
+    fields: list[object] = []
+    for name in record.__annotations__:
+        if name in _APART:
+            fields.append((f"_{name}", "i8", (16,)))
+        if name == "record":
+            fields.append((name, RECORD))
+        elif name in _ARRAYS:
+            kind, count = _ARRAYS[name]
+            fields.append((name, kind, count))
+        else:
+            fields.append((name, "i8"))
+    return np.dtype(fields)
+
+
+_RECEIVE, EVENT = _dtype(Receive), _dtype(Event)
+_ARRAYS["receives"] = (_RECEIVE, MAX_FLOWS)
+_ARRAYS["events"] = (EVENT, MAX_EVENTS)
+WORLD = _dtype(World)
+
+
+def _offset(dtype: np.dtype[np.void], name: str) -> int:
+    assert dtype.fields is not None
+    return int(dtype.fields[name][1])
+
+
+def word_at(name: str) -> int:
+    """Offset in bytes of a field of `World`."""
+    return _offset(WORLD, name)
+
+
+def receive_word_at(name: str) -> int:
+    """The word of `Receive` at which a field begins."""
+    return _offset(_RECEIVE, name) // 8
+
+
+def grant_word_at(name: str) -> int:
+    """Offset in bytes of a field of `Grant`."""
+    return 8 * list(Grant.__annotations__).index(name)
+
+
+GRANT_NBYTES = _words(Grant).itemsize
+AUX_AT = word_at("record") + _offset(RECORD, "lo")  # where the bytes of an AUX record begin

@@ -1,0 +1,287 @@
+"""What the resident loop tells, one notice at a time: the state machines act on it as on messages that say the same.
+
+All methods are called under the engine's lock, but for those that say otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from torchkv.core.core import Core
+from torchkv.core.events import Notice
+from torchkv.core.loop.codes import (
+    ALL_HERE,
+    AUX,
+    BOUND,
+    BROKEN,
+    CUT,
+    DECIDED,
+    DONE,
+    GRANTED,
+    NEWS,
+    OP_DONE,
+    OUTSIDE,
+    POSTED,
+    RECEIVED,
+    ROUND_OVER,
+    SEAL,
+    SENT,
+    STRAY,
+    VERDICT,
+    WRITTEN,
+)
+from torchkv.core.loop.grants import FROM_NETWORK
+from torchkv.core.loop.limits import MAX_AUX, MAX_GRANTED, MAX_PEERS
+from torchkv.core.peers import NetworkLane
+from torchkv.engine.resident.journal import Journal
+from torchkv.errors import KVError
+from torchkv.layout.group_map import GroupMap
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.instance import InstanceLeader, Part
+from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict
+from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.grant_checks import loop_grant
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.protocol.sending.sender import Sender
+from torchkv.transfer.peer_connection import PeerConnection
+
+__all__ = ["Notices", "OnLoop"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnLoop:
+    """What is on the loop now. `Flows` adds to it, and `Notices` takes away what has ended.
+
+    sends, receives: by flow. lanes: by flow, of sends whose pages are put or staged. waiting: of sends that wait for
+    their grant: the plan, and the indices of their ops. ops: by the loop's index. rounds: their indices. dead: ranks of
+    which something may still come through the network.
+    """
+
+    sends: dict[int, SenderRequest] = field(default_factory=dict)
+    lanes: dict[int, NetworkLane] = field(default_factory=dict)
+    waiting: dict[int, tuple[PairPlan, list[int]]] = field(default_factory=dict)
+    receives: dict[int, ReceiverRequest] = field(default_factory=dict)
+    rounds: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    ops: dict[int, tuple[SenderRequest, SendOp]] = field(default_factory=dict)
+
+
+class Leave(Protocol):
+    """Closes the flow of a receive; the bytes that have arrived: see `Flows`."""
+
+    def __call__(self, req: ReceiverRequest, *, whole: bool = False) -> int: ...
+
+
+class Notices:
+    """One rank's."""
+
+    def __init__(
+        self,
+        core: Core,
+        held: OnLoop,
+        *,
+        group_map: GroupMap,
+        sender: Sender,
+        receiver: Receiver,
+        leader: InstanceLeader,
+        connections: Mapping[int, PeerConnection],
+        journal: Journal,
+        leave: Leave,
+        clock: Callable[[], float],
+    ) -> None:
+        self.core = core
+        self.journal = journal
+        self._group_map = group_map
+        self._sender = sender
+        self._receiver = receiver
+        self._leader = leader
+        self._connections = connections
+        self._leave = leave
+        self._now = clock
+        self._sends, self._lanes, self._waiting, self._ops = held.sends, held.lanes, held.waiting, held.ops
+        self._receives, self._rounds, self._dead = held.receives, held.rounds, held.dead
+        self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The loop stands still inside, and the state machines know all that it knows."""
+        with self.core.runner.standing_still():
+            settled = False
+            while not settled:
+                self.core.settle()
+                self.catch_up(self._now())
+                settled = not self.core.has_commands  # what the loop has told may have led to new ones
+            yield
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `catch_up` has anything to do. Any thread, without the lock."""
+        return self.core.events.pending or bool(self._notices)
+
+    def catch_up(self, now: float) -> None:
+        """Tells the state machines all that the loop has done, in its order."""
+        self._notices.extend(self.core.events.take())
+        while self._notices:
+            notice = self._notices.popleft()
+            if notice.kind == OP_DONE:
+                self._on_op_done(notice.index, now)
+            else:
+                self._act(notice, now)
+
+    def _act(self, notice: Notice, now: float) -> None:
+        match notice.kind:
+            case x if x == SENT:
+                sent = self._sends.pop(notice.index)
+                self._lanes.pop(notice.index, None)
+                self.journal.end_send(notice.index)
+                self.core.end_send(notice.index)
+                sent.flow = None
+                self._sender.succeeded(sent)
+            case x if x == BOUND:
+                self._on_bound(notice.index, now)
+            case x if x == GRANTED:
+                self._on_granted(notice.source, notice.words, now)
+            case x if x == RECEIVED:
+                received = self._receives[notice.index]
+                self._receiver.received(received, self._leave(received, whole=True), now)
+            case x if x == ALL_HERE:
+                if (receive := self._receives.get(notice.index)) is not None:
+                    with self.core.runner.standing_still():
+                        self._receiver.taken_back(receive, self._leave(receive), now)
+            case x if x == ROUND_OVER:
+                self._rounds.remove(notice.index)
+                self.core.rounds.end(notice.index)
+                self._leader.round_over(notice.index, now)
+            case x if x == OUTSIDE:
+                if (owner := self._ops.get(notice.index)) is not None:
+                    self._sender.outside(*owner)
+            case x if x == BROKEN:
+                log.warning("rank %d: the GPU refuses work of the resident loop; Python goes on", self.core.rank)
+                self._sender.take_back_from_loop(now)
+            case x if x == CUT:
+                self._on_cut(notice.source, now)
+            case x if x == STRAY:
+                self._on_stray(notice.source, notice.words, now)
+            case _:
+                assert notice.kind == NEWS
+
+    def _on_cut(self, rank: int, now: float) -> None:
+        """What was on its way from or to ``rank`` may be lost: Python goes on with every request of it."""
+        self._sender.take_back_from_loop(now, dst=rank)
+        for req in [req for req in self._receives.values() if rank in req.writers]:
+            self.take_back_receive(req)
+
+    def take_back_receive(self, req: ReceiverRequest) -> None:
+        with self.standing_still():
+            if req.flow is not None:
+                untold, unposted = self.core.untold(req.flow)
+                nbytes = self._leave(req)
+                self._receiver.taken_back(req, nbytes, self._now(), untold=untold, unposted=unposted)
+
+    def _on_bound(self, flow: int, now: float) -> None:
+        req = self._sends[flow]
+        plan, waiting = self._waiting.pop(flow)
+        peer_flow, generation, pages = self.core.bound(flow)
+        grant = BoundGrant(
+            dst=req.dst,
+            generation=generation,
+            request=req.request,
+            prefix_tokens=0,
+            pages=pages,
+            plan=plan,
+            flow=peer_flow,
+        )
+        self._sender.bound(req, grant, {self._ops[index][1]: index for index in waiting}, now)
+
+    def _on_granted(self, source: int, words: list[int], now: float) -> None:
+        """A grant that the loop has not bound: Python does, as if it had come in a message."""
+        _, flow, generation, *_, where = words
+        body = self.core.peers.granted(source, flow, generation, network=where == FROM_NETWORK)
+        if body is None or source in self._dead:
+            return  # its receiver has ended the request
+        try:
+            grant = loop_grant(
+                self._group_map,
+                source,
+                name=body.name,
+                generation=generation,
+                prefix_tokens=body.prefix_tokens,
+                pages=body.pages,
+                writers=_ranks(body.writers),
+                flow=flow,
+            )
+            self._sender.grants.meet(grant, now)
+        except KVError as error:
+            log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
+
+    def _on_op_done(self, index: int, now: float) -> None:
+        """An op has ended, and with it those of the same request whose notices come next."""
+        req, op = self._ops.pop(index)
+        indices, ops = [index], [op]
+        notices = self._notices
+        while notices and notices[0].kind == OP_DONE and self._ops[notices[0].index][0] is req:
+            index = notices.popleft().index
+            indices.append(index)
+            ops.append(self._ops.pop(index)[1])
+        nbytes, spans = self.core.op_results(indices)
+        connection = self._connections[req.dst]
+        lane = "view" if connection.direct else connection.lane
+        connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes))
+        self._sender.copied(req, ops, nbytes, now)
+
+    def _on_stray(self, source: int, words: list[int], now: float) -> None:
+        """A record that the loop did not take: Python judges it, as a message with the same meaning."""
+        head, _, generation, *_ = words
+        match head & 0xFF:
+            case x if x == VERDICT:
+                self._sender.on_verdict(source, Verdict(generation))
+            case x if x == POSTED:
+                self._on_posted(source, words, now)
+            case x if x == DONE:
+                self._leader.done(source, generation, now)
+            case x if x == DECIDED:
+                self._receiver.on_instance_verdict(source, InstanceVerdict(generation, "", ""))
+            case _:
+                self._on_written(source, words, now)
+
+    def _on_posted(self, source: int, words: list[int], now: float) -> None:
+        head, flow, generation, hash0, hash1, prefix, num_pages = words
+        if source not in self._group_map.siblings or prefix < 0 or not 0 <= num_pages <= MAX_GRANTED:
+            return
+        page_size = self._group_map.layout(source).page_size
+        part = Part(generation, prefix, num_pages * page_size, page_size, flow & 0xFFFFFFFF)
+        self._leader.posted(source, (hash0, hash1), part, told=head >> 8, now=now)
+
+    def _on_written(self, source: int, words: list[int], now: float) -> None:
+        """A record of a writer."""
+        head, _, generation, lo, hi, nbytes, _ = words
+        kind = head & 0xFF
+        writer = self._receiver.writer(source, generation)
+        if writer is None:
+            return
+        if kind == WRITTEN:
+            layers = list(writer.plan.layers[head >> 8 & 0xFFFFFF : head >> 32])
+            if lo >= 0 and nbytes >= 0:
+                self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, "direct"), now)
+        elif kind == AUX and len(writer.aux) < MAX_AUX:
+            writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
+        elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
+            self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
+
+
+@lru_cache(maxsize=256)
+def _ranks(bits: int) -> tuple[int, ...]:
+    """The ranks of which a bit is set."""
+    return tuple(rank for rank in range(MAX_PEERS) if bits >> rank & 1)
