@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
-from torchkv.engine.engine import Engine
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress
 from torchkv.group import arguments
@@ -29,6 +28,9 @@ from torchkv.group.recorded_verbs import RecordedVerbs
 from torchkv.host.page_id_check import copy_ids
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.messages import MAX_PAGES
+
+if TYPE_CHECKING:
+    from torchkv.engine.engine import Engine
 
 __all__ = ["PlainVerbs"]
 
