@@ -177,6 +177,11 @@ class Core:
         )
         return flow
 
+    @property
+    def has_room(self) -> bool:
+        """Whether `open_send` and `start_op` would find a flow and an index."""
+        return bool(self._free_sends and self._free_ops)
+
     def bound(self, flow: int) -> tuple[int, int, Int64Array]:
         """The receiver's flow, the generation and the pages of the grant that the loop has bound a send to."""
         send = self._memory[0]["sends"][flow]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchkv.core.loop.codes import OP_DONE
+from torchkv.core.loop.codes import CUT, GRANTED, STRAY
 from torchkv.core.loop.limits import MAX_EVENTS
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.world import word_at
@@ -25,7 +25,8 @@ _TAIL, _HEAD = word_at("event_tail") // 8, word_at("event_head") // 8
 
 @dataclass(slots=True)
 class Notice:
-    """An event. index: of the op or flow; source: the rank of a STRAY record. words: the record, without ``seq``."""
+    """An event. index: of the op or flow. Of GRANTED, STRAY and CUT also source: the rank, and words: the record,
+    without ``seq``."""
 
     kind: int
     index: int
@@ -55,11 +56,11 @@ class Events:
         for number in range(head, tail):
             at = number & (MAX_EVENTS - 1)
             kind = events[at, 0]
-            if kind == OP_DONE:  # most are, and their records say nothing
-                taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
-            else:
+            if kind in (GRANTED, STRAY, CUT):
                 words = [events[at, word] for word in _EVENT_WORDS]
                 taken.append(Notice(kind, events[at, 1], self._ranks.get(events[at, 2], -1), words))
+            else:  # its record says nothing
+                taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
         if taken:
             self._words[_HEAD] = tail
         return taken

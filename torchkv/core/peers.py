@@ -33,6 +33,7 @@ __all__ = ["GrantBody", "LoopPeers", "NetworkLane"]
 log = logging.getLogger(__name__)
 
 _PEER = list(Peer.__annotations__)
+_BODY = struct.Struct(f"<{GRANT_NBYTES // 8}q")
 _DRIVING = word_at("driving") // 8
 # Fields that begin anew with each lane: all, but for the standing stages, and of a peer that has a mailbox only these.
 _OF_STAGES = _PEER.index("stage")
@@ -79,6 +80,7 @@ class LoopPeers:
         self._bytes = self._segment.numpy().data
         runner.world["bell"] = self._segment_at
         self._mapped: dict[int, shared_memory.Segment] = {}  # by rank
+        self._granted: dict[int, memoryview] = {}  # by rank, as long as that is mapped: the slots of its grants
         self._met: dict[int, bytes] = {}  # mailboxes of newcomers that have not said which one this rank may write to
         self._lanes: dict[int, NetworkLane] = {}  # by rank
         self._pieces: dict[int, Int64Array] = {}  # by rank
@@ -143,6 +145,8 @@ class LoopPeers:
             segment.close()
             raise TransportUnavailable(f"the mailboxes of rank {rank} take {segment.nbytes} bytes: another version's")
         self._mapped[rank] = segment
+        slots = (ctypes.c_uint8 * (MAX_FLOWS * mailbox.GRANT_SLOT)).from_address(segment.ptr + mailbox.GRANTS_AT)
+        self._granted[rank] = memoryview(slots).cast("B")
         inbox_head, inbox = (self._segment_at + offset for offset in mailbox.mailbox_at(here))
         outbox_head, outbox = (segment.ptr + offset for offset in mailbox.mailbox_at(slot))
         with self._runner.standing_still():
@@ -175,11 +179,13 @@ class LoopPeers:
             for at, nbytes in ((head, mailbox.LINE), (box, mailbox.MAILBOX_NBYTES)):
                 self._bytes[at : at + nbytes] = bytes(nbytes)
         del self.ranks[slot], self.slots[rank]
+        self._granted.pop(rank, None)
         if (segment := self._mapped.pop(rank, None)) is not None:
             segment.close()
 
     def close(self) -> None:
         """Unmaps all mailboxes of others. The loop has ended."""
+        self._granted.clear()
         while self._mapped:
             self._mapped.popitem()[1].close()
 
@@ -210,16 +216,17 @@ class LoopPeers:
         if rank not in (self._arrivals if network else self._mapped) or not 0 <= flow < MAX_FLOWS:
             return None
         if network:
-            slots = self._arrivals[rank].ctypes.data + grants.SLOTS_AT
+            slots = self._arrivals[rank].data.cast("B")[grants.SLOTS_AT :]
         else:
-            slots = self._mapped[rank].ptr + mailbox.GRANTS_AT
-        at = slots + flow * mailbox.GRANT_SLOT
+            slots = self._granted[rank]
+        at = flow * mailbox.GRANT_SLOT
         # Each part is copied once and then looked at, because the peer may change it meanwhile.
-        found, _, _, writers, prefix, count, name_nbytes, _ = struct.unpack("<8q", ctypes.string_at(at, GRANT_NBYTES))
+        found, _, _, writers, prefix, count, name_nbytes, _ = _BODY.unpack_from(slots, at)
         if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
             return None
-        pages = np.frombuffer(ctypes.string_at(at + grants.IDS_AT, 8 * count), np.int64)
-        return GrantBody(ctypes.string_at(at + grants.NAME_AT, name_nbytes), pages, prefix, writers)
+        name, ids = at + grants.NAME_AT, at + grants.IDS_AT
+        pages = np.frombuffer(bytes(slots[ids : ids + 8 * count]), np.int64)
+        return GrantBody(bytes(slots[name : name + name_nbytes]), pages, prefix, writers)
 
     def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
         """Whether a grant of ``rank`` that has come in a message is new. Then the loop will not take it, too.

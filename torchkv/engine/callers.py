@@ -47,13 +47,17 @@ class Callers:
 
     def complete(self, sender: Sender, receiver: Receiver) -> None:
         """Completes the works that the state machines ask for, after the loop has ended them. Under the lock."""
+        completed: list[KVWork] = []
         for machine in (sender, receiver):
-            for work in _completed(machine.actions):
-                if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
-                    self._announced.append(work)
+            if machine.actions:
+                completed += _completed(machine.actions)
+        for work in completed:
+            if work._future is not None:  # its callbacks may call verbs: the driver runs them, without the lock
+                self._announced.append(work)
         self.layer_stream_waits.release()
         self.changed.notify_all()
-        self.wake()  # others may have found nothing left to take in before this was done
+        if completed or self._waiting:
+            self.wake()  # others may have found nothing left to take in before this was done
 
     def announce(self) -> None:
         """Completes works and wakes threads and streams that wait. Without the lock: callbacks may call verbs."""
@@ -110,12 +114,12 @@ def _completed(actions: list[Action]) -> list[KVWork]:
     completed: list[KVWork] = []
     rest: list[Action] = []
     for action in actions:
-        if isinstance(action, Account):
+        if isinstance(action, (Settle, SettleCopied)):  # most are
+            completed += _settle(action)
+        elif isinstance(action, Account):
             action.work._account(action.nbytes, action.path)
         elif isinstance(action, Split):
             action.work._split(action.more)
-        elif isinstance(action, Settle | SettleCopied):
-            completed += _settle(action)
         else:
             rest.append(action)
     actions[:] = rest

@@ -287,6 +287,8 @@ class Engine:
         A caller sends its grants itself because waking the driver takes longer. Returns nothing, and leaves all to the
         driver, if an action is no message, or if a writer has no connection yet: only the driver can make one.
         """
+        if not self.receiver.actions and not self._to_self:  # the loop tells of them
+            return []
         tells: list[Tell] = []
         for action in self.receiver.actions:
             if not isinstance(action, Tell):
@@ -482,7 +484,7 @@ class Engine:
         """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
         if self.flows is None or not self.flows.notices.has_news:
             return
-        self.flows.notices.catch_up()
+        self.flows.notices.catch_up(self._now)
         self.callers.complete(self.sender, self.receiver)
 
     def wait(self, seen: int, seconds: float) -> None:

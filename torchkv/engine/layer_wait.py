@@ -84,6 +84,8 @@ class LayerStreamWaits:
 
     def release(self) -> None:
         """Releases the streams whose layer has arrived or whose request has failed."""
+        if not self._pending:
+            return
         left = []
         for wait, stream_wait in self._pending:
             if wait.over():

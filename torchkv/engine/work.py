@@ -106,11 +106,21 @@ class KVWork(dist.Work):
     )
     _first: float | None = None  # of finish: when the request's first verb was called
 
-    def __init__(self, operation: str, *, sync_words: SyncWords | None = None) -> None:
+    def __init__(
+        self,
+        operation: str,
+        *,
+        sync_words: SyncWords | None = None,
+        loop: ref[LoopProgress] | None = None,
+        parts: int = 0,
+    ) -> None:
+        """parts: how many parts must settle, if that is known already; else `_expect` tells."""
         dist.Work.__init__(self)  # half a microsecond faster than super()
         self._operation = operation
         self._forks = _forks
         self._began = time.perf_counter()
+        self._loop = loop
+        self._parts = self._reading = parts
         if sync_words is not None:
             self._sync_words = sync_words
 
@@ -142,8 +152,9 @@ class KVWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has succeeded or failed."""
-        if not self._is_done and self._loop is not None:
-            self._look()
+        # Takes over what the resident loop has done: it may have completed this work.
+        if not self._is_done and self._loop is not None and (loop := self._loop()) is not None:
+            loop.poll()
         return self._is_done
 
     def is_success(self) -> bool:
@@ -270,12 +281,6 @@ class KVWork(dist.Work):
 
     def _ended_safely(self) -> bool:
         return self._is_done and (self._error is None or self._error.pages_safe)
-
-    def _look(self) -> None:
-        """Takes over what the resident loop has done: it may have completed this work."""
-        loop = None if self._loop is None else self._loop()
-        if loop is not None:
-            loop.poll()
 
     def _await_events(self) -> None:
         """Somebody waits for this work in another way than by `wait`, so Python's thread has to follow the loop."""

@@ -16,7 +16,7 @@ from torchkv.engine.joining.peer_metadata import MAX_METADATA, PeerMetadata, fai
 from torchkv.engine.joining.registration import Registration, choose_transport
 from torchkv.engine.progress import ProgressThread
 from torchkv.errors import PeerLost, ProtocolError
-from torchkv.group.observation import check_observation
+from torchkv.group.reports.observation import check_observation
 from torchkv.host.processes import this_process
 from torchkv.options import Options
 from torchkv.transport.interface import Transport

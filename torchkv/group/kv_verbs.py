@@ -16,8 +16,8 @@ from torchkv.errors import KVError, ProtocolError
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
 from torchkv.group.explain import Explanation, explain
 from torchkv.group.layer_groups import GroupedVerbs
-from torchkv.group.observation import Observation
-from torchkv.group.snapshot import stats
+from torchkv.group.reports.observation import Observation
+from torchkv.group.reports.snapshot import stats
 from torchkv.group.verbs import Verbs
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ class GroupedVerbs(Verbs):
 
     # ------------------------------------------------------------------ sender
 
-    def _send_more(
+    def _send_plain(
         self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
     ) -> KVWork | None:
         return None
@@ -222,6 +222,9 @@ class GroupedVerbs(Verbs):
         if missing := [group for group in groups if group not in slots]:
             raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
         return {names[group]: (own[group], slots[group]) for group in groups}
+
+    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
+        return None
 
     def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork:
         engine, sender = self.engine, self.engine.sender

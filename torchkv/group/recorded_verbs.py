@@ -123,6 +123,10 @@ class RecordedVerbs(ABC):
         )
 
     def finish(self, request: str, dst: Peers | None, *, aux: bytes = b"", state_slot: StateSlot = None) -> KVWork:
+        if not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._finish_plain(request, dst, aux, state_slot)
+            if work is not None:
+                return work  # which the loop records
         return self._seen("finish", request, dst, None, (), self._finish, request, dst, aux, state_slot)
 
     def withdraw(self, request: str) -> KVWork:
@@ -151,10 +155,10 @@ class RecordedVerbs(ABC):
     ) -> KVWork: ...
 
     @abstractmethod
-    def _send_more(
+    def _send_plain(
         self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
     ) -> KVWork | None:
-        """Sends more of a request that the resident loop serves; None, and nothing is done, if it does not."""
+        """Sends if the call is plain, see `torchkv.group.plain_verbs`; else None, and nothing is done."""
 
     @abstractmethod
     def _send_any(
@@ -173,6 +177,10 @@ class RecordedVerbs(ABC):
     def _send_states(
         self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any
     ) -> KVWork: ...
+
+    @abstractmethod
+    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
+        """As `_send_plain`: finishes the request, or returns None."""
 
     @abstractmethod
     def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork: ...
@@ -203,7 +211,7 @@ class RecordedVerbs(ABC):
         origin: Origin,
     ) -> KVWork:
         if origin == "prefix" and verb != "staged_put" and not (profiler._is_profiler_enabled or self._nvtx):
-            work = self._send_more(verb, request, layers, pages, dst, start, event)
+            work = self._send_plain(verb, request, layers, pages, dst, start, event)
             if work is not None:
                 return work  # which the loop records
         call = self._send_any

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,7 +16,6 @@ from weakref import ref
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.cache import KVCache
 from torchkv.control.messenger import FramesByRank
 from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
@@ -25,15 +23,14 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.process_leases import PROCESS
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
 from torchkv.group import arguments, prefixes
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
-from torchkv.group.recorded_verbs import RecordedVerbs
+from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
-from torchkv.protocol.messages import MAX_PAGES
 from torchkv.protocol.receiving.request import ReceiverRequest
 
 __all__ = ["Verbs", "layer_wait"]
@@ -42,32 +39,13 @@ trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 _QUEUED = "request %r to ranks %s: %s queued, layers %s, %d pages or slots"
 
 
-class Verbs(RecordedVerbs):
+class Verbs(PlainVerbs):
     """The verbs of one rank. All methods are thread-safe; the public ones are documented in `KVProcessGroup`.
 
     engine: the rank's engine, which a progress thread (or a test) drives. cache: None for a rank that registered
     without one. wake: tells the driver that there is something to do. clock: the time in seconds that the driver
     passes to ``engine.step``.
     """
-
-    def __init__(
-        self,
-        engine: Engine,
-        cache: KVCache | None,
-        *,
-        wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(engine)
-        self.cache = cache
-        self.forced_path = engine.options.forced_path
-        self._layout = None if cache is None else cache.layout
-        layers = () if cache is None else cache.layout.layers
-        self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
-        self._wake = wake
-        self.clock = clock
-        # For works that the resident loop completes.
-        self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
     # ------------------------------------------------------------------ receiver
 
@@ -103,18 +81,12 @@ class Verbs(RecordedVerbs):
                 engine.receiver.refuse(request, error)
             self._wake()
             raise
-        engine.send_now(frames)
+        if frames:
+            engine.send_now(frames)
         work._pages_safe = lambda: req.ended
         work._layer = partial(layer_wait, ref(engine), req)
         if wake:
             self._wake()
-        return work
-
-    def _work(self, operation: str) -> KVWork:
-        gpu = self.engine.gpu
-        work = KVWork(operation) if gpu is None else KVWork(operation, sync_words=gpu.sync_words)
-        if self._loop is not None:
-            work._loop = self._loop
         return work
 
     def _checked_writers(self, src: Peers, operation: str) -> tuple[int, ...]:
@@ -203,42 +175,6 @@ class Verbs(RecordedVerbs):
         op = SendOp(request, ANYBODY, {}, held, start, len(ids), work, SourcePages(ids, ready, forced))
         op.from_prompt, op.verb = from_prompt, verb
         self._queue(verb, op, ranks, whole=whole, anybody=dst is None)
-        return work
-
-    def _send_more(
-        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
-    ) -> KVWork | None:
-        """Sends more of a request that the resident loop serves under its grant, as nearly all verbs do.
-
-        None, and nothing is done, if it does not, or if anything is not as usual: then `_send` looks at it, and says
-        what is wrong. The critical path of a sender, in one piece, and without a call for what has its plain form.
-        """
-        engine, flows = self.engine, self.engine.flows
-        held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
-        if type(request) is not str or type(dst) is not int or type(start) is not int or start < 0:
-            return None
-        req = engine.sender.requests.by_key.get((request, dst))
-        if req is None or req.flow is None or flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
-            return None
-        ids = arguments.plain_pages(pages)
-        if ids is not None:
-            copied: Int64Array = np.empty(len(ids), dtype=np.int64)
-        elif type(pages) is list and len(pages) <= MAX_PAGES:
-            ids = copied = arguments.as_int64(pages, f"{verb}({request!r})")
-        else:
-            return None
-        if verb == "send_layer" and (dst,) not in engine.whole_pages:
-            return None
-        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
-            return None
-        work = self._work(f"{verb}({request!r})")
-        work._expect(1)
-        op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
-        op.verb = verb
-        with engine.lock:
-            if not flows.start_more(req, op, ids):
-                return None
-            req.add_sent(op)
         return work
 
     def _queue(self, verb: str, op: SendOp, ranks: tuple[int, ...], *, whole: bool, anybody: bool) -> None:

@@ -79,6 +79,7 @@ class GroupMap:
         self.page_for_page = lru_cache(maxsize=4096)(self._page_for_page)
         self.converts = lru_cache(maxsize=4096)(self._converts)
         self.refusal = lru_cache(maxsize=4096)(self._refusal)
+        self.own_numbers = lru_cache(maxsize=4096)(self._own_numbers)
         self.owed = lru_cache(maxsize=4096)(self._owed)
         self.gap = lru_cache(maxsize=4096)(self._gap)
         self.exempt = lru_cache(maxsize=4096)(self._exempt)
@@ -201,7 +202,7 @@ class GroupMap:
             by_instance.setdefault(name, []).append(number)
         return ", ".join(f"ranks {numbers} {name}" for name, numbers in by_instance.items())
 
-    def own_numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def _own_numbers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """What these ranks, of one instance, call themselves in messages."""
         return tuple(self.info[rank].own_number for rank in ranks)
 
@@ -220,6 +221,10 @@ class GroupMap:
         if plain:
             targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
         return ranks
+
+    def is_target(self, dst: int) -> bool:
+        """Whether `targets` is known to find the rank ``dst``, and no other. Any thread."""
+        return self._targets.get(dst) == (dst,)
 
     def _refusal(self, ranks: tuple[int, ...]) -> str | None:
         """Why the first of ``ranks`` does not accept the dtype of this rank's pages, as a clause; None if all do."""

@@ -51,6 +51,9 @@ class RequestFlows(Protocol):
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         """Gives the loop an op, also of a request that waits for its grant; False if it cannot do that."""
 
+    def may_finish(self, aux: bytes) -> bool:
+        """Whether `finish` can seal a request with these bytes."""
+
     def finish(self, req: SenderRequest) -> bool:
         """Tells the loop that the request is finished; False if that cannot seal it."""
 

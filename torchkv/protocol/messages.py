@@ -59,7 +59,7 @@ __all__ = [
     "Verdict",
     "Withdraw",
     "Withdrawn",
-    "checked_grant",
+    "check_inside",
     "decode_frame",
     "encode_frame",
     "message_nbytes",
@@ -69,6 +69,7 @@ __all__ = [
     "warm_up",
 ]
 
+MAX_COUNT = 1 << 62
 MAX_REQUEST_BYTES = 1024
 MAX_AUX = 64 << 10
 MAX_PAGES = 1 << 20
@@ -78,7 +79,7 @@ MAX_TEXT = 2048
 MAX_ASKS = 8  # stages that one writer may have asked for and not yet written, under one generation
 MAX_FRAME = MAX_PAGES * 8 + MAX_AUX + (64 << 10)
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Request: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_BYTES)]
@@ -386,17 +387,6 @@ def decode_frame(data: bytes, key: bytes) -> ControlFrame:
     return ControlFrame(source, incarnation, target, seq, ack, message)
 
 
-def checked_grant(
-    name: bytes, generation: int, prefix_tokens: int, pages: Int64Array, writers: list[int], flow: int
-) -> Grant:
-    """A grant whose parts came from a peer in another way than in a frame. Raises ``ProtocolError`` as that would."""
-    try:
-        parts = ("grant", name.decode(), generation, prefix_tokens, pack_pages(pages), writers, None, flow)
-        return msgspec.convert(parts, Grant)
-    except (msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"grant does not decode: {error}") from error
-
-
 def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
     digest = hashlib.blake2b(header, key=key, digest_size=_MAC_BYTES)
     digest.update(body)
@@ -433,6 +423,11 @@ def unpack_pages(data: bytes, num_pages: int) -> Int64Array:
     if len(data) % 8:
         raise ProtocolError(f"page list of {len(data)} bytes is not a whole number of int64")
     pages = np.frombuffer(data, dtype=np.int64) if _LITTLE else np.frombuffer(data, dtype="<i8").astype(np.int64)
+    check_inside(pages, num_pages)
+    return pages
+
+
+def check_inside(pages: Int64Array, num_pages: int) -> None:
+    """Raises ``ProtocolError`` for an id outside [0, num_pages)."""
     if not _are_inside(pages, num_pages):
         raise ProtocolError(f"page list names a page outside [0, {num_pages})")
-    return pages

@@ -15,7 +15,7 @@ from torchkv.core import posting
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
-from torchkv.group.snapshot import dump, stats
+from torchkv.group.reports.snapshot import dump, stats
 from torchkv.layout.layout import KVLayout
 from torchkv.observe.dump_format import Entry
 from torchkv.options import Options
@@ -120,7 +120,7 @@ def test_what_is_recorded_has_an_end_and_the_names_of_ended_requests_stay_as_lon
 
 def test_a_dump_while_the_loop_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tells what the loop has recorded, the verbs that it has not begun, and of requests what Python knows."""
-    monkeypatch.setattr("torchkv.group.snapshot.LOOP_PATIENCE", 0.01)
+    monkeypatch.setattr("torchkv.group.reports.snapshot.LOOP_PATIENCE", 0.01)
     ranks = cluster()
     received = ranks[READER].recv_pages("r", [3, 1], WRITER)
     work = ranks[WRITER].send_layer("r", 0, [5, 6], READER)

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.simulation.cluster import Cluster, Place
 from torchkv.errors import TransferCancelled
-from torchkv.group.snapshot import dump, stats
+from torchkv.group.reports.snapshot import dump, stats
 from torchkv.layout.layout import KVLayout
 from torchkv.observe.metrics import KVCollector
 from torchkv.options import Options
@@ -83,7 +83,7 @@ def test_a_dump_has_the_open_sends_of_both_sides() -> None:
 
 
 def test_a_dump_without_the_lock_still_tells_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchkv.group.snapshot.LOCK_PATIENCE", 0.01)
+    monkeypatch.setattr("torchkv.group.reports.snapshot.LOCK_PATIENCE", 0.01)
     rank = cluster(flight_recorder=4)[WRITER]
     assert rank.engine.recorder is not None
     rank.engine.recorder.begin("send_layer", "r", 1, 0, 1, 0.0)

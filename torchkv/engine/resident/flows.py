@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core
+from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
@@ -31,7 +32,7 @@ from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.protocol.actions import SendOp
+from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import name_hashes
 from torchkv.protocol.receiving.receiver import Receiver
@@ -214,7 +215,8 @@ class Flows:
         route = self.routes.known.get((req.dst, id(plan)))
         if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
             return False
-        gate = self.routes.gate(op.source_pages.event)
+        event = op.source_pages.event
+        gate = NO_GATE if event is None and route.kernels is None else self.routes.gate(event)
         if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
             return False
         verb, ids = self._codes.get(op.verb, 0), op.source_pages.pages  # of a verb with one part
@@ -228,10 +230,44 @@ class Flows:
         req.running[op] = index
         return True
 
+    def way(self, grant: BoundGrant, op: SendOp) -> tuple[Route, Gate] | None:
+        """How `begin` can begin a request under this grant with this op; None where that needs more thought."""
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return None
+        route, gate = self.routes.known.get((op.dst, id(plan))), self.routes.gate(op.source_pages.event)
+        if route is None or not route.usable or route.connection is not self._connections.get(op.dst):
+            return None
+        if gate is None or grant.flow is None or not self.core.has_room:
+            return None
+        if route.kernels is not None and (self.core.broken or max(op.num_pages, len(grant.pages)) > MAX_GRANTED):
+            return None
+        return route, gate
+
+    def begin(self, req: SenderRequest, op: SendOp, way: tuple[Route, Gate]) -> None:
+        """`open_send`, then `start` of its first op: for a verb's critical path. way: that `way` has returned."""
+        grant, (route, gate) = req.grant, way
+        assert grant is not None
+        assert grant.flow is not None
+        flow = self.core.open_send(
+            peer_flow=grant.flow, generation=grant.generation, pages=grant.pages, **self._way(req, route, grant.plan)
+        )
+        assert flow is not None
+        self._opened(req, flow, route, grant.plan)
+        verb = self._codes.get(op.verb, 0)  # of a verb with one part
+        index = self.core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
+        assert index is not None
+        op.work._in_journal = verb != 0
+        self._ops[index] = req, op
+        req.running[op] = index
+
+    def may_finish(self, aux: bytes) -> bool:
+        return len(aux) <= MAX_AUX
+
     def finish(self, req: SenderRequest) -> bool:
         assert req.flow is not None
         assert req.finish is not None
-        if len(req.finish.aux) > MAX_AUX:
+        if not self.may_finish(req.finish.aux):
             return False
         verb = self.journal.verb_of(req.finish.work, "finish")
         self.core.finish_send(req.flow, req.num_pages, req.finish.aux, verb)
@@ -343,9 +379,9 @@ class Flows:
         name = req.request.encode()
         if len(req.pages) > MAX_GRANTED or len(name) > MAX_NAME:
             return False
-        if not all(self.core.peers.hears(rank) for rank in req.writers):
+        if not all(map(self.core.peers.hears, req.writers)):
             return False
-        writers, hashes = _bits(self._group_map.own_numbers(req.writers)), name_hashes(req.request)
+        writers, hashes = _bits(self._group_map.own_numbers(tuple(req.writers))), name_hashes(req.request)
         prefix, serial = req.prefix_tokens, self.journal.name_receive(req)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
         return True
@@ -425,6 +461,7 @@ class Flows:
         return self.notices.standing_still()
 
 
+@lru_cache(maxsize=256)
 def _bits(ranks: tuple[int, ...]) -> int:
     """A bit for each rank, as a signed word."""
     bits = sum(1 << rank for rank in ranks)

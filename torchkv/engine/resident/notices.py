@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -46,9 +47,10 @@ from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.instance import InstanceLeader, Part
-from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict, checked_grant
+from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.grant_checks import loop_grant
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
@@ -119,7 +121,7 @@ class Notices:
             settled = False
             while not settled:
                 self.core.settle()
-                self.catch_up()
+                self.catch_up(self._now())
                 settled = not self.core.has_commands  # what the loop has told may have led to new ones
             yield
 
@@ -128,10 +130,9 @@ class Notices:
         """Whether `catch_up` has anything to do. Any thread, without the lock."""
         return self.core.events.pending or bool(self._notices)
 
-    def catch_up(self) -> None:
+    def catch_up(self, now: float) -> None:
         """Tells the state machines all that the loop has done, in its order."""
         self._notices.extend(self.core.events.take())
-        now = self._now()
         while self._notices:
             notice = self._notices.popleft()
             if notice.kind == OP_DONE:
@@ -210,10 +211,18 @@ class Notices:
         body = self.core.peers.granted(source, flow, generation, network=where == FROM_NETWORK)
         if body is None or source in self._dead:
             return  # its receiver has ended the request
-        writers = [rank for rank in range(MAX_PEERS) if body.writers >> rank & 1]
         try:
-            grant = checked_grant(body.name, generation, body.prefix_tokens, body.pages, writers, flow)
-            self._sender.on_grant(source, grant, now)
+            grant = loop_grant(
+                self._group_map,
+                source,
+                name=body.name,
+                generation=generation,
+                prefix_tokens=body.prefix_tokens,
+                pages=body.pages,
+                writers=_ranks(body.writers),
+                flow=flow,
+            )
+            self._sender.grants.meet(grant, now)
         except KVError as error:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
@@ -270,3 +279,9 @@ class Notices:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
+
+
+@lru_cache(maxsize=256)
+def _ranks(bits: int) -> tuple[int, ...]:
+    """The ranks of which a bit is set."""
+    return tuple(rank for rank in range(MAX_PEERS) if bits >> rank & 1)

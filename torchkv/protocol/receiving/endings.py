@@ -144,5 +144,6 @@ class ReceiveEndings:
         if req.reserved is not None and self._requests.flows is not None:
             self._requests.flows.free_receive(req.reserved)
         self._requests.remove(req)
-        self.actions.extend(Settle(work) for work in req.cancels)
-        req.cancels = []
+        if req.cancels:
+            self.actions.extend(Settle(work) for work in req.cancels)
+            req.cancels = []

@@ -151,9 +151,11 @@ class Receiver:
         self.leases.take(req)
         if flows is not None and req.flow is not None:
             flows.open_receive(req, self._endings.told_leader)
-        if not self._grant(req) or flows is None or not flows.posts:
+        granted = self._grant(req)
+        if len(self._group_map.siblings) > 1 and not (granted and flows is not None and flows.posts):
             self._tell_post(req)
-        self.actions.extend(Tell(rank, Exempt(request)) for rank in self._group_map.of(request).exempt(src))
+        for rank in self._group_map.of(request).exempt(src):
+            self.actions.append(Tell(rank, Exempt(request)))
         if not writers:  # of a layer group of which this rank holds nothing: it is complete, but others may not be
             self._endings.complete_if_covered(req, now)
         return req
@@ -244,7 +246,7 @@ class Receiver:
         self._endings.tell_leader(post)
 
     def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int], *, told_as: int | None = None) -> None:
-        pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(req.writers))
+        pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(tuple(req.writers)))
         slot, absent = req.state_slot, req.absent_tokens
         message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, slot, req.flow, absent, told_as)
         self.actions.extend(Tell(rank, message) for rank in ranks)

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from torchkv.arrays import Int64Array
 from torchkv.errors import LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import first_page_outside
 from torchkv.protocol.actions import BoundGrant, SendOp
-from torchkv.protocol.messages import Grant, unpack_pages
+from torchkv.protocol.messages import MAX_COUNT, MAX_REQUEST_BYTES, Grant, check_inside, unpack_pages
 
-__all__ = ["behind", "bound_grant", "check_grant", "check_prefix", "check_prefixes", "check_range", "drop_held"]
+__all__ = [
+    "behind",
+    "bound_grant",
+    "check_grant",
+    "check_prefix",
+    "check_prefixes",
+    "check_range",
+    "drop_held",
+    "loop_grant",
+]
 
 Naming: TypeAlias = Callable[[int], str]  # a rank -> what messages call it, see `GroupMap.name`
 
@@ -19,13 +29,7 @@ Naming: TypeAlias = Callable[[int], str]  # a rank -> what messages call it, see
 def bound_grant(group_map: GroupMap, src: int, message: Grant) -> BoundGrant:
     """A grant of rank ``src`` as its writer keeps it. Raises ``ProtocolError`` if it is malformed."""
     writers, peer = tuple(message.writers), group_map.info[src]
-    if list(writers) != sorted(set(writers)) or group_map.rank not in writers:
-        raise ProtocolError(
-            f"grant of {group_map.name(src)} names writers {list(writers)}, unsorted or without this rank"
-        )
-    for rank in writers:
-        if rank not in group_map.info:
-            raise ProtocolError(f"grant of {group_map.name(src)} names rank {rank}, which is not in this group")
+    _check_writers(group_map, src, writers)
     if message.absent_tokens > message.prefix_tokens:
         raise ProtocolError(f"grant of {group_map.name(src)} names {message.absent_tokens} absent tokens of its prefix")
     grant = BoundGrant(
@@ -44,6 +48,56 @@ def bound_grant(group_map: GroupMap, src: int, message: Grant) -> BoundGrant:
     if (slot is None and owes) or (slot is not None and slot >= peer.num_slots):
         raise ProtocolError(f"grant of {group_map.name(src)} names state slot {slot}, it has {peer.num_slots} slots")
     return grant
+
+
+def loop_grant(
+    group_map: GroupMap,
+    src: int,
+    *,
+    name: bytes,
+    generation: int,
+    prefix_tokens: int,
+    pages: Int64Array,
+    writers: tuple[int, ...],
+    flow: int,
+) -> BoundGrant:
+    """As `bound_grant`, of a grant that the resident loop was told of: as words, which may be any.
+
+    flow, and the lengths of name and pages, are known to be in range. On a verb's critical path.
+    """
+    try:
+        request = name.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"grant of {group_map.name(src)} does not decode: {error}") from error
+    if not 1 <= len(name) <= MAX_REQUEST_BYTES or not (0 <= generation < MAX_COUNT and 0 <= prefix_tokens < MAX_COUNT):
+        raise ProtocolError(
+            f"grant of {group_map.name(src)} has a name of {len(name)} bytes, generation {generation} and a prefix of "
+            f"{prefix_tokens} tokens, of which one is out of range"
+        )
+    _check_writers(group_map, src, writers)
+    check_inside(pages, group_map.info[src].num_pages)
+    plan = group_map.of(request).plan(group_map.rank, writers, src)
+    if plan.state is not None and plan.state.segments:
+        raise ProtocolError(f"grant of {group_map.name(src)} names no state slot")
+    return BoundGrant(
+        dst=src,
+        generation=generation,
+        request=request,
+        prefix_tokens=prefix_tokens,
+        pages=pages,
+        plan=plan,
+        flow=flow,
+    )
+
+
+def _check_writers(group_map: GroupMap, src: int, writers: tuple[int, ...]) -> None:
+    if list(writers) != sorted(set(writers)) or group_map.rank not in writers:
+        raise ProtocolError(
+            f"grant of {group_map.name(src)} names writers {list(writers)}, unsorted or without this rank"
+        )
+    for rank in writers:
+        if rank not in group_map.info:
+            raise ProtocolError(f"grant of {group_map.name(src)} names rank {rank}, which is not in this group")
 
 
 def check_grant(op: SendOp, grant: BoundGrant, name: Naming) -> None:

@@ -62,6 +62,26 @@ class Grants:
                 self._bind(req, grant, now)
         return req
 
+    def waiting(self, request: str, dst: int) -> BoundGrant | None:
+        """The grant that a request would bind which began now, if it is of pages alone, and behind no prefix.
+
+        None also if anything stands against that request: then `check_revocation` and `OpenSends.check_room` say what.
+        """
+        key, requests = (request, dst), self._requests
+        grant = self.unmet.grant(key)
+        if grant is None or grant.prefix_tokens or grant.state_slot is not None or key in requests.by_key:
+            return None
+        against = (request, ANYBODY) in requests.by_key or self.unmet.is_revoked(key) or not requests.has_room(dst)
+        return None if against else grant
+
+    def begin(self, grant: BoundGrant, now: float) -> SenderRequest:
+        """Begins the request that binds a grant which `waiting` has returned. As `request`, for what is plain."""
+        req = self._requests.begin(grant.request, grant.dst, now)
+        self.unmet.take((grant.request, grant.dst))
+        self._requests.bind(req, grant, now)
+        self._endings.counts.grants.add(0.0)
+        return req
+
     def check_revocation(self, request: str, dst: int) -> None:
         """Raises the error for which the grant of the request that is about to begin was revoked, if it was.
 
@@ -196,6 +216,8 @@ class Grants:
 
         Uses up one refusal.
         """
+        if not self.unmet.refusing:
+            return None
         request, src = key
         error = TransferCancelled(f"{self._me} cancelled an earlier request {request!r}")
         if self.unmet.take_refusal(key, now):

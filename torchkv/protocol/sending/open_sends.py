@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from torchkv.errors import ProtocolError
@@ -24,7 +23,7 @@ class OpenSends:
         self.by_key: dict[Key, SenderRequest] = {}
         # The same by name, then by receiver: what happens to one name must not look at every peer.
         self._named: dict[str, dict[int, SenderRequest]] = {}
-        self._count: Counter[int] = Counter()  # how many of these, by receiver
+        self._count: dict[int, int] = {}  # how many of these, by receiver, if any
         self.by_generation: dict[tuple[int, int], SenderRequest] = {}  # by receiver and generation: bound ones
         # Of requests to anybody whose grant has come, or which are exempt from sending: the ranks that they go to.
         self.addressed: dict[str, tuple[int, ...]] = {}
@@ -50,7 +49,7 @@ class OpenSends:
         req = SenderRequest(request, dst, receiver_name(dst, self._name), now)
         self.by_key[request, dst] = req
         self._named.setdefault(request, {})[dst] = req
-        self._count[dst] += 1
+        self._count[dst] = self._count.get(dst, 0) + 1
         return req
 
     def bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
@@ -67,9 +66,8 @@ class OpenSends:
         del named[req.dst]
         if not named:
             del self._named[req.request]
-        self._count[req.dst] -= 1
-        if not self._count[req.dst]:
-            del self._count[req.dst]
+        if left := self._count.pop(req.dst) - 1:
+            self._count[req.dst] = left
         addressed = self.addressed.get(req.request, ())
         if addressed and not any((req.request, rank) in self.by_key for rank in addressed):
             del self.addressed[req.request]
@@ -80,9 +78,13 @@ class OpenSends:
 
     # ---------------------------------------------------------------- limits
 
+    def has_room(self, dst: int) -> bool:
+        """Whether one more request to ``dst`` may begin."""
+        return self._count.get(dst, 0) < MAX_REQUESTS
+
     def check_room(self, request: str, dst: int) -> None:
         """Raises unless one more request to ``dst`` may begin."""
-        if self._count[dst] >= MAX_REQUESTS:
+        if not self.has_room(dst):
             raise ProtocolError(
                 f"request {request!r} to {receiver_name(dst, self._name)}: {MAX_REQUESTS} requests to it have not "
                 f"ended, the limit; try again once some have, or cancel those that have failed",

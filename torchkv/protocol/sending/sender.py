@@ -33,6 +33,7 @@ from typing import Final
 
 from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, make_error
 from torchkv.layout.group_map import GroupMap
+from torchkv.layout.pair_plan import seal_matches
 from torchkv.protocol.actions import ANYBODY, Account, BoundGrant, Halt, SendOp, Settle, SettleCopied, Tell, Work
 from torchkv.protocol.messages import Alive, Attest, Grant, Quiesced, Revoke, Verdict
 from torchkv.protocol.sending.endings import SendEndings
@@ -188,6 +189,26 @@ class Sender:
         req = self.grants.request(request, dst, now)
         req.finish = Finish(work, aux)
         self.handover.finish(req, now)
+
+    def finish_whole(self, req: SenderRequest, aux: bytes, work: Work, now: float) -> bool:
+        """`check_finish` and `finish` in one, of a bound request on the loop, if verbs of all pages have sent them all.
+
+        False, and nothing is done, if it is anything else.
+        """
+        grant, flows = req.grant, self.handover.flows
+        if req.flow is None or grant is None or req.finish is not None or flows is None or not req.num_pages:
+            return False
+        plan = grant.plan
+        if plan.state is not None and plan.state.layers:
+            return False
+        fits = seal_matches(req.num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
+        if not fits or not req.sent_all_of(plan.layers) or not flows.may_finish(aux):
+            return False
+        req.finish = Finish(work, aux)
+        flows.finish(req)
+        if not req.running:
+            req.sealed_at = req.progress_at = now
+        return True
 
     def cancel(self, request: str, work: Work, now: float) -> list[Work]:
         """Fails the requests of this name towards all receivers, and ends each when it has drained.

@@ -127,6 +127,10 @@ class Unmet:
         taken = [self._take_revocation((key[0], dst)) for dst in self.revoked(key[0])]
         return taken[0] if taken else None
 
+    def is_revoked(self, key: Key) -> bool:
+        """Whether the request that begins next was refused, or its grant revoked."""
+        return key in self._revocations
+
     def revoked(self, request: str) -> list[int]:
         """The receivers whose revocations wait for the next request of this name."""
         return list(self._revokers.get(request, ()))

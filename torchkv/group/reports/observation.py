@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import ref
 
 from torchkv.errors import ProtocolError
-from torchkv.group import snapshot
+from torchkv.group.reports import snapshot
 from torchkv.observe.dumper import Dumper, write_dump
 from torchkv.observe.metrics import KVCollector, Service, check_port, serve
 

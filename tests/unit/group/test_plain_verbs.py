@@ -1,0 +1,203 @@
+"""The straight way of plain verbs: it does what the general way does, and leaves to that all that is not plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.references.memory import page_bytes
+from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.errors import KVError
+from torchkv.group.plain_verbs import PlainVerbs
+from torchkv.layout.layout import KVLayout
+
+WRITER, READER = 0, 1
+SENT, GRANTED = np.array([5, 6, 2]), [3, 1, 9]
+PAGES = 16
+
+
+def new_cluster() -> Cluster:
+    """Two ranks; of the writer it is known where it can send. Their loops have no threads."""
+    layout = KVLayout.gqa(num_layers=3, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
+    made = Cluster([Place("p", layout, PAGES), Place("d", layout, PAGES)], views=True)
+    for storage in made[WRITER].cache.storages:
+        storage.random_(0, 255)
+    received = made[READER].recv_pages("before", [0], WRITER)
+    sent = made[WRITER].send_layer("before", 0, [0], READER)
+    works = [received, sent, *(made[WRITER].send_layer("before", layer, [0], READER) for layer in (1, 2))]
+    works.append(made[WRITER].finish("before", READER))
+    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
+    return made
+
+
+def granted(cluster: Cluster) -> Rank:
+    """The writer, once the grant of "r" has come."""
+    writer = cluster[WRITER]
+    cluster[READER].recv_pages("r", GRANTED, WRITER)
+    assert cluster.run(lambda: waits(writer), limit=1)
+    return writer
+
+
+def waits(writer: Rank) -> bool:
+    return writer.engine.sender.grants.unmet.grant(("r", READER)) is not None
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except KVError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.fixture
+def only_plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank], None]:
+    def general(*_: object) -> NoReturn:
+        raise AssertionError("not the straight way")
+
+    def forbid(rank: Rank) -> None:
+        monkeypatch.setattr(rank, "_send_any", general)
+        monkeypatch.setattr(rank, "_finish", general)
+
+    return forbid
+
+
+def all_general(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
+    monkeypatch.setattr(PlainVerbs, "_finish_plain", lambda *_: None)
+
+
+def carried(cluster: Cluster, verbs: Callable[[Rank], None]) -> tuple[object, ...]:
+    """What a request leaves behind: the bytes, and what is counted."""
+    for storage in cluster[READER].cache.storages:
+        storage.fill_(0x5A)
+    writer = granted(cluster)
+    verbs(writer)
+    finished = writer.finish("r", READER, aux=b"aux")
+    assert cluster.run(finished.is_completed, limit=5)
+    assert finished.is_success()
+    sender, receiver = writer.engine.sender, cluster[READER].engine.receiver
+    assert cluster.run(lambda: not receiver.requests.live, limit=5)
+    sent, arrived = page_bytes(writer), page_bytes(cluster[READER])
+    for key, pages in sent.items():
+        assert (arrived[key][GRANTED] == pages[SENT]).all()
+        assert (np.delete(arrived[key], GRANTED, axis=0) == 0x5A).all()
+    counts = sender.counts
+    return counts.outcomes, counts.bytes, counts.taken_back, sum(counts.grants.counts), receiver.counts.bytes
+
+
+def one_verb(writer: Rank) -> None:
+    writer.send_pages("r", SENT, READER)
+
+
+def layer_by_layer(writer: Rank) -> None:
+    for layer in range(3):
+        writer.send_layer("r", layer, SENT.tolist(), READER)
+
+
+def in_chunks(writer: Rank) -> None:
+    for start in range(3):
+        writer.send_pages("r", torch.from_numpy(SENT[start : start + 1]), READER, start=start)
+
+
+@pytest.mark.parametrize("verbs", [one_verb, layer_by_layer])
+def test_it_leaves_behind_what_the_general_way_does(
+    verbs: Callable[[Rank], None], only_plain: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster()
+    only_plain(cluster[WRITER])
+    plain = carried(cluster, verbs)
+    monkeypatch.undo()
+    all_general(monkeypatch)
+    assert carried(new_cluster(), verbs) == plain
+
+
+def test_a_finish_that_must_look_at_each_page_goes_the_general_way() -> None:
+    carried(new_cluster(), in_chunks)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.send_pages("r", np.array([0, PAGES]), READER),
+        lambda kv: kv.send_pages("r", np.array([-1]), READER),
+        lambda kv: kv.send_pages("r", [0.5], READER),
+        lambda kv: kv.send_pages("r", np.array([1.0]), READER),
+        lambda kv: kv.send_pages("r", SENT, READER, layers=3),
+        lambda kv: kv.send_pages("r", SENT, READER, layers=True),
+        lambda kv: kv.send_pages("r", SENT, READER, start=1),
+        lambda kv: kv.send_pages("r", SENT, READER, start=-1),
+        lambda kv: kv.send_pages("r", SENT, READER, start=True),
+        lambda kv: kv.send_pages("r", SENT, READER, event="now"),
+        lambda kv: kv.send_pages("r", SENT, 2),
+        lambda kv: kv.send_pages("r", SENT, READER, origin="end"),
+        lambda kv: kv.send_layer("r", -1, SENT, READER),
+        lambda kv: kv.send_layer("", 0, SENT, READER),
+        lambda kv: kv.finish("r", READER),
+        lambda kv: kv.finish("r", READER, aux="text"),
+        lambda kv: kv.finish("r", READER, state_slot=0),
+    ],
+)
+def test_a_first_verb_that_is_refused_begins_nothing(
+    call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = granted(new_cluster())
+    said = outcome(lambda: call(writer))
+    assert waits(writer)
+    assert not writer.engine.sender.requests.by_key
+    all_general(monkeypatch)
+    assert outcome(lambda: call(writer)) == said != "accepted"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.finish("r", READER),  # one layer was sent
+        lambda kv: kv.finish("r", READER, aux=bytes((64 << 10) + 1)),
+        lambda kv: kv.finish("r", READER, state_slot=0),
+        lambda kv: kv.finish("r", 2),
+    ],
+)
+def test_a_finish_that_is_refused_changes_nothing(
+    call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = granted(new_cluster())
+    writer.send_layer("r", 0, SENT, READER)
+    said = outcome(lambda: call(writer))
+    req = writer.engine.sender.requests.by_key["r", READER]
+    assert (req.finish, req.sealed_at) == (None, None)
+    all_general(monkeypatch)
+    assert outcome(lambda: call(writer)) == said != "accepted"
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_stands_against_a_request_is_said(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not plain:
+        all_general(monkeypatch)
+    cluster = new_cluster()
+    writer = granted(cluster)
+    writer.engine.lost[READER] = "rank 1 sleeps"
+    assert outcome(lambda: writer.send_pages("r", SENT, READER)).startswith("PeerLost: send_pages('r'): rank 1 sleeps")
+    del writer.engine.lost[READER]
+    cancel = cluster[READER].cancel("r")
+    assert cluster.run(lambda: cancel.is_completed() and not waits(writer), limit=5)
+    said = "TransferCancelled: request 'r' was cancelled on its receiver, rank 1"
+    assert outcome(lambda: writer.send_pages("r", SENT, READER)) == said
+    assert outcome(lambda: writer.send_pages("r", SENT, READER)) == said, "a tombstone"
+    assert outcome(lambda: writer.finish("r", READER)) == said
+    writer.engine.closed = "the group was destroyed"
+    assert outcome(lambda: writer.send_pages("q", SENT, READER)) == "ProtocolError: send_pages('q'): " + str(
+        writer.engine.closed
+    )
+
+
+def test_a_verb_after_finish_is_refused() -> None:
+    writer = granted(new_cluster())
+    writer.send_pages("r", SENT, READER)
+    writer.finish("r", READER)
+    for call in (lambda: writer.send_pages("r", SENT, READER), lambda: writer.finish("r", READER)):
+        assert outcome(call).startswith("ProtocolError: request 'r' to rank 1 is finished already")

@@ -1,0 +1,143 @@
+"""The verbs of senders as nearly all calls are, each in one piece: the critical path of a caller.
+
+A call is *plain* if its arguments have their plain types, and go to one receiver, and the resident loop serves the
+request, under a grant that is there, behind no prefix and without state. Everything else, and whatever is wrong, is
+left to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same outcome.
+
+A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
+compute between two calls. So nothing is asked twice here, and a function is called only for what it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.cache import KVCache
+from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.group import arguments
+from torchkv.group.arguments import Layers, Pages, Peers, StateSlot
+from torchkv.group.recorded_verbs import RecordedVerbs
+from torchkv.host.page_id_check import copy_ids
+from torchkv.protocol.actions import SendOp
+from torchkv.protocol.messages import MAX_PAGES
+
+if TYPE_CHECKING:
+    from torchkv.engine.engine import Engine
+
+__all__ = ["PlainVerbs"]
+
+trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+
+
+class PlainVerbs(RecordedVerbs):
+    """See the module, and `Verbs`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache | None,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(engine)
+        self.cache = cache
+        self.forced_path = engine.options.forced_path
+        self._layout = None if cache is None else cache.layout
+        layers = () if cache is None else cache.layout.layers
+        self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
+        self._wake = wake
+        self._sync_words = None if engine.gpu is None else engine.gpu.sync_words
+        self.clock = clock
+        # For works that the resident loop completes.
+        self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
+
+    def _work(self, operation: str) -> KVWork:
+        return KVWork(operation, sync_words=self._sync_words, loop=self._loop)
+
+    def _send_plain(
+        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+    ) -> KVWork | None:
+        engine, flows = self.engine, self.engine.flows
+        held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
+        if type(request) is not str or type(dst) is not int or type(start) is not int or start < 0:
+            return None
+        req = engine.sender.requests.by_key.get((request, dst))
+        if flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        if req is None:
+            if not self._may_begin(dst):
+                return None
+        elif req.flow is None:
+            return None
+        ids = arguments.plain_pages(pages)
+        if ids is not None:
+            copied: Int64Array = np.empty(len(ids), dtype=np.int64)
+        elif type(pages) is list and len(pages) <= MAX_PAGES:
+            ids = copied = arguments.as_int64(pages, f"{verb}({request!r})")
+        else:
+            return None
+        if verb == "send_layer" and (dst,) not in engine.whole_pages:
+            return None
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+            return None
+        work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
+        op.verb = verb
+        if req is None:
+            return work if self._begin(op, ids) else None
+        with engine.lock:
+            if not flows.start_more(req, op, ids):
+                return None
+            req.add_sent(op)
+        return work
+
+    def _may_begin(self, dst: int) -> bool:
+        """Whether a plain call may begin a request to ``dst``, as far as is known without the lock."""
+        engine = self.engine
+        plain = not engine.closed and not engine.lost and self.forced_path is None
+        return plain and engine.group_map.is_target(dst)
+
+    def _begin(self, op: SendOp, ids: Int64Array) -> bool:
+        """Begins a request whose grant has come with its first op. False, and nothing is done, if that is not plain.
+
+        ids: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
+        """
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        if not copy_ids(ids, op.source_pages.pages, engine.group_map.me.num_pages):
+            return False
+        with engine.lock:
+            engine.catch_up()
+            wake, began = engine.has_actions, False
+            grant = None if engine.closed or engine.lost else engine.sender.grants.waiting(op.request, op.dst)
+            way = None if grant is None else flows.way(grant, op)
+            if grant is not None and way is not None:
+                req = engine.sender.grants.begin(grant, self.clock())
+                flows.begin(req, op, way)
+                req.add_sent(op)
+                began = True
+        if wake:
+            self._wake()
+        return began
+
+    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
+        engine, flows = self.engine, self.engine.flows
+        if type(request) is not str or type(dst) is not int or type(aux) is not bytes or state_slot is not None:
+            return None
+        req = engine.sender.requests.by_key.get((request, dst))
+        if flows is None or req is None or engine.lost or trace.isEnabledFor(logging.DEBUG):
+            return None
+        work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        with engine.lock:
+            if not engine.sender.finish_whole(req, aux, work, self.clock()):
+                return None
+        return work

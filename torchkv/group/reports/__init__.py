@@ -1,0 +1,1 @@
+"""What a rank says of itself: dumps of its flight record, and metrics."""
