@@ -19,6 +19,7 @@ from tests.helpers.ranks.small_cache import meet
 from torchkv import KVCache, KVError, KVLayout, KVProcessGroup, KVWork, TransferCancelled
 from torchkv.core.core import Core
 from torchkv.engine.resident import routes
+from torchkv.engine.resident.standing_stages import StandingStages
 
 HOSTS = {"env": {"UCX_TLS": "tcp"}, "apart": True}
 PAGES, TOKENS, POISON = 24, 128, -77
@@ -208,6 +209,34 @@ def runs_of_middle_length(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "put"])
 def test_runs_of_middle_length(packed: bool, shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("hosts", 4, **HOSTS).run(runs_of_middle_length, packed)
+
+
+def to_one_rank() -> None:
+    """A call whose destination is a number goes a straight way, which must not keep the route that puts."""
+    with noted(), kv_group() as kv, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "is_cheaper_packed", lambda plan, costs: True)
+        real = StandingStages.to
+        patch.setattr(StandingStages, "to", lambda stages, *way: real(stages, *way) if len(Staged.sends) > 5 else 0)
+        kv.register(cache_of(MIDDLES[kv.rank()]) if kv.rank() in (W0, R0) else None)
+        for number in range(20):
+            name, rx = f"r{number}", kv.recv_pages(f"r{number}", [3, 4], W0) if kv.rank() == R0 else None
+            meet(kv)
+            if rx is not None:
+                rx.wait(30)
+            elif kv.rank() == W0:
+                assert kv._verbs is not None
+                engine = kv._verbs.engine
+                while engine.sender.grants.waiting(name, R0) is None:  # else the general way would wait for it
+                    time.sleep(1e-3)
+                    engine.poll()
+                kv.send_pages(name, [1, 2], R0)
+                kv.finish(name, R0).wait(30)
+        assert kv.rank() != W0 or Staged.sends == [False] * 6 + [True] * 14
+        meet(kv)
+
+
+def test_a_route_that_puts_becomes_one_that_stages(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("hosts", 4, **HOSTS).run(to_one_rank)
 
 
 BIG = {"num_layers": 16, "head_dim": 128, "v_head_dim": 128}

@@ -236,7 +236,7 @@ class Flows:
         if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
             return None
         route, gate = self.routes.known.get((op.dst, id(plan))), self.routes.gate(op.source_pages.event)
-        if route is None or not route.usable or route.connection is not self._connections.get(op.dst):
+        if route is None or not self.routes.is_current(op.dst, route):
             return None
         if gate is None or grant.flow is None or not self.core.has_room:
             return None

@@ -148,7 +148,7 @@ class Routes:
     def to(self, rank: int, plan: PairPlan) -> Route | None:
         """How the loop copies a plan to ``rank``; None if it cannot do that."""
         route = self.known.get((rank, id(plan)))
-        if route is not None and self._is_current(rank, route):
+        if route is not None and self.is_current(rank, route):
             return None if self._core.broken else route
         connection = self.serving(rank)
         if connection is None or not _can_copy(plan) or self._core.broken:
@@ -161,7 +161,7 @@ class Routes:
         route = self.known[rank, id(plan)] = Route(plan, self._local, connection, launches)
         return route
 
-    def _is_current(self, rank: int, route: Route) -> bool:
+    def is_current(self, rank: int, route: Route) -> bool:
         """Whether a route still leads to the peer, and need not become one that stages."""
         if route.connection is not self._connections.get(rank) or not route.usable:
             return False
