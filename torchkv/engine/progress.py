@@ -132,7 +132,7 @@ class ProgressThread:
         return call.future.result()
 
     def serve(self) -> None:
-        """Python serves a request: its verbs will come to this thread, which should get the GIL soon. This thread."""
+        """Python serves a request: more of it will come to this thread, which should get the GIL soon. Any thread."""
         self.short_turns.begin()
         self._rest_until = time.monotonic() + ATTENTIVE
 

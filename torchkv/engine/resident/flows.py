@@ -3,9 +3,9 @@
 A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
 ranks are on this host, the pages are mapped and of the same dtypes, and there is no state. This host's processor copies
 what lies in its memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages
-in host memory that are not mapped the loop puts through the network; if their runs are short, it stages them, once the
-receiver has granted a standing stage. Everything else, and everything that goes wrong, is Python's: see
-`torchkv.protocol.flows`.
+in host memory that are not mapped the loop puts through the network. If their runs are short, or packing them costs
+less than puts, it stages them, once the receiver has granted a standing stage. Everything else, and everything that
+goes wrong, is Python's: see `torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
