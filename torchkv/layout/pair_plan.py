@@ -103,6 +103,15 @@ class PairPlan:
         alike = groupby(self.segments, lambda each: (each.layers, each.stripe, each.stage_nbytes, each.conversion))
         return tuple(tuple(group) for _, group in alike)
 
+    @cached_property
+    def staged_page_nbytes(self) -> int:
+        """Bytes of one page of the sender in a stage, of the layer of which it has most; 0 if nothing is owed."""
+        pages = (
+            sum(self.src_page_size // segment.tokens * segment.stage_nbytes for segment in self.segments_of[layer])
+            for layer in self.layers
+        )
+        return max(pages, default=0)
+
     @property
     def parts(self) -> tuple[PairPlan, ...]:
         """The plan of the pages and the plan of state, without those that owe nothing."""

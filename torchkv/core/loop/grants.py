@@ -34,13 +34,25 @@ Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash ar
 from __future__ import annotations
 
 from torchkv.core.journal import begin, now, took
-from torchkv.core.loop.codes import BOUND, CUT, FREE, GRANT, GRANT_PHASE, GRANTED, HELLO, OPEN, POSTED, RECEIVING
+from torchkv.core.loop.codes import (
+    BOUND,
+    CUT,
+    FREE,
+    GRANT,
+    GRANT_PHASE,
+    GRANTED,
+    HELLO,
+    OPEN,
+    POSTED,
+    RECEIVING,
+    STAGED,
+)
 from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
-from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
+from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief, write_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.sending import queue_op, seal_if_done
-from torchkv.core.loop.staging import told, write_end
+from torchkv.core.loop.staging import told
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Receive, Send
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, grant_word_at, word_at
@@ -154,8 +166,9 @@ def pay_hello(world: World, peer: Peer) -> bool:
         if peer["missed"] != 0:
             record["lo"], record["hi"] = 0, -1
         send(world, peer, 0, 0 if peer["missed"] != 0 else world["part"])
-        if staged:  # the peer may have missed records of pieces: see `staging`
-            write_end(world, peer)
+        if staged:  # it may have missed records of pieces: one that holds nothing, behind all that it was told of
+            write_brief(world, STAGED, 0, 0)
+            world["record"]["spare"] = told(peer)
             send(world, peer, 0, 0)
     peer["greeting"] = peer["missed"] = 0
     return True

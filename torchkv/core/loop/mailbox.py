@@ -4,7 +4,8 @@ Each rank owns a segment of shared memory, which the kernel frees with its last 
 
     bell | heads: one line per peer | mailbox of peer 0 | mailbox of peer 1 | ... | grants: a slot per receive
 
-Which peer is the k-th the owner says: see `torchkv.core.core.Core.reserve_slot`. The loops know peers by these numbers.
+Which peer is the k-th the owner says: see `torchkv.core.peers.LoopPeers.reserve_slot`. The loops know peers by these
+numbers.
 
 A *mailbox* is a ring of `MAILBOX_RECORDS` records with one writer, the peer that it is kept for, and one reader, the
 segment's owner. The writer copies a record and then stores its ``seq``, the count of records so far; the reader loads

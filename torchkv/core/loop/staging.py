@@ -12,7 +12,7 @@ piece whose request was taken back meanwhile says that it holds nothing: its put
 positions until then. A stage ends with its lane: after a failure nobody knows what lands, and it is never used again.
 
 If only the receiver's lane breaks, it misses records until it has made another one, and greets. The answer to that says
-up to which position all has been told (`write_end`), so that positions whose records are lost come back, too.
+up to which position all has been told (`pay_hello`), so that positions whose records are lost come back, too.
 
 A piece holds some whole layers of an op, or some pages of one layer, by segment and page pair, without gaps. Its record
 names layers and tokens; the receiver computes the rest from the same plan.
@@ -43,7 +43,6 @@ __all__ = [
     "piece_at",
     "staged_nbytes",
     "told",
-    "write_end",
     "write_piece",
 ]
 
@@ -211,15 +210,6 @@ def told(peer: Peer) -> int:
     if peer["piece_head"] < peer["piece_tail"]:
         position = load(piece_at(peer, peer["piece_head"]) + _AT)
     return position
-
-
-@compiled
-def write_end(world: World, peer: Peer) -> None:
-    """Makes ``world["record"]`` one of a piece that holds nothing, behind all that were told."""
-    record: Record = world["record"]
-    record["head"] = STAGED
-    record["flows"] = record["generation"] = record["nbytes"] = record["lo"] = record["hi"] = 0
-    record["spare"] = told(peer)
 
 
 @compiled

@@ -120,9 +120,4 @@ class StandingStages:
 
 def fits(plan: PairPlan, nbytes: int) -> bool:
     """Whether a stage of so many bytes serves a plan: every page of a layer is a piece, if need be."""
-    for layer in plan.layers:
-        segments = plan.segments_of[layer]
-        page = sum(plan.src_page_size // segment.tokens * segment.stage_nbytes for segment in segments)
-        if page > nbytes // SHARE:
-            return False
-    return True
+    return plan.staged_page_nbytes <= nbytes // SHARE
