@@ -6,13 +6,16 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from tests.helpers.harness import RankFailed, Ranks, ask
-from torchkv.testing.processes import PRELOADED
+from torchkv.testing.processes import PRELOADED, Worker
 
 
 @pytest.fixture
@@ -69,6 +72,22 @@ def test_an_exception_comes_with_what_the_others_do(bare: Ranks) -> None:
         RankFailed, match=r"rank 0 raised:\n(.*\n)*ValueError: the reason(.*\n)*rank 1(.*\n)*.*wait_for_ever"
     ):
         bare.run(raise_it, ranks=[0])
+
+
+def say_nothing(pipe: Connection) -> None:
+    pipe.close()
+
+
+def test_a_process_that_has_just_ended_takes_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel forgets a process that its parent, the server, has waited for; its exit code comes a moment later."""
+    worker = Worker(say_nothing)
+    while Path(f"/proc/{worker.pid}").exists():
+        time.sleep(0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "exitcode", None)
+        assert not worker.signal(signal.SIGKILL)
+        assert worker.stacks() == ""
+    worker.close()
 
 
 def test_a_hang_comes_with_the_stacks(bare: Ranks) -> None:

@@ -228,8 +228,7 @@ class Ranks:
         if not self.broken:
             self.broken = f"these ranks are gone, because of an earlier failure: {why.splitlines()[0]}"
         for worker in self._workers:
-            if worker.exitcode is None:
-                os.kill(worker.pid, signal.SIGKILL)
+            worker.signal(signal.SIGKILL)
 
     def _end(self) -> None:
         for worker in self._workers:

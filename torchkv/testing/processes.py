@@ -77,6 +77,14 @@ class Worker:
         self._process.join(max(0.0, seconds))
         return self._process.exitcode
 
+    def signal(self, number: int) -> bool:
+        """Sends a signal; False if the process has ended, of which `exitcode` may tell only a moment later."""
+        if self.exitcode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+                return True
+        return False
+
     def kill(self) -> None:
         """SIGKILL, if it has not ended; returns when it has."""
         self._process.kill()
@@ -88,10 +96,9 @@ class Worker:
 
     def stacks(self) -> str:
         """The Python stacks of all threads now, and for each thread what it waits for in the kernel; "" if it ended."""
-        if self._process.exitcode is not None:
-            return ""
         before = seen = report = self.crash_report()
-        os.kill(self.pid, signal.SIGUSR1)
+        if not self.signal(signal.SIGUSR1):
+            return ""
         until = time.monotonic() + _STACKS_SECONDS
         # It is written line by line: it is whole when nothing has been added for a moment.
         while (report == before or report != seen) and time.monotonic() < until:
@@ -110,7 +117,11 @@ class Worker:
 def _kernel_waits(pid: int) -> str:
     """A line for each thread of a process, including those that run no Python."""
     text = ""
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+    try:
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError:  # the process has ended meanwhile
+        return text
+    for task in tasks:
         with suppress(OSError):  # the thread has ended meanwhile, or the kernel does not tell
             name, wait = ((task / file).read_text(encoding="ascii").strip() for file in ("comm", "wchan"))
             text += f"thread {task.name} ({name}): {wait}\n"
