@@ -151,6 +151,21 @@ def test_a_broken_connection() -> None:
     assert apart.writer.peers.lane(1) is None
 
 
+def test_the_reader_hears_the_writer_while_its_own_lane_is_broken() -> None:
+    """The writer's goes on: it would not learn that its records were missed."""
+    apart = Apart()
+    send, _, _ = apart.begin()
+    lane = apart.reader.peers.lane(0)
+    assert lane is not None
+    apart.reader.peers.cut(0, lane)
+    apart.network.lose(apart.channels[1])
+    assert apart.reader.peers.connect_network(2, apart.channels[1], (5, 6)) is not None
+    apart.writer.finish_send(send, 2, b"aux")
+    _, heard = apart.run()
+    assert kinds(heard) == [CUT, RECEIVED]
+    assert torch.equal(apart.dst[:, :2], apart.src[:, :2])
+
+
 def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:
     apart = Apart()
     send, op, posted = apart.begin()

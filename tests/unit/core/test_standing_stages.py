@@ -69,7 +69,7 @@ def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
     ("nbytes", "taken"), [(1 << 16, True), (1024, True), (1024, False)], ids=["one piece", "more", "none"]
 )
 def test_the_stage_comes_back_after_the_lane_of_the_reader_alone_has_broken(nbytes: int, taken: bool) -> None:
-    """When it has unpacked one piece, or none: of that the CREDIT is lost, and of others their records are."""
+    """When it has unpacked one piece, or none: the CREDIT of that is lost."""
     apart = StagedApart(nbytes=nbytes)
     apart.start(apart.stage(apart.accept([0, 1]), [0, 1]), [0, 1])
     peer = apart.reader.world["peers"][0]
@@ -83,7 +83,7 @@ def test_the_stage_comes_back_after_the_lane_of_the_reader_alone_has_broken(nbyt
     assert lane is not None
     apart.reader.peers.cut(0, lane)
     apart.network.lose(apart.channels[1])
-    # It goes on with others: what comes over a lane that it does not know is dropped.
+    # It goes on with others.
     assert apart.reader.peers.connect_network(2, apart.channels[1], (5, 6)) is not None
     apart.run()
     assert apart.writer.peers.staged(1)[1] > 0

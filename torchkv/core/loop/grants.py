@@ -45,14 +45,12 @@ from torchkv.core.loop.codes import (
     OPEN,
     POSTED,
     RECEIVING,
-    STAGED,
 )
 from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
-from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief, write_brief
+from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.sending import queue_op, seal_if_done
-from torchkv.core.loop.staging import told
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Receive, Send
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, grant_word_at, word_at
@@ -156,8 +154,7 @@ def greet(world: World, peer: int) -> None:
 def pay_hello(world: World, peer: Peer) -> bool:
     """Sends a HELLO; False where there is no room for it. Who has a mailbox gets none: all records go there."""
     if peer["endpoint"] != 0 and peer["failed"] == 0 and peer["outbox"] == 0:
-        staged = peer["stage"] != 0 and peer["freed"] < told(peer)
-        if record_room(world, peer) < 1 + int(staged):
+        if record_room(world, peer) < 1:
             return False
         record: Record = world["record"]
         record["head"] = HELLO
@@ -166,10 +163,6 @@ def pay_hello(world: World, peer: Peer) -> bool:
         if peer["missed"] != 0:
             record["lo"], record["hi"] = 0, -1
         send(world, peer, 0, 0 if peer["missed"] != 0 else world["part"])
-        if staged:  # it may have missed records of pieces: one that holds nothing, behind all that it was told of
-            write_brief(world, STAGED, 0, 0)
-            world["record"]["spare"] = told(peer)
-            send(world, peer, 0, 0)
     peer["greeting"] = peer["missed"] = 0
     return True
 

@@ -7,7 +7,8 @@ and the next one stands for all that was put meanwhile. Then a record tells the 
 Records are messages of 64 bytes with a tag that names the two ranks: both know it, and nobody outside the group can
 guess it. Grants and greetings are longer (see `grants`), and none is longer than `MESSAGE_NBYTES`. Their memory is the
 peer's own ring of `RECORDS` messages, until the transport has read it. Messages arrive once and in order as long as the
-endpoint lives; when it fails, all that was on its way is lost, and Python takes every request with the peer back.
+endpoint lives; when it fails, all that was on its way there is lost, and Python takes every request with the peer back.
+What comes from there meanwhile is heard as before: the peer's endpoint may not have failed.
 
 Transports carry messages of this length in one piece by default, so nothing is kept for pieces that are still to come:
 such a message is missed, and its sender told. Nobody receives others into that memory before the last piece has come.
@@ -288,8 +289,8 @@ def receive(world: World) -> int:
     if not RECORD_NBYTES <= load(found + 8) <= MESSAGE_NBYTES:
         return DROPPED
     tag = load(found)
-    for slot in range(world["num_peers"]):
-        if world["peers"][slot]["endpoint"] != 0 and world["peers"][slot]["tag_in"] == tag:
+    for slot in range(world["num_peers"] if tag != 0 else 0):
+        if world["peers"][slot]["tag_in"] == tag:
             if result != 0:
                 return MISSED - slot
             copy_bytes(world["address"] + _RECORD, inbox, RECORD_NBYTES)

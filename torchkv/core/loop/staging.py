@@ -11,9 +11,6 @@ has arrived, so records come in the order of positions, and a CREDIT says only h
 piece whose request was taken back meanwhile says that it holds nothing: its put still lands, and so it, too, keeps its
 positions until then. A stage ends with its lane: after a failure nobody knows what lands, and it is never used again.
 
-If only the receiver's lane breaks, it misses records until it has made another one, and greets. The answer to that says
-up to which position all has been told (`pay_hello`), so that positions whose records are lost come back, too.
-
 A piece holds some whole layers of an op, or some pages of one layer, by segment and page pair, without gaps. Its record
 names layers and tokens; the receiver computes the rest from the same plan.
 """
@@ -42,7 +39,6 @@ __all__ = [
     "pack",
     "piece_at",
     "staged_nbytes",
-    "told",
     "write_piece",
 ]
 
@@ -204,7 +200,7 @@ def write_piece(world: World, piece: int) -> None:
 
 
 @compiled
-def told(peer: Peer) -> int:
+def _told(peer: Peer) -> int:
     """The position up to which the receiver was told of all pieces; all of these have arrived."""
     position: int = peer["packed"]
     if peer["piece_head"] < peer["piece_tail"]:
@@ -227,5 +223,5 @@ def forget_pieces(world: World, peer: Peer, flow: int) -> None:
 def on_credit(world: World, source: int) -> None:
     """The receiver has unpacked pieces."""
     peer, until = world["peers"][source], world["record"]["lo"]
-    if peer["freed"] < until <= told(peer):  # what was not told cannot have been unpacked
+    if peer["freed"] < until <= _told(peer):  # what was not told cannot have been unpacked
         peer["freed"] = until
