@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,9 +19,10 @@ import torch
 from torchkv.errors import PeerLost, TransportUnavailable
 from torchkv.host.jit import libc_functions
 from torchkv.host.network import job_interface
-from torchkv.transport import Batch
+from torchkv.transport import Batch, NativeChannel
 from torchkv_ucx import environment
 from torchkv_ucx.libucp import FUNCTIONS
+from torchkv_ucx.local_native import native_channel
 from torchkv_ucx.operation import Link, Operation, PutOperation, Spans, VectoredPut
 from torchkv_ucx.process import LocalProcess, holds, read_memory
 from torchkv_ucx.queue_channel import QueueChannel
@@ -87,6 +88,7 @@ class LocalChannel(QueueChannel):
         self._process = _open(peer, self._peer)
         self._link = Link(_functions(), 0, 0, lambda status, what: PeerLost(f"{what} failed: {status}"))
         self._ended = False
+        self._closing: Callable[[], None] | None = None
         for index, blob in enumerate(regions):
             if blob.device != "cpu":
                 self._remote.no_put[index] = "system calls reach no device memory"
@@ -115,6 +117,18 @@ class LocalChannel(QueueChannel):
         self._enqueue(operation)
         return operation
 
+    def native(self, closing: Callable[[], None]) -> NativeChannel | None:
+        if self._ended or self._closed:
+            return None
+        self._closing = closing
+        return native_channel(
+            self._process.pid,
+            self._process.fd,
+            local_keys=_keys(len(self._local.base), self._local.no_put),
+            remote_keys=_keys(len(self._remote.base), self._remote.no_put),
+            remote_at=self._remote.base,
+        )
+
     @property
     def drained(self) -> bool:
         return self._ended and self.idle
@@ -133,6 +147,8 @@ class LocalChannel(QueueChannel):
     def close(self) -> None:
         if self._closed:
             return
+        if self._closing is not None:
+            self._closing()
         self._closed = True
         self._fail(PeerLost(f"the channel to {self._peer} was closed"))
         self.step(0)  # what is stopped ends at once: no request is outstanding between two steps
@@ -176,6 +192,11 @@ def _functions() -> np.ndarray:
     table = np.zeros(len(FUNCTIONS), dtype=np.int64)
     table[-2:] = libc_functions(*FUNCTIONS[-2:])
     return table
+
+
+def _keys(count: int, no_put: Mapping[int, str]) -> np.ndarray:
+    """1 for each region, as the kernel asks for none; 0 for those that system calls do not reach."""
+    return np.array([int(index not in no_put) for index in range(count)], dtype=np.int64)
 
 
 def _in_pieces(spans: Spans) -> Spans:

@@ -140,7 +140,11 @@ class Core:
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [geometry, kernels, pages]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot, sizes, lane = self._slots[peer], (src_page, dst_page), (int(network), int(staged))
+        slot, sizes, lane = (
+            self._slots[peer],
+            (src_page, dst_page),
+            (self._network(peer, network), int(staged)),
+        )
         grant = peer_flow, generation
         posting.open_send(self._address, flow, slot, *grant, geometry, table, pages, *sizes, *lane, serial, begun)
         return flow
@@ -171,11 +175,22 @@ class Core:
         flow = self._free_sends.pop()
         self._kept_sends[flow] = [geometry, kernels]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot, sizes, lane = self._slots[peer], (src_page, dst_page), (int(network), int(staged))
+        slot, sizes, lane = (
+            self._slots[peer],
+            (src_page, dst_page),
+            (self._network(peer, network), int(staged)),
+        )
         posting.wait_for_grant(
             self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, *lane, serial, begun
         )
         return flow
+
+    def _network(self, rank: int, network: bool) -> int:
+        """`Send`'s ``network``."""
+        if not network:
+            return 0
+        lane = self.peers.lane(rank)
+        return 2 if lane is not None and not lane.is_driven else 1
 
     @property
     def has_room(self) -> bool:
@@ -274,8 +289,8 @@ class Core:
 
     def end_send(self, flow: int) -> None:
         """Frees the flow of a send that has ended."""
-        if self._sends[flow, _SEND_NETWORK]:
-            self._count_network(-1)
+        if network := self._sends[flow, _SEND_NETWORK]:
+            self._count_network(-(network & 1))
             self._sends[flow, _SEND_NETWORK] = 0
         self._kept_sends[flow] = []
         self._free_sends.append(flow)
@@ -314,8 +329,8 @@ class Core:
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
 
-        writers: (rank, layers that it owes, its page size). network: whether some of them are on other hosts. staged:
-        of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
+        writers: (rank, layers that it owes, its page size). network: whether the transport must be driven to hear some
+        of them. staged: of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
         """
         assert 0 < len(writers) <= MAX_WRITERS
         layers = max(count for _, count, _ in writers)

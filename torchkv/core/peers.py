@@ -62,6 +62,11 @@ class NetworkLane:
         self.memory = np.zeros(network.NETWORK_NBYTES // 8, dtype=np.int64)
         self.failed = False
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether what is put needs a transport that is driven; else it is there when the call returns."""
+        return self.native is not None and self.native.worker != 0
+
 
 class LoopPeers:
     """One rank's. What is not marked "any thread" is called under the engine's lock.
@@ -260,14 +265,13 @@ class LoopPeers:
         with self._runner.standing_still():
             self._cut(rank)
             world = self._memory[0]
-            world["worker"], world["native"][:] = native.worker, native.functions
-            for name, words in (("put_params", native.put_params), ("params", native.params)):
-                world[name][: len(words)] = words
-            world["key_at"] = self._runner.address + word_at("put_params") + 8 * native.key_word
+            if native.worker or not world["worker"]:
+                self._use_worker(native)
             peer = world["peers"][slot]
             for name in _OF_NETWORK if peer["outbox"] else _OF_LANE:
                 peer[name] = 0
             peer["endpoint"], peer["memory"] = native.endpoint, lane.memory.ctypes.data
+            peer["functions"] = native.functions.ctypes.data
             peer["tag_in"], peer["tag_out"] = tags
             world["num_peers"] = max(slot + 1, int(world["num_peers"]))
             self._lanes[rank] = lane
@@ -282,6 +286,14 @@ class LoopPeers:
                 mailbox.owe(self._runner.world, CREDIT, slot, 0, 0)
         posting.wake_loop(self._runner.address)
         return lane
+
+    def _use_worker(self, native: NativeChannel) -> None:
+        """What all lanes share, of which at most one kind has a worker."""
+        world = self._memory[0]
+        world["worker"], world["native"][:] = native.worker, native.functions
+        world["put_params"][: len(native.put_params)] = native.put_params
+        world["params"][: len(native.params)] = native.params
+        world["key_at"] = self._runner.address + word_at("put_params") + 8 * native.key_word
 
     def cut(self, rank: int, lane: NetworkLane) -> None:
         """The endpoint of a lane ends: nothing uses it after this. Any thread, without the engine's lock."""

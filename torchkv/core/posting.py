@@ -113,7 +113,7 @@ def open_send(
     send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
     _clear(send)
     send["network"], send["staged"] = network, staged
-    world["network"] += network
+    world["network"] += network & 1
     send["state"] = OPEN
 
 
@@ -146,7 +146,7 @@ def wait_for_grant(
     send["first"] = send["last"] = send["reach"] = -1
     _clear(send)
     send["network"], send["staged"] = network, staged
-    world["network"] += network
+    world["network"] += network & 1
     send["state"] = WAITING
     _command(world, WAIT, flow)
 

@@ -167,8 +167,8 @@ def _announces_what_is_only_put() -> None:
 def _takes_the_end_of_puts_for_their_arrival() -> None:
     real = network._reap
 
-    def reap(world: Any, peer: Any) -> bool:
-        changed = bool(real(world, peer))
+    def reap(peer: Any) -> bool:
+        changed = bool(real(peer))
         if peer["requests"] == 0:
             peer["flushed"] = peer["puts"]
         return changed

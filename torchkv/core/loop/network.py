@@ -72,6 +72,14 @@ call_free = c_function(1, 0)
 call_progress = c_function(1, 32, signed=False)
 call_five = c_function(5, 64)  # SEND_MESSAGE, PROBE, RECEIVE_MESSAGE
 
+
+@compiled
+def _native(peer: Peer, function: int) -> int:
+    """The address of a function of the peer's endpoint."""
+    address: int = load(peer["functions"] + 8 * function)
+    return address
+
+
 # ---------------------------------------------------------------- puts
 
 
@@ -119,7 +127,7 @@ def put(world: World, peer: Peer, here: int, there: int, nbytes: int, remote_key
     if peer["failed"] != 0:
         return
     params = world["address"] + _PUT_PARAMS
-    result = call_put(world["native"][PUT], peer["endpoint"], here, nbytes, there, remote_key, params)
+    result = call_put(_native(peer, PUT), peer["endpoint"], here, nbytes, there, remote_key, params)
     peer["puts"] += 1
     if result == 0:
         return
@@ -134,24 +142,24 @@ def put(world: World, peer: Peer, here: int, there: int, nbytes: int, remote_key
 
 
 @compiled
-def _ended(world: World, peer: Peer, request: int) -> bool:
+def _ended(peer: Peer, request: int) -> bool:
     """Whether a request has ended. Then it is freed, and a failure noted."""
-    status = call_check(world["native"][CHECK], request)
+    status = call_check(_native(peer, CHECK), request)
     if status == _IN_PROGRESS:
         return False
-    call_free(world["native"][FREE_REQUEST], request)
+    call_free(_native(peer, FREE_REQUEST), request)
     if status != 0 and peer["failed"] == 0:
         peer["failed"] = status
     return True
 
 
 @compiled
-def _reap(world: World, peer: Peer) -> bool:
+def _reap(peer: Peer) -> bool:
     """Frees the requests of puts that have ended, oldest first. Whether there were any."""
     before = peer["requests"]
     while peer["requests"] > 0:
         at = peer["memory"] + _PUTS_AT + 16 * (peer["head"] & (PUTS - 1))
-        if not _ended(world, peer, load(at)):
+        if not _ended(peer, load(at)):
             break
         peer["head"] += 1
         peer["requests"] -= 1
@@ -163,22 +171,22 @@ def _reap(world: World, peer: Peer) -> bool:
 def _flush(world: World, peer: Peer) -> bool:
     """Learns what a flush says, and begins the next one if somebody waits for that. Whether anything has changed."""
     changed = False
-    if peer["flush"] != 0 and _ended(world, peer, peer["flush"]):
+    if peer["flush"] != 0 and _ended(peer, peer["flush"]):
         peer["flush"] = 0
-        _reap(world, peer)  # what was put before has ended, too; has all of it succeeded?
+        _reap(peer)  # what was put before has ended, too; has all of it succeeded?
         changed = True
         if peer["failed"] == 0:
             peer["flushed"] = peer["flushing"]
     if peer["flush"] == 0 and peer["wanted"] > peer["flushed"] and peer["failed"] == 0:
         changed = True
         peer["flushing"] = peer["puts"]
-        result = call_flush(world["native"][FLUSH], peer["endpoint"], world["address"] + _PARAMS)
+        result = call_flush(_native(peer, FLUSH), peer["endpoint"], world["address"] + _PARAMS)
         if _LAST_ERROR <= result < 0:
             peer["failed"] = result
         elif result != 0:
             peer["flush"] = result
         else:
-            _reap(world, peer)
+            _reap(peer)
             if peer["requests"] == 0 and peer["failed"] == 0:
                 peer["flushed"] = peer["flushing"]
     return changed
@@ -196,7 +204,7 @@ def drive(world: World) -> bool:
     for slot in range(world["num_peers"]):
         peer = world["peers"][slot]
         if peer["endpoint"] != 0:
-            changed |= _reap(world, peer)
+            changed |= _reap(peer)
             changed |= _flush(world, peer)
             if peer["outbox"] == 0:
                 record_room(world, peer)  # frees what has ended
@@ -210,18 +218,17 @@ def drive(world: World) -> bool:
 @compiled
 def cut(world: World, peer: Peer) -> None:
     """Uses the endpoint no more. Frees its requests: they end by themselves. For a caller that holds the lock."""
-    free = world["native"][FREE_REQUEST]
     while peer["requests"] > 0:
-        call_free(free, load(peer["memory"] + _PUTS_AT + 16 * (peer["head"] & (PUTS - 1))))
+        call_free(_native(peer, FREE_REQUEST), load(peer["memory"] + _PUTS_AT + 16 * (peer["head"] & (PUTS - 1))))
         peer["head"] += 1
         peer["requests"] -= 1
     if peer["flush"] != 0:
-        call_free(free, peer["flush"])
+        call_free(_native(peer, FREE_REQUEST), peer["flush"])
         peer["flush"] = 0
     for place in range(RECORDS):
         at = peer["memory"] + _REQUESTS_AT + 8 * place
         if load(at) != 0:
-            call_free(free, load(at))
+            call_free(_native(peer, FREE_REQUEST), load(at))
             store(at, 0)
     peer["endpoint"] = 0
     peer["stage"], peer["piece_head"] = 0, peer["piece_tail"]  # what was put may still land in the stage: see `staging`
@@ -237,7 +244,7 @@ def record_room(world: World, peer: Peer) -> int:
         return 0
     while peer["returned"] < peer["written"]:
         at = peer["memory"] + _REQUESTS_AT + 8 * (peer["returned"] & (RECORDS - 1))
-        if load(at) != 0 and not _ended(world, peer, load(at)):
+        if load(at) != 0 and not _ended(peer, load(at)):
             break
         store(at, 0)
         peer["returned"] += 1
@@ -258,7 +265,7 @@ def send(world: World, peer: Peer, behind: int, nbytes: int) -> None:
     copy_bytes(at, world["address"] + _RECORD, RECORD_NBYTES)
     if behind != 0:
         copy_bytes(at + RECORD_NBYTES, behind, nbytes)
-    params, function = world["address"] + _PARAMS, world["native"][SEND_MESSAGE]
+    params, function = world["address"] + _PARAMS, _native(peer, SEND_MESSAGE)
     result = call_five(function, peer["endpoint"], at, RECORD_NBYTES + nbytes, peer["tag_out"], params)
     peer["written"] += 1
     if _LAST_ERROR <= result < 0:

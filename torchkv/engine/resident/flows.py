@@ -101,6 +101,7 @@ class Flows:
             sender=sender,
             receiver=receiver,
             leader=leader,
+            path=weakly(self.routes.path),
             connections=connections,
             journal=self.journal,
             leave=weakly(self._leave),
@@ -349,6 +350,8 @@ class Flows:
     def open_receive(self, req: ReceiverRequest, told: int) -> None:
         assert req.flow is not None
         self._receives[req.flow] = req
+        rank, writer = next(iter(req.writers.items()))
+        req.loop_path = self.routes.path(rank, writer.plan)
         staged = self.routes.unpacked({rank: writer.plan for rank, writer in req.writers.items()})
         self.core.open_receive(
             req.flow,
@@ -358,7 +361,7 @@ class Flows:
             leader=self._decider(),
             told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
-            network=not all(self._connections[rank].direct for rank in req.writers),
+            network=any(lane.is_driven for rank in req.writers if (lane := self.core.peers.lane(rank)) is not None),
             staged=staged,
             pages=req.pages,
         )

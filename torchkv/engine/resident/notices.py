@@ -97,6 +97,7 @@ class Notices:
         receiver: Receiver,
         leader: InstanceLeader,
         connections: Mapping[int, PeerConnection],
+        path: Callable[[int, PairPlan], str],
         journal: Journal,
         leave: Leave,
         clock: Callable[[], float],
@@ -108,6 +109,7 @@ class Notices:
         self._receiver = receiver
         self._leader = leader
         self._connections = connections
+        self._path = path
         self._leave = leave
         self._now = clock
         self._sends, self._lanes, self._waiting, self._ops = held.sends, held.lanes, held.waiting, held.ops
@@ -274,7 +276,8 @@ class Notices:
         if kind == WRITTEN:
             layers = list(writer.plan.layers[head >> 8 & 0xFFFFFF : head >> 32])
             if lo >= 0 and nbytes >= 0:
-                self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, "direct"), now)
+                path = self._path(source, writer.plan)
+                self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, path), now)
         elif kind == AUX and len(writer.aux) < MAX_AUX:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:

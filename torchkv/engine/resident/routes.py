@@ -61,6 +61,7 @@ class Route:
         launches: Launches | None = None,
         lane: NetworkLane | None = None,
         staged: bool = False,
+        path: str = "direct",
     ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
@@ -68,7 +69,7 @@ class Route:
         self.lane = lane
         self.staged = staged
         self.provisional = False  # it puts until there is a stage
-        self.path = "staged" if staged else "direct"
+        self.path = "staged" if staged else path
         self.kernels = None if launches is None else launches.words
         native = None if lane is None else lane.native
 
@@ -174,7 +175,7 @@ class Routes:
         staged = wanted and self._has_stage(rank, plan, lane)
         if not staged and not _is_coarse(plan):
             return None
-        route = Route(plan, self._local, connection, lane=lane, staged=staged)
+        route = Route(plan, self._local, connection, lane=lane, staged=staged, path=self.path(rank, plan))
         route.provisional = wanted and not staged
         keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
         if not staged and not keys.all():
@@ -184,7 +185,7 @@ class Routes:
 
     def _wants_stage(self, plan: PairPlan, connection: PeerConnection, lane: NetworkLane | None) -> bool:
         """Whether a plan is to be staged if there is a stage."""
-        if self.stages is None or not _may_be_staged(plan):
+        if not self._may_stage(plan, lane):
             return False
         if not _is_coarse(plan):
             return True
@@ -195,6 +196,11 @@ class Routes:
 
     def _has_stage(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> bool:
         return self.stages is not None and fits(plan, self.stages.to(rank, lane))
+
+    def path(self, rank: int, plan: PairPlan) -> str:
+        """How bytes of a plan go to or from ``rank`` unless they are staged: one of ``torchkv.options.PATHS``."""
+        connection = self._connections.get(rank)
+        return "direct" if connection is None else connection.path(forced=None, page_for_page=plan.page_for_page)
 
     def gate(self, event: object | None) -> Gate | None:
         if self._kernels is not None:
@@ -213,15 +219,25 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
-        served = _may_be_staged(plan) and self.stages is not None and self.stages.serves(rank, plan)
-        return served or _is_coarse(plan)
+        if self.stages is not None and self._may_stage(plan, self._core.peers.lane(rank)):
+            return self.stages.serves(rank, plan) or _is_coarse(plan)
+        return _is_coarse(plan)
+
+    def _may_stage(self, plan: PairPlan, lane: NetworkLane | None) -> bool:
+        """Whether its writer's loop may stage a plan, and its reader's has to be ready for that: both ends agree.
+
+        To a process of this host, short runs are Python's: by measured costs it puts or stages them.
+        """
+        if self.stages is None or lane is None or not lane.is_driven:
+            return False
+        return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
     def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Int64Array]:
         """Of the writers that may stage, by rank: the plan, by which the loop unpacks their pieces."""
         return {
             rank: self._of_pieces(plan)
             for rank, plan in plans.items()
-            if not self._connections[rank].direct and self.stages is not None and _may_be_staged(plan)
+            if not self._connections[rank].direct and self._may_stage(plan, self._core.peers.lane(rank))
         }
 
     def _of_pieces(self, plan: PairPlan) -> Int64Array:
@@ -237,11 +253,6 @@ def _is_coarse(plan: PairPlan) -> bool:
     """Whether the loop can put a plan: its runs are not short. Both ends decide alike."""
     rows = [segment.rows for segment in plan.segments]
     return all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
-
-
-def _may_be_staged(plan: PairPlan) -> bool:
-    """Whether its writer's loop may stage a plan, and its reader's has to be ready for that. Both ends decide alike."""
-    return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
 
 def _can_copy(plan: PairPlan) -> bool:

@@ -55,12 +55,13 @@ class Peer(TypedDict):
     there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
     records so far. grants: address of its grants.
 
-    Of a peer that is reached through the network (see `network`) the first five are 0. endpoint: 0 for
-    others, and once it is cut. tag_in, tag_out: of the records that it sends, and that it takes. memory: address of
-    `NETWORK_NBYTES`. returned: records whose memory is free again. head, requests, pending: puts that have not ended:
-    the first in their ring, how many, and bytes. puts: the number of the last one; those up to the number ``flushed``
-    have arrived; of those up to ``flushing`` the request ``flush`` will tell; and those up to ``wanted`` somebody waits
-    for. failed: the status of the first failure; reported: 1 once Python knows of it.
+    Of a peer that is reached through the network (see `network`) the first five are 0. endpoint: 0 for others, and once
+    it is cut. functions: address of the table of `torchkv.transport.NativeChannel`. tag_in, tag_out: of the records
+    that it sends, and that it takes. memory: address of `NETWORK_NBYTES`. returned: records whose memory is free again.
+    head, requests, pending: puts that have not ended: the first in their ring, how many, and bytes. puts: the number of
+    the last one; those up to the number ``flushed`` have arrived; of those up to ``flushing`` the request ``flush``
+    will tell; and those up to ``wanted`` somebody waits for. failed: the status of the first failure; reported: 1 once
+    Python knows of it.
 
     See `grants`: hears: 1 once it is known to take messages of `MESSAGE_NBYTES` from here, 2 when it has missed one;
     heard: 1 once such a one has come from it; missed: 1 if one was missed, of which it is not told yet; greeting: 1
@@ -83,6 +84,7 @@ class Peer(TypedDict):
     written: int
     grants: int
     endpoint: int
+    functions: int
     tag_in: int
     tag_out: int
     memory: int

@@ -24,7 +24,8 @@ class Send(TypedDict):
     this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
     page of them, or -1.
 
-    network: 1 if the pages are put through the network. staged: 1 if they are through a standing stage there.
+    network: 1 if the pages are put through the network, 2 if that needs no driving. staged: 1 if they are put into a
+    standing stage there.
 
     For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
     operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
