@@ -45,7 +45,9 @@ def cover(at: int, lo: int, hi: int) -> bool:
     count = load(at)
     kept = 0
     low, high = lo, hi
-    for i in range(MAX_INTERVALS):  # not of ``count``: LLVM 20 forgets to ask whether an unrolled turn is still in it
+    # Not of ``count`` turns: in an environment of vLLM (numba 0.65.0, llvmlite 0.47.0) such a loop was unrolled without
+    # asking whether there are two turns left, and ran on behind the intervals. `make test-vllm` runs its tests there.
+    for i in range(MAX_INTERVALS):
         a, b = load(at + 8 + 16 * i), load(at + 16 + 16 * i)
         if i < count and a <= high and low <= b:
             low, high = min(a, low), max(b, high)
