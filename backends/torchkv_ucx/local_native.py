@@ -1,9 +1,9 @@
 """Functions of `torchkv.transport.NativeChannel` for a process of this host: puts by ``process_vm_writev``. Compiled.
 
-An endpoint is the address of the words of `_State`. Puts are gathered and written with one system call for up to
-`VECTOR` of them, at the latest by a flush: so a put may be done in its caller's eyes before it is written, and only
-what a flush says has arrived. What a system call has written is there, so nothing ever is under way, and there is
-nothing to drive. Records between loops of one host go through mailboxes: there are no messages here.
+An endpoint is the address of some words, see `_PID` and what follows it. Puts are gathered and written with one system
+call for up to `VECTOR` of them, at the latest by a flush: so a put may be done in its caller's eyes before it is
+written, and only what a flush says has arrived. What a system call has written is there, so nothing ever is under way,
+and there is nothing to drive. Records between loops of one host go through mailboxes: there are no messages here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torchkv.arrays import Int64Array
 from torchkv.host.atomics import load, store
 from torchkv.host.jit import at_register, c_function, compiled, libc_functions
 from torchkv.transport import NativeChannel
+from torchkv_ucx.pump import VECTOR, VECTOR_NBYTES
 
-__all__ = ["VECTOR", "native_channel"]
+__all__ = ["native_channel"]
 
-VECTOR = 16  # spans of one system call
-_MOST = 1 << 20  # bytes that wait: a system call cannot be interrupted
-PUT_SECONDS = 150e-9  # measured: 0.05 to 0.12 us, in the resident loop's place
+_PUT_SECONDS = 150e-9  # of one span among many; measured: 50 to 150 ns
 
 _RESET = -25  # UCS_ERR_CONNECTION_RESET
 _POLLIN = 1 << 32  # in a struct pollfd, behind the file descriptor
@@ -65,7 +64,7 @@ def _put(endpoint: int, here: int, nbytes: int, there: int, _key: int, _params: 
     store(endpoint + _THERE + 16 * count + 8, nbytes)
     store(endpoint + _COUNT, count + 1)
     store(endpoint + _NBYTES, load(endpoint + _NBYTES) + nbytes)
-    if count + 1 == VECTOR or load(endpoint + _NBYTES) >= _MOST:
+    if count + 1 == VECTOR or load(endpoint + _NBYTES) >= VECTOR_NBYTES:
         return _write(endpoint)
     return 0
 
@@ -126,5 +125,5 @@ def native_channel(
         local_keys=local_keys,
         remote_keys=remote_keys,
         remote_at=remote_at,
-        put_seconds=PUT_SECONDS,
+        put_seconds=_PUT_SECONDS,
     )

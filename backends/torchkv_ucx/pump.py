@@ -20,6 +20,7 @@ __all__ = [
     "STATUS",
     "STOPPED",
     "VECTOR",
+    "VECTOR_NBYTES",
     "WINDOW",
     "advance",
     "post_flush",
@@ -47,7 +48,7 @@ _INPROGRESS = 1
 _LAST_ERROR = -100  # a result in (_LAST_ERROR, 0) is a status, not a request
 _BURST = 32  # spans posted between two reads of the clock
 VECTOR = 256  # spans of one vectored write
-_VECTOR_NBYTES = 1 << 20  # from which on a vectored write takes no further span: a system call cannot be interrupted
+VECTOR_NBYTES = 1 << 20  # from which on a vectored write takes no further span: a system call cannot be interrupted
 
 _call_put = c_function(6, 64)
 _call_flush = c_function(2, 64)
@@ -216,7 +217,7 @@ def write_vectors(
     while state[CURSOR] < len(length) and state[STOPPED] == 0:
         first = state[CURSOR]
         count = total = 0
-        while count < min(VECTOR, len(length) - first) and total < _VECTOR_NBYTES:
+        while count < min(VECTOR, len(length) - first) and total < VECTOR_NBYTES:
             vectors[0, count, 0] = source[first + count]
             vectors[1, count, 0] = target[first + count]
             vectors[0, count, 1] = vectors[1, count, 1] = length[first + count]

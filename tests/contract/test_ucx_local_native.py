@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchkv_ucx.local_native import VECTOR, native_channel
+from torchkv_ucx.local_native import native_channel
+from torchkv_ucx.pump import VECTOR
 
 from torchkv.core.loop.codes import CHECK, FLUSH, PROBE, PROGRESS, PUT
 from torchkv.host.processes import open_pidfd

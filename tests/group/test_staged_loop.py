@@ -196,7 +196,7 @@ def runs_of_middle_length(packed: bool) -> None:
             sends = everyone[W0][0]
             assert packed or not any(sends)
             if len(set(sends)) == 1 and len(sends) == 2:  # both by the loop, in one way
-                assert {everyone[reader][1] for reader in (R0, R1)} == {"staged" if sends[0] else "direct"}
+                assert {everyone[reader][1] for reader in (R0, R1)} == {"staged" if sends[0] else "slices"}
                 ready += sends[0] == packed
             if ready == 6:
                 break

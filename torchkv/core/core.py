@@ -140,11 +140,8 @@ class Core:
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [geometry, kernels, pages]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot, sizes, lane = (
-            self._slots[peer],
-            (src_page, dst_page),
-            (self._network(peer, network), int(staged)),
-        )
+        lane = self._network(peer) if network else 0, int(staged)
+        slot, sizes = self._slots[peer], (src_page, dst_page)
         grant = peer_flow, generation
         posting.open_send(self._address, flow, slot, *grant, geometry, table, pages, *sizes, *lane, serial, begun)
         return flow
@@ -175,20 +172,15 @@ class Core:
         flow = self._free_sends.pop()
         self._kept_sends[flow] = [geometry, kernels]
         table = 0 if kernels is None else kernels.ctypes.data
-        slot, sizes, lane = (
-            self._slots[peer],
-            (src_page, dst_page),
-            (self._network(peer, network), int(staged)),
-        )
+        lane = self._network(peer) if network else 0, int(staged)
+        slot, sizes = self._slots[peer], (src_page, dst_page)
         posting.wait_for_grant(
             self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, *lane, serial, begun
         )
         return flow
 
-    def _network(self, rank: int, network: bool) -> int:
-        """`Send`'s ``network``."""
-        if not network:
-            return 0
+    def _network(self, rank: int) -> int:
+        """`Send`'s ``network``, of one whose pages are put."""
         lane = self.peers.lane(rank)
         return 2 if lane is not None and not lane.is_driven else 1
 
