@@ -19,8 +19,8 @@ from torchkv import KVLayout
 LAYERS, PAGES = 3, 24
 
 
-def transfers(page_size: int, path: str, seed: int) -> None:
-    """Rank 0 writes to rank 1, in two chunks of each layer, once in order and once not."""
+def transfers(page_size: int, path: str, served: bool, seed: int) -> None:
+    """Rank 0 writes to rank 1, in two chunks of each layer, once in order and once not. served: whether by loops."""
     rank = dist.get_rank()
     layouts = [
         KVLayout.gqa(num_layers=LAYERS, num_kv_heads=4, head_dim=64, page_size=size, dtype=torch.int16)
@@ -50,7 +50,7 @@ def transfers(page_size: int, path: str, seed: int) -> None:
             works.append(kv.finish(name, 1))
             for work in works:
                 work.wait()
-                assert work._in_journal, "the loop has not served it"
+                assert work._in_journal is served
             assert {work.path for work in works} == {path, "none"}
 
 
@@ -58,7 +58,12 @@ def transfers(page_size: int, path: str, seed: int) -> None:
 def test_the_loop_serves_pages_that_are_not_mapped(
     page_size: int, path: str, shared_ranks: Callable[..., Ranks]
 ) -> None:
-    shared_ranks("two", 2).run(transfers, page_size, path, seed())
+    shared_ranks("two", 2).run(transfers, page_size, path, True, seed())
+
+
+def test_python_serves_them_where_loops_have_no_mailboxes(shared_ranks: Callable[..., Ranks]) -> None:
+    """As of containers that share processes, but not memory: system calls carry no records."""
+    shared_ranks("apart", 2, apart=True).run(transfers, 16, "runs", False, seed())
 
 
 def seed() -> int:

@@ -64,7 +64,7 @@ class NetworkLane:
 
     @property
     def is_driven(self) -> bool:
-        """Whether what is put needs a transport that is driven; else it is there when the call returns."""
+        """Whether its transport must be driven. Else what is put is there at once, and it carries no records."""
         return self.native is not None and self.native.worker != 0
 
 
@@ -276,7 +276,7 @@ class LoopPeers:
             world["num_peers"] = max(slot + 1, int(world["num_peers"]))
             self._lanes[rank] = lane
             world["lanes"] = len(self._lanes)
-            if not peer["outbox"]:
+            if lane.is_driven and not peer["outbox"]:
                 if rank not in self._arrivals:
                     self._arrivals[rank] = np.zeros(grants.ARRIVALS_NBYTES // 8, dtype=np.int64)
                 peer["arrivals"] = self._arrivals[rank].ctypes.data

@@ -132,7 +132,9 @@ class Routes:
         if connection is None or connection.channel is None or connection.closed:
             return None
         if not connection.direct:
-            return connection if self.lane(rank, connection) is not None else None
+            lane = self.lane(rank, connection)
+            if lane is None or lane.is_driven:  # which carries records, too
+                return connection if lane is not None else None
         return connection if self._core.peers.reaches(rank) else None
 
     def lane(self, rank: int, connection: PeerConnection) -> NetworkLane | None:
