@@ -184,7 +184,8 @@ class NativeChannel:
     ``ucp_ep_flush_nbx``, ``ucp_request_check_status``, ``ucp_request_free``, ``ucp_worker_progress``,
     ``ucp_tag_send_nbx``, ``ucp_tag_probe_nb`` and ``ucp_tag_msg_recv_nbx``. Any thread may call them. A message of 64
     bytes is received at once; if one of 2 KiB is not, grants go through Python.
-    worker, endpoint: what they take first; a worker of 0 says that nothing has to be driven: a flush ends at once.
+    worker, endpoint: what they take first; a worker of 0 says that nothing has to be driven: a flush ends at once, and
+    that there are no messages: only loops that have mapped each other's mailboxes use the channel.
     put_params, params: memory of their last argument, for puts, with the local key in the word ``key_word``, and for
     all others. local_keys: of host memory, by index of a region registered here.
     remote_keys, remote_at: key and address of each region of the peer; a key of 0 says that it cannot be put into.
