@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchkv.core.loop.codes import FINISH, START, VERBS
 from torchkv.core.loop.limits import MAX_FLOWS
@@ -32,14 +32,9 @@ __all__ = ["Journal"]
 _CODES = {verb: code for code, verb in enumerate(VERBS)}
 
 
-class _Named(NamedTuple):
-    """A request. layers: of its plan. path: of its bytes."""
-
-    serial: int
-    request: str
-    peers: Any
-    layers: tuple[int, ...]
-    path: str
+# A request: its serial, its name, its peers, the layers of its plan, and the path of its bytes. A plain tuple, because a
+# verb on its critical path makes one.
+_Named = tuple[int, str, Any, tuple[int, ...], str]
 
 
 class Journal:
@@ -77,7 +72,7 @@ class Journal:
     def name_send(self, req: SenderRequest, layers: tuple[int, ...]) -> None:
         """The request is on the loop, under the latest serial."""
         if self._recorder is not None and req.flow is not None:
-            self._sends[req.flow] = _Named(self._serial, req.request, req.dst, layers, req.loop_path)
+            self._sends[req.flow] = self._serial, req.request, req.dst, layers, req.loop_path
 
     def name_receive(self, req: ReceiverRequest) -> int:
         """A serial for a request that the loop is about to grant, and whose end it records then; else 0."""
@@ -86,7 +81,7 @@ class Journal:
             return 0
         assert req.flow is not None
         self._serial += 1
-        self._receives[req.flow] = _Named(self._serial, req.request, tuple(req.writers), (), req.loop_path)
+        self._receives[req.flow] = self._serial, req.request, tuple(req.writers), (), req.loop_path
         work._in_journal = True
         return self._serial
 
@@ -98,7 +93,8 @@ class Journal:
     def end_receive(self, flow: int, path: str) -> None:
         """The request has left the loop. path: on which its bytes have come."""
         if (named := self._receives.pop(flow, None)) is not None:
-            self._ended.append(named._replace(path=path))
+            serial, request, peers, layers, _ = named
+            self._ended.append((serial, request, peers, layers, path))
 
     # ------------------------------------------------------------------ who records an operation
 
@@ -142,7 +138,7 @@ class Journal:
         offset = time.time_ns() - time.monotonic_ns()
         waiting = self._core.operations.unbegun()  # first: what the loop takes meanwhile is in both
         seen = self._core.operations.read()
-        named = {each.serial: each for each in [*self._sends.values(), *self._receives.values(), *self._ended]}
+        named = {each[0]: each for each in [*self._sends.values(), *self._receives.values(), *self._ended]}
         found = [_entry(each, named[each.serial], offset) for each in seen if each.serial in named]
         numbers = {each.number for each in seen}
         unbegun = [self._unbegun(kind, index, numbers, offset) for kind, index in waiting]
@@ -177,9 +173,10 @@ class Journal:
 
 
 def _entry(seen: Seen, named: _Named, offset: int) -> Entry:
+    _, request, peers, planned, path = named
     layers: Any = None
-    if seen.layers and (seen.verb != "send_pages" or seen.layers < len(named.layers)):
-        layers = named.layers[seen.first : seen.last + 1]
+    if seen.layers and (seen.verb != "send_pages" or seen.layers < len(planned)):
+        layers = planned[seen.first : seen.last + 1]
         if len(layers) == seen.layers:
             layers = kept(layers)
         else:  # with gaps, of which only the number is known
@@ -187,12 +184,12 @@ def _entry(seen: Seen, named: _Named, offset: int) -> Entry:
     return entry_of(
         2 * seen.number,
         seen.verb,
-        base_name(named.request),
-        named.peers,
+        base_name(request),
+        peers,
         layers,
         seen.pages,
         seen.began + offset,
         None if seen.ended is None else seen.ended + offset,
         nbytes=seen.nbytes,
-        path=named.path if seen.nbytes else "none",
+        path=path if seen.nbytes else "none",
     )
