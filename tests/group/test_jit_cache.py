@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,25 @@ def test_only_the_first_process_compiles(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError), jit_cache.compiled_once(frozenset()):
         _ = 1 / 0
     assert list(tmp_path.glob("*.done")) == [done]
+
+
+def test_what_nobody_has_run_for_a_month_is_deleted(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    names = {"old": "a" * 16, "old done": "b" * 16 + ".done", "young": "c" * 16, "mine": "notes"}
+    for name in (names["old"], names["young"], names["mine"]):
+        (base / name).mkdir(parents=True)
+        (base / name / "made").touch()
+    (base / names["old done"]).touch()
+    long_ago = time.time() - 40 * 86400
+    for name in (names["old"], names["old done"], names["mine"]):
+        os.utime(base / name, (long_ago, long_ago))
+    write(tmp_path, number=1, base=0)
+    assert answer(tmp_path, NUMBA_CACHE_DIR=str(base)) == (2, 0)
+    made = {path.name for path in base.iterdir()} - set(names.values())
+    assert {path.name for path in base.iterdir()} == {names["young"], names["mine"], *made}
+    for name in made:  # whoever loads them notes that they are in use
+        os.utime(base / name, (long_ago, long_ago))
+    assert answer(tmp_path, NUMBA_CACHE_DIR=str(base)) == (2, 1)
+    write(tmp_path, number=2, base=0)
+    assert answer(tmp_path, NUMBA_CACHE_DIR=str(base)) == (3, 0)
+    assert made <= {path.name for path in base.iterdir()}

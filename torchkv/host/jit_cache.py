@@ -11,9 +11,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
+import shutil
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +28,8 @@ __all__ = ["cached_by_source", "compiled_once", "sources"]
 log = logging.getLogger(__name__)
 
 _DIGEST_NBYTES = 8
+_NAME = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_NBYTES}}}(\.done)?")
+_KEPT_SECONDS = 30 * 86400.0  # after its last use
 
 
 @contextmanager
@@ -33,7 +38,10 @@ def cached_by_source(file: Path) -> Iterator[None]:
     before = numba.config.CACHE_DIR
     folder = _base(_top(file)) / _digest(sources(file))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _delete_old(folder.parent)
+        _note_use(folder)
         numba.config.CACHE_DIR = str(folder)
     except OSError:
         numba.config.CACHE_DIR = ""  # numba looks for a folder itself
@@ -130,6 +138,7 @@ def compiled_once(files: frozenset[Path]) -> Iterator[None]:
     except OSError:
         lock = None
     if lock is None:
+        _note_use(done)
         yield
         return
     with lock:  # closing the file gives the lock back, also when the process is killed
@@ -138,3 +147,20 @@ def compiled_once(files: frozenset[Path]) -> Iterator[None]:
             log.info("compiling %d modules; this takes up to a minute, once on a machine", len(files))
         yield
         done.touch()
+
+
+def _note_use(path: Path) -> None:
+    """Keeps `_delete_old` from it."""
+    with suppress(OSError):  # it is another user's, who notes the uses of his own
+        os.utime(path)
+
+
+def _delete_old(folder: Path) -> None:
+    """Deletes what was compiled from sources that nobody has run for a month: earlier versions. Others' files stay."""
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process deletes, too
+            if _NAME.fullmatch(path.name) and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
