@@ -84,36 +84,51 @@ def _percentiles(seconds: list[float]) -> tuple[float, float]:
 
 
 class _Caller:
-    """Times calls. gap: what the thread does between two of them."""
+    """Times calls, and a request's processor time. gap: what the thread does between two calls, which is not counted.
 
-    def __init__(self, gap: Callable[[], object]) -> None:
-        self.gap = gap
+    Without a gap nothing but the clock is read between two calls: a system call there would cool the caches.
+    """
+
+    def __init__(self, gap: Callable[[], object] | None) -> None:
+        self._gap = gap
         self.times: Times = {}
-        self._spent = 0.0  # of this thread's processor time, in the present request
+        self._spent = self._since = 0.0
+
+    def begin(self) -> None:
+        self._spent, self._since = 0.0, time.thread_time()
 
     def __call__(self, verb: str, call: Callable[[], Any]) -> Any:
-        at, began = time.thread_time(), time.perf_counter()
+        began = time.perf_counter()
         value = call()
         self.times.setdefault(verb, []).append(time.perf_counter() - began)
-        self._spent += time.thread_time() - at
-        self.gap()
+        if self._gap is not None:
+            self.apart(self._gap)
         return value
+
+    def apart(self, call: Callable[[], object]) -> None:
+        """Does what is no part of a request."""
+        self._spent += time.thread_time() - self._since
+        call()
+        self._since = time.thread_time()
 
     def end(self, work: KVWork) -> None:
         """Asks until the request has ended."""
-        complete = False
-        while not complete:
-            at = time.thread_time()
-            complete = work.is_completed()
-            self._spent += time.thread_time() - at
-            self.gap()
+        while not work.is_completed():
+            if self._gap is not None:
+                self.apart(self._gap)
+        self._spent += time.thread_time() - self._since
         self.times.setdefault("request", []).append(self._spent)
-        self._spent = 0.0
 
 
-def _ways() -> dict[str, Callable[[], object]]:
+def _ways() -> dict[str, Callable[[], object] | None]:
     size, _ = steps_alone()
-    return {"in a row": lambda: None, f"every {STEP_SECONDS * 1e6:.0f} us": partial(compute, size)}
+    return {"in a row": None, f"every {STEP_SECONDS * 1e6:.0f} us": partial(compute, size)}
+
+
+def _rest(gap: Callable[[], object] | None) -> None:
+    """As between two calls: the first one finds the same caches."""
+    if gap is not None:
+        gap()
 
 
 def _cache(device: str) -> tuple[KVProcessGroup, KVCache]:
@@ -149,13 +164,15 @@ def _write(device: str) -> dict[str, Times]:
         for turn in range(ROUNDS):
             pages = _order(turn)
             dist.barrier(kv)
-            gap()
+            _rest(gap)
+            caller.begin()
             caller("first send_layer", lambda: kv.send_layer(f"{way} {turn}", 0, pages, 1))  # noqa: B023 - called now
             for layer in range(1, LAYERS):
                 caller("send_layer", partial(kv.send_layer, f"{way} {turn}", layer, pages, 1))
             caller.end(caller("finish", partial(kv.finish, f"{way} {turn}", 1)))
             dist.barrier(kv)
-            gap()
+            _rest(gap)
+            whole.begin()
             whole("send_pages", partial(kv.send_pages, f"{way} {turn} whole", pages, 1))
             whole.end(kv.finish(f"{way} {turn} whole", 1))
         found[way] = {**whole.times, **caller.times}
@@ -174,8 +191,9 @@ def _read(device: str) -> dict[str, tuple[Times, int]]:
                 for storage in cache.storages:
                     storage.fill_(0xDD)
                 pages = _order(turn + ROUNDS)
+                caller.begin()
                 work = caller("recv_pages", partial(kv.recv_pages, request, pages, 0))
-                dist.barrier(kv)
+                caller.apart(partial(dist.barrier, kv))
                 caller.end(work)
                 sent, received = (torch.from_numpy(ids).to(cache.device) for ids in (_order(turn), pages))
                 wrong += count_wrong(source, cache, sent, received)

@@ -32,8 +32,8 @@ __all__ = ["Journal"]
 _CODES = {verb: code for code, verb in enumerate(VERBS)}
 
 
-# A request: its serial, its name, its peers, the layers of its plan, and the path of its bytes. A plain tuple, because a
-# verb on its critical path makes one.
+# A request: its serial, its name, its peers, the layers of its plan, and the path of its bytes. A plain tuple, because
+# verbs make one on their critical path.
 _Named = tuple[int, str, Any, tuple[int, ...], str]
 
 
