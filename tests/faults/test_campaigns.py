@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.simulation.campaigns import CAMPAIGNS, batches, check
+from tests.helpers.simulation.campaigns import CAMPAIGNS, LOOP, batches, check
 
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    batches(*(CAMPAIGNS.keys() - {"loop", "gpu"})),
+    batches(*(CAMPAIGNS.keys() - LOOP)),
     ids=lambda value: value if isinstance(value, str) else f"{value.start}:{value.stop}",
 )
 def test_nothing_breaks_in_short_schedules(name: str, batch: range) -> None:

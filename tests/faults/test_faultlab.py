@@ -21,11 +21,21 @@ def test_runs_without_a_violation() -> None:
     command = [sys.executable, "-m", "torchkv.faultlab", "--schedules", "6", "--seed", "7", "--workers", "1"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stdout + found.stderr
-    header, *rows = found.stdout.splitlines()[:9]
+    header, *rows = found.stdout.splitlines()[:10]
     assert {"campaign", "schedules", "drops", "doubles", "deaths", "violations"} <= set(
         header.replace("  ", "|").split("|")
     )
-    assert [row.split()[0] for row in rows] == ["loop", "network", "gpu", "anybody", "puts", "staging", "joins", "all"]
+    assert [row.split()[0] for row in rows] == [
+        "loop",
+        "network",
+        "calls",
+        "gpu",
+        "anybody",
+        "puts",
+        "staging",
+        "joins",
+        "all",
+    ]
     assert rows[-1].split()[-1] == "0"
 
 

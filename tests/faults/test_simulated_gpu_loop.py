@@ -82,6 +82,6 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(GPU_BREAKS))
 def test_broken_loops_are_caught(name: str) -> None:
-    done = plain("break", name)
+    done = plain("break", name, "gpu")
     # A loop that is broken in these ways may corrupt its process: some seeds kill it before any tells what is wrong.
     assert done.returncode in (0, -signal.SIGSEGV), done.stdout + done.stderr

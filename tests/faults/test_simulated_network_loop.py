@@ -110,5 +110,5 @@ def test_plain_python_gives_the_same_run(seed: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(NETWORK_BREAKS))
 def test_broken_loops_are_caught(name: str) -> None:
-    done = plain("break", name)
+    done = plain("break", name, "network")
     assert done.returncode == 0, done.stdout + done.stderr

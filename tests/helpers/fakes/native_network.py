@@ -1,7 +1,8 @@
 """The functions of a `torchkv.transport.NativeChannel`, over the channels of a simulated `World`.
 
 Compiled code calls them. Puts and flushes are the channels' own: puts land late, in pieces, in random order. Messages
-arrive in order; some are read from the sender's memory only later. Requests fail with the channel.
+arrive in order; some are read from the sender's memory only later. Requests fail with the channel. `SystemCalls` are
+the other kind of lanes, within a host.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torchkv_loopback.channel import LoopbackChannel
 from torchkv.errors import KVError
 from torchkv.transport import Batch, NativeChannel
 
-__all__ = ["LOST", "NativeNetwork", "NetworkTransport"]
+__all__ = ["LOST", "NativeNetwork", "NetworkTransport", "SystemCalls"]
 
 _WORD, _STATUS, _COUNT = ctypes.c_int64, ctypes.c_int8, ctypes.c_uint32
 KEY_WORD = 5
@@ -129,20 +131,22 @@ class NativeNetwork:
 
     def _put(self, endpoint: int, source: int, nbytes: int, target: int, key: int, params: int) -> int:
         channel = self._endpoints[endpoint]
-        local = _WORD.from_address(params + 8 * KEY_WORD).value - 1
-        here, there = channel._local[local], channel._remote[key - 1]
-        batch = Batch.one(
-            local_region=local,
-            local_offset=source - here.ptr,
-            remote_region=key - 1,
-            remote_offset=target - there.ptr,
-            length=nbytes,
-        )
+        batch = self._batch(channel, source, nbytes, target, key, params)
         self.puts += 1
         try:
             return self._request(channel.put(batch))
         except KVError:
             return LOST
+
+    def _batch(self, channel: LoopbackChannel, source: int, nbytes: int, target: int, key: int, params: int) -> Batch:
+        local = _WORD.from_address(params + 8 * KEY_WORD).value - 1
+        return Batch.one(
+            local_region=local,
+            local_offset=source - channel._local[local].ptr,
+            remote_region=key - 1,
+            remote_offset=target - channel._remote[key - 1].ptr,
+            length=nbytes,
+        )
 
     def _flush(self, endpoint: int, params: int) -> int:
         try:
@@ -221,6 +225,46 @@ class NativeNetwork:
         ctypes.memmove(address, data, min(nbytes, PIECE))
         self.world.schedule(self.world.delay(), rest)
         return self._request(message)
+
+
+class SystemCalls(NativeNetwork):
+    """Of lanes within a host, as `torchkv_ucx.local_native` makes them: a flush writes what puts have gathered.
+
+    Nothing is driven, and there are no messages: who sends one has a problem.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._gathered: dict[int, list[tuple[int, int, int]]] = {}  # by endpoint: target, source, bytes
+
+    def native(self, channel: LoopbackChannel) -> NativeChannel:
+        return replace(super().native(channel), worker=0)
+
+    def _put(self, endpoint: int, source: int, nbytes: int, target: int, key: int, params: int) -> int:
+        channel = self._endpoints[endpoint]
+        channel._spans(self._batch(channel, source, nbytes, target, key, params))  # which checks it
+        self.puts += 1
+        self._gathered.setdefault(endpoint, []).append((target, source, nbytes))
+        return self._flush(endpoint, 0) if self.world.random.random() < 0.3 else 0
+
+    def _flush(self, endpoint: int, params: int) -> int:
+        channel, gathered = self._endpoints[endpoint], self._gathered.pop(endpoint, [])
+        if (
+            channel._lost
+            or not self.world.alive(channel._peer.node)
+            or not all(map(channel._peer.has, channel._remote))
+        ):
+            return LOST
+        for target, source, nbytes in gathered:
+            ctypes.memmove(target, source, nbytes)
+        return 0
+
+    def _send(self, endpoint: int, address: int, nbytes: int, tag: int, params: int) -> int:
+        self.problems.append(f"a message of {nbytes} bytes through a lane that carries none")
+        return 0
+
+    def _probe(self, worker: int, tag: int, mask: int, remove: int, found: int) -> int:
+        return 0
 
 
 class NetworkTransport(LoopbackTransport):

@@ -3,8 +3,8 @@
 To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
 that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
-    trace SEED [network|staged]    prints what happens in one run
-    break NAME    breaks the loop; fails unless some seed shows it
+    trace SEED [network|calls|staged]          prints what happens in one run
+    break NAME [gpu|network|calls|staged]      breaks the loop; fails unless some seed shows it
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from torchkv.core.loop import (
 )
 from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, STAGED, WAITING, WRITTEN
 from torchkv.core.loop.limits import MAX_FLOWS, RECORD_NBYTES
-from torchkv.core.peers import LoopPeers
+from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.engine.resident.flows import Flows
+from torchkv.engine.resident.routes import Routes
 from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "STAGED_BREAKS"]
+__all__ = ["BREAKS", "CALLS_BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "STAGED_BREAKS"]
 
 SEEDS = range(150)
 
 
-def swap(owner: object, **functions: Callable[..., Any]) -> None:
+def swap(owner: object, **functions: Callable[..., Any] | property) -> None:
     """Replaces functions of a module, or methods of a class."""
     for name, function in functions.items():
         assert hasattr(owner, name)
@@ -250,6 +252,19 @@ def _says_nothing_of_what_it_has_missed() -> None:
 def _hears_only_while_it_has_flows() -> None:
     hear = loop._hear_network
     swap(loop, _hear_network=lambda world: bool(world["network"] and hear(world)))
+
+
+def _sends_records_through_any_lane() -> None:
+    def serving(self: Routes, rank: int) -> PeerConnection | None:
+        connection = self._connections.get(rank)
+        usable = connection is not None and connection.channel is not None and not connection.closed
+        return connection if usable and connection is not None and self.lane(rank, connection) is not None else None
+
+    swap(Routes, serving=serving)
+
+
+def _drives_any_lane() -> None:
+    swap(NetworkLane, is_driven=property(lambda lane: lane.native is not None))
 
 
 def _frees_what_is_only_told() -> None:
@@ -476,6 +491,12 @@ NETWORK_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "says nothing of what it has missed": (_says_nothing_of_what_it_has_missed, True),
 }
 
+CALLS_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "announces what is only put": (_announces_what_is_only_put, True),
+    "sends records through any lane": (_sends_records_through_any_lane, True),
+    "drives any lane": (_drives_any_lane, True),
+}
+
 STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "tells of pieces that are only put": (_tells_of_pieces_that_are_only_put, True),
     "unpacks for failed requests": (_unpacks_for_failed_requests, False),
@@ -500,9 +521,17 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
+KINDS = {"": BREAKS, "gpu": GPU_BREAKS, "network": NETWORK_BREAKS, "calls": CALLS_BREAKS, "staged": STAGED_BREAKS}
+LANES: dict[str, dict[str, bool]] = {
+    "network": {"network": True},
+    "calls": {"network": True, "system_calls": True},
+    "staged": {"network": True, "staged": True},
+}
+
+
 def main(command: str, argument: str, kind: str = "") -> None:
     if command == "trace":
-        print(*map(repr, scenario_trace(int(argument), network=kind != "", staged=kind == "staged")), sep="\n")
+        print(*map(repr, scenario_trace(int(argument), kind)), sep="\n")
         return
     if argument in MOMENTS:
         damage, look = MOMENTS[argument]
@@ -510,13 +539,11 @@ def main(command: str, argument: str, kind: str = "") -> None:
         damage()
         print(look() or sys.exit(f"nothing wrong was found with a loop that has {argument}"))
         return
-    gpu, staged = argument in GPU_BREAKS, argument in STAGED_BREAKS
-    through = staged or argument in NETWORK_BREAKS
-    make, benign = (GPU_BREAKS | NETWORK_BREAKS | STAGED_BREAKS | BREAKS)[argument]
-    make()
+    damage, benign = KINDS[kind][argument]
+    damage()
     for seed in SEEDS:
         try:
-            problems = loop_scenario(seed, benign=benign, gpu=gpu, network=through, staged=staged).run()
+            problems = loop_scenario(seed, benign=benign, gpu=kind == "gpu", **LANES.get(kind, {})).run()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             problems = [repr(error)]
         if problems:
@@ -525,8 +552,8 @@ def main(command: str, argument: str, kind: str = "") -> None:
     sys.exit(f"{len(SEEDS)} seeds found nothing wrong with a loop that {argument}")
 
 
-def scenario_trace(seed: int, *, network: bool, staged: bool) -> list[tuple[object, ...]]:
-    run = loop_scenario(seed, network=network, staged=staged)
+def scenario_trace(seed: int, kind: str) -> list[tuple[object, ...]]:
+    run = loop_scenario(seed, **LANES.get(kind, {}))
     assert run.run() == []
     return run.trace
 

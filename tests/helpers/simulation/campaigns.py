@@ -18,7 +18,7 @@ from tests.helpers.simulation.loop_runs import DIRECT
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.errors import KVError
 
-__all__ = ["CAMPAIGNS", "Campaign", "Tally", "batches", "check", "run"]
+__all__ = ["CAMPAIGNS", "LOOP", "Campaign", "Tally", "batches", "check", "run"]
 
 BATCH = 100
 COLLECT = 8  # runs between two garbage collections
@@ -70,6 +70,12 @@ def _network(seed: int) -> Scenario:
     return Scenario(seed, brief=True, verbs=verbs, loop=True, network=True, states=() if seed % 4 else None)
 
 
+def _calls(seed: int) -> Scenario:
+    verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
+    states = () if seed % 4 else None
+    return Scenario(seed, brief=True, verbs=verbs, loop=True, network=True, system_calls=True, states=states)
+
+
 def _anybody(seed: int) -> Scenario:
     return Scenario(seed, brief=True, verbs=DIRECT, loop=seed % 3 > 0, states=() if seed % 4 else None, anybody=0.8)
 
@@ -91,6 +97,7 @@ CAMPAIGNS = {
     for campaign in (
         Campaign("loop", "the resident loop, compiled, between ranks of one host", 4600, _loop),
         Campaign("network", "the resident loop that puts through a network, as between hosts", 700, _network),
+        Campaign("calls", "the resident loop that writes into a host's pages by system calls", 300, _calls),
         Campaign("gpu", "the resident loop with pages on GPUs, whose kernels end late", 300, _gpu),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
         Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
@@ -98,6 +105,8 @@ CAMPAIGNS = {
         Campaign("joins", "jobs that come, go, die and come again", 200, _joins),
     )
 }
+
+LOOP = frozenset({"loop", "network", "calls", "gpu"})  # those of the resident loop
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 from torchkv_loopback import Faults, LoopbackTransport, World
 
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeKernels, LoopGpu
-from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
+from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport, SystemCalls
 from tests.helpers.simulation.staging_rings import SIGNALS, lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
@@ -245,7 +245,8 @@ class Cluster:
     world: an existing one, in which a second group begins while frames of the first are still under way. sees_death:
     whether ranks can tell a dead peer from a lost one. lag: whether gathers and scatters end some time after they
     began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. network: whether they put pages,
-    none of which is mapped. apart: whether only loops of one instance map each other's mailboxes, as on several hosts.
+    none of which is mapped. system_calls: whether that network is one of `SystemCalls`. apart: whether only loops of
+    one instance map each other's mailboxes, as on several hosts.
     observers: called with a rank after each of its steps.
     """
 
@@ -263,6 +264,7 @@ class Cluster:
         lag: bool = False,
         gpu: bool = False,
         network: bool = False,
+        system_calls: bool = False,
         apart: bool = False,
     ) -> None:
         self._kind = _OnGpu if gpu else _Lagging if lag else Registration
@@ -270,7 +272,8 @@ class Cluster:
         self._gpu_due: dict[int, float] = {}  # by rank: when its stream goes on
         self._pace = random.Random(f"pace {seed}").choice([0.0, 0.01, 0.4])  # seconds for which a stream rests at most
         self.world = World(seed, faults=faults or Faults(min_delay=1e-4, max_delay=2e-3)) if world is None else world
-        self.network = NativeNetwork(self.world) if network else None
+        kind = SystemCalls if system_calls else NativeNetwork
+        self.network = kind(self.world) if network else None
         self._apart = apart
         self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
         self.observers: list[Callable[[Rank], None]] = []

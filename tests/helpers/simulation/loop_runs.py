@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.simulation.scenario import Scenario
 
@@ -22,25 +23,28 @@ def loop_scenario(
     verbs: tuple[str, ...] = DIRECT,
     gpu: bool = False,
     network: bool = False,
+    system_calls: bool = False,
     staged: bool = False,
 ) -> Scenario:
     """A run in which loops serve what they can; see `Scenario`. In most there is no state."""
     states = () if seed % 4 else None
-    return Scenario(seed, benign=benign, verbs=verbs, loop=True, gpu=gpu, network=network, staged=staged, states=states)
+    return Scenario(
+        seed,
+        benign=benign,
+        verbs=verbs,
+        loop=True,
+        gpu=gpu,
+        network=network,
+        system_calls=system_calls,
+        staged=staged,
+        states=states,
+    )
 
 
-def clean_run(
-    seed: int,
-    *,
-    benign: bool = False,
-    verbs: tuple[str, ...] = DIRECT,
-    gpu: bool = False,
-    network: bool = False,
-    staged: bool = False,
-) -> Scenario:
+def clean_run(seed: int, **given: Any) -> Scenario:
     """Performs `loop_scenario`, in which every property must hold."""
     print(f"seed {seed}")
-    scenario = loop_scenario(seed, benign=benign, verbs=verbs, gpu=gpu, network=network, staged=staged)
+    scenario = loop_scenario(seed, **given)
     problems = scenario.run()
     assert not problems, f"seed {seed}: {problems}"
     return scenario

@@ -48,6 +48,7 @@ class Scenario:
         loop: bool = False,
         gpu: bool = False,
         network: bool = False,
+        system_calls: bool = False,
         staged: bool = False,
         states: Sequence[State] | None = None,
         brief: bool = False,
@@ -55,10 +56,10 @@ class Scenario:
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
         flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
-        what they can, which takes views or ``network``. gpu: whether they have kernels copy. network: see `Cluster`.
-        staged: whether loops stage what they put, since all runs are short. states: of all layouts; None: by chance.
-        brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not know the
-        receiver, and how many not the prefix.
+        what they can, which takes views or ``network``. gpu: whether they have kernels copy. network, system_calls: see
+        `Cluster`. staged: whether loops stage what they put, since all runs are short. states: of all layouts; None: by
+        chance. brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not
+        know the receiver, and how many not the prefix.
         """
         self.seed = seed
         self.verbs = verbs
@@ -101,6 +102,7 @@ class Scenario:
             lag=lag,
             gpu=gpu,
             network=network,
+            system_calls=system_calls,
             apart=network and random.Random(f"apart {seed}").random() < 0.7,
         )
         self.world = self.cluster.world
