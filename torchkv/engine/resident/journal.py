@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchkv.core.loop.codes import FINISH, START, VERBS
@@ -81,7 +82,7 @@ class Journal:
             return 0
         assert req.flow is not None
         self._serial += 1
-        self._receives[req.flow] = self._serial, req.request, tuple(req.writers), (), req.loop_path
+        self._receives[req.flow] = self._serial, req.request, _kept_once(tuple(req.writers)), (), req.loop_path
         work._in_journal = True
         return self._serial
 
@@ -93,8 +94,9 @@ class Journal:
     def end_receive(self, flow: int, path: str) -> None:
         """The request has left the loop. path: on which its bytes have come."""
         if (named := self._receives.pop(flow, None)) is not None:
-            serial, request, peers, layers, _ = named
-            self._ended.append((serial, request, peers, layers, path))
+            if path != named[-1]:
+                named = (*named[:-1], path)
+            self._ended.append(named)
 
     # ------------------------------------------------------------------ who records an operation
 
@@ -170,6 +172,12 @@ class Journal:
             return None
         began = int(work._began * 1e9) + offset
         return entry_of(-1, verb, base_name(request), peers, layers, num_pages, began)
+
+
+@lru_cache(maxsize=256)
+def _kept_once(peers: tuple[int, ...]) -> tuple[int, ...]:
+    """The same object for equal ones: thousands of names have few peers."""
+    return peers
 
 
 def _entry(seen: Seen, named: _Named, offset: int) -> Entry:
