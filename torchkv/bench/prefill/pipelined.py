@@ -28,7 +28,6 @@ from torchkv.bench.prefill.memories import Paged, Plain, Received, rows, shard_o
 from torchkv.bench.processes import run_ranks
 from torchkv.cache import KVCache
 from torchkv.group.process_group import KVProcessGroup
-from torchkv.options import Options
 from torchkv.pipelining.context import pipeline
 
 __all__ = ["MODELS", "Setup", "pipelined_prefill"]
@@ -119,10 +118,9 @@ def pipelined_prefill(setup: Setup, tokens: Sequence[int]) -> list[PipelineResul
     environment = {"UCX_TLS": "tcp"} if setup.device == "cpu" else {}
     with two_cores(setup.cores):
         functions = [_prefill] * setup.tp[0] + [_decode] * setup.tp[1]
-        # Between ranks with unlike heads, one path needs no mappings but is slow; the others map wherever they can. So
-        # that these go over TCP too, the processes take themselves for separate hosts.
-        apart = setup.device == "cpu" and setup.tp != (1, 1)
+        # On a CPU the processes take themselves for separate hosts, or bytes would go through memory that both map.
         arguments = (setup, tuple(tokens))
+        apart = setup.device == "cpu"
         found = run_ranks(functions, *arguments, environment=environment, apart=apart, deadline=DEADLINE)
     # Transposed: run_ranks returns by rank first, results are by length of prompts.
     return [_result(setup, length, ranks) for length, *ranks in zip(tokens, *found, strict=True)]
@@ -190,9 +188,7 @@ class _Rank:
     @contextmanager
     def group(self, num_tokens: int) -> Iterator[tuple[KVProcessGroup, KVCache, Int64Array]]:
         """A new group, which has measured nothing yet, its cache, and the shuffled pages that every prompt uses."""
-        # On a CPU, "runs" keeps bytes from going through memory that both processes map.
-        path = "runs" if self.device.type == "cpu" and self.setup.tp == (1, 1) else None
-        kv = dist.new_group(backend="torchkv", pg_options=Options(path=path))
+        kv = dist.new_group(backend="torchkv")
         assert isinstance(kv, KVProcessGroup)
         needed = -(-num_tokens // self.setup.page_size)
         layout = self.setup.model.layout(self.setup.page_size, tp_rank=self._tp_rank, tp_size=self._tp_size)
