@@ -416,7 +416,7 @@ class Flows:
         assert req.flow is not None
         if not whole:
             self.journal.hand_over_receive(req)
-        self.journal.end_receive(req.flow, req.loop_path)
+        self.journal.end_receive(req.flow)
         del self._receives[req.flow]
         self.core.close_receive(req.flow)
         req.flow = None

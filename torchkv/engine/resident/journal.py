@@ -59,7 +59,7 @@ class Journal:
         self.codes = {} if recorder is None else _CODES  # as what the loop records a verb
         self._serial = 0
         self._sends: dict[int, _Named] = {}  # by flow
-        self._receives: dict[int, _Named] = {}
+        self._receives: dict[int, tuple[int, ReceiverRequest]] = {}  # a serial and whose it is; named when it ends
         # Of requests that have ended. Whoever ended after a request has an operation after its last one, or was open
         # when it ended: so no name is missing of what is still in the ring.
         self._ended: deque[_Named] = deque(maxlen=core.operations.size + 2 * MAX_FLOWS)
@@ -82,21 +82,21 @@ class Journal:
             return 0
         assert req.flow is not None
         self._serial += 1
-        self._receives[req.flow] = self._serial, req.request, _kept_once(tuple(req.writers)), (), req.loop_path
+        self._receives[req.flow] = self._serial, req
         work._in_journal = True
         return self._serial
 
     def end_send(self, flow: int) -> None:
         """The request has left the loop."""
-        if (named := self._sends.pop(flow, None)) is not None:
-            self._ended.append(named)
+        if (named := self._sends.get(flow)) is not None:
+            self._ended.append(named)  # first: `entries` looks at those that have ended last
+            del self._sends[flow]
 
-    def end_receive(self, flow: int, path: str) -> None:
-        """The request has left the loop. path: on which its bytes have come."""
-        if (named := self._receives.pop(flow, None)) is not None:
-            if path != named[-1]:
-                named = (*named[:-1], path)
-            self._ended.append(named)
+    def end_receive(self, flow: int) -> None:
+        """The request has left the loop."""
+        if (known := self._receives.get(flow)) is not None:
+            self._ended.append(_named(*known))
+            del self._receives[flow]
 
     # ------------------------------------------------------------------ who records an operation
 
@@ -140,7 +140,8 @@ class Journal:
         offset = time.time_ns() - time.monotonic_ns()
         waiting = self._core.operations.unbegun()  # first: what the loop takes meanwhile is in both
         seen = self._core.operations.read()
-        named = {each[0]: each for each in [*self._sends.values(), *self._receives.values(), *self._ended]}
+        receives = [_named(*known) for known in [*self._receives.values()]]
+        named = {each[0]: each for each in [*self._sends.values(), *receives, *self._ended]}
         found = [_entry(each, named[each.serial], offset) for each in seen if each.serial in named]
         numbers = {each.number for each in seen}
         unbegun = [self._unbegun(kind, index, numbers, offset) for kind, index in waiting]
@@ -178,6 +179,10 @@ class Journal:
 def _kept_once(peers: tuple[int, ...]) -> tuple[int, ...]:
     """The same object for equal ones: thousands of names have few peers."""
     return peers
+
+
+def _named(serial: int, req: ReceiverRequest) -> _Named:
+    return serial, req.request, _kept_once(tuple(req.writers)), (), req.loop_path
 
 
 def _entry(seen: Seen, named: _Named, offset: int) -> Entry:
