@@ -272,8 +272,8 @@ class Cluster:
         self._gpu_due: dict[int, float] = {}  # by rank: when its stream goes on
         self._pace = random.Random(f"pace {seed}").choice([0.0, 0.01, 0.4])  # seconds for which a stream rests at most
         self.world = World(seed, faults=faults or Faults(min_delay=1e-4, max_delay=2e-3)) if world is None else world
-        kind = SystemCalls if system_calls else NativeNetwork
-        self.network = kind(self.world) if network else None
+        lanes = SystemCalls if system_calls else NativeNetwork
+        self.network = lanes(self.world) if network else None
         self._apart = apart
         self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
         self.observers: list[Callable[[Rank], None]] = []
