@@ -64,7 +64,7 @@ class NetworkLane:
 
     @property
     def is_driven(self) -> bool:
-        """Whether its transport must be driven. Else what is put is there at once, and it carries no records."""
+        """Whether its transport must be driven. Else a flush ends at once, and the lane carries no records."""
         return self.native is not None and self.native.worker != 0
 
 

@@ -158,7 +158,7 @@ def _note_use(path: Path) -> None:
 def _delete_old(folder: Path) -> None:
     """Deletes what was compiled from sources that nobody has run for a month: earlier versions. Others' files stay."""
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process deletes, too
+        with suppress(OSError):  # another process deletes, too, or it is another user's
             if _NAME.fullmatch(path.name) and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                 if path.is_dir():
                     shutil.rmtree(path)

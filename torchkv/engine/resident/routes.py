@@ -133,8 +133,10 @@ class Routes:
             return None
         if not connection.direct:
             lane = self.lane(rank, connection)
-            if lane is None or lane.is_driven:  # which carries records, too
-                return connection if lane is not None else None
+            if lane is None:
+                return None
+            if lane.is_driven:  # which carries records, too
+                return connection
         return connection if self._core.peers.reaches(rank) else None
 
     def lane(self, rank: int, connection: PeerConnection) -> NetworkLane | None:
