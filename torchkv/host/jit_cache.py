@@ -36,19 +36,26 @@ _KEPT_SECONDS = 30 * 86400.0  # after its last use
 def cached_by_source(file: Path) -> Iterator[None]:
     """While this lasts, numba sets up caches for functions of ``file``, in a folder of their source if possible."""
     before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = _folder(file)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+# Asked for each function of a module: its folder is made once in a process.
+@cache
+def _folder(file: Path) -> str:
+    """The folder of a file's source, which is in use now; "" where none can be made: numba looks for one itself."""
     folder = _base(_top(file)) / _digest(sources(file))
     try:
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
             _delete_old(folder.parent)
-        _note_use(folder)
-        numba.config.CACHE_DIR = str(folder)
     except OSError:
-        numba.config.CACHE_DIR = ""  # numba looks for a folder itself
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
+        return ""
+    _note_use(folder)
+    return str(folder)
 
 
 # Asked for each function of a module, and at each `register`: files are read once in a process.
