@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchkv.core.loop.codes import FINISH, START, VERBS
@@ -175,14 +174,8 @@ class Journal:
         return entry_of(-1, verb, base_name(request), peers, layers, num_pages, began)
 
 
-@lru_cache(maxsize=256)
-def _kept_once(peers: tuple[int, ...]) -> tuple[int, ...]:
-    """The same object for equal ones: thousands of names have few peers."""
-    return peers
-
-
 def _named(serial: int, req: ReceiverRequest) -> _Named:
-    return serial, req.request, _kept_once(tuple(req.writers)), (), req.loop_path
+    return serial, req.request, tuple(req.writers), (), req.loop_path
 
 
 def _entry(seen: Seen, named: _Named, offset: int) -> Entry:
