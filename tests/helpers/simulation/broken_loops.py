@@ -522,7 +522,9 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 
 
 KINDS = {"": BREAKS, "gpu": GPU_BREAKS, "network": NETWORK_BREAKS, "calls": CALLS_BREAKS, "staged": STAGED_BREAKS}
-LANES: dict[str, dict[str, bool]] = {
+RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
+    "": {},
+    "gpu": {"gpu": True},
     "network": {"network": True},
     "calls": {"network": True, "system_calls": True},
     "staged": {"network": True, "staged": True},
@@ -543,7 +545,7 @@ def main(command: str, argument: str, kind: str = "") -> None:
     damage()
     for seed in SEEDS:
         try:
-            problems = loop_scenario(seed, benign=benign, gpu=kind == "gpu", **LANES.get(kind, {})).run()
+            problems = loop_scenario(seed, benign=benign, **RUNS[kind]).run()
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             problems = [repr(error)]
         if problems:
@@ -553,7 +555,7 @@ def main(command: str, argument: str, kind: str = "") -> None:
 
 
 def scenario_trace(seed: int, kind: str) -> list[tuple[object, ...]]:
-    run = loop_scenario(seed, **LANES.get(kind, {}))
+    run = loop_scenario(seed, **RUNS[kind])
     assert run.run() == []
     return run.trace
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from tests.helpers.simulation.lives import Life
 from tests.helpers.simulation.loop_runs import DIRECT
@@ -60,20 +60,10 @@ def _loop(seed: int) -> Scenario:
     return Scenario(seed, brief=True, verbs=DIRECT, loop=True, states=() if seed % 4 else None)
 
 
-def _gpu(seed: int) -> Scenario:
+def _other_lanes(seed: int, **lanes: bool) -> Scenario:
+    """The loop, where it does not copy into mapped host memory; now and then Python stages in between."""
     verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
-    return Scenario(seed, brief=True, verbs=verbs, loop=True, gpu=True, states=() if seed % 4 else None)
-
-
-def _network(seed: int) -> Scenario:
-    verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
-    return Scenario(seed, brief=True, verbs=verbs, loop=True, network=True, states=() if seed % 4 else None)
-
-
-def _calls(seed: int) -> Scenario:
-    verbs = DIRECT if seed % 3 else (*DIRECT, "staged")
-    states = () if seed % 4 else None
-    return Scenario(seed, brief=True, verbs=verbs, loop=True, network=True, system_calls=True, states=states)
+    return Scenario(seed, brief=True, verbs=verbs, loop=True, states=() if seed % 4 else None, **lanes)
 
 
 def _anybody(seed: int) -> Scenario:
@@ -96,9 +86,24 @@ CAMPAIGNS = {
     campaign.name: campaign
     for campaign in (
         Campaign("loop", "the resident loop, compiled, between ranks of one host", 4600, _loop),
-        Campaign("network", "the resident loop that puts through a network, as between hosts", 700, _network),
-        Campaign("calls", "the resident loop that writes into a host's pages by system calls", 300, _calls),
-        Campaign("gpu", "the resident loop with pages on GPUs, whose kernels end late", 300, _gpu),
+        Campaign(
+            "network",
+            "the resident loop that puts through a network, as between hosts",
+            700,
+            partial(_other_lanes, network=True),
+        ),
+        Campaign(
+            "calls",
+            "the resident loop that writes into a host's pages by system calls",
+            300,
+            partial(_other_lanes, network=True, system_calls=True),
+        ),
+        Campaign(
+            "gpu",
+            "the resident loop with pages on GPUs, whose kernels end late",
+            300,
+            partial(_other_lanes, gpu=True),
+        ),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
         Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
