@@ -88,6 +88,7 @@ class Core:
         self._address = self.runner.address
         self._memory = self.runner.memory
         self._words = self.runner.words
+        self._spins = self.world["spin"] > 0
         # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
         self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
@@ -183,6 +184,11 @@ class Core:
         """`Send`'s ``network``, of one whose pages are put."""
         lane = self.peers.lane(rank)
         return 2 if lane is not None and not lane.is_driven else 1
+
+    def rouse(self) -> None:
+        """A command comes soon: wakes the loop meanwhile, where it then spins until it is there. Any thread."""
+        if self._spins:
+            posting.wake_loop(self._address)
 
     @property
     def has_room(self) -> bool:

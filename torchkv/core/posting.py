@@ -16,7 +16,7 @@ from torchkv.core import journal
 from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
-from torchkv.core.loop.limits import COMMANDS
+from torchkv.core.loop.limits import COMMANDS, FLIGHT
 from torchkv.core.loop.mailbox import NAPPING, call_yield, ring
 from torchkv.core.loop.state.requests import Send
 from torchkv.core.loop.state.world import WORLD, World, word_at
@@ -70,7 +70,7 @@ def _compiled() -> Callable[[int], World]:
 world_at: Callable[[int], World] = _plain if numba.config.DISABLE_JIT else _compiled()
 
 _TAIL, _LOCK, _WANTED, _NEWS = (word_at(name) for name in ("command_tail", "lock", "wanted", "news"))
-_STOP = word_at("stop")
+_STOP, _FLYING, _SEALS = word_at("stop"), word_at("flying"), word_at("seals")
 
 
 @compiled_with_gil
@@ -155,7 +155,8 @@ def wait_for_grant(
 def _clear(send: Send) -> None:
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
     send["verb"] = send["operation"] = 0
-    send["gated"] = send["ids_used"] = send["src_at"] = send["src_count"] = send["network"] = 0
+    send["gated"] = send["flying"] = send["hinted"] = 0
+    send["ids_used"] = send["src_at"] = send["src_count"] = send["network"] = 0
     send["num_pages"] = -1
 
 
@@ -366,9 +367,15 @@ def spin_for_news(address: int, seen: int, nanoseconds: int) -> bool:
     """Whether ``news`` stops being ``seen`` while the loop would spin, too, or for so long: a sleep takes longer."""
     world = world_at(address)
     scratch = np.zeros(2, dtype=np.int64)
-    clock, news = world["functions"][CLOCK], address + _NEWS
-    until = monotonic_ns(clock, scratch) + min(world["spin"], nanoseconds)
-    while load(news) == seen and monotonic_ns(clock, scratch) < until:
+    clock, news, spin = world["functions"][CLOCK], address + _NEWS, world["spin"]
+    began = since = monotonic_ns(clock, scratch)
+    limit = min(FLIGHT, nanoseconds)
+    while load(news) == seen:
+        now = monotonic_ns(clock, scratch)
+        if load(address + _FLYING) > 0 or load(address + _SEALS) > 0:
+            since = now
+        if now - since >= spin or now - began >= limit:
+            break
         call_yield(world["functions"][YIELD], 0)
     return bool(load(news) != seen)
 

@@ -76,6 +76,7 @@ class PlainVerbs(RecordedVerbs):
         if req is None:
             if not self._may_begin(dst):
                 return None
+            flows.core.rouse()  # to wake it takes as long as this verb
         elif req.flow is None:
             return None
         ids = arguments.plain_pages(pages)

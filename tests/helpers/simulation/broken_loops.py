@@ -135,6 +135,7 @@ def _announces_what_is_only_enqueued() -> None:
         if op["posted"] == 0:
             return False
         op["posted"], op["at"] = 0, op["until"]
+        send["flying"] -= 1
         world["flying"] -= 1
         return True
 
@@ -143,6 +144,10 @@ def _announces_what_is_only_enqueued() -> None:
 
 def _forgets_what_is_under_way() -> None:
     swap(Core, flying=lambda self, index: 0)
+
+
+def _expects_seals_for_ever() -> None:
+    swap(loop, withdraw_hint=lambda world, send: None)
 
 
 def _reuses_page_ids_at_once() -> None:
@@ -474,6 +479,7 @@ MOMENTS: dict[str, tuple[Callable[[], None], Callable[[], str]]] = {
 # name -> (breaks it, whether to look at runs in which nothing may fail)
 GPU_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "announces what is only enqueued": (_announces_what_is_only_enqueued, True),
+    "expects seals for ever": (_expects_seals_for_ever, False),
     "forgets what is under way": (_forgets_what_is_under_way, False),
     "reuses page ids at once": (_reuses_page_ids_at_once, False),
 }

@@ -17,6 +17,7 @@ from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.codes import BOUND, BROKEN, OP_DONE, RECEIVED, SENT
 from torchkv.core.loop.limits import IDS, MAX_FLYING, MAX_GPU_SENDS
+from torchkv.core.loop.loop import seals_expected
 from torchkv.kernels import page_copy
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns, Stripe
@@ -245,6 +246,41 @@ def test_what_is_taken_back_lands_later() -> None:
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1]], expected[:, [3, 4]] = pair.src[:, [2, 7]], pair.src[:, [0, 5]]
     assert (pair.dst == expected).all()
+
+
+def test_readers_expect_a_seal_once_kernels_are_all_that_is_left() -> None:
+    """So their loops, and who waits there, spin until it comes."""
+    pair = GpuPair()
+    flow, gate = pair.receive(2), pair.gpu.gate()
+    send = pair.send(flow, [6, 1])
+    pair.start(send, [2, 7], layers=[0])
+    pair.begin(send, [2, 7], layers=[1, 2], gate=gate)
+    expected = []
+
+    def look() -> None:
+        pair.run()
+        expected.append(seals_expected(pair.reader.world))
+
+    look()  # not finished
+    pair.writer.finish_send(send, 2, b"")
+    look()  # an op waits for its gate
+    pair.gpu.events[gate.event] = 0
+    look()
+    pair.gpu.run(3)  # the first op has ended
+    look()
+    assert expected == [0, 0, 1, 1]
+    assert pair.finish()[1] == [RECEIVED]
+    assert seals_expected(pair.reader.world) == 0
+    # One that is taken back comes no more.
+    again = pair.send(pair.receive(2, generation=2), [6, 1], generation=2)
+    late = pair.start(again, [2, 7])
+    pair.writer.finish_send(again, 2, b"")
+    look()
+    with pair.writer.runner.standing_still():
+        pair.writer.settle()
+        pair.writer.take_back_send(again, [late])
+    look()
+    assert expected[-2:] == [1, 0]
 
 
 def test_as_many_sends_as_have_page_ids() -> None:

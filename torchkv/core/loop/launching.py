@@ -64,6 +64,7 @@ def landed(world: World, send: Send, op: Op) -> bool:
         return False
     else:
         op["posted"] = 0
+        send["flying"] -= 1
         world["flying"] -= 1
     if op["posted"] != 0:
         return False
@@ -125,6 +126,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
             _fail(world, code)
             return False
         world["posted"] = send["ids_posted"] = op["posted"] = posted
+        send["flying"] += 1
         world["flying"] += 1
     op["until"] = until
     op["group"] += nbytes

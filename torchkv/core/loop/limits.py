@@ -17,6 +17,7 @@ MAX_NAME = 1024  # bytes
 BUCKETS = 1024  # of the table of sends that wait for their grant; a power of two
 MAX_GPU_SENDS = 128  # as MAX_FLOWS, of sends whose pages lie on a GPU
 IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there
+FLIGHT = 5_000_000  # nanoseconds for which a loop and its callers spin at most while kernels are under way
 MAX_FLYING = 256  # ops whose kernels are enqueued; a stream takes about a thousand operations before it blocks
 PIECES = 64  # that are packed for one peer, and not told
 PIECE_NBYTES = 1 << 20  # of a piece at most

@@ -44,12 +44,23 @@ from torchkv.core.loop.grants import (
     pay_hello,
     wait_for_grant,
 )
-from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS, RECORD_NBYTES
-from torchkv.core.loop.mailbox import ASLEEP, NAPPING, call_yield, owe, take, waiting
+from torchkv.core.loop.limits import COMMANDS, DUE, FLIGHT, MAX_OPS, RECORD_NBYTES
+from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, call_yield, owe, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import on_record, pay_verdict
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
-from torchkv.core.loop.sending import BLOCKED, ENDED, advance, on_verdict, pay_seal, queue_op, seal_if_done, tell_pieces
+from torchkv.core.loop.sending import (
+    BLOCKED,
+    ENDED,
+    advance,
+    hint_seal,
+    on_verdict,
+    pay_seal,
+    queue_op,
+    seal_if_done,
+    tell_pieces,
+    withdraw_hint,
+)
 from torchkv.core.loop.staging import forget_pieces, on_credit
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.loop.unpacking import on_staged, pay_credit
@@ -62,6 +73,7 @@ __all__ = [
     "drop_due",
     "drop_due_to",
     "run",
+    "seals_expected",
     "settle",
     "step",
     "step_first",
@@ -73,7 +85,6 @@ _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while cal
 _LONG_NAP = 2_000_000  # the longest between two looks at the network
 _PATIENCE = 32  # and it naps for no more than this part of the time in which nothing has come
 _GRACE = 200_000_000  # nanoseconds after the last flow through the network, in which Python's thread notices that
-_FLIGHT = 5_000_000  # nanoseconds without work for which it spins while kernels are under way
 _ATTENTIVE = 2_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
 _TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
 _WANTED, _STOP, _NETWORK = word_at("wanted"), word_at("stop"), word_at("network")
@@ -105,6 +116,7 @@ def _finish(world: World, flow: int) -> None:
     send["finished"] = now(world)
     send["num_pages"] = send["finish"]
     world["unfinished"] -= send["started"]
+    hint_seal(world, send)
     seal_if_done(world, flow)
 
 
@@ -354,7 +366,8 @@ def drop(world: World, flow: int) -> None:
         forget_pieces(world, world["peers"][send["peer"]], flow)
     if send["state"] == WAITING:
         forget(world, flow)
-    send["running"] = 0
+    send["running"] = send["flying"] = 0
+    withdraw_hint(world, send)
     if send["num_pages"] < 0:
         world["unfinished"] -= send["started"]
 
@@ -408,10 +421,13 @@ def run(world: World) -> None:
         # Nobody rings when a full mailbox has room again.
         blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"]
         now = monotonic_ns(world["functions"][CLOCK], scratch)
-        if idle_since == 0:
+        seals = seals_expected(world)
+        if idle_since == 0 or seals > world["seals"]:
             idle_since = now
+        world["seals"] = seals
         since = _drives_since(world, now, since)
-        if now - idle_since < (_FLIGHT if world["flying"] > 0 else world["spin"]):
+        expecting = world["flying"] > 0 or (seals > 0 and world["spin"] > 0)
+        if now - idle_since < (FLIGHT if expecting else world["spin"]):
             call_yield(world["functions"][YIELD], 0)
             continue
         nap = _NAP if blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE) else _SLEEP
@@ -422,7 +438,20 @@ def run(world: World) -> None:
         fence()
         if not _has_work(world):
             futex_wait(world["functions"][SYSCALL], world["futex"], bell, state, nap, scratch)
+            if load(bell) == 0:  # by somebody who has work, or is about to
+                idle_since = 0
         store(bell, 0)
+
+
+@compiled
+def seals_expected(world: World) -> int:
+    """Peers that soon send a seal."""
+    peers = 0
+    for slot in range(world["num_peers"]):
+        head = world["peers"][slot]["inbox_head"]
+        if head != 0 and load(head + SEALS_AT) > 0:
+            peers += 1
+    return peers
 
 
 @compiled
@@ -451,6 +480,8 @@ def _has_work(world: World) -> bool:
     """Whether somebody has stored something for this loop before the bell said that it sleeps."""
     address = world["address"]
     if load(address + _TAIL) != world["command_head"] or load(address + _STOP) != 0:
+        return True
+    if seals_expected(world) > world["seals"]:
         return True
     for source in range(world["num_peers"]):
         if world["peers"][source]["inbox"] != 0 and waiting(world["peers"][source]):

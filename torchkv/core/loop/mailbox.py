@@ -13,7 +13,8 @@ segment's owner. The writer copies a record and then stores its ``seq``, the cou
 much room there is. What finds no room stays due: a full mailbox delays, and loses nothing.
 
 Behind the head on a peer's line lies a word that the peer sets once it reads what this rank writes to it. Before that
-nothing is written, so that no record waits for a reader that could not map its mailbox.
+nothing is written, so that no record waits for a reader that could not map its mailbox. Behind that lies its count of
+seals that are due here as soon as its kernels end: until they come, the owner's loop does not sleep for long.
 
 The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soon wakes by itself. Who has stored
 something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
@@ -43,8 +44,10 @@ __all__ = [
     "MAILBOX_NBYTES",
     "NAPPING",
     "READS_AT",
+    "SEALS_AT",
     "SEGMENT_NBYTES",
     "call_yield",
+    "count_seals",
     "mailbox_at",
     "owe",
     "ring",
@@ -65,6 +68,7 @@ call_yield = c_function(1, 32)
 
 
 READS_AT = 8  # offset of the word that says that a rank reads, from its head
+SEALS_AT = 16  # and of the one that says how many of its seals are due soon
 MAILBOX_NBYTES = MAILBOX_RECORDS * RECORD_NBYTES
 GRANTS_AT = (1 + MAX_PEERS) * LINE + MAX_PEERS * MAILBOX_NBYTES
 GRANT_SLOT = GRANT_NBYTES + 8 * MAX_GRANTED + MAX_NAME
@@ -85,6 +89,16 @@ def ring(world: World, bell: int) -> None:
     if load(bell) != 0:
         store(bell, 0)
         futex_wake(world["functions"][SYSCALL], world["futex"], bell)
+
+
+@compiled
+def count_seals(world: World, peer: Peer, more: int) -> None:
+    """So many more seals, or less, are due to the peer soon. Wakes its loop for the first one."""
+    peer["seals"] += more
+    if peer["outbox_head"] != 0:
+        store(peer["outbox_head"] + SEALS_AT, peer["seals"])
+        if more == peer["seals"]:
+            ring(world, peer["bell"])
 
 
 @compiled

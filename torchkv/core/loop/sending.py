@@ -23,7 +23,7 @@ from torchkv.core.loop.codes import (
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import landed
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
-from torchkv.core.loop.mailbox import owe, ring, room, tell
+from torchkv.core.loop.mailbox import count_seals, owe, ring, room, tell
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
 from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, write_piece
 from torchkv.core.loop.state.peers import Peer, Record
@@ -34,7 +34,18 @@ from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at
 from torchkv.host.jit import compiled
 
-__all__ = ["BLOCKED", "ENDED", "advance", "on_verdict", "pay_seal", "queue_op", "seal_if_done", "tell_pieces"]
+__all__ = [
+    "BLOCKED",
+    "ENDED",
+    "advance",
+    "hint_seal",
+    "on_verdict",
+    "pay_seal",
+    "queue_op",
+    "seal_if_done",
+    "tell_pieces",
+    "withdraw_hint",
+]
 
 BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels or puts that are under way
 ENDED = -2
@@ -92,6 +103,7 @@ def advance(world: World, index: int, budget: int) -> int:
     left = budget
     if send["kernels"] != 0:
         if not landed(world, send, op):
+            hint_seal(world, send)
             if world["broken"] < 0:
                 world["broken"] = -world["broken"]
                 emit(world, BROKEN, 0, 0)
@@ -228,6 +240,22 @@ def seal_if_done(world: World, flow: int) -> None:
 
 
 @compiled
+def hint_seal(world: World, send: Send) -> None:
+    """Tells the receiver that the seal comes soon, if nothing is left of a finished send but kernels under way."""
+    if send["hinted"] == 0 and send["num_pages"] >= 0 and 0 < send["running"] == send["flying"]:
+        send["hinted"] = 1
+        count_seals(world, world["peers"][send["peer"]], 1)
+
+
+@compiled
+def withdraw_hint(world: World, send: Send) -> None:
+    """The seal has been sent, or is Python's now."""
+    if send["hinted"] != 0:
+        send["hinted"] = 0
+        count_seals(world, world["peers"][send["peer"]], -1)
+
+
+@compiled
 def pay_seal(world: World, flow: int, generation: int) -> bool:
     """Sends the seal, with the bytes of aux before it; False where the mailbox has no room for all of it."""
     send = world["sends"][flow]
@@ -247,6 +275,7 @@ def pay_seal(world: World, flow: int, generation: int) -> bool:
     record["lo"], record["hi"], record["nbytes"], record["spare"] = send["num_pages"], send["aux_nbytes"], 0, 0
     tell(world, peer)
     ring(world, peer["bell"])
+    withdraw_hint(world, send)
     send["state"] = SEALED
     return True
 

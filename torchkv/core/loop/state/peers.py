@@ -53,7 +53,7 @@ class Grant(TypedDict):
 class Peer(TypedDict):
     """A peer. inbox: address of the mailbox that it writes to, here; outbox, bell: of those that this rank writes to,
     there; 0 if there is none. inbox_head, outbox_head: of the words that say how far they were read. read, written:
-    records so far. grants: address of its grants.
+    records so far. grants: address of its grants. seals: that are due to it soon, see `mailbox.count_seals`.
 
     Of a peer that is reached through the network (see `network`) the first five are 0. endpoint: 0 for others, and once
     it is cut. functions: address of the table of `torchkv.transport.NativeChannel`. tag_in, tag_out: of the records
@@ -83,6 +83,7 @@ class Peer(TypedDict):
     read: int
     written: int
     grants: int
+    seals: int
     endpoint: int
     functions: int
     tag_in: int

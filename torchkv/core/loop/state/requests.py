@@ -30,10 +30,11 @@ class Send(TypedDict):
     For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
     operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
 
-    On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. Of the
-    send's part of the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count:
-    where the page ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this
-    part any more; it outlives the send.
+    On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. flying:
+    ops whose kernels are enqueued. hinted: 1 while its receiver is told that the seal comes soon. Of the send's part of
+    the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count: where the page
+    ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this part any more;
+    it outlives the send.
     """
 
     state: int
@@ -65,6 +66,8 @@ class Send(TypedDict):
     staged: int
     kernels: int
     gated: int
+    flying: int
+    hinted: int
     ids_used: int
     src_at: int
     src_count: int

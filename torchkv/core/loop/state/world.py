@@ -83,11 +83,12 @@ class World(TypedDict):
     one. phases: for each of `PHASES` how many durations lie in each bucket of a histogram, and their sum in
     nanoseconds. clock: scratch.
 
-    Of a rank whose pages lie on a GPU (see `launching`): stream: on which everything is enqueued. word,
-    word_device: addresses of the completion word, here and there; posted: the last value that the stream was told to
-    write to it. ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued.
-    broken: the driver's error code, negative until Python is told of it; or 0. steps: so far; gate_streams,
-    gate_numbers, gate_steps: in which step an event of a stream had not happened.
+    Of a rank whose pages lie on a GPU (see `launching`): stream: on which everything is enqueued. word, word_device:
+    addresses of the completion word, here and there; posted: the last value that the stream was told to write to it.
+    ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued. seals: peers
+    that soon send a seal, when the loop looked last. broken: the driver's error code, negative until Python is told of
+    it; or 0. steps: so far; gate_streams, gate_numbers, gate_steps: in which step an event of a stream had not
+    happened.
 
     Of a rank that reaches peers through the network: native, worker, put_params, params: see
     `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
@@ -142,6 +143,7 @@ class World(TypedDict):
     late: int
     part: int
     flying: int
+    seals: int
     broken: int
     steps: int
     operations: int
