@@ -70,12 +70,12 @@ class Verbs(PlainVerbs):
                 prefix_tokens = arguments.as_count(prefix_tokens, operation=operation, name="prefix_tokens")
             total = None if timeout is None else seconds(timeout, f"{operation}: timeout")
             slot = self.checked_slot(operation, state_slot, layout)
-            if slot is None and layout.stateful:
+            if not layout.stateful:
+                slot = None
+            elif slot is None:
                 raise ProtocolError(f"{operation}: this layout has state; give state_slot, the slot that it goes to")
             ranks = self._checked_writers(src, operation)
-            req, frames, wake = self._post(
-                request, array, ranks, prefix_tokens, slot if layout.stateful else None, total, work
-            )
+            req, frames, wake = self._post(request, array, ranks, prefix_tokens, slot, total, work)
         except KVError as error:
             with engine.lock:
                 engine.receiver.refuse(request, error)

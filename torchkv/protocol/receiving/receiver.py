@@ -145,7 +145,8 @@ class Receiver:
         if flows is not None:
             plans = {rank: writer.plan for rank, writer in writers.items()}
             req.flow = req.reserved = flows.reserve(len(pages), plans)
-        trace.debug("request %r: granted to ranks %s, generation %d", request, tuple(writers), self._next_generation)
+        if trace.isEnabledFor(logging.DEBUG):
+            trace.debug("request %r: granted to ranks %s, generation %d", request, tuple(writers), req.generation)
         self._next_generation += 1
         self.requests.add(req)
         self.leases.take(req)
