@@ -230,13 +230,13 @@ class Notices:
 
     def _on_op_done(self, index: int, now: float) -> None:
         """An op has ended, and with it those of the same request whose notices come next."""
-        req, op = self._ops.pop(index)
+        notices, running = self._notices, self._ops
+        req, op = running.pop(index)
         indices, ops = [index], [op]
-        notices = self._notices
-        while notices and notices[0].kind == OP_DONE and self._ops[notices[0].index][0] is req:
-            index = notices.popleft().index
-            indices.append(index)
-            ops.append(self._ops.pop(index)[1])
+        while notices and (notice := notices[0]).kind == OP_DONE and running[notice.index][0] is req:
+            notices.popleft()
+            indices.append(notice.index)
+            ops.append(running.pop(notice.index)[1])
         nbytes, spans = self.core.op_results(indices)
         connection = self._connections[req.dst]
         lane = "view" if connection.direct else connection.lane
