@@ -438,7 +438,7 @@ def run(world: World) -> None:
         fence()
         if not _has_work(world):
             futex_wait(world["functions"][SYSCALL], world["futex"], bell, state, nap, scratch)
-            if load(bell) == 0:  # by somebody who has work, or is about to
+            if load(bell) == 0:  # rung, by somebody who has work for it, or soon will
                 idle_since = 0
         store(bell, 0)
 
