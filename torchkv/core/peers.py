@@ -85,7 +85,6 @@ class LoopPeers:
         self._bytes = self._segment.numpy().data
         runner.world["bell"] = self._segment_at
         self._mapped: dict[int, shared_memory.Segment] = {}  # by rank
-        self._reads_at: dict[int, int] = {}  # likewise: where in the segment they say that they read
         self._granted: dict[int, memoryview] = {}  # by rank, as long as that is mapped: the slots of its grants
         self._met: dict[int, bytes] = {}  # mailboxes of newcomers that have not said which one this rank may write to
         self._lanes: dict[int, NetworkLane] = {}  # by rank
@@ -162,7 +161,6 @@ class LoopPeers:
             peer["written"] = 0  # records may have gone through the network before
             self._memory[0]["num_peers"] = max(here + 1, int(self._memory[0]["num_peers"]))
         ctypes.c_int64.from_address(outbox_head + mailbox.READS_AT).value = 1
-        self._reads_at[rank] = inbox_head - self._segment_at + mailbox.READS_AT
 
     def disconnect(self, rank: int) -> None:
         """Unmaps the mailboxes of ``rank``, whose process has ended, and frees its slot. Idempotent.
@@ -187,21 +185,19 @@ class LoopPeers:
                 self._bytes[at : at + nbytes] = bytes(nbytes)
         del self.ranks[slot], self.slots[rank]
         self._granted.pop(rank, None)
-        self._reads_at.pop(rank, None)
         if (segment := self._mapped.pop(rank, None)) is not None:
             segment.close()
 
     def close(self) -> None:
         """Unmaps all mailboxes of others. The loop has ended."""
         self._granted.clear()
-        self._reads_at.clear()
         while self._mapped:
             self._mapped.popitem()[1].close()
 
     def reaches(self, rank: int) -> bool:
         """Whether records can be sent to ``rank``: both ranks have mapped each other's mailboxes."""
-        at = self._reads_at.get(rank)
-        return at is not None and self._bytes[at] != 0
+        at = mailbox.mailbox_at(self.slots[rank])[0] + mailbox.READS_AT if rank in self._mapped else 0
+        return at > 0 and self._bytes[at] != 0
 
     # ------------------------------------------------------------------ grants, which lie behind the mailboxes
 

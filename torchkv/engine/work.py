@@ -439,8 +439,7 @@ def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int], path: str) -> 
             if not work._parts:
                 work._ended = ended
                 work._is_done = True
-                if work._latch is not None or work._source_latch is not None or work._stream_waits:
-                    work._release()
+                work._release()
                 completed.append(work)
     for work in completed:
         if work._recorder is not None:

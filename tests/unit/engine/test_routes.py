@@ -1,4 +1,4 @@
-"""What the resident loop expects of a writer is remembered for no longer than its connection and its process last."""
+"""The resident loop expects writers for no longer than their connections and their processes last."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ PLAN = compile_plan(1, {1: LAYOUT}, LAYOUT)
 
 
 def connection(*, direct: bool = True) -> Any:
-    return SimpleNamespace(
-        channel=object(), tags=None, closed=False, direct=direct, path=lambda **_: "direct" if direct else "runs"
-    )
+    return SimpleNamespace(channel=object(), tags=None, closed=False, direct=direct)
 
 
 def routes(connections: dict[int, Any], reached: set[int]) -> Routes:
@@ -27,23 +25,18 @@ def routes(connections: dict[int, Any], reached: set[int]) -> Routes:
     return Routes(core, local=local, connections=connections, kernels=None, puts=False, sends_to=lambda rank: False)
 
 
-def test_a_source_lasts_as_long_as_its_connection() -> None:
+def test_a_writer_is_expected_as_long_as_its_connection_lasts() -> None:
     first = connection()
     connections = {1: first}
     known = routes(connections, {1})
-    source = known.source(1, PLAN)
-    assert source is not None
-    assert source.connection is first
-    assert known.source(1, PLAN) is source
+    assert known.takes({1: PLAN})
     assert known.takes({1: PLAN})
     first.closed = True
     assert not known.takes({1: PLAN})
     connections[1] = connection()
-    again = known.source(1, PLAN)
-    assert again is not None
-    assert again.connection is connections[1]
+    assert known.takes({1: PLAN})
     connections[1] = connection(direct=False)
-    assert known.source(1, PLAN) is None
+    assert not known.takes({1: PLAN})
     del connections[1]
     assert not known.takes({1: PLAN})
 

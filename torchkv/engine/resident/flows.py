@@ -351,23 +351,17 @@ class Flows:
         assert req.flow is not None
         self._receives[req.flow] = req
         rank, writer = next(iter(req.writers.items()))
-        source = self.routes.source(rank, writer.plan)
-        req.loop_path = self.routes.path(rank, writer.plan) if source is None else source.path
-        staged: Mapping[int, Int64Array] = {}
-        network = False
-        if source is None or len(req.writers) > 1:
-            staged = self.routes.unpacked({rank: writer.plan for rank, writer in req.writers.items()})
-            lanes = [self.core.peers.lane(rank) for rank in req.writers]
-            network = any(lane is not None and lane.is_driven for lane in lanes)
+        req.loop_path = self.routes.path(rank, writer.plan)
+        staged = self.routes.unpacked({rank: writer.plan for rank, writer in req.writers.items()})
         self.core.open_receive(
             req.flow,
             generation=req.generation,
             num_tokens=req.num_tokens,
-            page_size=writer.plan.dst_page_size,
+            page_size=next(iter(req.writers.values())).plan.dst_page_size,
             leader=self._decider(),
             told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
-            network=network,
+            network=any(lane.is_driven for rank in req.writers if (lane := self.core.peers.lane(rank)) is not None),
             staged=staged,
             pages=req.pages,
         )

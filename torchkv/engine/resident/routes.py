@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchkv.core.core import Core
     from torchkv.core.peers import NetworkLane
 
-__all__ = ["Route", "Routes", "Source"]
+__all__ = ["Route", "Routes"]
 
 MIN_RUN = 4096  # bytes of the shortest run that the loop puts through the network: shorter ones are staged
 MAX_STAGED_RUN = 32768  # bytes of the longest run that it stages, where that costs less than to put it
@@ -93,14 +93,6 @@ class Route:
         return not self.connection.closed and (self.lane is None or self.lane.native is not None)
 
 
-class Source(NamedTuple):
-    """The other end of a `Route` without a lane: a writer that is expected to have mapped this rank's pages."""
-
-    plan: PairPlan  # kept, because sources are found by its id
-    connection: PeerConnection
-    path: str
-
-
 class Routes:
     """The routes of one rank, each made when it is first asked for.
 
@@ -119,7 +111,6 @@ class Routes:
         sends_to: Callable[[int], bool],
     ) -> None:
         self.known: dict[tuple[int, int], Route] = {}  # by rank and the plan's id
-        self._sources: dict[tuple[int, int], Source] = {}  # likewise
         self._core = core
         self._local = local
         self._connections = connections
@@ -134,7 +125,6 @@ class Routes:
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended."""
         self.known = {key: route for key, route in self.known.items() if key[0] != rank}
-        self._sources = {key: source for key, source in self._sources.items() if key[0] != rank}
 
     def serving(self, rank: int) -> PeerConnection | None:
         """The connection to ``rank``, if the loop can copy to it, or put, and reach it."""
@@ -221,30 +211,18 @@ class Routes:
             return self._kernels.gate(event)
         return NO_GATE if event is None else None
 
-    def source(self, rank: int, plan: PairPlan) -> Source | None:
-        """What is expected of a writer, if it is to copy straight into this rank's pages.
-
-        Whether it has mapped them is not known here; this rank has mapped its pages for the same reasons. If it has not
-        after all, the request is taken back with its first message.
-        """
-        known = self._sources.get((rank, id(plan)))
-        if known is not None and known.connection is self._connections.get(rank) and not known.connection.closed:
-            return known
-        connection = self.serving(rank)
-        if connection is None or not connection.direct or not _can_copy(plan):
-            return None
-        source = self._sources[rank, id(plan)] = Source(plan, connection, self.path(rank, plan))
-        return source
-
     def takes(self, plans: Mapping[int, PairPlan]) -> bool:
-        """Whether these ranks are expected to have routes to this one, for these plans."""
-        return all(self.source(rank, plan) or self._is_taken(rank, plan) for rank, plan in plans.items())
+        """Whether these ranks are expected to have routes to this one, for these plans.
+
+        Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
+        reasons. If it has not after all, the request is taken back with its first message.
+        """
+        if not all(self.serving(rank) for rank in plans) or not all(map(_can_copy, plans.values())):
+            return False
+        return all(self._connections[rank].direct or self._is_taken(rank, plan) for rank, plan in plans.items())
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
-        """Whether the loop of a writer puts a plan through the network, or stages it; else its Python does."""
-        connection = self.serving(rank)
-        if connection is None or connection.direct or not _can_copy(plan):
-            return False
+        """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
         if self.stages is not None and self._may_stage(plan, self._core.peers.lane(rank)):
             return self.stages.serves(rank, plan) or _is_coarse(plan)
         return _is_coarse(plan)
