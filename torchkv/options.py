@@ -32,6 +32,9 @@ MAX_HEARTBEAT = 3600.0  # seconds
 # Variables that are not fields of Options.
 _OTHER = ("INTERFACE", "SECRET_FILE")
 
+DEFAULT_THREADS = 4  # that copy: more gain little where several ranks share the memory
+MAX_THREADS = 16
+
 RECORDED = 4096  # operations that a flight recorder keeps by default
 MAX_RECORDED = 1 << 20
 
@@ -97,6 +100,8 @@ class Options:
     staging_send: bytes of memory into which this rank packs staged transfers, allocated on first use; 0: none.
     staging_recv: bytes of the staging ring that other ranks write to, allocated by ``register``; 0: none.
     sm_budget: thread blocks that each copy kernel may use on a GPU.
+    copy_threads: threads that copy together what this rank sends within its host, in host memory; None: as many as this
+    process has cores, up to four. They sleep while there is nothing to copy.
     checksum: whether to verify bytes end to end; every transfer then takes the staged path. On GPUs not for
     pages that are converted to another dtype.
     require: a path, such as ``"direct"``, by which every peer must be reachable, else ``register`` raises.
@@ -120,6 +125,7 @@ class Options:
     staging_send: int = _setting("staging_send", 128 << 20, int)
     staging_recv: int = _setting("staging_recv", 256 << 20, int)
     sm_budget: int = _setting("sm_budget", 16, int)
+    copy_threads: int | None = _setting("copy_threads", None, _int_or_none)
     checksum: bool = _setting("checksum", False, _flag)
     require: str | None = _setting("require", None, _text_or_none)
     min_gbps: float | None = _setting("min_gbps", None, _float_or_none)
@@ -142,6 +148,9 @@ class Options:
             least = 1 if name == "sm_budget" else 0
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ProtocolError(f"Options.{name}={value!r} must be an int, {least} or more")
+        threads = self.copy_threads
+        if isinstance(threads, bool) or not isinstance(threads, int | None) or not 1 <= (threads or 1) <= MAX_THREADS:
+            raise ProtocolError(f"Options.copy_threads={threads!r} must be an int from 1 to {MAX_THREADS}, or None")
         if not isinstance(self.transport, str):
             raise ProtocolError(f"Options.transport={self.transport!r} must be the name of a transport, or 'auto'")
         if self.min_gbps is not None and not (isinstance(self.min_gbps, int | float) and self.min_gbps > 0):
@@ -174,6 +183,12 @@ class Options:
             return self.flight_recorder
         asked = self.dump_dir is not None or self.metrics_port is not None or self.nvtx
         return RECORDED if asked else 0
+
+    @property
+    def copiers(self) -> int:
+        """Threads that copy beside the resident loop's own."""
+        most = min(DEFAULT_THREADS, len(os.sched_getaffinity(0)))
+        return (most if self.copy_threads is None else self.copy_threads) - 1
 
     @property
     def forced_path(self) -> str | None:

@@ -94,6 +94,7 @@ OPTIONS = {
     "staging_send": 128 << 20,
     "staging_recv": 256 << 20,
     "sm_budget": 16,
+    "copy_threads": None,
     "checksum": False,
     "require": None,
     "min_gbps": None,

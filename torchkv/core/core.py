@@ -13,7 +13,7 @@ from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.events import Events
 from torchkv.core.led_rounds import LedRounds
-from torchkv.core.loop import grants, loop, network, receiving
+from torchkv.core.loop import copying, grants, loop, network, receiving
 from torchkv.core.loop.codes import CUT, DONE, FREE, GRANT, NOBODY, POSTED, SEALED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
@@ -456,7 +456,7 @@ class Core:
 @at_register
 def warm_up() -> None:
     """Compiles the loop, or loads it from disk."""
-    core = Core(0, recorded=1)
+    core = Core(0, copiers=1, recorded=1)
     none = np.zeros(2, dtype=np.int64)  # a plan without layers
     world = core.world
     flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
@@ -490,5 +490,7 @@ def warm_up() -> None:
     posting.try_hold(core._address, 0)
     posting.let_go(core._address)
     posting.hand_over(core._address, core.operations.of_op(0))
+    posting.wake_copiers(core._address)
     posting.stop(core._address)
     loop.run(world)
+    copying.run_copier(world, 0)

@@ -13,15 +13,16 @@ from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
+from torchkv.core.loop import copying
 from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS, FLIGHT
-from torchkv.core.loop.mailbox import NAPPING, call_yield, ring
+from torchkv.core.loop.mailbox import NAPPING, ring
 from torchkv.core.loop.state.requests import Send
 from torchkv.core.loop.state.world import WORLD, World, word_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
-from torchkv.host.futex import futex_wait
+from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 from torchkv.host.page_id_check import copy_ids
 
@@ -42,6 +43,7 @@ __all__ = [
     "try_hold",
     "wait_for_grant",
     "wait_news",
+    "wake_copiers",
     "wake_driver",
     "wake_loop",
     "wake_waiters",
@@ -340,6 +342,12 @@ def stop(address: int) -> None:
     world = world_at(address)
     store(address + _STOP, 1)
     ring(world, world["bell"])
+
+
+@compiled_with_gil
+def wake_copiers(address: int) -> None:
+    """Has the copiers see that they are to stop. Once the loop has ended."""
+    copying.wake_copiers(world_at(address))
 
 
 @compiled_with_gil

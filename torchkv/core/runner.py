@@ -1,4 +1,4 @@
-"""The resident loop's memory, and the thread that runs it."""
+"""The resident loop's memory, and the threads that run it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,10 +17,11 @@ from torchkv.arrays import Int64Array
 from torchkv.core import posting
 from torchkv.core.device import LoopDevice
 from torchkv.core.journal import OPERATION_WORDS
-from torchkv.core.loop import loop
+from torchkv.core.loop import copying, loop
 from torchkv.core.loop.codes import FUTEX_CALL
 from torchkv.core.loop.limits import (
     MAILBOX_RECORDS,
+    MAX_COPIERS,
     MAX_FLOWS,
     MAX_GRANTED,
     MAX_PEERS,
@@ -31,9 +33,10 @@ from torchkv.errors import TransportUnavailable
 from torchkv.host import spin_wait
 from torchkv.host.jit import libc_functions
 
-__all__ = ["PART", "TURN", "Runner"]
+__all__ = ["CHUNK", "PART", "TURN", "Runner"]
 
-TURN = 1 << 20  # bytes
+TURN = 1 << 20  # bytes, of each thread that copies
+CHUNK = 128 << 10  # bytes: ten microseconds or so
 PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 
 _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
@@ -42,7 +45,8 @@ _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 class Runner:
     """See `torchkv.core.core.Core`.
 
-    turn, window, part: see `World`. recorded: operations that its journal keeps. memory: an array of one `World`.
+    turn, window, part, copiers, chunk: see `World`; turn: of each thread that copies. recorded: operations that its
+    journal keeps. memory: an array of one `World`.
     address: where it lies. words: all of it, as int64. granted_ids: page ids of sends that the loop has bound.
     operations: the journal's ring.
     """
@@ -55,6 +59,8 @@ class Runner:
         turn: int = TURN,
         window: int = MAILBOX_RECORDS,
         part: int = PART,
+        copiers: int = 0,
+        chunk: int = CHUNK,
         recorded: int = 0,
     ) -> None:
         if rank >= MAX_PEERS:
@@ -67,7 +73,9 @@ class Runner:
         self.words = self.memory.view(np.int64).reshape(-1).data
         self.granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # touched as used
         self.world = cast(World, self.memory[0])
-        self.world["address"], self.world["rank"], self.world["turn"] = self.address, rank, turn
+        assert copiers <= MAX_COPIERS
+        self.world["address"], self.world["rank"] = self.address, rank
+        self.world["turn"], self.world["copiers"], self.world["chunk"] = turn * (1 + copiers), copiers, chunk
         self.world["driver_fd"], self.world["futex"], self.world["one"] = -1, FUTEX_CALL[platform.machine()], 1
         self.world["spin"], self.world["window"], self.world["part"] = spin_wait.SPIN, window, part
         self.world["functions"][:] = _FUNCTIONS
@@ -78,24 +86,28 @@ class Runner:
         if device is not None:
             device.describe(self.world)
         self._driver_word: Int64Array | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
         self._holding = False
 
     @property
     def running(self) -> bool:
         """Whether the loop has a thread."""
-        return self._thread is not None
+        return bool(self._threads)
 
     def start(self, driver_fd: int, driver_word: Int64Array) -> None:
-        """Starts the loop's thread. It never takes the GIL, and ends with `stop`.
+        """Starts the loop's thread, and its copiers. They never take the GIL, and end with `stop`.
 
         driver_fd, driver_word: an eventfd and a word that wake Python's own thread (see `torchkv.engine.progress`).
         """
         self._driver_word = driver_word
         self.world["driver_fd"], self.world["driver_word"] = driver_fd, driver_word.ctypes.data
-        self._thread = threading.Thread(target=self._run, name="torchkv-loop", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="torchkv-loop", daemon=True)]
+        for number in range(int(self.world["copiers"])):
+            copier = partial(copying.run_copier, self.world, number)
+            self._threads.append(threading.Thread(target=copier, name=f"torchkv-copier-{number}", daemon=True))
+        for thread in self._threads:
+            thread.start()
         atexit.register(self.stop)
 
     def _run(self) -> None:
@@ -105,12 +117,15 @@ class Runner:
         loop.run(self.world)
 
     def stop(self) -> None:
-        """Ends the thread. Idempotent. In a forked child there is none."""
+        """Ends the threads. Idempotent. In a forked child there are none."""
         atexit.unregister(self.stop)
-        thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._pid:
+        threads, self._threads = self._threads, []
+        if threads and os.getpid() == self._pid:
             posting.stop(self.address)
-            thread.join()
+            threads[0].join()
+            posting.wake_copiers(self.address)
+            for copier in threads[1:]:
+                copier.join()
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""

@@ -1,4 +1,4 @@
-"""Sleeping on a word of memory, for compiled code: Linux's futex.
+"""How a thread of compiled code waits: by Linux's futex, which sleeps on a word of memory, or by yielding its core.
 
 syscall, number: address of libc's ``syscall``, and the number of the system call.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from torchkv.arrays import Int64Array
 from torchkv.host.jit import c_function, compiled
 
-__all__ = ["futex_wait", "futex_wake"]
+__all__ = ["call_yield", "futex_wait", "futex_wake"]
 
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 1 << 30
 
 call_system = c_function(7, 64)
+call_yield = c_function(1, 32)  # of the address of libc's ``sched_yield``, and an argument that is ignored
 
 
 @compiled

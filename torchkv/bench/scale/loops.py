@@ -33,12 +33,23 @@ def flat_geometry(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> Int64
 
 
 class Pair:
-    """Loops of a writer and a reader, with random pages on one side and poisoned ones on the other."""
+    """Loops of a writer and a reader, with random pages on one side and poisoned ones on the other.
+
+    turn, window, recorded, copies: see `torchkv.core.runner.Runner`.
+    """
 
     def __init__(
-        self, *, layers: int = 3, pages: int = 8, turn: int = TURN, window: int = MAILBOX_RECORDS, recorded: int = 0
+        self,
+        *,
+        layers: int = 3,
+        pages: int = 8,
+        turn: int = TURN,
+        window: int = MAILBOX_RECORDS,
+        recorded: int = 0,
+        **copies: int,
     ) -> None:
-        self.writer, self.reader = (Core(rank, turn=turn, window=window, recorded=recorded) for rank in (0, 1))
+        limits = {"turn": turn, "window": window, "recorded": recorded, **copies}
+        self.writer, self.reader = (Core(rank, device=None, **limits) for rank in (0, 1))
         self.writer.peers.connect(1, self.reader.peers.descriptor())
         self.reader.peers.connect(0, self.writer.peers.descriptor())
         self.layers = layers

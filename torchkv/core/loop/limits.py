@@ -9,6 +9,7 @@ COMMANDS = 16384  # at least one per op and one per flow, so that the ring is ne
 DUE = 8192  # messages that wait for room: at most one per send, round and writer of a receive, two per receive and peer
 MAILBOX_RECORDS = 256  # records of one mailbox
 MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
+MAX_COPIERS = 15  # threads that copy with the loop
 SCRATCH = 1024  # page pairs that are copied in one go
 AUX_PART = 32  # bytes of aux in one record
 MAX_AUX = 256  # longer ones go through Python

@@ -45,7 +45,7 @@ from torchkv.core.loop.grants import (
     wait_for_grant,
 )
 from torchkv.core.loop.limits import COMMANDS, DUE, FLIGHT, MAX_OPS, RECORD_NBYTES
-from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, call_yield, owe, take, waiting
+from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, owe, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import on_record, pay_verdict
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
@@ -65,7 +65,7 @@ from torchkv.core.loop.staging import forget_pieces, on_credit
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.loop.unpacking import on_staged, pay_credit
 from torchkv.host.atomics import exchange, fence, load, store
-from torchkv.host.futex import futex_wait
+from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
 
 __all__ = [

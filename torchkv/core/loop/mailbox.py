@@ -34,7 +34,7 @@ from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, word_at
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.futex import futex_wake
-from torchkv.host.jit import c_function, compiled
+from torchkv.host.jit import compiled
 
 __all__ = [
     "ASLEEP",
@@ -46,7 +46,6 @@ __all__ = [
     "READS_AT",
     "SEALS_AT",
     "SEGMENT_NBYTES",
-    "call_yield",
     "count_seals",
     "mailbox_at",
     "owe",
@@ -63,9 +62,6 @@ ASLEEP, NAPPING = 1, 2  # of a bell
 _SEQ = 56  # offset of a record's ``seq``
 LINE = 128
 _RECORD = word_at("record")
-
-call_yield = c_function(1, 32)
-
 
 READS_AT = 8  # offset of the word that says that a rank reads, from its head
 SEALS_AT = 16  # and of the one that says how many of its seals are due soon

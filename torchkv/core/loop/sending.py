@@ -20,6 +20,7 @@ from torchkv.core.loop.codes import (
     VERDICT_PHASE,
     WRITTEN,
 )
+from torchkv.core.loop.copying import copy_pairs, copy_spans
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import landed
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
@@ -31,7 +32,7 @@ from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import AUX_AT, World
 from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
 from torchkv.host.atomics import copy_bytes, load
-from torchkv.host.copy_loops import SHORT_RUN, pairs_at, spans_at
+from torchkv.host.copy_loops import SHORT_RUN
 from torchkv.host.jit import compiled
 
 __all__ = [
@@ -192,10 +193,10 @@ def _copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
             op["runs"] += put_pairs(world, peer, seg, count)
         elif n0 * n1 == 1 and run < SHORT_RUN:
             spans = _merge(world, count, run)
-            spans_at(load(seg), load(seg + 8), world["src"], world["dst"], world["length"], 0, spans)
+            copy_spans(world, load(seg), load(seg + 8), spans, count * nbytes)
             op["runs"] += spans
         else:
-            pairs_at(load(seg), load(seg + 8), world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
+            copy_pairs(world, load(seg), load(seg + 8), count, n0, s0, d0, n1, s1, d1, run)
             op["runs"] += count * n0 * n1
         op["ordinal"] += count
     if op["ordinal"] >= stop - begin:

@@ -315,7 +315,8 @@ class Registration:
         """The resident loop; None where it cannot work: then Python does everything."""
         try:
             device = None if self.gpu is None else loop_device(self.gpu.incoming, self.gpu.activate_thread)
-            return Core(self.rank, device=device, recorded=self.options.recorded)
+            copiers = 0 if self.gpu is not None else self.options.copiers  # kernels copy what lies on a GPU
+            return Core(self.rank, device=device, copiers=copiers, recorded=self.options.recorded)
         except TransportUnavailable as error:
             log.info("rank %d: no resident loop: %s", self.rank, error)
             return None

@@ -26,6 +26,7 @@ from torchkv.core.loop.limits import (
     DUE,
     GATES,
     MAX_AUX,
+    MAX_COPIERS,
     MAX_EVENTS,
     MAX_FLOWS,
     MAX_OPS,
@@ -37,19 +38,23 @@ from torchkv.core.loop.limits import (
     RECORD_NBYTES,
     SCRATCH,
 )
+from torchkv.core.loop.state.copying import Copier, Job
 from torchkv.core.loop.state.peers import Grant, Peer, Record
 from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Writer
 from torchkv.observe.histogram import BOUNDS
 
 __all__ = [
     "AUX_AT",
+    "COPIER_NBYTES",
     "EVENT",
     "GRANT_NBYTES",
     "RECORD",
     "WORLD",
     "Event",
     "World",
+    "copier_word_at",
     "grant_word_at",
+    "job_word_at",
     "receive_word_at",
     "word_at",
 ]
@@ -79,6 +84,9 @@ class World(TypedDict):
     votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
     round + 1, or 0.
 
+    Of `copying`: copiers: threads that copy with the loop. chunk: bytes that one thread claims at a time. job: an array
+    of one. copier: what each thread has to say.
+
     Of the `journal`: operations: address of its ring of ``recorded``, which may be 0; operation: number of the last
     one. phases: for each of `PHASES` how many durations lie in each bucket of a histogram, and their sum in
     nanoseconds. clock: scratch.
@@ -107,6 +115,8 @@ class World(TypedDict):
     futex: int
     spin: int
     turn: int
+    copiers: int
+    chunk: int
     window: int
     functions: Int64Array
     command_tail: int
@@ -165,6 +175,8 @@ class World(TypedDict):
     src: Int64Array
     dst: Int64Array
     length: Int64Array
+    job: list[Job]
+    copier: list[Copier]
     commands: Int64Array
     due: Int64Array
     buckets: Int64Array
@@ -211,15 +223,17 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "votes": ("i8", (MAX_PEERS, MAX_FLOWS)),
     "awaited": ("i8", (MAX_PEERS, MAX_FLOWS)),
     "rounds_of": ("i8", (MAX_PEERS, MAX_FLOWS)),
+    "job": (_words(Job), 1),
     "rounds": (_ROUND, MAX_ROUNDS),
     "peers": (_PEER, MAX_PEERS),
     "sends": (_SEND, MAX_FLOWS),
     "ops": (_OP, MAX_OPS),
     "writers": (_WRITER, MAX_WRITERS),
     "aux": ("i8", MAX_WRITERS * MAX_AUX // 8),
+    "rest": ("i8", 14),
 }
 # Words that one side writes often lie on cache lines of their own: 128 bytes before each of these.
-_APART = ("command_tail", "command_head", "due_head", "src")
+_APART = ("command_tail", "command_head", "due_head", "src", "job", "copier", "commands")
 
 
 def _dtype(record: type) -> np.dtype[np.void]:
@@ -238,7 +252,9 @@ def _dtype(record: type) -> np.dtype[np.void]:
 
 
 _RECEIVE, EVENT = _dtype(Receive), _dtype(Event)
+_COPIER = _dtype(Copier)
 _ARRAYS["receives"] = (_RECEIVE, MAX_FLOWS)
+_ARRAYS["copier"] = (_COPIER, MAX_COPIERS)
 _ARRAYS["events"] = (EVENT, MAX_EVENTS)
 WORLD = _dtype(World)
 
@@ -258,10 +274,21 @@ def receive_word_at(name: str) -> int:
     return _offset(_RECEIVE, name) // 8
 
 
+def job_word_at(name: str) -> int:
+    """Offset in bytes of a field of the `World`'s `Job`."""
+    return word_at("job") + 8 * list(Job.__annotations__).index(name)
+
+
+def copier_word_at(name: str) -> int:
+    """Offset in bytes of a field of `Copier`."""
+    return _offset(_COPIER, name)
+
+
 def grant_word_at(name: str) -> int:
     """Offset in bytes of a field of `Grant`."""
     return 8 * list(Grant.__annotations__).index(name)
 
 
 GRANT_NBYTES = _words(Grant).itemsize
+COPIER_NBYTES = _COPIER.itemsize
 AUX_AT = word_at("record") + _offset(RECORD, "lo")  # where the bytes of an AUX record begin

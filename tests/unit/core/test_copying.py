@@ -1,0 +1,169 @@
+"""Copies in which other threads help the resident loop: every byte, every chunk once, and nobody goes on too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchkv.bench.scale.loops import PAGE, Pair
+from torchkv.core.core import Core
+from torchkv.core.loop import copying
+from torchkv.core.loop.codes import OP_DONE, RECEIVED, SENT
+from torchkv.core.loop.limits import MAX_COPIERS
+from torchkv.core.loop.state.copying import Copier, Job
+
+
+def memory(*, pairs: int, nbytes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Random bytes, poisoned ones, and where each pair lies in them, with a canary behind each."""
+    dice = np.random.default_rng(seed)
+    source = dice.integers(0, 256, pairs * (nbytes + 8), dtype=np.uint8)
+    src, dst = (dice.permutation(pairs) * (nbytes + 8) for _ in range(2))
+    return source, np.full_like(source, 0xDD), src, dst
+
+
+def expected(source: np.ndarray, src: np.ndarray, dst: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    copied = np.full_like(source, 0xDD)
+    for at, to, nbytes in zip(src, dst, lengths, strict=True):
+        copied[to : to + nbytes] = source[at : at + nbytes]
+    return copied
+
+
+def place(core: Core, src: np.ndarray, dst: np.ndarray) -> None:
+    world = core.runner.memory[0]
+    world["src"][: len(src)], world["dst"][: len(dst)] = src, dst
+
+
+def job(core: Core) -> Job:
+    return cast(Job, core.runner.memory[0]["job"][0])
+
+
+def copier(core: Core, number: int = 0) -> Copier:
+    return cast(Copier, core.runner.memory[0]["copier"][number])
+
+
+@given(
+    count=st.integers(1, 40),
+    rows=st.integers(1, 4),
+    run=st.integers(1, 200),
+    chunk=st.integers(1, 600),
+    copiers=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_pairs_in_chunks(count: int, rows: int, run: int, chunk: int, copiers: int, seed: int) -> None:
+    core = Core(0, copiers=copiers, chunk=chunk)
+    source, copied, src, dst = memory(pairs=count, nbytes=rows * run, seed=seed)
+    place(core, src, dst)
+    copying.copy_pairs(core.world, source.ctypes.data, copied.ctypes.data, count, 1, 0, 0, rows, run, run, run)
+    assert (copied == expected(source, src, dst, np.full(count, rows * run))).all()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    chunk=st.integers(1, 600),
+    copiers=st.sampled_from([0, 1, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_spans_in_chunks(lengths: list[int], chunk: int, copiers: int, seed: int) -> None:
+    core, count = Core(0, copiers=copiers, chunk=chunk), len(lengths)
+    source, copied, src, dst = memory(pairs=count, nbytes=300, seed=seed)
+    place(core, src, dst)
+    core.runner.memory[0]["length"][:count] = lengths
+    copying.copy_spans(core.world, source.ctypes.data, copied.ctypes.data, count, sum(lengths))
+    assert (copied == expected(source, src, dst, np.array(lengths))).all()
+
+
+@pytest.mark.parametrize("taken", range(6))
+def test_each_chunk_is_claimed_once(taken: int) -> None:
+    """A copier takes some chunks, the loop the rest, and then none is left, before the next job and in it."""
+    core = Core(0, copiers=2, chunk=64)
+    source, copied, src, dst = memory(pairs=5, nbytes=64)
+    place(core, src, dst)
+    for _ in range(3):
+        copied[:] = 0xDD
+        runs = (1, 0, 0, 1, 0, 0, 64)
+        copying.begin_job(core.world, source.ctypes.data, copied.ctypes.data, 5, 64, *runs)
+        before = copier(core)["copied"]
+        for _ in range(taken):
+            if copying.claim_chunk(core.world):
+                copier(core)["copied"] += 1
+        assert copier(core)["copied"] - before == min(taken, 5)
+        assert (copied != 0xDD).sum() > 0 or taken == 0
+        copying.end_job(core.world)
+        assert not copying.claim_chunk(core.world)
+        assert (copied == expected(source, src, dst, np.full(5, 64))).all()
+
+
+def test_the_loop_waits_for_a_chunk_that_a_copier_has_claimed() -> None:
+    core = Core(0, copiers=1, chunk=64)
+    source, copied, src, dst = memory(pairs=4, nbytes=64)
+    place(core, src, dst)
+    copying.begin_job(core.world, source.ctypes.data, copied.ctypes.data, 4, 64, 1, 0, 0, 1, 0, 0, 64)
+    job(core)["claim"] += 1  # a copier has claimed the first chunk, and is slow
+    loop = threading.Thread(target=copying.end_job, args=(core.world,))
+    loop.start()
+    while job(core)["claim"] & 0xFFFF < 4:
+        time.sleep(0.001)
+    time.sleep(0.05)  # one that does not wait has ended by now
+    assert loop.is_alive()
+    copier(core)["copied"] += 1
+    loop.join(30)
+    assert not loop.is_alive()
+
+
+def test_requests_with_many_copiers() -> None:
+    """Threads, small chunks, fresh bytes: whatever the loop announces is there."""
+    pages = 96
+    pair = Pair(layers=2, pages=pages, copiers=5, chunk=PAGE, turn=7 * PAGE)
+    pair.writer.runner.start(-1, np.zeros(1, dtype=np.int64))
+    dice = np.random.default_rng()
+    for generation in range(1, 151):
+        pair.src[:] = dice.integers(0, 256, pair.src.shape, dtype=np.uint8)
+        pair.dst[:] = 0xAB
+        ours, theirs = (dice.permutation(pages)[: pages - 5].tolist() for _ in range(2))
+        flow = pair.receive(pages - 5, generation=generation)
+        send = pair.send(flow, theirs, generation=generation)
+        op = pair.start(send, ours)
+        pair.writer.finish_send(send, pages - 5, b"")
+        heard: list[int] = []
+        while RECEIVED not in heard:
+            pair.reader.runner.step()
+            heard += [notice.kind for notice in pair.reader.events.take()]
+        wanted = np.full_like(pair.dst, 0xAB)
+        wanted[:, theirs] = pair.src[:, ours]
+        assert (pair.dst == wanted).all()
+        told: list[int] = []
+        while SENT not in told:
+            pair.reader.runner.step()
+            told += [notice.kind for notice in pair.writer.events.take()]
+        assert told == [OP_DONE, SENT]
+        pair.writer.op_results([op])
+        pair.writer.end_send(send)
+        pair.reader.close_receive(flow)
+        pair.reader.free_receive(flow)
+    pair.writer.runner.stop()
+    assert not [each for each in threading.enumerate() if each.name.startswith("torchkv-copier")]
+
+
+def test_copiers_sleep_and_end() -> None:
+    """A copier says that it sleeps, is woken by a job, and ends when the loop has."""
+    core = Core(0, copiers=MAX_COPIERS, chunk=64)
+    core.runner.start(-1, np.zeros(1, dtype=np.int64))
+    threads = [each for each in threading.enumerate() if each.name.startswith("torchkv-copier")]
+    assert len(threads) == MAX_COPIERS
+    while not all(copier(core, number)["asleep"] for number in range(MAX_COPIERS)):
+        time.sleep(0.001)
+    source, copied, src, dst = memory(pairs=100, nbytes=64)
+    with core.runner.standing_still():
+        place(core, src, dst)
+        copying.copy_pairs(core.world, source.ctypes.data, copied.ctypes.data, 100, 1, 0, 0, 1, 0, 0, 64)
+    core.runner.stop()
+    assert not any(each.is_alive() for each in threads)
+    assert (copied == expected(source, src, dst, np.full(100, 64))).all()
