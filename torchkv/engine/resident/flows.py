@@ -138,16 +138,15 @@ class Flows:
             "dst_page": plan.dst_page_size,
             "network": route.lane is not None,
             "staged": route.staged,
-            "serial": self.journal.serial(),
+            "serial": self.journal.number_send(req),
             "begun": int(req.begun_at * 1e9),
         }
 
     def _opened(self, req: SenderRequest, flow: int, route: Route, plan: PairPlan) -> None:
-        req.flow, req.loop_path = flow, route.path
+        req.flow, req.loop_path, req.loop_layers = flow, route.path, plan.layers
         self._sends[flow] = req
         if route.lane is not None:
             self._lanes[flow] = route.lane
-        self.journal.name_send(req, plan.layers)
 
     def heed_grants(self, heeds: bool) -> None:
         self.core.heed_grants(heeds)
@@ -301,7 +300,7 @@ class Flows:
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
             self.journal.hand_over_ops(req, left)
             sealed = self.core.take_back_send(req.flow, left)
-            self.journal.end_send(req.flow)
+            self.journal.end_send(req)
         for index in left:
             del self._ops[index]
         req.running = dict.fromkeys(req.running)
@@ -385,7 +384,7 @@ class Flows:
         if not all(map(self.core.peers.hears, req.writers)):
             return False
         writers, hashes = _bits(self._group_map.own_numbers(tuple(req.writers))), name_hashes(req.request)
-        prefix, serial = req.prefix_tokens, self.journal.name_receive(req)
+        prefix, serial = req.prefix_tokens, self.journal.number_receive(req)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
         return True
 
@@ -416,7 +415,7 @@ class Flows:
         assert req.flow is not None
         if not whole:
             self.journal.hand_over_receive(req)
-        self.journal.end_receive(req.flow)
+        self.journal.end_receive(req)
         del self._receives[req.flow]
         self.core.close_receive(req.flow)
         req.flow = None

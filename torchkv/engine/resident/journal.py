@@ -32,8 +32,8 @@ __all__ = ["Journal"]
 _CODES = {verb: code for code, verb in enumerate(VERBS)}
 
 
-# A request: its serial, its name, its peers, the layers of its plan, and the path of its bytes. A plain tuple, because
-# verbs make one on their critical path.
+# A request: its serial, its name, its peers, the layers of its plan, and the path of its bytes. A plain tuple, which is
+# made in half of a named one's time.
 _Named = tuple[int, str, Any, tuple[int, ...], str]
 
 
@@ -57,45 +57,36 @@ class Journal:
         self._requests, self._received, self._ops = sends, receives, ops
         self.codes = {} if recorder is None else _CODES  # as what the loop records a verb
         self._serial = 0
-        self._sends: dict[int, _Named] = {}  # by flow
-        self._receives: dict[int, tuple[int, ReceiverRequest]] = {}  # a serial and whose it is; named when it ends
+        # Requests are named when they end: verbs are on their callers' critical path.
         # Of requests that have ended. Whoever ended after a request has an operation after its last one, or was open
         # when it ended: so no name is missing of what is still in the ring.
         self._ended: deque[_Named] = deque(maxlen=core.operations.size + 2 * MAX_FLOWS)
 
-    def serial(self) -> int:
-        """For a request that is about to be the loop's; 0 if nothing is recorded."""
+    def number_send(self, req: SenderRequest) -> int:
+        """The serial of a request that is about to be the loop's; 0 if nothing is recorded."""
         if self._recorder is not None:
             self._serial += 1
+        req.serial = self._serial
         return self._serial
 
-    def name_send(self, req: SenderRequest, layers: tuple[int, ...]) -> None:
-        """The request is on the loop, under the latest serial."""
-        if self._recorder is not None and req.flow is not None:
-            self._sends[req.flow] = self._serial, req.request, req.dst, layers, req.loop_path
-
-    def name_receive(self, req: ReceiverRequest) -> int:
+    def number_receive(self, req: ReceiverRequest) -> int:
         """A serial for a request that the loop is about to grant, and whose end it records then; else 0."""
-        work = req.work
-        if self._recorder is None or work._parts != 1:
+        if self._recorder is None or req.work._parts != 1:
             return 0
-        assert req.flow is not None
         self._serial += 1
-        self._receives[req.flow] = self._serial, req
-        work._in_journal = True
+        req.serial = self._serial
+        req.work._in_journal = True
         return self._serial
 
-    def end_send(self, flow: int) -> None:
-        """The request has left the loop."""
-        if (named := self._sends.get(flow)) is not None:
-            self._ended.append(named)  # first: `entries` looks at those that have ended last
-            del self._sends[flow]
+    def end_send(self, req: SenderRequest) -> None:
+        """The request is about to leave the loop; not later: `entries` looks at those that have left last."""
+        if req.serial:
+            self._ended.append(_of_send(req))
 
-    def end_receive(self, flow: int) -> None:
-        """The request has left the loop."""
-        if (known := self._receives.get(flow)) is not None:
-            self._ended.append(_named(*known))
-            del self._receives[flow]
+    def end_receive(self, req: ReceiverRequest) -> None:
+        """As `end_send`."""
+        if req.serial:
+            self._ended.append(_of_receive(req))
 
     # ------------------------------------------------------------------ who records an operation
 
@@ -139,8 +130,9 @@ class Journal:
         offset = time.time_ns() - time.monotonic_ns()
         waiting = self._core.operations.unbegun()  # first: what the loop takes meanwhile is in both
         seen = self._core.operations.read()
-        receives = [_named(*known) for known in [*self._receives.values()]]
-        named = {each[0]: each for each in [*self._sends.values(), *receives, *self._ended]}
+        sends = [_of_send(req) for req in [*self._requests.values()]]
+        receives = [_of_receive(req) for req in [*self._received.values()]]
+        named = {each[0]: each for each in [*sends, *receives, *self._ended]}
         found = [_entry(each, named[each.serial], offset) for each in seen if each.serial in named]
         numbers = {each.number for each in seen}
         unbegun = [self._unbegun(kind, index, numbers, offset) for kind, index in waiting]
@@ -174,8 +166,12 @@ class Journal:
         return entry_of(-1, verb, base_name(request), peers, layers, num_pages, began)
 
 
-def _named(serial: int, req: ReceiverRequest) -> _Named:
-    return serial, req.request, tuple(req.writers), (), req.loop_path
+def _of_send(req: SenderRequest) -> _Named:
+    return req.serial, req.request, req.dst, req.loop_layers, req.loop_path
+
+
+def _of_receive(req: ReceiverRequest) -> _Named:
+    return req.serial, req.request, tuple(req.writers), (), req.loop_path
 
 
 def _entry(seen: Seen, named: _Named, offset: int) -> Entry:

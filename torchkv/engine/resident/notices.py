@@ -145,9 +145,10 @@ class Notices:
     def _act(self, notice: Notice, now: float) -> None:
         match notice.kind:
             case x if x == SENT:
-                sent = self._sends.pop(notice.index)
+                sent = self._sends[notice.index]
+                self.journal.end_send(sent)
+                del self._sends[notice.index]
                 self._lanes.pop(notice.index, None)
-                self.journal.end_send(notice.index)
                 self.core.end_send(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)

@@ -104,6 +104,7 @@ class ReceiverRequest:
     reserved: int | None = None  # the flow that it has, or had: no other request gets it before this one has ended
     arrived: int = 0  # bytes that the loop had seen arrive at the last tick
     loop_path: str = "direct"  # on which they come there
+    serial: int = 0  # that the loop's journal knows it by; 0: nothing is recorded
     group: str | None = None
     parts: Sequence[ReceiverRequest] = ()
     absent_tokens: int = 0

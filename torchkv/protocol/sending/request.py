@@ -55,6 +55,8 @@ class SenderRequest:
     # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
     flow: int | None = None
     loop_path: str = "direct"  # on which its bytes go there
+    loop_layers: tuple[int, ...] = ()  # those of its plan there
+    serial: int = 0  # that the loop's journal knows it by; 0: nothing is recorded
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.
     moved: tuple[int, float] = (-1, 0.0)
     # Set when it is taken back: whether what the loop had staged for it has come to an end, so that later bytes come
