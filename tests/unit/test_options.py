@@ -30,6 +30,8 @@ FROM_ENVIRONMENT = [
     ("staging_send", "1048576", 1 << 20),
     ("staging_recv", "4096", 4096),
     ("sm_budget", "8", 8),
+    ("copy_threads", "3", 3),
+    ("copy_threads", "", None),
     ("checksum", "off", False),
     ("require", "direct", "direct"),
     ("min_gbps", "0.5", 0.5),
@@ -80,6 +82,7 @@ def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatc
         ("staging_send", "128M"),
         ("staging_send", "-1"),
         ("sm_budget", "1.5"),
+        ("copy_threads", "all"),
         ("checksum", "perhaps"),
         ("min_gbps", "fast"),
         ("min_gbps", "0"),
@@ -111,6 +114,10 @@ def test_wrong_variables_are_refused_by_name(name: str, text: str, monkeypatch: 
         {"staging_send": "1"},
         {"checksum": 1},
         {"sm_budget": 0},
+        {"copy_threads": 0},
+        {"copy_threads": 17},
+        {"copy_threads": True},
+        {"copy_threads": 2.0},
         {"min_gbps": -2.0},
         {"min_gbps": "1"},
         {"transport": 5},
@@ -179,3 +186,11 @@ def test_known_variables_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> No
     assert interface_from_env() == "lo"
     monkeypatch.setenv("TORCHKV_INTERFACE", "")
     assert interface_from_env() is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked", "copiers"), [(1, None, 0), (2, None, 1), (64, None, 3), (2, 1, 0), (1, 16, 15)]
+)
+def test_threads_that_copy(cores: int, asked: int | None, copiers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert Options(copy_threads=asked).copiers == copiers
