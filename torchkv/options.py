@@ -149,7 +149,8 @@ class Options:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ProtocolError(f"Options.{name}={value!r} must be an int, {least} or more")
         threads = self.copy_threads
-        if isinstance(threads, bool) or not isinstance(threads, int | None) or not 1 <= (threads or 1) <= MAX_THREADS:
+        whole = isinstance(threads, int) and not isinstance(threads, bool)
+        if threads is not None and not (whole and 1 <= threads <= MAX_THREADS):
             raise ProtocolError(f"Options.copy_threads={threads!r} must be an int from 1 to {MAX_THREADS}, or None")
         if not isinstance(self.transport, str):
             raise ProtocolError(f"Options.transport={self.transport!r} must be the name of a transport, or 'auto'")

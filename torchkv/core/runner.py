@@ -35,7 +35,7 @@ from torchkv.host.jit import libc_functions
 
 __all__ = ["CHUNK", "PART", "TURN", "Runner"]
 
-TURN = 1 << 20  # bytes, of each thread that copies
+TURN = 1 << 20  # bytes
 CHUNK = 128 << 10  # bytes: ten microseconds or so
 PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 
@@ -45,8 +45,8 @@ _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 class Runner:
     """See `torchkv.core.core.Core`.
 
-    turn, window, part, copiers, chunk: see `World`; turn: of each thread that copies. recorded: operations that its
-    journal keeps. memory: an array of one `World`.
+    turn, window, part, copiers, chunk: see `World`. recorded: operations that its journal keeps. memory: an array of
+    one `World`.
     address: where it lies. words: all of it, as int64. granted_ids: page ids of sends that the loop has bound.
     operations: the journal's ring.
     """
@@ -75,7 +75,7 @@ class Runner:
         self.world = cast(World, self.memory[0])
         assert copiers <= MAX_COPIERS
         self.world["address"], self.world["rank"] = self.address, rank
-        self.world["turn"], self.world["copiers"], self.world["chunk"] = turn * (1 + copiers), copiers, chunk
+        self.world["turn"], self.world["copiers"], self.world["chunk"] = turn, copiers, chunk
         self.world["driver_fd"], self.world["futex"], self.world["one"] = -1, FUTEX_CALL[platform.machine()], 1
         self.world["spin"], self.world["window"], self.world["part"] = spin_wait.SPIN, window, part
         self.world["functions"][:] = _FUNCTIONS

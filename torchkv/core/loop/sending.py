@@ -120,6 +120,7 @@ def advance(world: World, index: int, budget: int) -> int:
         if op["told"] == op["arrived"] and op["arrived"] < op["num_positions"]:
             return BLOCKED if left == budget else budget - left
     else:
+        left = budget = budget * (1 + world["copiers"])  # which take no longer together
         while op["at"] < op["num_positions"] and left > 0 and not _has_group(op):
             left -= _copy_slice(world, send, op, left)
         if op["at"] < op["num_positions"] and not _has_group(op):
