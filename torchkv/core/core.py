@@ -39,6 +39,9 @@ __all__ = ["Core", "ReceiveState", "WriterState"]
 _SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Writer))
 _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
+_PEER_FLOW, _GENERATION, _GRANTED, _DST_PAGE = (
+    _SEND.index(name) for name in ("peer_flow", "generation", "granted", "dst_page")
+)
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
 _RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _WRITERS = (
     receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "writers")
@@ -180,6 +183,57 @@ class Core:
         )
         return flow
 
+    def meet(
+        self,
+        positions: Int64Array,
+        pages: Int64Array,
+        start: int,
+        gate: Gate,
+        verb: int,
+        *,
+        peer: int,
+        hashes: tuple[int, int],
+        writers: int,
+        max_page: int,
+        geometry: Int64Array,
+        kernels: Int64Array | None,
+        src_page: int,
+        dst_page: int,
+        network: bool,
+        staged: bool,
+        serial: int,
+        begun: int,
+    ) -> tuple[int, int] | None:
+        """`wait_for_grant` and `start_op` in one, if the grant is there and no event has told of it yet: see `bound`.
+
+        The flow and the index of the op. None, and nothing is done, if it is not, or anything speaks against it.
+        """
+        if not self.has_room:
+            return None
+        flow, index = self._free_sends[-1], self._free_ops[-1]
+        table = 0 if kernels is None else kernels.ctypes.data
+        lane = self._network(peer) if network else 0, int(staged)
+        send = (
+            self._slots[peer],
+            max_page,
+            *hashes,
+            writers,
+            geometry,
+            table,
+            src_page,
+            dst_page,
+            *lane,
+            serial,
+            begun,
+        )
+        if not posting.meet(self._address, flow, *send, index, positions, pages, start, *gate, verb):
+            return None
+        self._free_sends.pop()
+        self._free_ops.pop()
+        self._kept_sends[flow] = [geometry, kernels]
+        self._kept_ops[index] = positions, pages
+        return flow, index
+
     def _network(self, rank: int) -> int:
         """`Send`'s ``network``, of one whose pages are put."""
         lane = self.peers.lane(rank)
@@ -197,9 +251,9 @@ class Core:
 
     def bound(self, flow: int) -> tuple[int, int, Int64Array]:
         """The receiver's flow, the generation and the pages of the grant that the loop has bound a send to."""
-        send = self._memory[0]["sends"][flow]
-        pages = self.runner.granted_ids[flow, : int(send["granted"]) // int(send["dst_page"])].copy()
-        return int(send["peer_flow"]), int(send["generation"]), pages
+        sends = self._sends
+        pages = self.runner.granted_ids[flow, : sends[flow, _GRANTED] // sends[flow, _DST_PAGE]].copy()
+        return sends[flow, _PEER_FLOW], sends[flow, _GENERATION], pages
 
     def start_op(
         self, flow: int, positions: Int64Array, pages: Int64Array, start: int, gate: Gate = NO_GATE, verb: int = 0
@@ -463,6 +517,7 @@ def warm_up() -> None:
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
+    posting.meet(core._address, 2, 0, 0, 0, 0, 0, none, 0, 1, 1, 0, 0, 0, 0, 2, none[:0], none, 0, *NO_GATE, 0)
     core.wait_for_grant(peer=0, hashes=(0, 0), writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
     core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
     core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
-from torchkv.core.loop import copying
+from torchkv.core.loop import copying, grants
 from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
@@ -32,6 +32,7 @@ __all__ = [
     "hand_over",
     "hold",
     "let_go",
+    "meet",
     "open_receive",
     "open_round",
     "open_send",
@@ -151,6 +152,50 @@ def wait_for_grant(
     world["network"] += network & 1
     send["state"] = WAITING
     _command(world, WAIT, flow)
+
+
+@compiled_with_gil
+def meet(
+    address: int,
+    flow: int,
+    peer: int,
+    max_page: int,
+    hash0: int,
+    hash1: int,
+    writers: int,
+    geometry: Int64Array,
+    kernels: int,
+    src_page: int,
+    dst_page: int,
+    network: int,
+    staged: int,
+    serial: int,
+    begun: int,
+    index: int,
+    positions: Int64Array,
+    ids: Int64Array,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+    verb: int,
+) -> bool:
+    """As `wait_for_grant`, then `start_op`, of a send whose grant is there: see `grants.meet`. False if it is not."""
+    world = world_at(address)
+    send = world["sends"][flow]
+    send["serial"], send["begun"] = serial, begun
+    send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
+    send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
+    send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
+    _clear(send)
+    send["reach"] = start + len(ids) - 1
+    if not grants.meet(world, flow):
+        return False
+    send["network"], send["staged"] = network, staged
+    world["network"] += network & 1
+    send["state"] = OPEN
+    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb)
+    return True
 
 
 @compiled_with_gil

@@ -117,6 +117,8 @@ class PlainVerbs(RecordedVerbs):
         if not copy_ids(ids, op.source_pages.pages, engine.group_map.me.num_pages):
             return False
         with engine.lock:
+            if self._meet(op):
+                return True
             engine.catch_up()
             wake, began = engine.has_actions, False
             grant = None if engine.closed or engine.lost else engine.sender.grants.waiting(op.request, op.dst)
@@ -129,6 +131,20 @@ class PlainVerbs(RecordedVerbs):
         if wake:
             self._wake()
         return began
+
+    def _meet(self, op: SendOp) -> bool:
+        """As `_begin`, if Python has not taken in the grant yet: then it need not. Under the lock."""
+        engine, flows, grants = self.engine, self.engine.flows, self.engine.sender.grants
+        if flows is None or engine.closed or engine.lost or not grants.awaits(op.request, op.dst):
+            return False
+        now = self.clock()
+        if (met := flows.meet(op, now)) is None:
+            return False
+        grant, flow, index, route = met
+        req = grants.begin(grant, now)
+        flows.met(req, op, flow, index, route)
+        req.add_sent(op)
+        return True
 
     def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
         engine, flows = self.engine, self.engine.flows

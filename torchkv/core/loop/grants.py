@@ -26,7 +26,8 @@ and Python tells those again that are under way.
 A writer's loop looks for the send that waits for this receiver under this name, and binds it if Python would bind it
 too. Everything else it leaves to Python: a grant that nobody waits for yet, one of other writers than expected, one
 that does not hold the pages that were sent, and one behind a prefix. For all receivers of one verb must hold the same
-prefix, and a loop sees one of them: so what it binds is behind none.
+prefix, and a loop sees one of them: so what it binds is behind none. A verb that begins its request looks first whether
+the loop has left the grant to Python, and Python has not taken it in yet: then the verb binds it in the same way.
 
 Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash are not known, nor how to find them.
 """
@@ -42,12 +43,13 @@ from torchkv.core.loop.codes import (
     GRANT_PHASE,
     GRANTED,
     HELLO,
+    NEWS,
     OPEN,
     POSTED,
     RECEIVING,
 )
 from torchkv.core.loop.events import emit, tell_driver
-from torchkv.core.loop.limits import BUCKETS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
+from torchkv.core.loop.limits import BUCKETS, MAX_EVENTS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.sending import queue_op, seal_if_done
@@ -65,6 +67,7 @@ __all__ = [
     "SLOTS_AT",
     "forget",
     "greet",
+    "meet",
     "on_grant",
     "on_hello",
     "on_missed",
@@ -87,7 +90,7 @@ FROM_NETWORK = 1  # ``spare`` of the record of a GRANTED event, if the grant lie
 _GENERATION, _WRITERS = grant_word_at("generation"), grant_word_at("writers")
 _HASH0, _HASH1 = grant_word_at("hash0"), grant_word_at("hash1")
 _PREFIX, _NUM_PAGES = grant_word_at("prefix"), grant_word_at("num_pages")
-_HEED, _HEAD = word_at("heed"), word_at("event_head")
+_HEED, _HEAD, _TAIL = word_at("heed"), word_at("event_head"), word_at("event_tail")
 _BEHIND = word_at("long_inbox") + RECORD_NBYTES
 
 # ---------------------------------------------------------------- the receiver
@@ -274,7 +277,7 @@ def on_grant(world: World, source: int, slots: int, where: int) -> None:
     if flow < MAX_FLOWS:
         body = slots + flow * GRANT_SLOT
         mine = _waiting(world, source, load(body + _HASH0), load(body + _HASH1))
-        if mine >= 0 and _fits(world, mine, body):
+        if mine >= 0 and _fits(world, mine, body, world["record"]["generation"]):
             _bind(world, mine, source)
             return
     emit(world, GRANTED, 0, source)
@@ -296,12 +299,43 @@ def _waiting(world: World, peer: int, hash0: int, hash1: int) -> int:
 
 
 @compiled
-def _fits(world: World, flow: int, body: int) -> bool:
+def meet(world: World, flow: int) -> bool:
+    """Binds a send that a verb is about to open to a grant that the loop has left to Python, and Python has not taken.
+
+    False, and nothing is done, unless there is just one, which fits. For a caller, who alone takes events meanwhile.
+    """
+    send, events = world["sends"][flow], world["events"]
+    slots, found = world["peers"][send["peer"]]["grants"], -1
+    for number in range(load(world["address"] + _HEAD), load(world["address"] + _TAIL)):
+        event = events[number & (MAX_EVENTS - 1)]
+        if event["kind"] != GRANTED or event["source"] != send["peer"]:
+            continue
+        there = event["record"]["flows"] & 0xFFFFFFFF
+        if event["record"]["spare"] == FROM_NETWORK or there >= MAX_FLOWS:
+            return False
+        body = slots + there * GRANT_SLOT
+        if load(body + _HASH0) == send["hash0"] and load(body + _HASH1) == send["hash1"]:
+            if found >= 0:
+                return False
+            found = number
+    if found < 0:
+        return False
+    event = events[found & (MAX_EVENTS - 1)]
+    there, generation = event["record"]["flows"] & 0xFFFFFFFF, event["record"]["generation"]
+    if not _fits(world, flow, slots + there * GRANT_SLOT, generation):
+        return False
+    event["kind"] = NEWS  # no more
+    send["peer_flow"], send["generation"] = there, generation
+    return True
+
+
+@compiled
+def _fits(world: World, flow: int, body: int, generation: int) -> bool:
     """Whether Python would bind the send to this grant without a word. Copies the page ids, which the peer can change.
 
     What lies in the slot may be of a later grant, or be nonsense.
     """
-    send, generation = world["sends"][flow], world["record"]["generation"]
+    send = world["sends"][flow]
     count = load(body + _NUM_PAGES)
     if load(body + _GENERATION) != generation or load(body + _WRITERS) != send["writers"]:
         return False

@@ -37,6 +37,7 @@ from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import name_hashes
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.missing import likely_plan
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.loop_kernels import Kernels
@@ -122,28 +123,29 @@ class Flows:
             hashes=name_hashes(req.request),
             writers=_bits(writers),
             max_page=self._group_map.info[req.dst].num_pages,
-            **self._way(req, route, plan),
+            **self._way(req.dst, req.begun_at, route, plan),
         )
         if flow is not None:
             self._opened(req, flow, route, plan)
             self._waiting[flow] = plan, []
 
-    def _way(self, req: SenderRequest, route: Route, plan: PairPlan) -> dict[str, Any]:
+    def _way(self, dst: int, begun: float, route: Route, plan: PairPlan) -> dict[str, Any]:
         """What `Core` is told of each send: see `Core.open_send`."""
         return {
-            "peer": req.dst,
+            "peer": dst,
             "geometry": route.words,
             "kernels": route.kernels,
             "src_page": plan.src_page_size,
             "dst_page": plan.dst_page_size,
             "network": route.lane is not None,
             "staged": route.staged,
-            "serial": self.journal.number_send(req),
-            "begun": int(req.begun_at * 1e9),
+            "serial": self.journal.next_serial(),
+            "begun": int(begun * 1e9),
         }
 
     def _opened(self, req: SenderRequest, flow: int, route: Route, plan: PairPlan) -> None:
         req.flow, req.loop_path, req.loop_layers = flow, route.path, plan.layers
+        req.serial = self.journal.serial
         self._sends[flow] = req
         if route.lane is not None:
             self._lanes[flow] = route.lane
@@ -173,7 +175,7 @@ class Flows:
             peer_flow=grant.flow,
             generation=grant.generation,
             pages=grant.pages,
-            **self._way(req, route, grant.plan),
+            **self._way(req.dst, req.begun_at, route, grant.plan),
         )
         if flow is not None:
             self._opened(req, flow, route, grant.plan)
@@ -225,10 +227,58 @@ class Flows:
         )
         if index is None:
             return False
-        op.work._in_journal = verb != 0
+        self._runs(req, op, index)
+        return True
+
+    def meet(self, op: SendOp, begun: float) -> tuple[BoundGrant, int, int, Route] | None:
+        """Begins a request with this op, if its grant is there, and Python has not taken it in: for `met`.
+
+        The grant, the request's flow, the op's index and the route. begun: when. None, and nothing is done, where it is
+        not there, or that needs more thought. The caller knows that nothing stands against such a request.
+        """
+        dst, group_map = op.dst, self._group_map
+        plan, writers = likely_plan(group_map, op.request, dst)
+        route, gate = self.routes.known.get((dst, id(plan))), self.routes.gate(op.source_pages.event)
+        if route is None or gate is None or dst in self._dead or not self.routes.is_current(dst, route):
+            return None
+        if route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED):
+            return None
+        begun_on_loop = self.core.meet(
+            route.positions[op.layers],
+            op.source_pages.pages,
+            op.start,
+            gate,
+            self._codes.get(op.verb, 0),  # of a verb with one part
+            hashes=name_hashes(op.request),
+            writers=_bits(writers),
+            max_page=group_map.info[dst].num_pages,
+            **self._way(dst, begun, route, plan),
+        )
+        if begun_on_loop is None:
+            return None
+        flow, index = begun_on_loop
+        peer_flow, generation, pages = self.core.bound(flow)
+        grant = BoundGrant(
+            dst=dst,
+            generation=generation,
+            request=op.request,
+            prefix_tokens=0,
+            pages=pages,
+            plan=plan,
+            flow=peer_flow,
+        )
+        return grant, flow, index, route
+
+    def met(self, req: SenderRequest, op: SendOp, flow: int, index: int, route: Route) -> None:
+        """What `meet` has begun is of this request."""
+        self._opened(req, flow, route, route.plan)
+        self._runs(req, op, index)
+
+    def _runs(self, req: SenderRequest, op: SendOp, index: int) -> None:
+        """An op of a verb with one part is on the loop."""
+        op.work._in_journal = op.verb in self._codes
         self._ops[index] = req, op
         req.running[op] = index
-        return True
 
     def way(self, grant: BoundGrant, op: SendOp) -> tuple[Route, Gate] | None:
         """How `begin` can begin a request under this grant with this op; None where that needs more thought."""
@@ -250,16 +300,17 @@ class Flows:
         assert grant is not None
         assert grant.flow is not None
         flow = self.core.open_send(
-            peer_flow=grant.flow, generation=grant.generation, pages=grant.pages, **self._way(req, route, grant.plan)
+            peer_flow=grant.flow,
+            generation=grant.generation,
+            pages=grant.pages,
+            **self._way(req.dst, req.begun_at, route, grant.plan),
         )
         assert flow is not None
         self._opened(req, flow, route, grant.plan)
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
         index = self.core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
         assert index is not None
-        op.work._in_journal = verb != 0
-        self._ops[index] = req, op
-        req.running[op] = index
+        self._runs(req, op, index)
 
     def may_finish(self, aux: bytes) -> bool:
         return len(aux) <= MAX_AUX

@@ -56,27 +56,26 @@ class Journal:
         self._recorder = recorder
         self._requests, self._received, self._ops = sends, receives, ops
         self.codes = {} if recorder is None else _CODES  # as what the loop records a verb
-        self._serial = 0
+        self.serial = 0  # the latest one; 0 if nothing is recorded
         # Requests are named when they end: verbs are on their callers' critical path.
         # Of requests that have ended. Whoever ended after a request has an operation after its last one, or was open
         # when it ended: so no name is missing of what is still in the ring.
         self._ended: deque[_Named] = deque(maxlen=core.operations.size + 2 * MAX_FLOWS)
 
-    def number_send(self, req: SenderRequest) -> int:
-        """The serial of a request that is about to be the loop's; 0 if nothing is recorded."""
+    def next_serial(self) -> int:
+        """Of a request that is about to be the loop's; 0 if nothing is recorded."""
         if self._recorder is not None:
-            self._serial += 1
-        req.serial = self._serial
-        return self._serial
+            self.serial += 1
+        return self.serial
 
     def number_receive(self, req: ReceiverRequest) -> int:
         """A serial for a request that the loop is about to grant, and whose end it records then; else 0."""
         if self._recorder is None or req.work._parts != 1:
             return 0
-        self._serial += 1
-        req.serial = self._serial
+        self.serial += 1
+        req.serial = self.serial
         req.work._in_journal = True
-        return self._serial
+        return self.serial
 
     def end_send(self, req: SenderRequest) -> None:
         """The request is about to leave the loop; not later: `entries` looks at those that have left last."""

@@ -62,6 +62,13 @@ class Grants:
                 self._bind(req, grant, now)
         return req
 
+    def awaits(self, request: str, dst: int) -> bool:
+        """Whether a request that begins now would bind the next grant that Python is told of, and nothing else."""
+        key, requests = (request, dst), self._requests
+        if key in requests.by_key or (request, ANYBODY) in requests.by_key or self.unmet.remembers(key):
+            return False
+        return requests.has_room(dst)
+
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
         """The grant that a request would bind which began now, if it is of pages alone, and behind no prefix.
 
@@ -75,7 +82,7 @@ class Grants:
         return None if against else grant
 
     def begin(self, grant: BoundGrant, now: float) -> SenderRequest:
-        """Begins the request that binds a grant which `waiting` has returned. As `request`, for what is plain."""
+        """Begins the request that binds a grant of `waiting`, or one of `awaits`. As `request`, for what is plain."""
         req = self._requests.begin(grant.request, grant.dst, now)
         self.unmet.take((grant.request, grant.dst))
         self._requests.bind(req, grant, now)

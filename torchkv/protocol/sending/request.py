@@ -38,7 +38,7 @@ class SenderRequest:
     running: dict[SendOp, int | None] = field(default_factory=dict)
     num_pages: int = 0  # one past the highest page that was sent, counted after the prefix
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # sent, and not added to `pages` yet
-    pages: LayerCoverage = field(default_factory=LayerCoverage)
+    pages: LayerCoverage | None = None  # made when it is asked for
     states: set[int] = field(default_factory=set)  # layers whose state was sent
     finish: Finish | None = None
     sealed_at: float | None = None
@@ -119,7 +119,7 @@ class SenderRequest:
     def forget_sent(self) -> None:
         """Forgets what `add_sent` has recorded."""
         self.chunks.clear()
-        self.pages = LayerCoverage()
+        self.pages = None
         self.num_pages = 0
 
     def sent_all_of(self, layers: tuple[int, ...]) -> bool:
@@ -136,6 +136,8 @@ class SenderRequest:
 
     def sent(self) -> LayerCoverage:
         """Which of this rank's pages were sent, by layer, counted after the prefix."""
+        if self.pages is None:
+            self.pages = LayerCoverage()
         spans: dict[tuple[int, int], list[int]] = {}
         for layers, lo, hi in self.chunks:
             spans.setdefault((lo, hi), []).extend(layers)

@@ -80,9 +80,9 @@ class World(TypedDict):
     ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
     expected. turn: bytes that a thread copies in one step: how long a message may wait. window: records that may wait
-    in a mailbox. one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by peer and flow:
-    votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and the
-    round + 1, or 0.
+    in a mailbox. one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by peer and
+    flow: votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and
+    the round + 1, or 0.
 
     Of `copying`: copiers: threads that copy with the loop. chunk: bytes that one thread claims at a time. job: an array
     of one. copier: what each thread has to say.
