@@ -15,7 +15,9 @@ __all__ = ["News"]
 
 SLICE = 0.1  # seconds of one sleep of `News.wait`: then signals of Python are served
 
-_NEWS, _SLEEPERS = word_at("news") // 8, word_at("sleepers") // 8
+_NEWS, _SLEEPERS, _LISTENERS, _TAIL, _HEAD = (
+    word_at(name) // 8 for name in ("news", "sleepers", "listeners", "event_tail", "event_head")
+)
 
 
 class News:
@@ -28,24 +30,41 @@ class News:
 
     @property
     def count(self) -> int:
-        """Changes with each event. Read it before looking whether what is awaited is there, then `wait`."""
+        """Changes when a request may have ended. Read it before looking whether what is awaited is there, then `wait`.
+
+        Also with every other event, while a thread ``listens`` in `wait`.
+        """
         return self._words[_NEWS]
 
-    def wait(self, seen: int, seconds: float) -> None:
+    def wait(self, seen: int, seconds: float, *, listens: bool = False) -> None:
         """Waits, without the GIL, until ``count`` is not ``seen``, for so long or `SLICE` at most.
 
-        Spins first, as the loop does: not where cores are few.
+        Spins first, as the loop does: not where cores are few. listens: for any event, not only for what may end a
+        request. Returns at once if there is one that nobody has taken.
         """
         nanoseconds = int(min(seconds, SLICE) * 1e9)
+        if not listens:
+            self._wait(seen, nanoseconds)
+            return
+        self._count(_LISTENERS, 1)
+        try:
+            if self._words[_TAIL] == self._words[_HEAD]:
+                self._wait(seen, nanoseconds)
+        finally:
+            self._count(_LISTENERS, -1)
+
+    def _wait(self, seen: int, nanoseconds: int) -> None:
         if posting.spin_for_news(self._address, seen, nanoseconds):
             return
-        with self._counting:
-            self._words[_SLEEPERS] += 1
+        self._count(_SLEEPERS, 1)
         try:
             posting.wait_news(self._address, seen, nanoseconds)
         finally:
-            with self._counting:
-                self._words[_SLEEPERS] -= 1
+            self._count(_SLEEPERS, -1)
+
+    def _count(self, word: int, change: int) -> None:
+        with self._counting:
+            self._words[word] += change
 
     def add(self) -> None:
         """Changes ``count`` and wakes the threads in `wait`: Python has completed a call."""

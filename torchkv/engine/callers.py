@@ -102,7 +102,7 @@ class Callers:
         self._waiting += 1
         self._lock.release()
         try:
-            self._news.wait(seen, seconds)
+            self._news.wait(seen, seconds, listens=True)
         finally:
             self._lock.acquire()
             self._waiting -= 1

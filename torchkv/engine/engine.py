@@ -164,6 +164,7 @@ class Engine:
         self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
+        self._seen_news = -1  # of the latest `catch_up`
         self.recorder = FlightRecorder(options.recorded) if options.recorded else None
         self.flows: Flows | None = None  # the requests that the resident loop serves
         if core is not None and memory.pages is not None:
@@ -470,9 +471,14 @@ class Engine:
                 self._handle(self.group_map.rank, self._to_self.popleft(), now)
         return performed
 
-    def poll(self) -> None:
-        """Completes the works that the resident loop has ended. For a thread that asks whether one is complete."""
+    def poll(self, *, verdict: bool = False) -> None:
+        """Completes the works that the resident loop has ended. For a thread that asks whether one is complete.
+
+        verdict: whether it is one that the end of a request completes: then nothing is done for the ends of ops.
+        """
         if self.flows is None or not self.flows.notices.has_news:
+            return
+        if verdict and self.flows.core.news.count == self._seen_news:
             return
         with self.lock:
             self.catch_up()
@@ -484,17 +490,21 @@ class Engine:
         """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
         if self.flows is None or not self.flows.notices.has_news:
             return
+        self._seen_news = self.flows.core.news.count  # first: what comes after it is seen next time
         self.flows.notices.catch_up(self._now)
         self.callers.complete(self.sender, self.receiver)
 
-    def wait(self, seen: int, seconds: float) -> None:
-        """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread."""
+    def wait(self, seen: int, seconds: float, *, listens: bool) -> None:
+        """Sleeps until the loop, or Python, may have completed a work: until ``news`` is not ``seen``. Any thread.
+
+        listens: see `News.wait`.
+        """
         assert self.flows is not None
-        self.flows.core.news.wait(seen, seconds)
+        self.flows.core.news.wait(seen, seconds, listens=listens)
 
     @property
     def news(self) -> int:
-        """Changes when a work may have completed, and with `notify` if that is awaited: see `wait`. Else 0."""
+        """Changes when a request may have ended, and with `notify` if that is awaited: see `News`. Else 0."""
         return 0 if self.flows is None else self.flows.core.news.count
 
     def make_eager(self) -> None:

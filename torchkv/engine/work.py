@@ -51,17 +51,17 @@ class LoopProgress(Protocol):
 
     @property
     def news(self) -> int:
-        """Changes when a work may have completed."""
+        """Changes when a request may have ended, and while a thread listens with every event."""
 
     @property
     def recorder(self) -> FlightRecorder | None:
         """That of this rank."""
 
-    def poll(self) -> None:
-        """Completes the works that the loop has ended."""
+    def poll(self, *, verdict: bool = False) -> None:
+        """Completes the works that the loop has ended. verdict: those that the end of a request completes will do."""
 
-    def wait(self, seen: int, seconds: float) -> None:
-        """Sleeps until ``news`` is not ``seen``, for so long at most."""
+    def wait(self, seen: int, seconds: float, *, listens: bool) -> None:
+        """Sleeps until ``news`` is not ``seen``, for so long at most. listens: for every event."""
 
     def make_eager(self) -> None:
         """From now on Python's own thread follows the loop, because somebody waits in another way than by `wait`."""
@@ -97,6 +97,7 @@ class KVWork(dist.Work):
     _limit = 0.0  # seconds; the operation's own deadline for ``wait``, if it ends by no other
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
     _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
+    _verdict = False  # whether the end of a request completes it: of recv_pages and finish
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
@@ -154,7 +155,7 @@ class KVWork(dist.Work):
         """Whether the operation has succeeded or failed."""
         # Takes over what the resident loop has done: it may have completed this work.
         if not self._is_done and self._loop is not None and (loop := self._loop()) is not None:
-            loop.poll()
+            loop.poll(verdict=self._verdict)
         return self._is_done
 
     def is_success(self) -> bool:
@@ -407,11 +408,11 @@ class KVWork(dist.Work):
         deadline = time.monotonic() + (limit if limit > 0 else threading.TIMEOUT_MAX)
         while not self._is_done and (loop := self._loop()) is not None:
             seen = loop.news  # read first: what comes after it ends the sleep
-            loop.poll()
+            loop.poll(verdict=self._verdict)
             left = deadline - time.monotonic()
             if self._is_done or left <= 0:
                 break
-            loop.wait(seen, left)
+            loop.wait(seen, left, listens=not self._verdict)
         return self._is_done
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:

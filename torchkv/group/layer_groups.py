@@ -88,7 +88,7 @@ class GroupedVerbs(Verbs):
         engine = self.engine
         names = self._arguments.names(request)
         operation = f"recv_pages({request!r})"
-        work = self._work(operation)
+        work = self._work(operation, verdict=True)
         work._expect(len(names))
         try:
             parts, absent_tokens = self._wanted(names, pages, state_slot, operation)
@@ -233,7 +233,7 @@ class GroupedVerbs(Verbs):
         slots = self._slots(state_slot, operation, required=False)
         ranks = {group: self._plans(name).targets(dst, operation) for group, name in names.items()}
         sources = {group: self._slot_source(slot, ranks[group], None, operation) for group, slot in slots.items()}
-        work = self._work(operation)
+        work = self._work(operation, verdict=True)
         with engine.lock:
             self.check_open(operation)
             engine.catch_up()

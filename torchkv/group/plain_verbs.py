@@ -60,8 +60,11 @@ class PlainVerbs(RecordedVerbs):
         # For works that the resident loop completes.
         self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
-    def _work(self, operation: str) -> KVWork:
-        return KVWork(operation, sync_words=self._sync_words, loop=self._loop)
+    def _work(self, operation: str, *, verdict: bool = False) -> KVWork:
+        """verdict: whether the end of the request completes it."""
+        work = KVWork(operation, sync_words=self._sync_words, loop=self._loop)
+        work._verdict = verdict
+        return work
 
     def _send_plain(
         self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
@@ -96,6 +99,8 @@ class PlainVerbs(RecordedVerbs):
         if req is None:
             return work if self._begin(op, ids) else None
         with engine.lock:
+            if req.grant is None:
+                engine.catch_up()  # the loop may have bound it
             if not flows.start_more(req, op, ids):
                 return None
             req.add_sent(op)
@@ -154,6 +159,7 @@ class PlainVerbs(RecordedVerbs):
         if flows is None or req is None or engine.lost or trace.isEnabledFor(logging.DEBUG):
             return None
         work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        work._verdict = True
         with engine.lock:
             if not engine.sender.finish_whole(req, aux, work, self.clock()):
                 return None

@@ -62,7 +62,7 @@ class Verbs(PlainVerbs):
         engine = self.engine
         request = arguments.as_request(request)
         operation = f"recv_pages({request!r})"
-        work = self._work(operation)
+        work = self._work(operation, verdict=True)
         work._expect(1)
         try:
             array = arguments.as_pages(pages, num_pages=engine.group_map.me.num_pages, operation=operation)
@@ -256,7 +256,7 @@ class Verbs(PlainVerbs):
         slot = self.checked_slot(operation, state_slot, layout)
         ranks = engine.group_map.targets(dst, operation)
         source_pages = None if slot is None else self._slot_source(slot, ranks, None, operation)
-        work = self._work(operation)
+        work = self._work(operation, verdict=True)
         with engine.lock:
             if engine.closed:
                 self.check_open(operation)

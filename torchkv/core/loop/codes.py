@@ -20,6 +20,8 @@ ALONE, NOBODY = -1, -2
 # something, so the loop launches no more. CUT: the network to a peer has failed or lost something, or is used no more.
 OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
 ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT = 7, 8, 9, 10, 11, 12
+# Events that end no request. Whoever waits for the end of one is not woken for them: they are taken in with it.
+QUIET = (OP_DONE, BOUND, GRANTED)
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3

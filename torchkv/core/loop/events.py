@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import ALL_HERE, SYSCALL, WRITE
+from torchkv.core.loop.codes import ALL_HERE, QUIET, SYSCALL, WRITE
 from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS
 from torchkv.core.loop.state.world import World, word_at
-from torchkv.host.atomics import exchange_if, load, store
+from torchkv.host.atomics import exchange_if, fence, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled
 
@@ -14,8 +14,10 @@ __all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
 # Events that turns may make after they have looked for room: OUTSIDE of each send, the end of each round and of each
 # receive that one decides, and others.
 _RESERVE = 3 * MAX_FLOWS + 64
+_MANY = MAX_EVENTS // 4  # events that Python has not taken, after which none is quiet, lest the loop run out of room
 _TAIL, _HEAD, _NEWS = word_at("event_tail"), word_at("event_head"), word_at("news")
-_SLEEPERS, _EAGER, _ONE = word_at("sleepers"), word_at("eager"), word_at("one")
+_SLEEPERS, _LISTENERS = word_at("sleepers"), word_at("listeners")
+_EAGER, _ONE = word_at("eager"), word_at("one")
 
 call_write = c_function(3, 64)
 
@@ -46,8 +48,16 @@ def tell_waiters(world: World) -> None:
 
 
 @compiled
+def _is_quiet(world: World) -> bool:
+    """Whether nobody waits for quiet events. Who begins to wait counts itself, and then looks at ``event_tail``."""
+    fence()
+    backlog = world["event_tail"] - load(world["address"] + _HEAD)
+    return bool(load(world["address"] + _LISTENERS) == 0 and backlog < _MANY)
+
+
+@compiled
 def emit(world: World, kind: int, index: int, source: int) -> None:
-    """Adds an event, with the present record, and wakes the callers that wait for one."""
+    """Adds an event, with the present record, and wakes the callers that wait for such a one."""
     event = world["events"][world["event_tail"] & (MAX_EVENTS - 1)]
     event["kind"], event["index"], event["source"] = kind, index, source
     record, present = event["record"], world["record"]
@@ -55,6 +65,7 @@ def emit(world: World, kind: int, index: int, source: int) -> None:
     record["lo"], record["hi"], record["nbytes"] = present["lo"], present["hi"], present["nbytes"]
     record["spare"] = present["spare"]
     store(world["address"] + _TAIL, world["event_tail"] + 1)
-    tell_waiters(world)
+    if not (kind in QUIET and _is_quiet(world)):
+        tell_waiters(world)
     if kind >= ALL_HERE or load(world["address"] + _EAGER) != 0:  # nobody may be looking for this one
         tell_driver(world)

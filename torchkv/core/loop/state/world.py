@@ -73,8 +73,9 @@ class World(TypedDict):
     """Everything. address: its own. rank: of this loop. bell: address of this rank's, which the loop sleeps on.
 
     driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
-    because somebody waits for more than the end of a request. news: changes with each event, and with each call that
-    Python completes; sleepers: callers that sleep until then. lock, wanted: a caller that wants the loop to stand still
+    because somebody waits for more than the end of a request. news: changes with each event that is not `QUIET`,
+    and with each call that Python completes; sleepers: callers that sleep until then. listeners: callers that wait for
+    quiet events, too: then none is. lock, wanted: a caller that wants the loop to stand still
     sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for grants that are not bound here.
     granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, MAX_GRANTED]``, the page
     ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
@@ -128,6 +129,7 @@ class World(TypedDict):
     event_tail: int
     news: int
     sleepers: int
+    listeners: int
     lock: int
     wanted: int
     due_head: int
