@@ -3,8 +3,8 @@
 To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
 that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
-    trace SEED [network|calls|staged]          prints what happens in one run
-    break NAME [gpu|network|calls|staged]      breaks the loop; fails unless some seed shows it
+    trace SEED [network|calls|staged|single]   prints what happens in one run
+    break NAME [gpu|network|calls|staged|single]   breaks the loop; fails unless some seed shows it
 """
 
 from __future__ import annotations
@@ -32,15 +32,26 @@ from torchkv.core.loop import (
     stripes,
     unpacking,
 )
-from torchkv.core.loop.codes import BOUND, DECIDED, DONE, OPEN, RECEIVED, SEAL, SEALED, STAGED, WAITING, WRITTEN
-from torchkv.core.loop.limits import MAX_FLOWS, RECORD_NBYTES
+from torchkv.core.loop.codes import (
+    BOUND,
+    DECIDED,
+    DONE,
+    OPEN,
+    RECEIVED,
+    SEAL,
+    SEALED,
+    STAGED,
+    WAITING,
+    WRITTEN,
+)
+from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS, RECORD_NBYTES
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.routes import Routes
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["BREAKS", "CALLS_BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "STAGED_BREAKS"]
+__all__ = ["BREAKS", "CALLS_BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "SINGLE_BREAKS", "STAGED_BREAKS"]
 
 SEEDS = range(150)
 
@@ -120,6 +131,21 @@ def _binds_the_grant_of_any_name() -> None:
         return -1
 
     swap(grants, _waiting=waiting)
+
+
+def _leaves_a_grant_that_it_has_met() -> None:
+    real = grants.meet
+
+    def meet(world: Any, flow: int) -> bool:
+        pending = range(world["event_head"], world["event_tail"])
+        events = [world["events"][number & (MAX_EVENTS - 1)] for number in pending]
+        kinds = [int(event["kind"]) for event in events]
+        met = bool(real(world, flow))
+        for event, kind in zip(events, kinds, strict=True):
+            event["kind"] = kind
+        return met
+
+    swap(grants, meet=meet)
 
 
 def _drops_ops_that_wait() -> None:
@@ -527,13 +553,26 @@ BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
-KINDS = {"": BREAKS, "gpu": GPU_BREAKS, "network": NETWORK_BREAKS, "calls": CALLS_BREAKS, "staged": STAGED_BREAKS}
+SINGLE_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "leaves a grant that it has met": (_leaves_a_grant_that_it_has_met, False),
+}
+
+
+KINDS = {
+    "": BREAKS,
+    "gpu": GPU_BREAKS,
+    "network": NETWORK_BREAKS,
+    "calls": CALLS_BREAKS,
+    "staged": STAGED_BREAKS,
+    "single": SINGLE_BREAKS,
+}
 RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "": {},
     "gpu": {"gpu": True},
     "network": {"network": True},
     "calls": {"network": True, "system_calls": True},
     "staged": {"network": True, "staged": True},
+    "single": {"single": True},
 }
 
 

@@ -42,6 +42,7 @@ ROUND_SECONDS = 1e-4
 # While nothing happens, ranks look at their timers this often. Deliveries and what a test has planned keep their times.
 GRAIN = 0.0625  # a power of two: multiples are exact
 MAX_IDLE_ROUNDS = 200_000
+NAPS = 0.7  # of all rounds, if progress threads sleep
 
 
 class SimulatedControl:
@@ -196,10 +197,13 @@ def random_faults(dice: random.Random, *, slowest: float) -> Faults:
     )
 
 
-def random_places(dice: random.Random, states: Sequence[State] = ()) -> list[Place]:
-    """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes."""
+def random_places(dice: random.Random, states: Sequence[State] = (), *, single: bool = False) -> list[Place]:
+    """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes.
+
+    single: of one rank each.
+    """
     kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
-    sizes = {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
+    sizes = {"p": 1, "d": 1} if single else {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
     pages = {"p": dice.choice([2, 4]), "d": dice.choice([2, 4])}
     order = {"p": dice.choice(["NHD", "HND"]), "d": dice.choice(["NHD", "HND"])}
     num_layers = dice.choice([2, 3])
@@ -243,10 +247,11 @@ class Cluster:
     """Ranks of one group, registered by the real code; a list stands in for the exchange of peer metadata.
 
     world: an existing one, in which a second group begins while frames of the first are still under way. sees_death:
-    whether ranks can tell a dead peer from a lost one. lag: whether gathers and scatters end some time after they
-    began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. network: whether they put pages,
-    none of which is mapped. system_calls: whether that network is one of `SystemCalls`. apart: whether only loops of
-    one instance map each other's mailboxes, as on several hosts.
+    whether ranks can tell a dead peer from a lost one. sleeps: whether in many rounds only loops go on, and the
+    applications, because nothing has woken a rank's progress thread. lag: whether gathers and scatters end some time
+    after they began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. network: whether they
+    put pages, none of which is mapped. system_calls: whether that network is one of `SystemCalls`. apart: whether only
+    loops of one instance map each other's mailboxes, as on several hosts.
     observers: called with a rank after each of its steps.
     """
 
@@ -261,6 +266,7 @@ class Cluster:
         sees_death: bool = True,
         views: bool = False,
         secret: bytes | None = None,
+        sleeps: bool = False,
         lag: bool = False,
         gpu: bool = False,
         network: bool = False,
@@ -278,6 +284,8 @@ class Cluster:
         self.options = options or Options(transport="loopback", timeout=3.0, grant_timeout=8.0, heartbeat=0.2)
         self.observers: list[Callable[[Rank], None]] = []
         self.ranks: list[Rank] = []
+        self._sleeps = sleeps
+        self._naps = random.Random(f"naps {seed}")
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._noted = 0
         self._secret = secret
@@ -371,7 +379,9 @@ class Cluster:
         for rank in order:
             if not rank.running:
                 continue
-            busy |= rank.step(self.world.now)
+            flows = rank.engine.flows
+            asleep = flows is not None and self._sleeps and self._naps.random() < NAPS
+            busy |= flows.core.runner.step() if flows is not None and asleep else rank.step(self.world.now)
             for observe in self.observers:
                 observe(rank)
         return self._run_gpus() or busy

@@ -72,8 +72,12 @@ class Sending:
     failed: bool = False
 
     @property
-    def dst(self) -> str | None:
-        return None if self.anybody else self.flow.target
+    def dst(self) -> int | str | None:
+        """A single receiver is named by its rank, as in verbs that are called in the plain way."""
+        if self.anybody:
+            return None
+        ranks = self.rank.engine.group_map.instances.get(self.flow.target, ())
+        return ranks[0] if len(ranks) == 1 else self.flow.target
 
     @property
     def handed_on(self) -> bool:

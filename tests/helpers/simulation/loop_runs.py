@@ -25,9 +25,13 @@ def loop_scenario(
     network: bool = False,
     system_calls: bool = False,
     staged: bool = False,
+    single: bool = False,
 ) -> Scenario:
-    """A run in which loops serve what they can; see `Scenario`. In most there is no state."""
-    states = () if seed % 4 else None
+    """A run in which loops serve what they can; see `Scenario`. In most there is no state.
+
+    single: each sender has one receiver, which it knows: its verbs are called in the plain way.
+    """
+    states = () if seed % 4 or single else None
     return Scenario(
         seed,
         benign=benign,
@@ -38,6 +42,8 @@ def loop_scenario(
         system_calls=system_calls,
         staged=staged,
         states=states,
+        anybody=0.0 if single else 0.3,
+        single=single,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
+from torchkv.core.device import NO_GATE
 from torchkv.core.loop import mailbox
-from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, OP_DONE, RECEIVED, SENT, WAITING
+from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, NEWS, OP_DONE, RECEIVED, SENT, WAITING
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED
 from torchkv.core.loop.state.peers import Grant
+from torchkv.protocol.messages import name_hashes
 
 
 def kinds(notices: list[object]) -> list[int]:
@@ -85,6 +88,108 @@ def test_what_does_not_fit_is_left_to_python(wait: dict[str, object], granted: d
         pair.writer.settle()
         assert pair.writer.take_back_send(send, []) is False
     assert not pair.writer.world["buckets"].any()
+
+
+def meet(
+    pair: Pair, pages: list[int], *, name: str = "name", writers: int = 1, max_page: int = 8, start: int = 0
+) -> Any:
+    """A first verb that looks for its grant: the flow and the op, or None."""
+    return pair.writer.meet(
+        np.arange(pair.layers, dtype=np.int64),
+        np.array(pages, dtype=np.int64),
+        start,
+        NO_GATE,
+        0,
+        peer=1,
+        hashes=name_hashes(name),
+        writers=writers,
+        max_page=max_page,
+        geometry=pair.geometry,
+        kernels=None,
+        src_page=TOKENS,
+        dst_page=TOKENS,
+        network=False,
+        staged=False,
+        serial=0,
+        begun=0,
+    )
+
+
+def hear(pair: Pair) -> None:
+    """Both loops go on, and nobody takes what they tell."""
+    while pair.writer.runner.step() | pair.reader.runner.step():
+        pass
+
+
+def test_a_first_verb_meets_its_grant() -> None:
+    """The loop has told of it, and of another one; Python need not know any more of the first."""
+    pair = Pair()
+    flow, other = pair.receive(3), pair.receive(2, generation=2)
+    pair.grant(other, [0, 2], name="other")
+    pair.grant(flow, [6, 1, 4])
+    hear(pair)
+    met = meet(pair, [2, 7, 0])
+    assert met is not None
+    send, op = met
+    peer_flow, generation, pages = pair.writer.bound(send)
+    assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
+    pair.writer.finish_send(send, 3, b"aux")
+    told, heard = pair.run()
+    assert kinds(told) == [GRANTED, NEWS, OP_DONE, SENT]
+    assert pair.writer.peers.granted(1, *told[0].words[1:3]).name == b"other"
+    assert kinds(heard) == [RECEIVED]
+    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
+    expected = np.full_like(pair.dst, 0xAB)
+    expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
+    assert (pair.dst == expected).all()
+    assert meet(pair, [2, 7, 0]) is None  # a grant is for one request
+
+
+@pytest.mark.parametrize(
+    ("verb", "granted"),
+    [
+        ({"name": "nobody"}, {}),
+        ({"writers": 3}, {}),
+        ({"max_page": 4}, {}),  # page 4 is none of the receiver's
+        ({}, {"prefix_tokens": TOKENS}),
+        ({}, {"pages": [1]}),  # fewer than are sent
+        ({"start": 1}, {}),
+        ({}, {"pages": [1, -1]}),
+        ({}, {"again": True}),
+        ({}, {"ended": True}),
+    ],
+    ids=["name", "writers", "page", "prefix", "too few", "start", "negative", "two of a name", "ended"],
+)
+def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dict[str, Any]) -> None:
+    pair = Pair()
+    again, ended = granted.pop("again", False), granted.pop("ended", False)
+    flow = pair.receive(2)
+    pair.grant(flow, **{"pages": [1, 4], **granted})
+    if again:
+        pair.grant(pair.receive(2, generation=2), [2, 3])
+    hear(pair)
+    if ended:  # the receiver has ended the request, and uses the slot for the next one
+        pair.reader.close_receive(flow)
+        pair.reader.free_receive(flow)
+        later = pair.receive(2, generation=9)
+        assert later == flow
+        pair.grant(later, [5, 6])
+    free = len(pair.writer._free_sends), len(pair.writer._free_ops)
+    assert meet(pair, [0, 1], **verb) is None
+    assert (len(pair.writer._free_sends), len(pair.writer._free_ops)) == free
+    assert not pair.writer.world["sends"]["state"].any()  # type: ignore[call-overload]
+    told, _ = pair.run()
+    assert kinds(told) == [GRANTED] * (2 if again or ended else 1)
+    assert (pair.dst == 0xAB).all()
+
+
+def test_a_first_verb_finds_no_room() -> None:
+    pair = Pair()
+    pair.grant(pair.receive(1), [1])
+    hear(pair)
+    pair.writer._free_ops.clear()
+    assert meet(pair, [0]) is None
+    assert kinds(pair.run()[0]) == [GRANTED]
 
 
 def test_a_seal_that_does_not_fit_the_grant_is_left_to_python() -> None:

@@ -30,7 +30,7 @@ from torchkv.core.loop.codes import (
     VERDICT,
     WRITTEN,
 )
-from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_INTERVALS
+from torchkv.core.loop.limits import MAX_AUX, MAX_EVENTS, MAX_FLOWS, MAX_INTERVALS
 from torchkv.core.loop.receiving import cover
 
 
@@ -289,6 +289,49 @@ def test_who_waits_may_spin_until_there_is_news() -> None:
     core.news.wait(core.news.count, 30)
     assert core.world["sleepers"] == 0
     assert core.news.count == 1
+
+
+def test_the_ends_of_ops_are_quiet_unless_somebody_listens() -> None:
+    pair = Pair()
+    flow = pair.receive(3)
+    send = pair.send(flow, [6, 1, 4])
+    news, listeners = pair.writer.news, "listeners"
+    pair.start(send, [2], layers=[0])
+    pair.run()
+    assert news.count == 0
+    pair.writer.world[listeners] = 1  # type: ignore[literal-required]
+    pair.start(send, [2], layers=[1])
+    assert kinds(pair.run()[0]) == [OP_DONE]
+    assert news.count == 1
+    pair.writer.world[listeners] = 0  # type: ignore[literal-required]
+    pair.start(send, [2, 7, 0])
+    pair.writer.finish_send(send, 3, b"")
+    assert kinds(pair.run()[0]) == [OP_DONE, SENT]
+    assert news.count == 2
+
+
+def test_events_are_not_quiet_for_ever() -> None:
+    """Nobody asks for anything but the end of the request: its many ops must not fill the ring meanwhile."""
+    pair = Pair()
+    send = pair.send(pair.receive(3), [6, 1, 4])
+    for _ in range(2 * MAX_EVENTS // 4):
+        pair.start(send, [2], layers=[0])
+        while pair.writer.runner.step():
+            pass
+        pair.reader.runner.step()
+    assert 0 < pair.writer.news.count < 2 * MAX_EVENTS // 4
+
+
+def test_who_listens_does_not_miss_what_came_just_before() -> None:
+    pair = Pair()
+    send = pair.send(pair.receive(3), [6, 1, 4])
+    seen = pair.writer.news.count
+    pair.start(send, [2], layers=[0])
+    while pair.writer.runner.step():
+        pass
+    pair.writer.world["spin"] = 60 * 10**9
+    pair.writer.news.wait(seen, 30, listens=True)  # returns at once
+    assert pair.writer.world["listeners"] == 0
 
 
 def test_pages_outside_the_grant_are_never_sent() -> None:

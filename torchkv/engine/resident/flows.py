@@ -238,10 +238,10 @@ class Flows:
         """
         dst, group_map = op.dst, self._group_map
         plan, writers = likely_plan(group_map, op.request, dst)
-        route, gate = self.routes.known.get((dst, id(plan))), self.routes.gate(op.source_pages.event)
-        if route is None or gate is None or dst in self._dead or not self.routes.is_current(dst, route):
+        route, gate = self.routes.to(dst, plan), self.routes.gate(op.source_pages.event)
+        if route is None or gate is None or dst in self._dead:
             return None
-        if route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED):
+        if route.kernels is not None and op.num_pages > MAX_GRANTED:
             return None
         begun_on_loop = self.core.meet(
             route.positions[op.layers],

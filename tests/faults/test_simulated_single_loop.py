@@ -1,0 +1,52 @@
+"""The resident loop between single ranks, whose verbs are plain, while nothing wakes their progress threads.
+
+So grants and first verbs pass each other, and a first verb may find a grant of which the loop has told, and which
+Python has not taken in. Broken loops run as plain Python in processes of their own, as in `test_simulated_loop`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.simulation.broken_loops import SINGLE_BREAKS
+from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
+from torchkv.engine.resident.flows import Flows
+from torchkv.protocol.actions import SendOp
+
+BATCH = 25
+
+
+@pytest.mark.parametrize("first", range(0, 100, BATCH))
+def test_nothing_breaks_under_faults(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        clean_run(seed, single=True)
+
+
+@pytest.mark.parametrize("first", range(0, 50, BATCH))
+def test_a_bad_network_alone_fails_nothing(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        scenario = clean_run(seed, single=True, benign=True, verbs=(*DIRECT, "staged") if seed % 2 else DIRECT)
+        assert all(receiving.work.is_success() for receiving in scenario.receivings)
+
+
+def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First verbs meet grants, and find none."""
+    met: list[bool] = []
+    real = Flows.meet
+
+    def meet(self: Flows, op: SendOp, begun: float) -> object:
+        found = real(self, op, begun)
+        met.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Flows, "meet", meet)
+    for seed in range(60):
+        clean_run(seed, single=True)
+    assert met.count(True) > 10
+    assert met.count(False) > 10
+
+
+@pytest.mark.parametrize("name", sorted(SINGLE_BREAKS))
+def test_broken_loops_are_caught(name: str) -> None:
+    done = plain("break", name, "single")
+    assert done.returncode == 0, done.stdout + done.stderr
