@@ -345,11 +345,26 @@ def test_a_page_outside_a_grant_that_only_the_loop_knows() -> None:
         for rank in world.ranks:
             core_of(rank).runner.step()
     before = snapshot(world[1])
-    outside = world[0].send_pages("r", [4], 1, start=1)
+    outside = world[0].send_pages("r", [4], "d", start=1)
     assert world.run(done(first, rx, outside), limit=5)
     assert isinstance(outside.exception(), PageOutOfRange)
     assert isinstance(rx.exception(), PageOutOfRange)
     assert unchanged(before, world[1])
+
+
+def test_a_plain_verb_knows_of_a_grant_that_the_loop_has_bound() -> None:
+    """So it refuses a page outside the grant at once, and the request goes on."""
+    world = cluster(("p", 1), ("d", 1))
+    first = world[0].send_pages("r", [9], 1)
+    rx = world[1].recv_pages("r", [3], 0)
+    for _ in range(4):
+        for rank in world.ranks:
+            core_of(rank).runner.step()
+    with pytest.raises(PageOutOfRange, match="outside the grant"):
+        world[0].send_pages("r", [4], 1, start=1)
+    finished = world[0].finish("r", 1)
+    assert world.run(done(first, rx, finished), limit=5)
+    assert rx.is_success()
 
 
 def test_a_quarantine_may_outlive_the_loop() -> None:

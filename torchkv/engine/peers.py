@@ -233,8 +233,11 @@ class Peers:
         connections = self._broken.get(rank, []) + ([self.connections[rank]] if rank in self.connections else [])
         # All are asked, and first: a channel may find out now that its peer has ended, which ends what is under way.
         drained = [connection.channel is None or connection.channel.drained for connection in connections]
-        if self._moves_to(rank) or not self._sender.requests.is_drained(rank):
+        if self._moves_to(rank):
             return False
+        with self._lock:  # callers begin requests meanwhile
+            if not self._sender.requests.is_drained(rank):
+                return False
         return rank in self._left or (rank not in self._unwatched and all(drained))
 
     def _on_drained(self, rank: int, now: float) -> None:
