@@ -141,13 +141,9 @@ def wait_for_grant(
     """Makes a free flow a send that waits for a grant: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
-    send["serial"], send["begun"] = serial, begun
-    send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
-    send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
-    send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
+    _expect(send, peer, max_page, hash0, hash1, writers, geometry, kernels, src_page, dst_page, serial, begun)
     send["generation"] = 0
     send["first"] = send["last"] = send["reach"] = -1
-    _clear(send)
     send["network"], send["staged"] = network, staged
     world["network"] += network & 1
     send["state"] = WAITING
@@ -183,11 +179,7 @@ def meet(
     """As `wait_for_grant`, then `start_op`, of a send whose grant is there: see `grants.meet`. False if it is not."""
     world = world_at(address)
     send = world["sends"][flow]
-    send["serial"], send["begun"] = serial, begun
-    send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
-    send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
-    send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
-    _clear(send)
+    _expect(send, peer, max_page, hash0, hash1, writers, geometry, kernels, src_page, dst_page, serial, begun)
     send["reach"] = start + len(ids) - 1
     if not grants.meet(world, flow):
         return False
@@ -196,6 +188,29 @@ def meet(
     send["state"] = OPEN
     start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb)
     return True
+
+
+@compiled_with_gil
+def _expect(
+    send: Send,
+    peer: int,
+    max_page: int,
+    hash0: int,
+    hash1: int,
+    writers: int,
+    geometry: Int64Array,
+    kernels: int,
+    src_page: int,
+    dst_page: int,
+    serial: int,
+    begun: int,
+) -> None:
+    """What a grant must be that binds the send, and how its pages go then."""
+    send["serial"], send["begun"] = serial, begun
+    send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
+    send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
+    send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
+    _clear(send)
 
 
 @compiled_with_gil

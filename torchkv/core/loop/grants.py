@@ -306,6 +306,8 @@ def meet(world: World, flow: int) -> bool:
     """
     send, events = world["sends"][flow], world["events"]
     slots, found = world["peers"][send["peer"]]["grants"], -1
+    if slots == 0:
+        return False
     for number in range(load(world["address"] + _HEAD), load(world["address"] + _TAIL)):
         event = events[number & (MAX_EVENTS - 1)]
         if event["kind"] != GRANTED or event["source"] != send["peer"]:
