@@ -101,7 +101,9 @@ def _why_not(device: str) -> str | None:
 
 
 def _environment(case: Case) -> dict[str, str]:
-    return {"NIXL_LOG_LEVEL": "ERROR", **(one_link() if case.tcp else {})}
+    # Where there is a GPU, NIXL refuses links that cannot copy its memory, also if it is to send host memory only.
+    link = {**one_link(), "UCX_TLS": "tcp,cuda_copy"} if case.tcp else {}
+    return {"NIXL_LOG_LEVEL": "ERROR", **link}
 
 
 NIXL = Rival(name="nixl", why_not=_why_not, make=_Side, environment=_environment)
