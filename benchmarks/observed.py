@@ -1,5 +1,7 @@
 """What flight recorder and metrics cost a verb, a request and a rate: with and without, request by request in turns.
 
+As users turn them on and off: what `KVProcessGroup.stats` tells is counted in any case.
+
 Two processes have three groups each: one is watched, two are not. Requests go through them by turns, forwards and
 backwards, so what drifts falls out, and what is compared shares its processes, their memory and their hour. What the
 two that are alike differ by shows what such a measurement can tell. This is done in several launches, because two
@@ -27,11 +29,9 @@ from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
 from torchkv.bench.rivals.intervals import Interval, median_interval
 from torchkv.cache import KVCache
-from torchkv.errors import KVError
 from torchkv.group.process_group import KVProcessGroup, current_group
 from torchkv.layout.layout import KVLayout
 from torchkv.options import Options
-from torchkv.protocol.counts import Counts
 
 __all__ = ["Cost", "ObservedResult", "observed_cost", "run"]
 
@@ -141,16 +141,6 @@ def _cost(launches: Sequence[Any], *, share: bool = False) -> Cost:
     return Cost(plain=statistics.median(plains), more=watched, control=alike, gate=gate)
 
 
-class _Uncounted(Counts):
-    """Counts nothing."""
-
-    def ended(self, error: KVError | None) -> None:
-        pass
-
-    def moved(self, peer: int, path: str, nbytes: int) -> None:
-        pass
-
-
 class _Side:
     """One process: its groups, in the order of their numbers, all with the same cache: pages that lie elsewhere may be
     slower by more than what is measured here. launch: says in which order the groups are made.
@@ -164,10 +154,6 @@ class _Side:
             options = Options(metrics_port=0) if number == WATCHED else Options(flight_recorder=0)
             kv = current_group(dist.new_group([0, 1], backend="torchkv", pg_options=options))
             kv.register(KVCache(layout, {name: self.cache[name] for name in ("k", "v")}))
-            if number != WATCHED:
-                assert kv._verbs is not None
-                engine = kv._verbs.engine
-                engine.sender.counts, engine.receiver.counts = _Uncounted(), _Uncounted()
             made[number] = kv
         self.groups = [made[number] for number in sorted(made)]
 
