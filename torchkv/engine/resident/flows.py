@@ -26,7 +26,7 @@ from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
 from torchkv.engine.resident.journal import Journal
-from torchkv.engine.resident.notices import Notices, OnLoop
+from torchkv.engine.resident.notices import Notices, OnLoop, grant_bound_on
 from torchkv.engine.resident.routes import Route, Routes
 from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
@@ -257,17 +257,7 @@ class Flows:
         if begun_on_loop is None:
             return None
         flow, index = begun_on_loop
-        peer_flow, generation, pages = self.core.bound(flow)
-        grant = BoundGrant(
-            dst=dst,
-            generation=generation,
-            request=op.request,
-            prefix_tokens=0,
-            pages=pages,
-            plan=plan,
-            flow=peer_flow,
-        )
-        return grant, flow, index, route
+        return grant_bound_on(self.core, flow, op.request, dst, plan), flow, index, route
 
     def met(self, req: SenderRequest, op: SendOp, flow: int, index: int, route: Route) -> None:
         """What `meet` has begun is of this request."""
@@ -407,7 +397,7 @@ class Flows:
             req.flow,
             generation=req.generation,
             num_tokens=req.num_tokens,
-            page_size=next(iter(req.writers.values())).plan.dst_page_size,
+            page_size=writer.plan.dst_page_size,
             leader=self._decider(),
             told=told,
             writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],

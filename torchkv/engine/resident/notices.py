@@ -55,7 +55,7 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["Notices", "OnLoop"]
+__all__ = ["Notices", "OnLoop", "grant_bound_on"]
 
 log = logging.getLogger(__name__)
 
@@ -196,16 +196,7 @@ class Notices:
     def _on_bound(self, flow: int, now: float) -> None:
         req = self._sends[flow]
         plan, waiting = self._waiting.pop(flow)
-        peer_flow, generation, pages = self.core.bound(flow)
-        grant = BoundGrant(
-            dst=req.dst,
-            generation=generation,
-            request=req.request,
-            prefix_tokens=0,
-            pages=pages,
-            plan=plan,
-            flow=peer_flow,
-        )
+        grant = grant_bound_on(self.core, flow, req.request, req.dst, plan)
         self._sender.bound(req, grant, {self._ops[index][1]: index for index in waiting}, now)
 
     def _on_granted(self, source: int, words: list[int], now: float) -> None:
@@ -283,6 +274,20 @@ class Notices:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
+
+
+def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan) -> BoundGrant:
+    """The grant that a send is bound to which had begun without Python's knowing it. request, dst: of the send."""
+    peer_flow, generation, pages = core.bound(flow)
+    return BoundGrant(
+        dst=dst,
+        generation=generation,
+        request=request,
+        prefix_tokens=0,
+        pages=pages,
+        plan=plan,
+        flow=peer_flow,
+    )
 
 
 @lru_cache(maxsize=256)

@@ -64,22 +64,25 @@ class Grants:
 
     def awaits(self, request: str, dst: int) -> bool:
         """Whether a request that begins now would bind the next grant that Python is told of, and nothing else."""
-        key, requests = (request, dst), self._requests
-        if key in requests.by_key or (request, ANYBODY) in requests.by_key or self.unmet.remembers(key):
-            return False
-        return requests.has_room(dst)
+        unmet = self.unmet
+        return not unmet.refusing and unmet.grant((request, dst)) is None and self._may_begin(request, dst)
 
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
         """The grant that a request would bind which began now, if it is of pages alone, and behind no prefix.
 
         None also if anything stands against that request: then `check_revocation` and `OpenSends.check_room` say what.
         """
-        key, requests = (request, dst), self._requests
-        grant = self.unmet.grant(key)
-        if grant is None or grant.prefix_tokens or grant.state_slot is not None or key in requests.by_key:
+        grant = self.unmet.grant((request, dst))
+        if grant is None or grant.prefix_tokens or grant.state_slot is not None:
             return None
-        against = (request, ANYBODY) in requests.by_key or self.unmet.is_revoked(key) or not requests.has_room(dst)
-        return None if against else grant
+        return grant if self._may_begin(request, dst) else None
+
+    def _may_begin(self, request: str, dst: int) -> bool:
+        """Whether nothing but a missing grant stands against a request that begins now."""
+        key, requests = (request, dst), self._requests
+        if key in requests.by_key or (request, ANYBODY) in requests.by_key:
+            return False
+        return not self.unmet.is_revoked(key) and requests.has_room(dst)
 
     def begin(self, grant: BoundGrant, now: float) -> SenderRequest:
         """Begins the request that binds a grant of `waiting`, or one of `awaits`. As `request`, for what is plain."""

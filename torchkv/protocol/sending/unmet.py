@@ -45,10 +45,6 @@ class Unmet:
         """The grant that waits."""
         return self._grants.get(key[0], {}).get(key[1])
 
-    def remembers(self, key: Key) -> bool:
-        """Whether anything is remembered that the next request, or its grant, would meet; or any refusal."""
-        return bool(self._refusals) or key in self._revocations or key[1] in self._grants.get(key[0], ())
-
     def grants(self) -> list[BoundGrant]:
         """All that wait."""
         return [grant for named in self._grants.values() for grant in named.values()]
