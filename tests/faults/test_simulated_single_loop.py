@@ -6,12 +6,13 @@ Python has not taken in. Broken loops run as plain Python in processes of their 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.simulation.broken_loops import SINGLE_BREAKS
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
-from torchkv.engine.resident.flows import Flows
-from torchkv.protocol.actions import SendOp
+from torchkv.engine.resident.plain_sends import PlainSends
 
 BATCH = 25
 
@@ -32,14 +33,14 @@ def test_a_bad_network_alone_fails_nothing(first: int) -> None:
 def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """First verbs meet grants, and find none."""
     met: list[bool] = []
-    real = Flows.meet
+    real = PlainSends.meet
 
-    def meet(self: Flows, op: SendOp, begun: float) -> object:
-        found = real(self, op, begun)
+    def meet(self: PlainSends, *call: Any) -> object:
+        found = real(self, *call)
         met.append(found is not None)
         return found
 
-    monkeypatch.setattr(Flows, "meet", meet)
+    monkeypatch.setattr(PlainSends, "meet", meet)
     for seed in range(60):
         clean_run(seed, single=True)
     assert met.count(True) > 10

@@ -20,6 +20,7 @@ from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, ra
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
 from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAX_GRANTED
+from torchkv.core.way import Way
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.resident import routes
 from torchkv.engine.resident.notices import Notices
@@ -51,9 +52,9 @@ class Loop:
         return self
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, **given: Any) -> Any:
-            self.sends.append(given["network"])
-            return real(core, **given)
+        def call(core: Core, way: Way, **given: Any) -> Any:
+            self.sends.append(way.network)
+            return real(core, way, **given)
 
         return call
 

@@ -18,6 +18,7 @@ from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import meet
 from torchkv import KVCache, KVError, KVLayout, KVProcessGroup, KVWork, TransferCancelled
 from torchkv.core.core import Core
+from torchkv.core.way import Way
 from torchkv.engine.resident import routes
 from torchkv.engine.resident.standing_stages import StandingStages
 
@@ -57,9 +58,9 @@ def noted() -> Iterator[None]:
     Staged.sends = []
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, **given: Any) -> Any:
-            Staged.sends.append(given["staged"])
-            return real(core, **given)
+        def call(core: Core, way: Way, **given: Any) -> Any:
+            Staged.sends.append(way.staged)
+            return real(core, way, **given)
 
         return call
 

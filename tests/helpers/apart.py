@@ -17,6 +17,7 @@ from torchkv.core.events import Notice
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.peers import NetworkLane
+from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["LAYERS", "PAGES", "TAGS", "Apart", "kinds"]
@@ -80,33 +81,27 @@ class Apart:
         )
         return flow
 
-    def send(self, peer_flow: int, pages: list[int], generation: int = 1, *, staged: bool = False) -> int:
-        flow = self.writer.open_send(
-            peer=1,
-            peer_flow=peer_flow,
-            generation=generation,
+    def way(self, *, max_page: int = PAGES, staged: bool = False) -> Way:
+        return self.writer.way(
+            1,
             geometry=self.geometry,
-            pages=np.array(pages, dtype=np.int64),
             src_page=TOKENS,
             dst_page=TOKENS,
+            max_page=max_page,
             network=True,
             staged=staged,
         )
+
+    def send(self, peer_flow: int, pages: list[int], generation: int = 1, *, staged: bool = False) -> int:
+        ids = np.array(pages, dtype=np.int64)
+        way = self.way(staged=staged)
+        flow = self.writer.open_send(way, peer_flow=peer_flow, generation=generation, pages=ids)
         assert flow is not None
         return flow
 
     def wait(self, name: str = "name", *, max_page: int = PAGES) -> int:
         """A send that waits for its grant."""
-        flow = self.writer.wait_for_grant(
-            peer=1,
-            hashes=name_hashes(name),
-            writers=1,
-            max_page=max_page,
-            geometry=self.geometry,
-            src_page=TOKENS,
-            dst_page=TOKENS,
-            network=True,
-        )
+        flow = self.writer.wait_for_grant(self.way(max_page=max_page), hashes=name_hashes(name), writers=1)
         assert flow is not None
         return flow
 

@@ -32,6 +32,7 @@ from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.runner import Runner
+from torchkv.core.way import Way
 from torchkv.host.jit import at_register
 
 __all__ = ["Core", "ReceiveState", "WriterState"]
@@ -116,122 +117,85 @@ class Core:
 
     # ------------------------------------------------------------------ sends
 
-    def open_send(
+    def way(
         self,
+        rank: int,
         *,
-        peer: int,
-        peer_flow: int,
-        generation: int,
         geometry: Int64Array,
         kernels: Int64Array | None = None,
-        pages: Int64Array,
         src_page: int,
         dst_page: int,
+        max_page: int,
         network: bool = False,
         staged: bool = False,
-        serial: int = 0,
-        begun: int = 0,
+    ) -> Way:
+        """The way of sends to ``rank``: see `Way`. It ends with the peer."""
+        sizes = {"src_page": src_page, "dst_page": dst_page}
+        slot = self._slots[rank]
+        return Way(rank, slot, geometry, kernels, **sizes, max_page=max_page, network=network, staged=staged)
+
+    def open_send(
+        self, way: Way, *, peer_flow: int, generation: int, pages: Int64Array, serial: int = 0, begun: int = 0
     ) -> int | None:
         """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
 
-        network: whether they are put through the network, with the keys in ``geometry``; staged: through the standing
-        stage that the receiver has granted. kernels: the launch table if kernels copy the pages, of which there are
-        `MAX_GRANTED` at most then. serial, begun: see `Send`.
+        If kernels copy the pages, there are `MAX_GRANTED` at most. serial, begun: see `Send`.
         """
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
         pages = np.ascontiguousarray(pages, dtype=np.int64)
-        self._kept_sends[flow] = [geometry, kernels, pages]
-        table = 0 if kernels is None else kernels.ctypes.data
-        lane = self._network(peer) if network else 0, int(staged)
-        slot, sizes = self._slots[peer], (src_page, dst_page)
-        grant = peer_flow, generation
-        posting.open_send(self._address, flow, slot, *grant, geometry, table, pages, *sizes, *lane, serial, begun)
+        self._kept_sends[flow] = [way, pages]
+        network = self._network(way.rank) if way.network else 0
+        posting.open_send(self._address, flow, way.address, network, serial, begun, peer_flow, generation, pages)
         return flow
 
     def wait_for_grant(
-        self,
-        *,
-        peer: int,
-        hashes: tuple[int, int],
-        writers: int,
-        max_page: int,
-        geometry: Int64Array,
-        kernels: Int64Array | None = None,
-        src_page: int,
-        dst_page: int,
-        network: bool = False,
-        staged: bool = False,
-        serial: int = 0,
-        begun: int = 0,
+        self, way: Way, *, hashes: tuple[int, int], writers: int, serial: int = 0, begun: int = 0
     ) -> int | None:
         """A flow for a request whose grant has not come; None if all are in use. An event tells that it is bound.
 
-        hashes: of its name. writers: a bit for each that the grant must name. max_page: granted pages are below this.
-        network, staged, serial, begun: see `open_send`.
+        hashes: of its name. writers: a bit for each that the grant must name. serial, begun: see `Send`.
         """
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
-        self._kept_sends[flow] = [geometry, kernels]
-        table = 0 if kernels is None else kernels.ctypes.data
-        lane = self._network(peer) if network else 0, int(staged)
-        slot, sizes = self._slots[peer], (src_page, dst_page)
-        posting.wait_for_grant(
-            self._address, flow, slot, max_page, *hashes, writers, geometry, table, *sizes, *lane, serial, begun
-        )
+        self._kept_sends[flow] = [way]
+        network = self._network(way.rank) if way.network else 0
+        posting.wait_for_grant(self._address, flow, way.address, network, serial, begun, *hashes, writers)
         return flow
 
     def meet(
         self,
+        way: Way,
         positions: Int64Array,
         pages: Int64Array,
+        copied: Int64Array,
+        num_pages: int,
         start: int,
         gate: Gate,
         verb: int,
         *,
-        peer: int,
         hashes: tuple[int, int],
         writers: int,
-        max_page: int,
-        geometry: Int64Array,
-        kernels: Int64Array | None,
-        src_page: int,
-        dst_page: int,
-        network: bool,
-        staged: bool,
         serial: int,
         begun: int,
     ) -> tuple[int, int] | None:
-        """`wait_for_grant` and `start_op` in one, if the grant is there and no event has told of it yet: see `bound`.
+        """`wait_for_grant` and `start_more` in one, if the grant is there and no event has told of it: see `bound`.
 
         The flow and the index of the op. None, and nothing is done, if it is not, or anything speaks against it.
         """
-        if not self.has_room:
+        if not self._free_sends or not self._free_ops:
             return None
         flow, index = self._free_sends[-1], self._free_ops[-1]
-        table = 0 if kernels is None else kernels.ctypes.data
-        lane = self._network(peer) if network else 0, int(staged)
-        send = (
-            self._slots[peer],
-            max_page,
-            *hashes,
-            writers,
-            geometry,
-            table,
-            src_page,
-            dst_page,
-            *lane,
-            serial,
-            begun,
-        )
-        if not posting.meet(self._address, flow, *send, index, positions, pages, start, *gate, verb):
+        network = self._network(way.rank) if way.network else 0
+        send = flow, way.address, network, serial, begun, *hashes, writers
+        if not posting.meet(self._address, *send, index, positions, pages, copied, start, *gate, verb, num_pages):
             return None
         self._free_sends.pop()
         self._free_ops.pop()
-        self._kept_sends[flow] = [geometry, kernels]
-        self._kept_ops[index] = positions, pages
+        self._kept_sends[flow] = [way]
+        self._kept_ops[index] = positions, copied
         return flow, index
 
     def _network(self, rank: int) -> int:
@@ -513,12 +477,13 @@ def warm_up() -> None:
     core = Core(0, copiers=1, recorded=1)
     none = np.zeros(2, dtype=np.int64)  # a plan without layers
     world = core.world
-    flow = core.open_send(peer=0, peer_flow=0, generation=0, geometry=none, pages=none, src_page=1, dst_page=1)
+    way = core.way(0, geometry=none, src_page=1, dst_page=1, max_page=0)
+    flow = core.open_send(way, peer_flow=0, generation=0, pages=none)
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
-    posting.meet(core._address, 2, 0, 0, 0, 0, 0, none, 0, 1, 1, 0, 0, 0, 0, 2, none[:0], none, 0, *NO_GATE, 0)
-    core.wait_for_grant(peer=0, hashes=(0, 0), writers=1, max_page=0, geometry=none, src_page=1, dst_page=1)
+    core.meet(way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0, hashes=(0, 0), writers=0, serial=0, begun=0)
+    core.wait_for_grant(way, hashes=(0, 0), writers=1)
     core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
     core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
     index = core.rounds.open([(0, 1, 1, False)])

@@ -19,8 +19,8 @@ from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS, FLIGHT
 from torchkv.core.loop.mailbox import NAPPING, ring
-from torchkv.core.loop.state.requests import Send
-from torchkv.core.loop.state.world import WORLD, World, word_at
+from torchkv.core.loop.state.requests import Send, Way
+from torchkv.core.loop.state.world import WAY, WORLD, World, word_at
 from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
@@ -51,13 +51,16 @@ __all__ = [
 ]
 
 
-def _plain(address: int) -> World:
-    memory = (ctypes.c_uint8 * WORLD.itemsize).from_address(int(address))
-    return cast(World, np.frombuffer(cast(Any, memory), WORLD)[0])
+def _plain(dtype: np.dtype[np.void]) -> Callable[[int], Any]:
+    def record_at(address: int) -> Any:
+        memory = (ctypes.c_uint8 * dtype.itemsize).from_address(int(address))
+        return np.frombuffer(cast(Any, memory), dtype)[0]
+
+    return record_at
 
 
-def _compiled() -> Callable[[int], World]:
-    record = numba.from_dtype(WORLD)
+def _compiled(dtype: np.dtype[np.void]) -> Callable[[int], Any]:
+    record = numba.from_dtype(dtype)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(record))
@@ -65,12 +68,14 @@ def _compiled() -> Callable[[int], World]:
     def definition(typing: Any, address: Any) -> Any:
         return record(types.int64), codegen
 
-    return cast(Callable[[int], World], intrinsic(definition))
+    return cast(Callable[[int], Any], intrinsic(definition))
 
 
-# world_at(address): the `World` at this address, which must stay allocated. numba takes 8 us to recognise a record of
-# this size among the arguments of a call, and nothing for an integer.
-world_at: Callable[[int], World] = _plain if numba.config.DISABLE_JIT else _compiled()
+_record_at = _plain if numba.config.DISABLE_JIT else _compiled
+# world_at(address), way_at(address): the record at this address, which must stay allocated. numba takes 8 us to
+# recognise a record of the size of `World` among the arguments of a call, and nothing for an integer.
+world_at: Callable[[int], World] = _record_at(WORLD)
+way_at: Callable[[int], Way] = _record_at(WAY)
 
 _TAIL, _LOCK, _WANTED, _NEWS = (word_at(name) for name in ("command_tail", "lock", "wanted", "news"))
 _STOP, _FLYING, _SEALS = word_at("stop"), word_at("flying"), word_at("seals")
@@ -94,57 +99,35 @@ def _command(world: World, kind: int, index: int) -> None:
 def open_send(
     address: int,
     flow: int,
-    peer: int,
-    peer_flow: int,
-    generation: int,
-    geometry: Int64Array,
-    kernels: int,
-    ids: Int64Array,
-    src_page: int,
-    dst_page: int,
+    way: int,
     network: int,
-    staged: int,
     serial: int,
     begun: int,
+    peer_flow: int,
+    generation: int,
+    ids: Int64Array,
 ) -> None:
-    """Makes a free flow a send under a grant of the pages ``ids``. Page sizes are in tokens. The rest: see `Send`."""
+    """Makes a free flow a send under a grant of the pages ``ids``. way: address of a `Way`. The rest: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
-    send["serial"], send["begun"] = serial, begun
-    send["peer"], send["peer_flow"], send["generation"] = peer, peer_flow, generation
-    send["geometry"], send["kernels"], send["ids"] = geometry.ctypes.data, kernels, ids.ctypes.data
-    send["granted"], send["src_page"], send["dst_page"] = len(ids) * dst_page, src_page, dst_page
-    _clear(send)
-    send["network"], send["staged"] = network, staged
+    _begin(send, way, network, serial, begun)
+    send["peer_flow"], send["generation"] = peer_flow, generation
+    send["ids"], send["granted"] = ids.ctypes.data, len(ids) * send["dst_page"]
     world["network"] += network & 1
     send["state"] = OPEN
 
 
 @compiled_with_gil
 def wait_for_grant(
-    address: int,
-    flow: int,
-    peer: int,
-    max_page: int,
-    hash0: int,
-    hash1: int,
-    writers: int,
-    geometry: Int64Array,
-    kernels: int,
-    src_page: int,
-    dst_page: int,
-    network: int,
-    staged: int,
-    serial: int,
-    begun: int,
+    address: int, flow: int, way: int, network: int, serial: int, begun: int, hash0: int, hash1: int, writers: int
 ) -> None:
-    """Makes a free flow a send that waits for a grant: see `Send`."""
+    """Makes a free flow a send that waits for a grant. way: address of a `Way`. The rest: see `Send`."""
     world = world_at(address)
     send = world["sends"][flow]
-    _expect(send, peer, max_page, hash0, hash1, writers, geometry, kernels, src_page, dst_page, serial, begun)
+    _begin(send, way, network, serial, begun)
+    send["hash0"], send["hash1"], send["writers"] = hash0, hash1, writers
     send["generation"] = 0
     send["first"] = send["last"] = send["reach"] = -1
-    send["network"], send["staged"] = network, staged
     world["network"] += network & 1
     send["state"] = WAITING
     _command(world, WAIT, flow)
@@ -154,36 +137,37 @@ def wait_for_grant(
 def meet(
     address: int,
     flow: int,
-    peer: int,
-    max_page: int,
+    way: int,
+    network: int,
+    serial: int,
+    begun: int,
     hash0: int,
     hash1: int,
     writers: int,
-    geometry: Int64Array,
-    kernels: int,
-    src_page: int,
-    dst_page: int,
-    network: int,
-    staged: int,
-    serial: int,
-    begun: int,
     index: int,
     positions: Int64Array,
+    given: Int64Array,
     ids: Int64Array,
     start: int,
     gate: int,
     gate_stream: int,
     gate_number: int,
     verb: int,
+    num_pages: int,
 ) -> bool:
-    """As `wait_for_grant`, then `start_op`, of a send whose grant is there: see `grants.meet`. False if it is not."""
+    """As `wait_for_grant`, then `start_more`, of a send whose grant is there: see `grants.meet`.
+
+    False, and nothing is done, if it is not there, or a page is not in [0, num_pages).
+    """
+    if not copy_ids(given, ids, num_pages):
+        return False
     world = world_at(address)
     send = world["sends"][flow]
-    _expect(send, peer, max_page, hash0, hash1, writers, geometry, kernels, src_page, dst_page, serial, begun)
+    _begin(send, way, network, serial, begun)
+    send["hash0"], send["hash1"], send["writers"] = hash0, hash1, writers
     send["reach"] = start + len(ids) - 1
     if not grants.meet(world, flow):
         return False
-    send["network"], send["staged"] = network, staged
     world["network"] += network & 1
     send["state"] = OPEN
     start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb)
@@ -191,34 +175,17 @@ def meet(
 
 
 @compiled_with_gil
-def _expect(
-    send: Send,
-    peer: int,
-    max_page: int,
-    hash0: int,
-    hash1: int,
-    writers: int,
-    geometry: Int64Array,
-    kernels: int,
-    src_page: int,
-    dst_page: int,
-    serial: int,
-    begun: int,
-) -> None:
-    """What a grant must be that binds the send, and how its pages go then."""
+def _begin(send: Send, address: int, network: int, serial: int, begun: int) -> None:
+    """What is the same for every send that begins. address: of its `Way`."""
+    way = way_at(address)
+    send["peer"], send["max_page"], send["geometry"] = way["peer"], way["max_page"], way["geometry"]
+    send["kernels"], send["src_page"], send["dst_page"] = way["kernels"], way["src_page"], way["dst_page"]
+    send["staged"], send["network"] = way["staged"], network
     send["serial"], send["begun"] = serial, begun
-    send["peer"], send["max_page"], send["writers"] = peer, max_page, writers
-    send["hash0"], send["hash1"], send["geometry"] = hash0, hash1, geometry.ctypes.data
-    send["kernels"], send["src_page"], send["dst_page"] = kernels, src_page, dst_page
-    _clear(send)
-
-
-@compiled_with_gil
-def _clear(send: Send) -> None:
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
     send["verb"] = send["operation"] = 0
     send["gated"] = send["flying"] = send["hinted"] = 0
-    send["ids_used"] = send["src_at"] = send["src_count"] = send["network"] = 0
+    send["ids_used"] = send["src_at"] = send["src_count"] = 0
     send["num_pages"] = -1
 
 

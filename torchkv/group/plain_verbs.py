@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
+from torchkv.engine.resident.plain_sends import Call
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress
 from torchkv.group import arguments
@@ -73,15 +74,13 @@ class PlainVerbs(RecordedVerbs):
         held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
         if type(request) is not str or type(dst) is not int or type(start) is not int or start < 0:
             return None
-        req = engine.sender.requests.by_key.get((request, dst))
         if flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
             return None
-        if req is None:
-            if not self._may_begin(dst):
-                return None
-            flows.core.rouse()  # to wake it takes as long as this verb
-        elif req.flow is None:
+        if verb == "send_layer" and (dst,) not in engine.whole_pages:
             return None
+        req = engine.sender.requests.by_key.get((request, dst))
+        if req is None and flows.plain.expects(dst):
+            flows.core.rouse()  # to wake it takes as long as this verb
         ids = arguments.plain_pages(pages)
         if ids is not None:
             copied: Int64Array = np.empty(len(ids), dtype=np.int64)
@@ -89,67 +88,74 @@ class PlainVerbs(RecordedVerbs):
             ids = copied = arguments.as_int64(pages, f"{verb}({request!r})")
         else:
             return None
-        if verb == "send_layer" and (dst,) not in engine.whole_pages:
-            return None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
-        op = SendOp(request, dst, {}, held, start, len(ids), work, SourcePages(copied, event, self.forced_path))
-        op.verb = verb
+        call = verb, request, held, copied, dst, start, event
         if req is None:
-            return work if self._begin(op, ids) else None
+            return self._begin(call, ids)
+        op = self._op(*call)
         with engine.lock:
             if req.grant is None:
                 engine.catch_up()  # the loop may have bound it
-            if not flows.start_more(req, op, ids):
+            if not flows.plain.start_more(req, op, ids):
                 return None
             req.add_sent(op)
-        return work
+        return cast(KVWork, op.work)
 
-    def _may_begin(self, dst: int) -> bool:
-        """Whether a plain call may begin a request to ``dst``, as far as is known without the lock."""
-        engine = self.engine
-        plain = not engine.closed and not engine.lost and self.forced_path is None
-        return plain and engine.group_map.is_target(dst)
+    def _op(
+        self, verb: str, request: str, layers: tuple[int, ...], ids: Int64Array, dst: int, start: int, event: Any
+    ) -> SendOp:
+        work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        op = SendOp(request, dst, {}, layers, start, len(ids), work, SourcePages(ids, event, self.forced_path))
+        op.verb = verb
+        return op
 
-    def _begin(self, op: SendOp, ids: Int64Array) -> bool:
-        """Begins a request whose grant has come with its first op. False, and nothing is done, if that is not plain.
+    def _begin(self, call: Call, given: Int64Array) -> KVWork | None:
+        """Begins a request whose grant has come with its first op. None, and nothing is done, if that is not plain.
 
-        ids: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
+        given: the op's page ids as the caller gave them, which are checked as they are copied.
         """
+        _, request, _, _, dst, _, _ = call
         engine, flows = self.engine, self.engine.flows
-        assert flows is not None
-        if not copy_ids(ids, op.source_pages.pages, engine.group_map.me.num_pages):
-            return False
+        if flows is None or self.forced_path is not None:
+            return None
+        if not flows.plain.expects(dst) and not engine.group_map.is_target(dst):
+            return None
+        grants, now, began = engine.sender.grants, self.clock(), time.perf_counter()
         with engine.lock:
-            if self._meet(op):
-                return True
-            engine.catch_up()
-            wake, began = engine.has_actions, False
-            grant = None if engine.closed or engine.lost else engine.sender.grants.waiting(op.request, op.dst)
-            way = None if grant is None else flows.way(grant, op)
-            if grant is not None and way is not None:
-                req = engine.sender.grants.begin(grant, self.clock())
-                flows.begin(req, op, way)
+            if engine.closed or engine.lost:
+                return None
+            if grants.awaits(request, dst) and (met := flows.plain.meet(call, given, now)) is not None:
+                # From here on the loop is at work; all that follows is for Python's own records.
+                grant, flow, index, route = met
+                op = self._op(*call)
+                op.work._began = began
+                req = grants.begin(grant, now)
+                flows.plain.met(req, op, flow, index, route)
                 req.add_sent(op)
-                began = True
+                return cast(KVWork, op.work)
+            engine.catch_up()
+            wake = engine.has_actions
+            work = self._bind(call, given, now)
         if wake:
             self._wake()
-        return began
+        return work
 
-    def _meet(self, op: SendOp) -> bool:
-        """As `_begin`, if Python has not taken in the grant yet: then it need not. Under the lock."""
-        engine, flows, grants = self.engine, self.engine.flows, self.engine.sender.grants
-        if flows is None or engine.closed or engine.lost or not grants.awaits(op.request, op.dst):
-            return False
-        now = self.clock()
-        if (met := flows.meet(op, now)) is None:
-            return False
-        grant, flow, index, route = met
-        req = grants.begin(grant, now)
-        flows.met(req, op, flow, index, route)
+    def _bind(self, call: Call, given: Int64Array, now: float) -> KVWork | None:
+        """As `_begin`, of a grant that Python knows. Under the lock."""
+        _, request, _, ids, dst, _, _ = call
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        grant = engine.sender.grants.waiting(request, dst)
+        if grant is None or not copy_ids(given, ids, engine.group_map.me.num_pages):
+            return None
+        op = self._op(*call)
+        if (way := flows.plain.way(grant, op)) is None:
+            return None
+        req = engine.sender.grants.begin(grant, now)
+        flows.plain.begin(req, op, way)
         req.add_sent(op)
-        return True
+        return cast(KVWork, op.work)
 
     def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
         engine, flows = self.engine, self.engine.flows

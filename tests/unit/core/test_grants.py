@@ -94,24 +94,12 @@ def meet(
     pair: Pair, pages: list[int], *, name: str = "name", writers: int = 1, max_page: int = 8, start: int = 0
 ) -> Any:
     """A first verb that looks for its grant: the flow and the op, or None."""
+    positions, given = np.arange(pair.layers, dtype=np.int64), np.array(pages, dtype=np.int64)
+    how = (start, NO_GATE, 0)
+    grant = {"hashes": name_hashes(name), "writers": writers}
+    num_pages = pair.src.shape[1]
     return pair.writer.meet(
-        np.arange(pair.layers, dtype=np.int64),
-        np.array(pages, dtype=np.int64),
-        start,
-        NO_GATE,
-        0,
-        peer=1,
-        hashes=name_hashes(name),
-        writers=writers,
-        max_page=max_page,
-        geometry=pair.geometry,
-        kernels=None,
-        src_page=TOKENS,
-        dst_page=TOKENS,
-        network=False,
-        staged=False,
-        serial=0,
-        begun=0,
+        pair.way(max_page), positions, given, given.copy(), num_pages, *how, **grant, serial=0, begun=0
     )
 
 

@@ -22,7 +22,15 @@ def connection(*, direct: bool = True) -> Any:
 def routes(connections: dict[int, Any], reached: set[int]) -> Routes:
     core: Any = SimpleNamespace(peers=SimpleNamespace(reaches=lambda rank: rank in reached))
     local: Any = None
-    return Routes(core, local=local, connections=connections, kernels=None, puts=False, sends_to=lambda rank: False)
+    return Routes(
+        core,
+        local=local,
+        connections=connections,
+        kernels=None,
+        puts=False,
+        sends_to=lambda rank: False,
+        num_pages=lambda rank: 0,
+    )
 
 
 def test_a_writer_is_expected_as_long_as_its_connection_lasts() -> None:

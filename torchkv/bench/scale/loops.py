@@ -15,6 +15,7 @@ from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.limits import MAILBOX_RECORDS
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.runner import TURN
+from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]
@@ -68,18 +69,19 @@ class Pair:
         )
         return flow
 
-    def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1, serial: int = 0) -> int:
-        flow = self.writer.open_send(
-            peer=1,
-            peer_flow=peer_flow,
-            generation=generation,
+    def way(self, max_page: int | None = None) -> Way:
+        return self.writer.way(
+            1,
             geometry=self.geometry,
             kernels=self.kernels,
-            pages=np.array(pages, dtype=np.int64),
             src_page=TOKENS,
             dst_page=TOKENS,
-            serial=serial,
+            max_page=self.dst.shape[1] if max_page is None else max_page,
         )
+
+    def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1, serial: int = 0) -> int:
+        ids = np.array(pages, dtype=np.int64)
+        flow = self.writer.open_send(self.way(), peer_flow=peer_flow, generation=generation, pages=ids, serial=serial)
         assert flow is not None
         return flow
 
@@ -98,17 +100,7 @@ class Pair:
 
     def wait(self, *, name: str = "name", writers: int = 1, max_page: int | None = None) -> int:
         """A send that waits for its grant."""
-        most = self.dst.shape[1] if max_page is None else max_page
-        flow = self.writer.wait_for_grant(
-            peer=1,
-            hashes=name_hashes(name),
-            writers=writers,
-            max_page=most,
-            geometry=self.geometry,
-            kernels=self.kernels,
-            src_page=TOKENS,
-            dst_page=TOKENS,
-        )
+        flow = self.writer.wait_for_grant(self.way(max_page), hashes=name_hashes(name), writers=writers)
         assert flow is not None
         return flow
 

@@ -14,30 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchkv.arrays import Int64Array
 from torchkv.core.core import Core
-from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
 from torchkv.engine.resident.journal import Journal
-from torchkv.engine.resident.notices import Notices, OnLoop, grant_bound_on
-from torchkv.engine.resident.routes import Route, Routes
+from torchkv.engine.resident.notices import Notices, OnLoop, as_bits
+from torchkv.engine.resident.plain_sends import PlainSends
+from torchkv.engine.resident.routes import Routes
 from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.weak_callback import weakly
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.actions import SendOp
 from torchkv.protocol.instance import InstanceLeader
 from torchkv.protocol.messages import name_hashes
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
-from torchkv.protocol.sending.missing import likely_plan
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.loop_kernels import Kernels
@@ -86,7 +84,13 @@ class Flows:
         self._connections = connections
         self._now = clock
         self.routes = Routes(
-            core, local=local, connections=connections, kernels=kernels, puts=puts, sends_to=weakly(self._sends_to)
+            core,
+            local=local,
+            connections=connections,
+            kernels=kernels,
+            puts=puts,
+            sends_to=weakly(self._sends_to),
+            num_pages=lambda rank: group_map.info[rank].num_pages,
         )
         self._stages = None if stages is None else stages(self.routes)
         self.routes.stages = self._stages
@@ -94,7 +98,15 @@ class Flows:
         self._sends, self._lanes, self._waiting, self._ops = held.sends, held.lanes, held.waiting, held.ops
         self._receives, self._rounds, self._dead = held.receives, held.rounds, held.dead
         self.journal = Journal(core, recorder, sends=self._sends, receives=self._receives, ops=self._ops)
-        self._codes = self.journal.codes
+        self.plain = PlainSends(
+            core,
+            held,
+            group_map=group_map,
+            routes=self.routes,
+            journal=self.journal,
+            connections=connections,
+            num_pages=local.num_pages,
+        )
         self.notices = Notices(
             core,
             held,
@@ -120,35 +132,15 @@ class Flows:
         if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
         flow = self.core.wait_for_grant(
+            route.way,
             hashes=name_hashes(req.request),
-            writers=_bits(writers),
-            max_page=self._group_map.info[req.dst].num_pages,
-            **self._way(req.dst, req.begun_at, route, plan),
+            writers=as_bits(writers),
+            serial=self.journal.next_serial(),
+            begun=int(req.begun_at * 1e9),
         )
         if flow is not None:
-            self._opened(req, flow, route, plan)
+            self.plain.opened(req, flow, route)
             self._waiting[flow] = plan, []
-
-    def _way(self, dst: int, begun: float, route: Route, plan: PairPlan) -> dict[str, Any]:
-        """What `Core` is told of each send: see `Core.open_send`."""
-        return {
-            "peer": dst,
-            "geometry": route.words,
-            "kernels": route.kernels,
-            "src_page": plan.src_page_size,
-            "dst_page": plan.dst_page_size,
-            "network": route.lane is not None,
-            "staged": route.staged,
-            "serial": self.journal.next_serial(),
-            "begun": int(begun * 1e9),
-        }
-
-    def _opened(self, req: SenderRequest, flow: int, route: Route, plan: PairPlan) -> None:
-        req.flow, req.loop_path, req.loop_layers = flow, route.path, plan.layers
-        req.serial = self.journal.serial
-        self._sends[flow] = req
-        if route.lane is not None:
-            self._lanes[flow] = route.lane
 
     def heed_grants(self, heeds: bool) -> None:
         self.core.heed_grants(heeds)
@@ -169,16 +161,18 @@ class Flows:
         grant = req.grant
         assert grant is not None
         route = None if grant.flow is None else self.routes.to(req.dst, grant.plan)
-        if grant.flow is None or route is None or (route.kernels is not None and len(grant.pages) > MAX_GRANTED):
+        if grant.flow is None or route is None or (route.way.has_kernels and len(grant.pages) > MAX_GRANTED):
             return
         flow = self.core.open_send(
+            route.way,
             peer_flow=grant.flow,
             generation=grant.generation,
             pages=grant.pages,
-            **self._way(req.dst, req.begun_at, route, grant.plan),
+            serial=self.journal.next_serial(),
+            begun=int(req.begun_at * 1e9),
         )
         if flow is not None:
-            self._opened(req, flow, route, grant.plan)
+            self.plain.opened(req, flow, route)
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None
@@ -189,7 +183,7 @@ class Flows:
         if gate is None or route is None or not self.serves(op):
             return False
         pages = source.pages
-        if not isinstance(pages, np.ndarray) or (route.kernels is not None and len(pages) > MAX_GRANTED):
+        if not isinstance(pages, np.ndarray) or (route.way.has_kernels and len(pages) > MAX_GRANTED):
             return False
         verb = self.journal.verb_of(op.work, op.verb)
         index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb)
@@ -202,105 +196,6 @@ class Flows:
         else:
             req.running[op] = index
         return True
-
-    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> bool:
-        """`start` for a verb's critical path: of a bound request, and nothing is done where that needs more thought.
-
-        pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
-        """
-        grant = req.grant
-        if req.flow is None or grant is None or req.finish is not None or op.source_pages.path not in (None, "direct"):
-            return False
-        plan = grant.plan
-        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
-            return False
-        route = self.routes.known.get((req.dst, id(plan)))
-        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
-            return False
-        event = op.source_pages.event
-        gate = NO_GATE if event is None and route.kernels is None else self.routes.gate(event)
-        if gate is None or (route.kernels is not None and (self.core.broken or op.num_pages > MAX_GRANTED)):
-            return False
-        verb, ids = self._codes.get(op.verb, 0), op.source_pages.pages  # of a verb with one part
-        index = self.core.start_more(
-            req.flow, route.positions[op.layers], pages, ids, self._local.num_pages, op.start, gate, verb
-        )
-        if index is None:
-            return False
-        self._runs(req, op, index)
-        return True
-
-    def meet(self, op: SendOp, begun: float) -> tuple[BoundGrant, int, int, Route] | None:
-        """Begins a request with this op, if its grant is there, and Python has not taken it in: for `met`.
-
-        The grant, the request's flow, the op's index and the route. begun: when. None, and nothing is done, where it is
-        not there, or that needs more thought. The caller knows that nothing stands against such a request.
-        """
-        dst, group_map = op.dst, self._group_map
-        plan, writers = likely_plan(group_map, op.request, dst)
-        route, gate = self.routes.to(dst, plan), self.routes.gate(op.source_pages.event)
-        if route is None or gate is None or dst in self._dead:
-            return None
-        if route.kernels is not None and op.num_pages > MAX_GRANTED:
-            return None
-        begun_on_loop = self.core.meet(
-            route.positions[op.layers],
-            op.source_pages.pages,
-            op.start,
-            gate,
-            self._codes.get(op.verb, 0),  # of a verb with one part
-            hashes=name_hashes(op.request),
-            writers=_bits(writers),
-            max_page=group_map.info[dst].num_pages,
-            **self._way(dst, begun, route, plan),
-        )
-        if begun_on_loop is None:
-            return None
-        flow, index = begun_on_loop
-        return grant_bound_on(self.core, flow, op.request, dst, plan), flow, index, route
-
-    def met(self, req: SenderRequest, op: SendOp, flow: int, index: int, route: Route) -> None:
-        """What `meet` has begun is of this request."""
-        self._opened(req, flow, route, route.plan)
-        self._runs(req, op, index)
-
-    def _runs(self, req: SenderRequest, op: SendOp, index: int) -> None:
-        """An op of a verb with one part is on the loop."""
-        op.work._in_journal = op.verb in self._codes
-        self._ops[index] = req, op
-        req.running[op] = index
-
-    def way(self, grant: BoundGrant, op: SendOp) -> tuple[Route, Gate] | None:
-        """How `begin` can begin a request under this grant with this op; None where that needs more thought."""
-        plan = grant.plan
-        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
-            return None
-        route, gate = self.routes.known.get((op.dst, id(plan))), self.routes.gate(op.source_pages.event)
-        if route is None or not self.routes.is_current(op.dst, route):
-            return None
-        if gate is None or grant.flow is None or not self.core.has_room:
-            return None
-        if route.kernels is not None and (self.core.broken or max(op.num_pages, len(grant.pages)) > MAX_GRANTED):
-            return None
-        return route, gate
-
-    def begin(self, req: SenderRequest, op: SendOp, way: tuple[Route, Gate]) -> None:
-        """`open_send`, then `start` of its first op: for a verb's critical path. way: that `way` has returned."""
-        grant, (route, gate) = req.grant, way
-        assert grant is not None
-        assert grant.flow is not None
-        flow = self.core.open_send(
-            peer_flow=grant.flow,
-            generation=grant.generation,
-            pages=grant.pages,
-            **self._way(req.dst, req.begun_at, route, grant.plan),
-        )
-        assert flow is not None
-        self._opened(req, flow, route, grant.plan)
-        verb = self._codes.get(op.verb, 0)  # of a verb with one part
-        index = self.core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
-        assert index is not None
-        self._runs(req, op, index)
 
     def may_finish(self, aux: bytes) -> bool:
         return len(aux) <= MAX_AUX
@@ -370,6 +265,7 @@ class Flows:
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self.routes.forget(rank)
+        self.plain.forget(rank)
         if self._stages is not None:
             self._stages.forget(rank)
         self.core.peers.disconnect(rank)
@@ -424,7 +320,7 @@ class Flows:
             return False
         if not all(map(self.core.peers.hears, req.writers)):
             return False
-        writers, hashes = _bits(self._group_map.own_numbers(tuple(req.writers))), name_hashes(req.request)
+        writers, hashes = as_bits(self._group_map.own_numbers(tuple(req.writers))), name_hashes(req.request)
         prefix, serial = req.prefix_tokens, self.journal.number_receive(req)
         self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
         return True
@@ -502,10 +398,3 @@ class Flows:
 
     def _standing_still(self) -> AbstractContextManager[None]:
         return self.notices.standing_still()
-
-
-@lru_cache(maxsize=256)
-def _bits(ranks: tuple[int, ...]) -> int:
-    """A bit for each rank, as a signed word."""
-    bits = sum(1 << rank for rank in ranks)
-    return bits - (1 << 64) if bits >> 63 else bits

@@ -55,7 +55,7 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["Notices", "OnLoop", "grant_bound_on"]
+__all__ = ["Notices", "OnLoop", "as_bits", "grant_bound_on"]
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +288,13 @@ def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan
         plan=plan,
         flow=peer_flow,
     )
+
+
+@lru_cache(maxsize=256)
+def as_bits(ranks: tuple[int, ...]) -> int:
+    """A bit for each rank, as a signed word."""
+    bits = sum(1 << rank for rank in ranks)
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 @lru_cache(maxsize=256)

@@ -49,12 +49,14 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 class Route:
     """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
     staged: whether they are put into a standing stage there. path: as which `KVWork.path` and dumps count its bytes.
+    num_pages: of the peer.
 
     A route through the network ends with its lane.
     """
 
     def __init__(
         self,
+        core: Core,
         plan: PairPlan,
         local: LocalPages,
         connection: PeerConnection,
@@ -62,15 +64,16 @@ class Route:
         lane: NetworkLane | None = None,
         staged: bool = False,
         path: str = "direct",
+        *,
+        num_pages: int,
     ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
-        self.launches = launches
+        self.launches = launches  # kept, because the way leads to them
         self.lane = lane
         self.staged = staged
         self.provisional = False  # it puts until there is a stage
         self.path = "staged" if staged else path
-        self.kernels = None if launches is None else launches.words
         native = None if lane is None else lane.native
 
         def ours(component: str, layer: int) -> tuple[int, int, int]:
@@ -85,7 +88,19 @@ class Route:
             at = int(native.remote_at[placement.storage]) + placement.offset
             return at, placement.page_stride, int(native.remote_keys[placement.storage])
 
-        self.words = geometry(plan, ours, theirs)
+        words = geometry(plan, ours, theirs)
+        # Whether all pages can be put: their keys are known.
+        self.has_keys = bool(words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:].all())
+        self.way = core.way(
+            connection.rank,
+            geometry=words,
+            kernels=None if launches is None else launches.words,
+            src_page=plan.src_page_size,
+            dst_page=plan.dst_page_size,
+            max_page=num_pages,
+            network=lane is not None,
+            staged=staged,
+        )
         self.positions = _Positions(plan)
 
     @property
@@ -97,7 +112,7 @@ class Routes:
     """The routes of one rank, each made when it is first asked for.
 
     core, local, connections, kernels: see `torchkv.engine.resident.flows.Flows`. puts: False where pages that are not
-    mapped are not to be put by the loop. sends_to: whether a send to a rank is on the loop.
+    mapped are not to be put by the loop. sends_to: whether a send to a rank is on the loop. num_pages: of a rank.
     """
 
     def __init__(
@@ -109,7 +124,9 @@ class Routes:
         kernels: Kernels | None,
         puts: bool,
         sends_to: Callable[[int], bool],
+        num_pages: Callable[[int], int],
     ) -> None:
+        self._num_pages = num_pages
         self.known: dict[tuple[int, int], Route] = {}  # by rank and the plan's id
         self._core = core
         self._local = local
@@ -163,7 +180,10 @@ class Routes:
         launches = None if self._kernels is None else self._kernels.launches(plan, connection)
         if self._kernels is not None and launches is None:
             return None
-        route = self.known[rank, id(plan)] = Route(plan, self._local, connection, launches)
+        num_pages = self._num_pages(rank)
+        route = self.known[rank, id(plan)] = Route(
+            self._core, plan, self._local, connection, launches, num_pages=num_pages
+        )
         return route
 
     def is_current(self, rank: int, route: Route) -> bool:
@@ -179,10 +199,12 @@ class Routes:
         staged = wanted and self._has_stage(rank, plan, lane)
         if not staged and not _is_coarse(plan):
             return None
-        route = Route(plan, self._local, connection, lane=lane, staged=staged, path=self.path(rank, plan))
+        path, num_pages = self.path(rank, plan), self._num_pages(rank)
+        route = Route(
+            self._core, plan, self._local, connection, lane=lane, staged=staged, path=path, num_pages=num_pages
+        )
         route.provisional = wanted and not staged
-        keys = route.words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:]
-        if not staged and not keys.all():
+        if not staged and not route.has_keys:
             return None
         self.known[rank, id(plan)] = route
         return route

@@ -9,7 +9,19 @@ from typing import TypedDict
 
 from torchkv.arrays import Int64Array
 
-__all__ = ["Op", "Receive", "Round", "Send", "Writer"]
+__all__ = ["Op", "Receive", "Round", "Send", "Way", "Writer"]
+
+
+class Way(TypedDict):
+    """What sends of one plan to one peer have in common: fields of `Send`. Python's, in memory of its own."""
+
+    peer: int
+    max_page: int
+    geometry: int
+    kernels: int
+    src_page: int
+    dst_page: int
+    staged: int
 
 
 class Send(TypedDict):

@@ -40,7 +40,7 @@ from torchkv.core.loop.limits import (
 )
 from torchkv.core.loop.state.copying import Copier, Job
 from torchkv.core.loop.state.peers import Grant, Peer, Record
-from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Writer
+from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Way, Writer
 from torchkv.observe.histogram import BOUNDS
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "EVENT",
     "GRANT_NBYTES",
     "RECORD",
+    "WAY",
     "WORLD",
     "Event",
     "World",
@@ -259,6 +260,7 @@ _ARRAYS["receives"] = (_RECEIVE, MAX_FLOWS)
 _ARRAYS["copier"] = (_COPIER, MAX_COPIERS)
 _ARRAYS["events"] = (EVENT, MAX_EVENTS)
 WORLD = _dtype(World)
+WAY = _words(Way)
 
 
 def _offset(dtype: np.dtype[np.void], name: str) -> int:

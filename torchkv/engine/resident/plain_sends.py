@@ -1,0 +1,198 @@
+"""What plain verbs (see `torchkv.group.plain_verbs`) do to the resident loop: the quick half of `Flows`.
+
+Each method does nothing, and says so, where a verb needs more thought. All are called under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchkv.arrays import Int64Array
+from torchkv.core.core import Core
+from torchkv.core.device import NO_GATE, Gate
+from torchkv.core.loop.limits import MAX_GRANTED
+from torchkv.engine.resident.journal import Journal
+from torchkv.engine.resident.notices import OnLoop, as_bits, grant_bound_on
+from torchkv.engine.resident.routes import Route, Routes
+from torchkv.layout.group_map import GroupMap
+from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.messages import name_hashes
+from torchkv.protocol.sending.missing import likely_plan
+from torchkv.protocol.sending.request import SenderRequest
+from torchkv.transfer.peer_connection import PeerConnection
+
+__all__ = ["Call", "Met", "PlainSends"]
+
+# A verb: its name, the request, layers, this rank's pages, the receiver, the first page's position, and an event.
+Call = tuple[str, str, tuple[int, ...], Int64Array, int, int, Any]
+# What `meet` has begun: its grant, the request's flow, the index of its first op, and its route.
+Met = tuple[BoundGrant, int, int, Route]
+
+
+class PlainSends:
+    """One rank's. held: what is on the loop. num_pages: of this rank's cache."""
+
+    def __init__(
+        self,
+        core: Core,
+        held: OnLoop,
+        *,
+        group_map: GroupMap,
+        routes: Routes,
+        journal: Journal,
+        connections: Mapping[int, PeerConnection],
+        num_pages: int,
+    ) -> None:
+        self._core = core
+        self._held = held
+        self._ops = held.ops
+        self._group_map = group_map
+        self._routes = routes
+        self._journal = journal
+        self._codes = journal.codes
+        self._connections = connections
+        self._num_pages = num_pages
+        self._expected: dict[int, tuple[Route, int]] = {}  # by receiver: see `_likely`
+
+    # ------------------------------------------------------------------ first verbs
+
+    def expects(self, dst: int) -> bool:
+        """Whether a request to ``dst`` has met its grant here before: then another one soon may."""
+        return dst in self._expected
+
+    def meet(self, call: Call, given: Int64Array, begun: float) -> Met | None:
+        """Begins a request with its first op, if its grant is there, and Python has not taken it in: for `met`.
+
+        given: the op's page ids as the caller gave them, which are checked as they are copied. begun: when. The caller
+        knows that nothing stands against such a request.
+        """
+        verb, request, layers, ids, dst, start, event = call
+        likely = self._likely(request, dst)
+        if likely is None or dst in self._held.dead:
+            return None
+        route, writers = likely
+        way = route.way
+        gate = NO_GATE if event is None and not way.has_kernels else self._routes.gate(event)
+        if gate is None or (way.has_kernels and (self._core.broken or len(ids) > MAX_GRANTED)):
+            return None
+        begun_on_loop = self._core.meet(
+            way,
+            route.positions[layers],
+            given,
+            ids,
+            self._num_pages,
+            start,
+            gate,
+            self._codes.get(verb, 0),  # of a verb with one part
+            hashes=name_hashes(request),
+            writers=writers,
+            serial=self._journal.next_serial(),
+            begun=int(begun * 1e9),
+        )
+        if begun_on_loop is None:
+            return None
+        flow, index = begun_on_loop
+        return grant_bound_on(self._core, flow, request, dst, route.plan), flow, index, route
+
+    def _likely(self, request: str, dst: int) -> tuple[Route, int] | None:
+        """How the pages of a request go whose grant is not known yet, and a bit for each rank that it must name."""
+        likely = self._expected.get(dst)
+        if likely is not None and self._routes.is_current(dst, likely[0]):
+            return likely
+        plan, writers = likely_plan(self._group_map, request, dst)
+        route = self._routes.to(dst, plan)
+        if route is None:
+            return None
+        likely = route, as_bits(writers)
+        if not self._group_map.parts:  # else the plan depends on the request's name, too
+            self._expected[dst] = likely
+        return likely
+
+    def met(self, req: SenderRequest, op: SendOp, flow: int, index: int, route: Route) -> None:
+        """What `meet` has begun is of this request."""
+        self.opened(req, flow, route)
+        self._runs(req, op, index)
+
+    def way(self, grant: BoundGrant, op: SendOp) -> tuple[Route, Gate] | None:
+        """How `begin` can begin a request under this grant, which Python knows, with this op."""
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return None
+        route, gate = self._routes.known.get((op.dst, id(plan))), self._routes.gate(op.source_pages.event)
+        if route is None or not self._routes.is_current(op.dst, route):
+            return None
+        if gate is None or grant.flow is None or not self._core.has_room:
+            return None
+        if route.way.has_kernels and (self._core.broken or max(op.num_pages, len(grant.pages)) > MAX_GRANTED):
+            return None
+        return route, gate
+
+    def begin(self, req: SenderRequest, op: SendOp, way: tuple[Route, Gate]) -> None:
+        """`Flows.open_send`, then `Flows.start` of its first op. way: that `way` has returned."""
+        grant, (route, gate) = req.grant, way
+        assert grant is not None
+        assert grant.flow is not None
+        flow = self._core.open_send(
+            route.way,
+            peer_flow=grant.flow,
+            generation=grant.generation,
+            pages=grant.pages,
+            serial=self._journal.next_serial(),
+            begun=int(req.begun_at * 1e9),
+        )
+        assert flow is not None
+        self.opened(req, flow, route)
+        verb = self._codes.get(op.verb, 0)  # of a verb with one part
+        index = self._core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
+        assert index is not None
+        self._runs(req, op, index)
+
+    # ------------------------------------------------------------------ later verbs
+
+    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> bool:
+        """`Flows.start` of an op of a bound request.
+
+        pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
+        """
+        grant, source = req.grant, op.source_pages
+        if req.flow is None or grant is None or req.finish is not None or source.path not in (None, "direct"):
+            return False
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return False
+        route = self._routes.known.get((req.dst, id(plan)))
+        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
+            return False
+        event, has_kernels = source.event, route.way.has_kernels
+        gate = NO_GATE if event is None and not has_kernels else self._routes.gate(event)
+        if gate is None or (has_kernels and (self._core.broken or op.num_pages > MAX_GRANTED)):
+            return False
+        verb = self._codes.get(op.verb, 0)  # of a verb with one part
+        index = self._core.start_more(
+            req.flow, route.positions[op.layers], pages, source.pages, self._num_pages, op.start, gate, verb
+        )
+        if index is None:
+            return False
+        self._runs(req, op, index)
+        return True
+
+    # ------------------------------------------------------------------ what is on the loop
+
+    def opened(self, req: SenderRequest, flow: int, route: Route) -> None:
+        """The flow is of this request, whose number in the journal is the latest one."""
+        req.flow, req.loop_path, req.loop_layers = flow, route.path, route.plan.layers
+        req.serial = self._journal.serial
+        self._held.sends[flow] = req
+        if route.lane is not None:
+            self._held.lanes[flow] = route.lane
+
+    def _runs(self, req: SenderRequest, op: SendOp, index: int) -> None:
+        """An op of a verb with one part is on the loop."""
+        op.work._in_journal = op.verb in self._codes
+        self._ops[index] = req, op
+        req.running[op] = index
+
+    def forget(self, rank: int) -> None:
+        """The process of ``rank`` has ended."""
+        self._expected.pop(rank, None)
