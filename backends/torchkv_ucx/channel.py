@@ -143,23 +143,29 @@ class UCXChannel(QueueChannel):
         return operation
 
     def native(self, closing: Callable[[], None]) -> NativeChannel | None:
-        if self._failure is not None or self._closed or self._on_device:
+        if self._failure is not None or self._closed or not self._library.is_thread_safe(self._link.worker):
             return None
-        if not self._library.is_thread_safe(self._link.worker):
+        kind = int(max(self._local.memory_type, default=HOST))
+        if self._on_device != (kind != HOST) or (self._on_device and not self._puts_cheaply()):
             return None
         self._closing = closing
         return NativeChannel(
             functions=self._library.native,
             worker=self._link.worker,
             endpoint=self._handle,
-            put_params=request_params(HOST),
+            put_params=request_params(kind),
             key_word=KEY_WORD,
             params=request_params(),
-            local_keys=np.where(self._local.memory_type == HOST, self._local.memh, 0),
-            remote_keys=self._remote.rkey,
+            local_keys=np.where(self._local.memory_type == kind, self._local.memh, 0),
+            remote_keys=np.where(self._remote.memory_type == kind, self._remote.rkey, 0),
             remote_at=self._remote.base,
             put_seconds=put_seconds(),
         )
+
+    def _puts_cheaply(self) -> bool:
+        """Whether puts of device memory are known to be a network's: each of CUDA IPC takes 4 us of a processor."""
+        lanes = self._lanes("cuda")
+        return bool(lanes) and "cuda_ipc" not in lanes and not lanes.startswith("none")
 
     @property
     def drained(self) -> bool:

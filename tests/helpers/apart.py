@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torchkv_loopback import Faults, World
 
+from tests.helpers.fakes.loop_gpu import LoopGpu
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.arrays import Int64Array
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.core import Core
+from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.events import Notice
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.state.peers import Record
@@ -29,13 +31,14 @@ LAYERS, PAGES = 3, 12
 class Apart:
     """A writer, rank 0, and a reader, rank 1, that share nothing but a network; and pages on both sides.
 
-    reads: whether the reader has made its lane, too; see `read`.
+    reads: whether the reader has made its lane, too; see `read`. gpu: that of the writer, whose events are asked.
     """
 
-    def __init__(self, seed: int = 0, *, reads: bool = True, **limits: int) -> None:
+    def __init__(self, seed: int = 0, *, reads: bool = True, gpu: LoopGpu | None = None, **limits: int) -> None:
         self.world = World(seed, faults=Faults(min_delay=1e-4, max_delay=1e-3))
         self.network = NativeNetwork(self.world)
-        self.writer, self.reader = (Core(rank, **limits) for rank in (0, 1))
+        self.writer = Core(0, device=None if gpu is None else gpu.device, **limits)
+        self.reader = Core(1, **limits)
         generator = np.random.default_rng(seed)
         self.src = torch.from_numpy(generator.integers(0, 256, (LAYERS, PAGES, PAGE), dtype=np.uint8))
         self.dst = torch.full_like(self.src, 0xAB)
@@ -109,8 +112,11 @@ class Apart:
         ids = np.array(pages, dtype=np.int64)
         self.reader.grant(flow, name.encode(), name_hashes(name), ids, prefix_tokens=prefix_tokens, writers=1)
 
-    def start(self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS)) -> int:
-        index = self.writer.start_op(flow, np.array(layers, dtype=np.int64), np.array(pages, dtype=np.int64), start)
+    def start(
+        self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS), gate: Gate = NO_GATE
+    ) -> int:
+        positions, ids = np.array(layers, dtype=np.int64), np.array(pages, dtype=np.int64)
+        index = self.writer.start_op(flow, positions, ids, start, gate)
         assert index is not None
         return index
 

@@ -18,6 +18,7 @@ from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection
 
 __all__ = [
     "ASSUMED",
+    "BETWEEN_GPUS",
     "GPU_PACK_SECONDS",
     "Choice",
     "Load",
@@ -27,6 +28,7 @@ __all__ = [
     "is_cheaper_packed",
     "load_of",
     "put_seconds",
+    "puts_keep_up",
     "runs_between",
     "staged_seconds",
 ]
@@ -56,6 +58,8 @@ ASSUMED = {
     "cpu": Costs(descriptor=0.4e-6, byte=1 / 5e9, pack=1 / 5e9),
     "cuda": Costs(descriptor=4.1e-6, byte=1 / 390e9, pack=GPU_PACK_SECONDS),
 }
+# The same, between GPUs of different hosts: a guess, for links of 400 Gbit/s.
+BETWEEN_GPUS = Costs(descriptor=0.4e-6, byte=1 / 50e9, pack=GPU_PACK_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +104,24 @@ def is_cheaper_packed(plan: PairPlan, costs: Costs) -> bool:
     It should if packing a byte costs less than the puts that this saves; the receiver unpacks meanwhile. Of pages that
     are scattered: adjacent ones are put together. An estimate for the plan's layers together, per token.
     """
+    puts, nbytes = _per_token(plan)
+    return puts * costs.descriptor > nbytes * costs.pack
+
+
+def puts_keep_up(plan: PairPlan, costs: Costs) -> bool:
+    """Whether one put for each run takes no longer than the bytes do in bulk: packing could not double the rate.
+
+    An estimate, as `is_cheaper_packed`.
+    """
+    puts, nbytes = _per_token(plan)
+    return puts * costs.descriptor <= nbytes * costs.byte
+
+
+def _per_token(plan: PairPlan) -> tuple[float, float]:
+    """Puts, if each run is one, and bytes of a token in all layers together."""
     puts = sum(len(segment.layers) * segment.rows.per_pair / segment.tokens for segment in plan.segments)
     nbytes = sum(len(segment.layers) * segment.pair_nbytes / segment.tokens for segment in plan.segments)
-    return puts * costs.descriptor > nbytes * costs.pack
+    return puts, nbytes
 
 
 def cheapest(load: Load, costs: Costs, *, page_for_page: bool, ring: int, mapped: bool = False) -> Choice:

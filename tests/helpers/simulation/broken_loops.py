@@ -4,7 +4,7 @@ To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordina
 that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
     trace SEED [network|calls|staged|single]   prints what happens in one run
-    break NAME [gpu|network|calls|staged|single]   breaks the loop; fails unless some seed shows it
+    break NAME [gpu|network|gpus apart|calls|staged|single]   breaks the loop; fails unless some seed shows it
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.helpers.apart import PAGES, Apart, kinds
+from tests.helpers.fakes.loop_gpu import FakeEvent, LoopGpu
 from tests.helpers.simulation.loop_runs import loop_scenario
 from tests.helpers.staged_apart import StagedApart
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
@@ -51,7 +52,16 @@ from torchkv.engine.resident.routes import Routes
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["BREAKS", "CALLS_BREAKS", "GPU_BREAKS", "MOMENTS", "NETWORK_BREAKS", "SINGLE_BREAKS", "STAGED_BREAKS"]
+__all__ = [
+    "BREAKS",
+    "CALLS_BREAKS",
+    "GPUS_APART_BREAKS",
+    "GPU_BREAKS",
+    "MOMENTS",
+    "NETWORK_BREAKS",
+    "SINGLE_BREAKS",
+    "STAGED_BREAKS",
+]
 
 SEEDS = range(150)
 
@@ -195,6 +205,10 @@ def _announces_what_is_only_put() -> None:
         return done
 
     swap(sending, _put=put)
+
+
+def _puts_before_the_event() -> None:
+    swap(sending, is_open=lambda world, send, op: True)
 
 
 def _takes_the_end_of_puts_for_their_arrival() -> None:
@@ -455,6 +469,17 @@ def _a_grant_that_a_message_overtakes() -> str:
     return "it binds a request on the loop, too" if new and BOUND in kinds(told) else ""
 
 
+def _pages_that_are_written_late() -> str:
+    gpu = LoopGpu()
+    apart, event = Apart(gpu=gpu), FakeEvent(gpu)
+    apart.start(apart.send(apart.receive(1), [3]), [5], gate=event.gate)
+    apart.run(20)
+    apart.src[:, 5] = 0x77
+    event.happen()
+    apart.run(60)
+    return "" if (apart.dst[:, 3] == 0x77).all() else "older bytes"
+
+
 def _pieces_through_a_small_stage() -> str:
     """A reader that takes turns seldom, and a stage of a few pages."""
     for seed in range(10):
@@ -497,6 +522,7 @@ MOMENTS: dict[str, tuple[Callable[[], None], Callable[[], str]]] = {
     "grants that bind twice": (_binds_a_grant_twice, _a_grant_that_a_message_overtakes),
     "positions that are free when told": (_frees_what_is_only_told, _pieces_through_a_small_stage),
     "credits that count twice": (_counts_credits_twice, _pieces_through_a_small_stage),
+    "puts before the event": (_puts_before_the_event, _pages_that_are_written_late),
     "pieces told before they arrive": (_tells_of_pieces_that_are_only_put, _pieces_through_a_small_stage),
     "pieces of any generation": (_unpacks_pieces_of_any_generation, _a_piece_of_an_earlier_request),
     "pieces beyond the stage": (_unpacks_beyond_the_stage, _a_piece_beyond_the_stage),
@@ -521,6 +547,11 @@ NETWORK_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "does not wait to be heard": (_does_not_wait_to_be_heard, True),
     "takes part of a grant for all of it": (_takes_part_of_a_grant_for_all_of_it, True),
     "says nothing of what it has missed": (_says_nothing_of_what_it_has_missed, True),
+}
+
+GPUS_APART_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "announces what is only put": (_announces_what_is_only_put, True),
+    "forgets puts under way": (_forgets_puts_under_way, False),
 }
 
 CALLS_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
@@ -562,6 +593,7 @@ KINDS = {
     "": BREAKS,
     "gpu": GPU_BREAKS,
     "network": NETWORK_BREAKS,
+    "gpus apart": GPUS_APART_BREAKS,
     "calls": CALLS_BREAKS,
     "staged": STAGED_BREAKS,
     "single": SINGLE_BREAKS,
@@ -570,6 +602,7 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "": {},
     "gpu": {"gpu": True},
     "network": {"network": True},
+    "gpus apart": {"gpu": True, "network": True},
     "calls": {"network": True, "system_calls": True},
     "staged": {"network": True, "staged": True},
     "single": {"single": True},

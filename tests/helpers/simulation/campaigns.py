@@ -104,6 +104,12 @@ CAMPAIGNS = {
             300,
             partial(_other_lanes, gpu=True),
         ),
+        Campaign(
+            "gpus-apart",
+            "the resident loop that puts pages of GPUs through a network, as between hosts",
+            200,
+            partial(_other_lanes, gpu=True, network=True),
+        ),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
         Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
@@ -111,7 +117,7 @@ CAMPAIGNS = {
     )
 }
 
-LOOP = frozenset({"loop", "network", "calls", "gpu"})  # those of the resident loop
+LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart"})  # those of the resident loop
 
 
 @cache

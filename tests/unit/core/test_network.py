@@ -13,9 +13,10 @@ from torchkv_loopback import Faults
 from torchkv_loopback.channel import LoopbackChannel
 
 from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
+from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent, LoopGpu
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.loop import network
-from torchkv.core.loop.codes import CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
+from torchkv.core.loop.codes import BROKEN, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN
 from torchkv.errors import PeerLost
 
 
@@ -252,3 +253,50 @@ def test_records_that_find_no_room_stay_due() -> None:
     apart.network.holding = False
     _, more = apart.run(2000)
     assert kinds(heard + more).count(RECEIVED) == 100
+
+
+def gated(gpu: LoopGpu) -> tuple[Apart, int, FakeEvent]:
+    """A send of a page of a GPU whose op waits for an event, and is finished; its flow, and the event."""
+    apart, event = Apart(gpu=gpu), FakeEvent(gpu)
+    send = apart.send(apart.receive(1), [3])
+    apart.start(send, [5], gate=event.gate)
+    apart.writer.finish_send(send, 1, b"")
+    return apart, send, event
+
+
+def test_pages_of_a_gpu_are_put_once_their_event_has_happened() -> None:
+    apart, send, event = gated(LoopGpu())
+    assert apart.run(50) == ([], [])
+    assert apart.network.puts == 0
+    assert apart.writer.gated(send) > 0, "who waits for the event is known to be alive"
+    apart.src[:, 5] = 0x77  # what the model writes last
+    event.happen()
+    told, heard = apart.run()
+    assert kinds(told) == [OP_DONE, SENT]
+    assert kinds(heard) == [RECEIVED]
+    assert (apart.dst[:, 3] == 0x77).all()
+    assert (apart.dst[:, [page for page in range(PAGES) if page != 3]] == 0xAB).all()
+
+
+def test_a_gpu_that_answers_no_more_puts_nothing() -> None:
+    gpu = LoopGpu()
+    apart, _, event = gated(gpu)
+    gpu.broken = BAD_ADDRESS
+    event.happen()
+    told, heard = apart.run(50)
+    assert kinds(told) == [BROKEN], "once"
+    assert heard == []
+    assert apart.network.puts == 0
+    assert apart.writer.broken
+
+
+def test_a_send_is_taken_back_while_it_waits_for_an_event() -> None:
+    apart, send, event = gated(LoopGpu())
+    apart.run(5)
+    with apart.writer.runner.standing_still():
+        apart.writer.settle()
+        assert apart.writer.put(0) == 0, "nothing of it is under way"
+        assert apart.writer.take_back_send(send, [0]) is False
+    event.happen()
+    assert apart.run(20) == ([], [])
+    assert (apart.dst == 0xAB).all()

@@ -23,7 +23,7 @@ from torchkv.core.loop.stripes import owed_pairs
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 
-__all__ = ["FIELDS", "landed"]
+__all__ = ["FIELDS", "is_open", "landed"]
 
 call_query = c_function(1, 32)
 call_four = c_function(4, 32)  # UPLOAD, SIGNAL
@@ -56,7 +56,7 @@ def landed(world: World, send: Send, op: Op) -> bool:
     if op["at"] == op["num_positions"]:
         return True
     if op["posted"] == 0:
-        if world["broken"] != 0 or world["flying"] >= MAX_FLYING or not _is_open(world, send, op):
+        if world["broken"] != 0 or world["flying"] >= MAX_FLYING or not is_open(world, send, op):
             return False
         if not _launch(world, send, op):
             return False
@@ -73,7 +73,7 @@ def landed(world: World, send: Send, op: Op) -> bool:
 
 
 @compiled
-def _is_open(world: World, send: Send, op: Op) -> bool:
+def is_open(world: World, send: Send, op: Op) -> bool:
     """Whether the pages of an op may be read. Of events of one stream, none happens before an earlier one."""
     if op["gate"] == 0:
         return True

@@ -22,7 +22,7 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.copying import copy_pairs, copy_spans
 from torchkv.core.loop.events import emit, event_room
-from torchkv.core.loop.launching import landed
+from torchkv.core.loop.launching import is_open, landed
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.mailbox import count_seals, owe, ring, room, tell
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
@@ -105,9 +105,7 @@ def advance(world: World, index: int, budget: int) -> int:
     if send["kernels"] != 0:
         if not landed(world, send, op):
             hint_seal(world, send)
-            if world["broken"] < 0:
-                world["broken"] = -world["broken"]
-                emit(world, BROKEN, 0, 0)
+            _report_broken(world)
             return BLOCKED
         op["arrived"] = op["at"]
     elif send["staged"] != 0:
@@ -115,6 +113,9 @@ def advance(world: World, index: int, budget: int) -> int:
         if op["at"] < op["num_positions"] or op["pieces"] > 0:
             return BLOCKED if left == budget else budget - left
         op["arrived"] = op["told"] = op["at"]  # with the records of the pieces
+    elif op["gate"] != 0 and (world["broken"] != 0 or not is_open(world, send, op)):
+        _report_broken(world)
+        return BLOCKED
     elif send["network"] != 0:
         left -= _put(world, send, op, left)
         if op["told"] == op["arrived"] and op["arrived"] < op["num_positions"]:
@@ -135,6 +136,14 @@ def advance(world: World, index: int, budget: int) -> int:
     seal_if_done(world, op["flow"])
     emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
     return ENDED - (budget - left)
+
+
+@compiled
+def _report_broken(world: World) -> None:
+    """Tells Python that the GPU's driver has refused something, if it just has."""
+    if world["broken"] < 0:
+        world["broken"] = -world["broken"]
+        emit(world, BROKEN, 0, 0)
 
 
 @compiled

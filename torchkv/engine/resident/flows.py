@@ -230,8 +230,9 @@ class Flows:
             for index in left:
                 if staged:
                     self._ops[index][1].landed = req.landing
-                elif lane is not None and (posted := self.core.put(index)):
-                    self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
+                elif lane is not None:
+                    if posted := self.core.put(index):
+                        self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
                 elif self.core.device is not None and (posted := self.core.flying(index)):
                     self._ops[index][1].landed = partial(self.core.device.landed, posted)
             self.journal.hand_over_ops(req, left)

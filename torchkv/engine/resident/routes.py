@@ -16,8 +16,8 @@ from torchkv.engine.resident.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.loop_geometry import geometry
 from torchkv.transfer.loop_kernels import Kernels, Launches
-from torchkv.transfer.path_cost import ASSUMED, is_cheaper_packed
-from torchkv.transfer.peer_connection import LocalPages, PeerConnection
+from torchkv.transfer.path_cost import ASSUMED, BETWEEN_GPUS, is_cheaper_packed, puts_keep_up
+from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.core.core import Core
@@ -132,7 +132,7 @@ class Routes:
         self._local = local
         self._connections = connections
         self._kernels = kernels
-        self._puts = puts and kernels is None
+        self._puts = puts
         self._sends_to = sends_to
         self.stages: StandingStages | None = None  # set by the flows, if loops may stage
         self._unpacked: dict[int, tuple[PairPlan, Int64Array]] = {}  # plans of writers that stage, by id
@@ -199,6 +199,8 @@ class Routes:
         staged = wanted and self._has_stage(rank, plan, lane)
         if not staged and not _is_coarse(plan):
             return None
+        if self._kernels is not None and not self._keeps_up(plan, connection, lane):
+            return None  # Python packs it, by kernels
         path, num_pages = self.path(rank, plan), self._num_pages(rank)
         route = Route(
             self._core, plan, self._local, connection, lane=lane, staged=staged, path=path, num_pages=num_pages
@@ -215,10 +217,13 @@ class Routes:
             return False
         if not _is_coarse(plan):
             return True
-        costs = connection.costs
-        if costs is None and lane is not None and lane.native is not None:
-            costs = replace(ASSUMED["cpu"], descriptor=lane.native.put_seconds)
+        costs = _costs(connection, lane, ASSUMED["cpu"])
         return costs is not None and is_cheaper_packed(plan, costs)
+
+    def _keeps_up(self, plan: PairPlan, connection: PeerConnection, lane: NetworkLane | None) -> bool:
+        """Whether puts of a plan between GPUs keep up with the network."""
+        costs = _costs(connection, lane, BETWEEN_GPUS)
+        return costs is not None and puts_keep_up(plan, costs)
 
     def _has_stage(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> bool:
         return self.stages is not None and fits(plan, self.stages.to(rank, lane))
@@ -273,6 +278,13 @@ class Routes:
         if id(plan) not in self._unpacked:
             self._unpacked[id(plan)] = plan, geometry(plan, lambda component, layer: (0, 0, 0), ours)
         return self._unpacked[id(plan)][1]
+
+
+def _costs(connection: PeerConnection, lane: NetworkLane | None, assumed: Costs) -> Costs | None:
+    """What a connection has been measured to cost, or else may."""
+    if connection.costs is not None or lane is None or lane.native is None:
+        return connection.costs
+    return replace(assumed, descriptor=lane.native.put_seconds)
 
 
 def _is_coarse(plan: PairPlan) -> bool:
