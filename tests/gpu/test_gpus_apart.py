@@ -1,0 +1,140 @@
+"""Pages of GPUs that are not mapped, which the resident loop puts as it puts them between hosts.
+
+UCX has no network for GPU memory on one host. So the loop is let put over CUDA IPC, which it leaves to Python
+otherwise, because there each put takes microseconds: what is shown is that its puts are exact and gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchkv_ucx.channel import UCXChannel
+
+from tests.helpers.harness import Ranks
+from tests.helpers.ranks.gpu_pair import READER, WRITER, gpu_group, needs_gpus, registered_cache
+from tests.helpers.ranks.lane_transfer import random_fill
+from tests.helpers.ranks.small_cache import meet, page_bytes
+from torchkv import KVCache, KVProcessGroup
+from torchkv.engine.resident import routes
+from torchkv.engine.scheduler import TransferScheduler
+from torchkv.errors import TransferCancelled
+
+LAYERS = 6
+MODEL = {"num_layers": LAYERS, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}  # runs of 32 KiB
+SOURCE, TARGET, CANARIES = [9, 2, 11, 4], [1, 14, 3, 8], [0, 5, 15]
+REQUESTS = 5
+LONG = 40_000_000  # cycles of a GPU, about 20 ms
+
+pytestmark = needs_gpus(1)
+
+
+@pytest.fixture
+def apart() -> Iterator[Ranks]:
+    ranks = Ranks(2, apart=True)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@contextmanager
+def put_by_the_loop() -> Iterator[list[str]]:
+    """The verbs that Python serves all the same."""
+    served: list[str] = []
+    start = TransferScheduler.start
+
+    def noting(self: TransferScheduler, op: Any, grant: Any) -> None:
+        served.append(op.verb)
+        start(self, op, grant)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UCXChannel, "_puts_cheaply", lambda self: True)
+        patch.setattr(routes, "puts_keep_up", lambda plan, costs: True)
+        patch.setattr(TransferScheduler, "start", noting)
+        yield served
+
+
+def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
+    every = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(every, mine)
+    return every
+
+
+def rewrite(cache: KVCache, fresh: KVCache, layer: int) -> None:
+    """Enqueues that a layer gets other bytes, after a while."""
+    torch.cuda._sleep(LONG)
+    for component in "kv":
+        cache[component][layer].copy_(fresh[component][layer], non_blocking=True)
+
+
+def write(kv: KVProcessGroup, cache: KVCache, request: str) -> None:
+    fresh = KVCache.empty(cache.layout, cache.num_pages, device=cache.device)
+    random_fill(fresh, np.random.default_rng())
+    torch.cuda.synchronize()
+    works = []
+    for layer in range(LAYERS):
+        rewrite(cache, fresh, layer)
+        works.append(kv.send_layer(request, layer, SOURCE, READER))
+    works.append(kv.finish(request, READER))
+    assert works[-1].wait(30)
+    assert {work.path for work in works[:-1]} == {"runs"}
+    assert sum(work.bytes for work in works) == page_bytes(cache, SOURCE).numel()
+
+
+def gated_layers() -> None:
+    with put_by_the_loop() as served, gpu_group(timeout=20) as kv:
+        cache = registered_cache(kv, **MODEL)
+        for number in range(REQUESTS):
+            random_fill(cache, np.random.default_rng())
+            canaries = page_bytes(cache, CANARIES)
+            request = f"request {number}"
+            rx = kv.recv_pages(request, TARGET, WRITER) if kv.rank() == READER else None
+            meet(kv)
+            if rx is None:
+                write(kv, cache, request)
+            else:
+                rx.wait(30)
+            torch.cuda.synchronize()
+            sent = exchanged(page_bytes(cache, SOURCE))[WRITER]
+            if kv.rank() == READER:
+                assert torch.equal(page_bytes(cache, TARGET), sent)
+            assert torch.equal(page_bytes(cache, CANARIES), canaries) or kv.rank() == WRITER
+        assert served == []
+        meet(kv)
+
+
+def cancelled_in_the_middle() -> None:
+    with put_by_the_loop(), gpu_group(timeout=20) as kv:
+        cache = registered_cache(kv, **MODEL)
+        rx = kv.recv_pages("r", TARGET, WRITER) if kv.rank() == READER else None
+        meet(kv)
+        if rx is None:
+            for layer in range(LAYERS):
+                torch.cuda._sleep(LONG)
+                kv.send_layer("r", layer, SOURCE, READER)
+            kv.cancel("r").wait(20)
+        else:
+            with pytest.raises(TransferCancelled):
+                rx.wait(20)
+            kv.cancel("r").wait(20)
+            assert kv.quarantined() == {}
+            random_fill(cache, np.random.default_rng())  # the pages are the caller's again
+        everything = page_bytes(cache, [*range(cache.num_pages)])
+        meet(kv)
+        torch.cuda.synchronize()
+        assert torch.equal(page_bytes(cache, [*range(cache.num_pages)]), everything)
+        meet(kv)
+
+
+def test_layers_are_put_once_the_gpu_has_written_them(apart: Ranks) -> None:
+    apart.run(gated_layers)
+
+
+def test_nothing_lands_after_a_cancel(apart: Ranks) -> None:
+    apart.run(cancelled_in_the_middle)
