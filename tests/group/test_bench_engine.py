@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchkv.bench import engine
+from torchkv.bench import engine, engine_loop
 from torchkv.bench.engine import CASES, EngineCase, EngineResult, Pages, Setup, run_engine
-from torchkv.bench.engine_loop import STEP_SECONDS, Loop, Pending, steps_alone
+from torchkv.bench.engine_loop import RESTING, Loop, Pending, steps_alone
 from torchkv.bench.processes import run_two
 
 
@@ -23,7 +23,8 @@ def test_a_row(by_layer: bool) -> None:
     result = run_engine(small(by_layer, busy=True))
     assert result.wrong == 0
     assert 0 < result.p50 <= result.p99  # not above the floor for certain: a step is an amount of work, not a time
-    assert result.floor >= (engine.LAYERS if by_layer else 1) * STEP_SECONDS
+    assert result.step > 0
+    assert result.floor >= (engine.LAYERS if by_layer else 1) * result.step
     assert 0 < result.share < 1, "steps take longer than the copy of so few bytes"
 
 
@@ -111,12 +112,23 @@ def test_steps_are_calibrated() -> None:
     assert 0 < alone < 1
 
 
+def test_steps_at_rest_are_what_others_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(lambda number: Fake([], str(number), verbs=0, polls=0), flight=1, polled=True)
+    taken = iter([*[1.0] * (RESTING - 1), 9.0, 1.5])
+    monkeypatch.setattr(engine_loop, "_timed", lambda size: next(taken))
+    loop.rest()
+    loop.step()
+    assert loop.times.resting == [1.0]
+    assert loop.times.lost == 0.5
+
+
 def test_what_passes() -> None:
     setup = Setup(case=CASES[1], device="cpu", polled=True)
-    steps, copy = engine.LAYERS * STEP_SECONDS, 1e-4
+    step, copy = 2.5e-4, 1e-4
+    steps = engine.LAYERS * step
 
     def result(p50: float, wrong: int = 0) -> EngineResult:
-        return EngineResult(setup=setup, p50=p50, p99=p50, lost=0.0, copy=copy, each=p50, wrong=wrong)
+        return EngineResult(setup=setup, p50=p50, p99=p50, step=step, lost=0.0, copy=copy, each=p50, wrong=wrong)
 
     assert result(steps + copy + engine.GATE_SECONDS - 1e-6).passed
     assert not result(steps + copy + engine.GATE_SECONDS + 1e-6).passed
@@ -142,4 +154,4 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def _slow(setup: Setup) -> EngineResult:
-    return EngineResult(setup=setup, p50=1.0, p99=2.0, lost=0.5, copy=1e-3, each=1.0, wrong=0)
+    return EngineResult(setup=setup, p50=1.0, p99=2.0, step=2e-4, lost=0.5, copy=1e-3, each=1.0, wrong=0)

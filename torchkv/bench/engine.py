@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchkv.bench.engine_loop import STEP_SECONDS, Loop, Pending, busy_thread
+from torchkv.bench.engine_loop import Loop, Pending, busy_thread
 from torchkv.bench.machine import one_link
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
@@ -26,7 +26,7 @@ from torchkv.errors import KVError
 from torchkv.group.process_group import KVProcessGroup, current_group
 from torchkv.layout.layout import KVLayout
 
-__all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "run_engine"]
+__all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "Written", "run_engine"]
 
 LAYERS = 32
 HEADS, SLICE = 8, 2  # kv heads of a page, and those that a reader of slices holds
@@ -36,6 +36,10 @@ WARM = 4  # requests before the first that counts
 ROUNDS = 4  # at least; the first one warms up
 DEADLINE = 60.0
 GATE_SECONDS = 300e-6  # on top of the loop's own steps and the copy
+
+# What a writer reports, in seconds: each request that counts; a step of its loop at rest; lost a request; the copy; a
+# request's part of a round, the median of all rounds but the first.
+Written = tuple[list[float], float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +107,15 @@ class Setup:
 class EngineResult:
     """Seconds a request.
 
-    lost: by which the steps of its loop took longer than alone. copy: one copy of as many bytes. each: of a round, a
-    request's part of it, however many are in flight.
+    step: of the writer's loop, while both loops run and nothing is sent; 0 if it is not polled. lost: by which the
+    steps of its loop took longer than that. copy: one copy of as many bytes. each: of a round, a request's part of it,
+    however many are in flight.
     """
 
     setup: Setup
     p50: float
     p99: float
+    step: float
     lost: float
     copy: float
     each: float
@@ -121,15 +127,18 @@ class EngineResult:
         return self.copy / self.each
 
     @property
+    def steps(self) -> float:
+        """The loop's own steps."""
+        return (LAYERS if self.setup.case.by_layer else 1) * self.step
+
+    @property
     def floor(self) -> float:
         """What the loop's own steps, or the copy, take at least; with several in flight the copies of all of them."""
-        steps = (LAYERS if self.setup.case.by_layer else 1) * STEP_SECONDS if self.setup.polled else 0.0
-        return max(steps, self.copy * self.setup.flight)
+        return max(self.steps, self.copy * self.setup.flight)
 
     @property
     def passed(self) -> bool:
-        steps = (LAYERS if self.setup.case.by_layer else 1) * STEP_SECONDS if self.setup.polled else 0.0
-        return self.wrong == 0 and self.p50 <= self.copy * self.setup.flight + steps + GATE_SECONDS
+        return self.wrong == 0 and self.p50 <= self.copy * self.setup.flight + self.steps + GATE_SECONDS
 
 
 class Pages:
@@ -237,11 +246,13 @@ def run_engine(
     """Runs one row in two fresh processes. write, read: the two sides, if not torchkv's. Raises ``KVError``."""
     write, read = write or _write, read or _read
     seed, link = int(time.time_ns() & 0xFFFFFFFF), one_link() if setup.apart else {}
-    (requests, lost, copy, each), wrong = run_two(write, read, setup, seed, environment=link, apart=setup.apart)
+    written, wrong = run_two(write, read, setup, seed, environment=link, apart=setup.apart)
+    requests, step, lost, copy, each = written
     return EngineResult(
         setup=setup,
         p50=float(np.percentile(requests, 50)),
         p99=float(np.percentile(requests, 99)),
+        step=step,
         lost=lost,
         copy=copy,
         each=each,
@@ -255,12 +266,14 @@ def rounds(setup: Setup, loop: Loop, before: Callable[[int], None], after: Calla
     for number in range(max(ROUNDS, -(-count // setup.slots))):
         before(number)
         dist.barrier()
+        loop.rest()
+        dist.barrier()
         loop.run(number * setup.slots, setup.slots)
         dist.barrier()
         after(number)
 
 
-def _write(setup: Setup, seed: int) -> tuple[list[float], float, float, float]:
+def _write(setup: Setup, seed: int) -> Written:
     pages, kv = Pages(setup, 0), current_group(None)
     kv.register(pages.cache, instance="prefill")
 
@@ -295,14 +308,14 @@ def _read(setup: Setup, seed: int) -> int:
     return wrong
 
 
-def summary(setup: Setup, loop: Loop, copy: float) -> tuple[list[float], float, float, float]:
-    """What a writer reports, in seconds: each request that counts; lost a request; the copy; a request's part of a
-    round (the median of all but the first)."""
+def summary(setup: Setup, loop: Loop, copy: float) -> Written:
+    """What a writer reports. Raises ``KVError`` if requests are missing."""
     times = loop.times
     if len(times.requests) < WARM + setup.requests:
         raise KVError(f"{setup.case.name}: {len(times.requests)} requests ended, {WARM + setup.requests} were begun")
     each = float(np.median(times.rounds[1:])) / setup.slots
-    return times.requests[WARM:], times.lost / len(times.requests), copy, each
+    step = float(np.median(times.resting)) if times.resting else 0.0
+    return times.requests[WARM:], step, times.lost / len(times.requests), copy, each
 
 
 def copy_seconds(setup: Setup) -> float:

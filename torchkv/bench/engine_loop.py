@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["STEP_SECONDS", "Loop", "Pending", "Times", "busy_thread", "compute", "steps_alone"]
+__all__ = ["RESTING", "STEP_SECONDS", "Loop", "Pending", "Times", "busy_thread", "compute", "steps_alone"]
 
 STEP_SECONDS = 200e-6
+RESTING = 40  # steps of a rest
 SPIN = 20  # additions between two looks at the clock when steps are calibrated
 
 
@@ -83,12 +84,13 @@ def busy_thread(*, on: bool) -> Iterator[None]:
 class Times:
     """Seconds.
 
-    requests: each one's, from its first verb to its verdict. rounds: of each `Loop.run`. lost: of all steps, beyond
-    what they take alone.
+    requests: each one's, from its first verb to its verdict. rounds: of each `Loop.run`. resting: of each `Loop.rest`,
+    the median of its steps. lost: of all steps, beyond those of the latest rest.
     """
 
     requests: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
+    resting: list[float] = field(default_factory=list)
     steps: int = 0
     lost: float = 0.0
 
@@ -105,6 +107,12 @@ class Loop:
         self._polled = polled
         self._size, self._alone = steps_alone() if polled else (0, 0.0)
         self.times = Times()
+
+    def rest(self) -> None:
+        """Steps with nothing in flight: what a step takes where the other process's loop runs, too."""
+        if self._polled:
+            self._alone = sorted(_timed(self._size) for _ in range(RESTING))[RESTING // 2]
+            self.times.resting.append(self._alone)
 
     def run(self, first: int, count: int) -> None:
         """Requests first .. first + count - 1; their times are added to ``times``."""

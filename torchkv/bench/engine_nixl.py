@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchkv.bench.engine import LAYERS, PAGE_NBYTES, Pages, Setup, copy_seconds, rounds, summary
+from torchkv.bench.engine import LAYERS, PAGE_NBYTES, Pages, Setup, Written, copy_seconds, rounds, summary
 from torchkv.bench.engine_loop import Loop, Pending, busy_thread
 from torchkv.bench.rivals.nixl import new_agent, of_reader
 from torchkv.bench.rivals.nixl import rows as nixl_rows
@@ -115,7 +115,7 @@ class _Read(Pending):
             continue
 
 
-def write(setup: Setup, seed: int) -> tuple[list[float], float, float, float]:
+def write(setup: Setup, seed: int) -> Written:
     """Rank 0; see `torchkv.bench.engine`."""
     side = _Side(setup, 0)
     metadata, rows = of_reader(side.agent, side.rows)

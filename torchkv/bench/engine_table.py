@@ -38,7 +38,10 @@ def run(argv: Sequence[str]) -> int:
         out.flush()
 
     say(f"# torchkv bench engine: {machine(args.device)}; 32 layers, steps of 200 us, every byte checked")
-    say("# floor_us: the loop's steps or the copy of the bytes; lost_us: by which steps took longer than alone")
+    say(
+        "# floor_us: the loop's own steps, as long as while both loops run and nothing is sent, or the copy"
+    )
+    say("# lost_us: by which the steps of a request took longer")
     say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads, without NIXL")
     if args.apart:
         say("# both processes are of this host, but use TCP on loopback as if on two; the copy is memcpy all the same")
