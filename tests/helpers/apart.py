@@ -69,9 +69,9 @@ class Apart:
 
     def receive(self, pages: int, generation: int = 1, ids: Int64Array | None = None) -> int:
         """ids: the pages, where they are staged."""
-        flow = self.reader.reserve_receive()
+        flow = self.reader.receives.reserve()
         assert flow is not None
-        self.reader.open_receive(
+        self.reader.receives.open(
             flow,
             generation=generation,
             num_tokens=pages * TOKENS,
@@ -110,7 +110,7 @@ class Apart:
 
     def grant(self, flow: int, pages: Sequence[int], name: str = "name", *, prefix_tokens: int = 0) -> None:
         ids = np.array(pages, dtype=np.int64)
-        self.reader.grant(flow, name.encode(), name_hashes(name), ids, prefix_tokens=prefix_tokens, writers=1)
+        self.reader.receives.grant(flow, name.encode(), name_hashes(name), ids, prefix_tokens=prefix_tokens, writers=1)
 
     def start(
         self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS), gate: Gate = NO_GATE

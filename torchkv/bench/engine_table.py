@@ -38,9 +38,7 @@ def run(argv: Sequence[str]) -> int:
         out.flush()
 
     say(f"# torchkv bench engine: {machine(args.device)}; 32 layers, steps of 200 us, every byte checked")
-    say(
-        "# floor_us: the loop's own steps, as long as while both loops run and nothing is sent, or the copy"
-    )
+    say("# floor_us: the loop's own steps, as long as while both loops run and nothing is sent, or the copy")
     say("# lost_us: by which the steps of a request took longer")
     say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads, without NIXL")
     if args.apart:

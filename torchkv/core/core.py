@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,61 +11,37 @@ from torchkv.core import posting
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.events import Events
 from torchkv.core.led_rounds import LedRounds
-from torchkv.core.loop import copying, grants, loop, network, receiving
-from torchkv.core.loop.codes import CUT, DONE, FREE, GRANT, NOBODY, POSTED, SEALED
+from torchkv.core.loop import copying, grants, loop, network
+from torchkv.core.loop.codes import CUT, FREE, NOBODY, SEALED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
     MAX_AUX,
     MAX_FLOWS,
     MAX_GPU_SENDS,
-    MAX_INTERVALS,
     MAX_OPS,
-    MAX_PEERS,
-    MAX_WRITERS,
 )
 from torchkv.core.loop.state.peers import Peer
-from torchkv.core.loop.state.requests import Op, Send, Writer
-from torchkv.core.loop.state.world import receive_word_at, word_at
+from torchkv.core.loop.state.requests import Op, Send
+from torchkv.core.loop.state.world import word_at
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
+from torchkv.core.receives import Receives
 from torchkv.core.runner import Runner
 from torchkv.core.way import Way
 from torchkv.host.jit import at_register
 
-__all__ = ["Core", "ReceiveState", "WriterState"]
+__all__ = ["Core"]
 
-_SEND, _OP, _WRITER = (list(record.__annotations__) for record in (Send, Op, Writer))
+_SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
 _MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
 _PEER_FLOW, _GENERATION, _GRANTED, _DST_PAGE = (
     _SEND.index(name) for name in ("peer_flow", "generation", "granted", "dst_page")
 )
-_LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
-_RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _WRITERS = (
-    receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "writers")
-)
 _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
     word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
 )
-
-
-@dataclass(slots=True)
-class WriterState:
-    """intervals: of tokens that have arrived, per layer that it owes. sealed: pages of its seal; None before it."""
-
-    intervals: list[list[tuple[int, int]]]
-    sealed: int | None
-    aux: bytes
-
-
-@dataclass(slots=True)
-class ReceiveState:
-    """What the loop knows of a receive, and of each of its writers. staged: whether it has unpacked any of it."""
-
-    nbytes: int
-    staged: bool
-    writers: list[WriterState]
 
 
 class Core:
@@ -76,7 +50,7 @@ class Core:
     device: the GPU that this rank's pages lie on, if they do. limits: see `Runner`. Raises
     ``TransportUnavailable`` where it cannot work. runner: its thread; before `Runner.start` there is none, and a test
     calls `Runner.step`. peers: how it reaches other loops. news: how callers wait. operations: its journal.
-    events: what it tells. rounds: those that this rank leads.
+    events: what it tells. rounds: those that this rank leads. receives: requests that this rank receives.
     """
 
     def __init__(self, rank: int, *, device: LoopDevice | None = None, **limits: int) -> None:
@@ -88,6 +62,7 @@ class Core:
         self.operations = Operations(self.runner)
         self.events = Events(self.runner, self.peers.ranks)
         self.rounds = LedRounds(self.runner, self.peers.slots)
+        self.receives = Receives(self.runner, self.peers)
         self.world = self.runner.world
         self._address = self.runner.address
         self._memory = self.runner.memory
@@ -96,17 +71,12 @@ class Core:
         # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
         self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
-        self._receives = self._memory["receives"].view(np.int64).reshape(MAX_FLOWS, -1).data
         self._slots = self.peers.slots
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
-        self._free_receives = list(range(MAX_FLOWS))
         self._free_ops = list(range(MAX_OPS))
         # What the loop reads at addresses that it was given.
         self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
-        self._kept_receives: list[Any] = [None] * MAX_FLOWS
         self._kept_ops: list[Any] = [None] * MAX_OPS
-        self._unpacking: dict[int, Any] = {}  # of receives whose pieces may be unpacked, by flow
-        self._network_receives: set[int] = set()  # flows of which writers are on other hosts
 
     def close(self) -> None:
         """Ends the thread and unmaps the peers' mailboxes."""
@@ -306,7 +276,7 @@ class Core:
     def end_send(self, flow: int) -> None:
         """Frees the flow of a send that has ended."""
         if network := self._sends[flow, _SEND_NETWORK]:
-            self._count_network(-(network & 1))
+            self._words[_NETWORK] -= network & 1
             self._sends[flow, _SEND_NETWORK] = 0
         self._kept_sends[flow] = []
         self._free_sends.append(flow)
@@ -322,132 +292,6 @@ class Core:
             self._free_ops.append(index)
         self.end_send(flow)
         return sealed
-
-    # ------------------------------------------------------------------ receives
-
-    def reserve_receive(self) -> int | None:
-        """A flow for a receive, to be given to `open_receive`; None if all are in use."""
-        return self._free_receives.pop() if self._free_receives else None
-
-    def open_receive(
-        self,
-        flow: int,
-        *,
-        generation: int,
-        num_tokens: int,
-        page_size: int,
-        leader: int,
-        told: int = 0,
-        writers: list[tuple[int, int, int]],
-        network: bool = False,
-        staged: Mapping[int, Int64Array] | None = None,
-        pages: Int64Array | None = None,
-    ) -> None:
-        """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
-
-        writers: (rank, layers that it owes, its page size). network: whether the transport must be driven to hear some
-        of them. staged: of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
-        """
-        assert 0 < len(writers) <= MAX_WRITERS
-        layers = max(count for _, count, _ in writers)
-        cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
-        self._kept_receives[flow] = cover
-        leader = self._slots[leader] if leader >= 0 else leader
-        ids = 0
-        if staged:
-            pages = np.ascontiguousarray(pages, dtype=np.int64)
-            self._unpacking[flow] = pages, dict(staged)
-            ids = pages.ctypes.data
-        what = (generation, num_tokens, page_size, leader, told)
-        posting.open_receive(self._address, flow, *what, cover, ids, int(bool(staged)))
-        for number, (rank, count, size) in enumerate(writers):
-            last = int(number == len(writers) - 1)
-            geometry = staged[rank].ctypes.data if staged and rank in staged else 0
-            posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, last)
-        if network:
-            self._network_receives.add(flow)
-            self._count_network(1)
-            self._words[_DRIVING] = 1  # as `posting` does for sends
-            posting.wake_loop(self._address)
-
-    def _count_network(self, change: int) -> None:
-        self._words[_NETWORK] += change
-
-    def grant(
-        self,
-        flow: int,
-        name: bytes,
-        hashes: tuple[int, int],
-        pages: Int64Array,
-        *,
-        prefix_tokens: int,
-        writers: int,
-        serial: int = 0,
-    ) -> None:
-        """Grants pages to the writers of a receive, and tells the leader. hashes: of the name. serial: see `Receive`.
-
-        At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
-        """
-        body = self.peers.name_grant(flow, name)
-        pages = np.ascontiguousarray(pages, dtype=np.int64)
-        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages, serial)
-
-    def untold(self, flow: int) -> tuple[list[int], bool]:
-        """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.
-
-        While it stands still. That the receive is complete Python tells the leader in any case. Of writers that were
-        told through the network it is not known, unless something has come of them: these are among the ranks.
-        """
-        slots = int(loop.drop_due(self.world, GRANT, flow))
-        slots |= int(receiving.unheard(self.world, flow))
-        loop.drop_due(self.world, DONE, flow)
-        unposted = loop.drop_due(self.world, POSTED, flow) != 0
-        return [self.peers.ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
-
-    def receive_state(self, flow: int, *, coverage: bool = True) -> ReceiveState:
-        """What has arrived. While the loop stands still, or has ended the flow, or left it to Python.
-
-        coverage: whether the intervals are wanted, too.
-        """
-        words = self._receives
-        state = ReceiveState(words[flow, _RECEIVED], words[flow, _PIECES] > 0, [])
-        for number in range(words[flow, _NUM_WRITERS]):
-            at = _WRITERS + number * len(_WRITER)
-            intervals: list[list[tuple[int, int]]] = []
-            if coverage:
-                for row in self._kept_receives[flow][number, : words[flow, at + _LAYERS]].tolist():
-                    intervals.append([(row[1 + 2 * i], row[2 + 2 * i]) for i in range(row[0])])
-            sealed = words[flow, at + _SEALED]
-            aux = b""
-            if nbytes := words[flow, at + _AUX_NBYTES]:
-                aux = self._memory[0]["receives"][flow]["aux"].tobytes()[number * MAX_AUX :][:nbytes]
-            state.writers.append(WriterState(intervals, None if sealed < 0 else sealed, aux))
-        return state
-
-    def arrived(self, flow: int) -> int:
-        """Bytes of a receive that have arrived so far."""
-        return self._receives[flow, _RECEIVED]
-
-    def close_receive(self, flow: int) -> None:
-        """The loop takes nothing more for a receive. While it stands still, or has ended the receive itself."""
-        self._receives[flow, 0] = FREE
-        self._kept_receives[flow] = None
-        if flow in self._network_receives:
-            self._network_receives.remove(flow)
-            self._count_network(-1)
-
-    def stop_unpacking(self, flow: int) -> None:
-        """Nothing is unpacked for a receive any more, whoever serves it: it has failed, or ended."""
-        if flow in self._unpacking:
-            if self._receives[flow, _UNPACKS]:  # else the loop has ended the receive itself
-                with self.runner.standing_still():
-                    self._memory[0]["receives"][flow]["unpacks"] = 0
-            del self._unpacking[flow]
-
-    def free_receive(self, flow: int) -> None:
-        """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""
-        self.stop_unpacking(flow)
-        self._free_receives.append(flow)
 
     # ------------------------------------------------------------------ the loop as a whole
 
@@ -484,15 +328,15 @@ def warm_up() -> None:
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
     core.meet(way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0, hashes=(0, 0), writers=0, serial=0, begun=0)
     core.wait_for_grant(way, hashes=(0, 0), writers=1)
-    core.open_receive(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
-    core.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
+    core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
+    core.receives.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
     index = core.rounds.open([(0, 1, 1, False)])
     assert index is not None
     core.finish_send(1, -1, b"")
     with core.runner.standing_still():
         core.settle()
         loop.drop(world, flow)
-        core.untold(0)
+        core.receives.untold(0)
         core.rounds.take_back(index)
         loop.drop_due_to(world, 0)
         lane = NetworkLane()

@@ -47,6 +47,7 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS, RECORD_NBYTES
 from torchkv.core.peers import LoopPeers, NetworkLane
+from torchkv.core.receives import Receives
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.routes import Routes
 from torchkv.host.atomics import copy_bytes, load, store
@@ -250,13 +251,13 @@ def _notes_nothing_that_python_was_told() -> None:
 
 
 def _does_not_tell_again() -> None:
-    def untold(self: Core, flow: int) -> tuple[list[int], bool]:
-        for writer in self.world["receives"][flow]["writers"]:
+    def untold(self: Receives, flow: int) -> tuple[list[int], bool]:
+        for writer in self._world["receives"][flow]["writers"]:
             writer["told"] = 0
         return real(self, flow)
 
-    real = Core.untold
-    swap(Core, untold=untold)
+    real = Receives.untold
+    swap(Receives, untold=untold)
 
 
 def _does_not_wait_to_be_heard() -> None:
@@ -345,7 +346,7 @@ def _tells_of_pieces_that_are_only_put() -> None:
 
 
 def _unpacks_for_failed_requests() -> None:
-    swap(Core, stop_unpacking=lambda self, flow: None)
+    swap(Receives, stop_unpacking=lambda self, flow: None)
 
 
 def _unpacks_pieces_of_any_generation() -> None:
@@ -375,13 +376,13 @@ def _unpacks_beyond_the_stage() -> None:
 
 
 def _loses_pieces_that_python_serves() -> None:
-    real = Core.close_receive
+    real = Receives.close
 
-    def close(self: Core, flow: int) -> None:
+    def close(self: Receives, flow: int) -> None:
         real(self, flow)
         self._memory[0]["receives"][flow]["unpacks"] = 0
 
-    swap(Core, close_receive=close)
+    swap(Receives, close=close)
 
 
 def _decides_without_the_others() -> None:

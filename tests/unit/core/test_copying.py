@@ -146,8 +146,8 @@ def test_requests_with_many_copiers() -> None:
         assert told == [OP_DONE, SENT]
         pair.writer.op_results([op])
         pair.writer.end_send(send)
-        pair.reader.close_receive(flow)
-        pair.reader.free_receive(flow)
+        pair.reader.receives.close(flow)
+        pair.reader.receives.free(flow)
     pair.writer.runner.stop()
     assert not [each for each in threading.enumerate() if each.name.startswith("torchkv-copier")]
 

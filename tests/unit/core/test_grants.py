@@ -157,8 +157,8 @@ def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dic
         pair.grant(pair.receive(2, generation=2), [2, 3])
     hear(pair)
     if ended:  # the receiver has ended the request, and uses the slot for the next one
-        pair.reader.close_receive(flow)
-        pair.reader.free_receive(flow)
+        pair.reader.receives.close(flow)
+        pair.reader.receives.free(flow)
         later = pair.receive(2, generation=9)
         assert later == flow
         pair.grant(later, [5, 6])
@@ -220,8 +220,8 @@ def test_whom_the_loop_has_not_told() -> None:
     pair.run()
     with pair.reader.runner.standing_still():
         pair.reader.settle()
-        assert pair.reader.untold(flow) == ([0], False)
-        assert pair.reader.untold(flow) == ([], False)
+        assert pair.reader.receives.untold(flow) == ([0], False)
+        assert pair.reader.receives.untold(flow) == ([], False)
     pair.reader.world["window"] = 8
     assert pair.run() == ([], [])
 

@@ -54,7 +54,7 @@ def test_a_request(aux: bytes, limits: dict[str, int]) -> None:
     assert kinds(told) == [OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
     assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
-    state = pair.reader.receive_state(flow)
+    state = pair.reader.receives.state(flow)
     assert state.nbytes == 3 * 3 * PAGE
     assert [writer.aux for writer in state.writers] == [aux]
     expected = np.full_like(pair.dst, 0xAB)
@@ -96,7 +96,7 @@ def test_what_is_announced_is_there() -> None:
         pair.start(send, [5, 6, 7], layers=[layer])
     seen = 0
     while pair.writer.runner.step() | pair.reader.runner.step():
-        for layer, intervals in enumerate(pair.reader.receive_state(flow).writers[0].intervals):
+        for layer, intervals in enumerate(pair.reader.receives.state(flow).writers[0].intervals):
             for lo, hi in intervals:
                 seen += 1
                 assert (lo, hi) == (0, 3 * TOKENS)
@@ -162,14 +162,14 @@ def test_records_of_an_earlier_generation_are_strays() -> None:
     pair = Pair(layers=1)
     flow = pair.receive(1, generation=1)
     with pair.reader.runner.standing_still():
-        pair.reader.close_receive(flow)
-        pair.reader.free_receive(flow)
+        pair.reader.receives.close(flow)
+        pair.reader.receives.free(flow)
     assert pair.receive(1, generation=2) == flow
     pair.tell(head=head(WRITTEN, 0, 1), flows=flow, generation=1, hi=TOKENS)
     pair.tell(head=SEAL, flows=flow, generation=1, lo=1)
     heard = pair.run()[1]
     assert kinds(heard) == [STRAY, STRAY]
-    assert pair.reader.receive_state(flow).writers[0].intervals == [[]]
+    assert pair.reader.receives.state(flow).writers[0].intervals == [[]]
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,13 @@ def test_requests(seed: int) -> None:
         told, heard = apart.run()
         assert kinds(told)[-1] == SENT
         assert kinds(heard)[-1] == RECEIVED
-        assert apart.reader.receive_state(flow).writers[0].aux == b"aux" * life
+        assert apart.reader.receives.state(flow).writers[0].aux == b"aux" * life
         for notice in told:
             if notice.kind == OP_DONE:
                 apart.writer.op_results([notice.index])
         apart.writer.end_send(send)
-        apart.reader.close_receive(flow)
-        apart.reader.free_receive(flow)
+        apart.reader.receives.close(flow)
+        apart.reader.receives.free(flow)
         expected[:, dst] = apart.src[:, src]
         assert torch.equal(apart.dst, expected)
     assert apart.network.open == {}
@@ -74,7 +74,7 @@ def test_nothing_is_told_before_it_has_arrived() -> None:
     seen: set[int] = set()
     for _ in range(300):
         apart.step()
-        cover = apart.reader.receive_state(flow).writers[0].intervals
+        cover = apart.reader.receives.state(flow).writers[0].intervals
         for layer, intervals in enumerate(cover):
             if intervals:
                 assert torch.equal(apart.dst[layer, :8], apart.src[layer, :8])
@@ -225,7 +225,7 @@ def test_a_record_with_the_tag_of_nobody() -> None:
         apart.message(apart.record(head=SEAL, flows=flow, generation=1, lo=2), tag)
     _, heard = apart.run(5)
     assert heard == []
-    assert all(not intervals for intervals in apart.reader.receive_state(flow).writers[0].intervals)
+    assert all(not intervals for intervals in apart.reader.receives.state(flow).writers[0].intervals)
     finish(apart, flow)
 
 

@@ -30,7 +30,7 @@ def met(seed: int = 0, **limits: int) -> Apart:
 def untold(apart: Apart, flow: int) -> list[int]:
     with apart.reader.runner.standing_still():
         apart.reader.settle()
-        return apart.reader.untold(flow)[0]
+        return apart.reader.receives.untold(flow)[0]
 
 
 def told_in_a_message(apart: Apart, flow: int, generation: int) -> bool:

@@ -27,17 +27,18 @@ class Instance:
                     core.peers.connect(other.rank, other.peers.descriptor())
 
     def receive(self, rank: int, *, generation: int = 1, told: int = 0) -> int:
-        flow = self.cores[rank].reserve_receive()
+        flow = self.cores[rank].receives.reserve()
         assert flow is not None
         sides = [(WRITER, 1, TOKENS)]
-        self.cores[rank].open_receive(
+        self.cores[rank].receives.open(
             flow, generation=generation, num_tokens=TOKENS, page_size=TOKENS, leader=LEADER, told=told, writers=sides
         )
         return flow
 
     def grant(self, rank: int, flow: int, *, prefix_tokens: int = 0) -> None:
         pages = np.array([3], dtype=np.int64)
-        self.cores[rank].grant(flow, b"name", name_hashes("name"), pages, prefix_tokens=prefix_tokens, writers=1)
+        receives, hashes = self.cores[rank].receives, name_hashes("name")
+        receives.grant(flow, b"name", hashes, pages, prefix_tokens=prefix_tokens, writers=1)
 
     def complete(self, rank: int, flow: int, *, generation: int = 1) -> None:
         """The writer's bytes for this receive arrive, and its seal."""
@@ -168,8 +169,8 @@ def test_what_the_leader_was_not_told_is_python_s_to_tell() -> None:
     instance.run()
     with member.runner.standing_still():
         member.settle()
-        assert member.untold(flow) == ([WRITER], True)
-        assert member.untold(flow) == ([], False)
+        assert member.receives.untold(flow) == ([WRITER], True)
+        assert member.receives.untold(flow) == ([], False)
     member.world["window"] = 8
     assert instance.run() == [[], [], []]
 

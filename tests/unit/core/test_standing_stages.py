@@ -41,8 +41,8 @@ def test_requests(seed: int) -> None:
         assert kinds(heard)[-1] == RECEIVED
         apart.writer.op_results([notice.index for notice in told if notice.kind == OP_DONE])
         apart.writer.end_send(send)
-        apart.reader.close_receive(flow)
-        apart.reader.free_receive(flow)
+        apart.reader.receives.close(flow)
+        apart.reader.receives.free(flow)
         expected[:, dst] = apart.expected(src)
         assert torch.equal(apart.dst, expected)
     assert apart.canaries
@@ -115,7 +115,7 @@ def test_nothing_is_unpacked_that_has_not_arrived() -> None:
     seen = 0
     for _ in range(600):
         apart.step()
-        for layer, intervals in enumerate(apart.reader.receive_state(flow).writers[0].intervals):
+        for layer, intervals in enumerate(apart.reader.receives.state(flow).writers[0].intervals):
             for lo, hi in intervals:
                 first, last = lo // TOKENS, hi // TOKENS
                 assert torch.equal(apart.dst[layer, first:last], apart.expected(pages)[layer, first:last])
@@ -151,8 +151,8 @@ def test_a_failed_request_gives_its_positions_back_and_writes_nothing() -> None:
     apart.start(send, [0, 1])
     apart.writer.runner.step()
     with apart.reader.runner.standing_still():
-        apart.reader.close_receive(flow)
-        apart.reader.stop_unpacking(flow)
+        apart.reader.receives.close(flow)
+        apart.reader.receives.stop_unpacking(flow)
     _, heard = apart.run()
     assert (apart.dst == 0xAB).all()
     assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, STAGED)}
@@ -166,7 +166,7 @@ def test_a_request_that_python_serves_is_unpacked_all_the_same() -> None:
     send = apart.stage(flow, [0, 1])
     apart.start(send, [7, 3])
     with apart.reader.runner.standing_still():
-        apart.reader.close_receive(flow)
+        apart.reader.receives.close(flow)
     _, heard = apart.run()
     assert torch.equal(apart.dst[:, :2], apart.expected([7, 3]))
     assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, WRITTEN)}
@@ -222,7 +222,7 @@ def test_records_that_lie(wrong: dict[str, int]) -> None:
     apart.message(apart.record(**(RIGHT | {"flows": flow} | wrong)))
     apart.run(5)
     assert (apart.dst == 0xAB).all()
-    assert apart.reader.arrived(flow) == 0
+    assert apart.reader.receives.arrived(flow) == 0
     taken = int(apart.reader.world["peers"][0]["taken"])
     apart.message(apart.record(**(RIGHT | {"flows": flow, "spare": taken if taken + 256 <= 1024 else 1024})))
     apart.run(5)

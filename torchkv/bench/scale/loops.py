@@ -60,11 +60,11 @@ class Pair:
         self.kernels: Int64Array | None = None  # for pages that kernels copy
 
     def receive(self, pages: int, *, generation: int = 1, leader: int = ALONE, writers: Sequence[int] = (0,)) -> int:
-        flow = self.reader.reserve_receive()
+        flow = self.reader.receives.reserve()
         assert flow is not None
         sides = [(rank, self.layers, TOKENS) for rank in writers]
         tokens = pages * TOKENS
-        self.reader.open_receive(
+        self.reader.receives.open(
             flow, generation=generation, num_tokens=tokens, page_size=TOKENS, leader=leader, writers=sides
         )
         return flow
@@ -96,7 +96,7 @@ class Pair:
         serial: int = 0,
     ) -> None:
         named, ids = (flow, name.encode(), name_hashes(name)), np.array(pages, dtype=np.int64)
-        self.reader.grant(*named, ids, prefix_tokens=prefix_tokens, writers=writers, serial=serial)
+        self.reader.receives.grant(*named, ids, prefix_tokens=prefix_tokens, writers=writers, serial=serial)
 
     def wait(self, *, name: str = "name", writers: int = 1, max_page: int | None = None) -> int:
         """A send that waits for its grant."""

@@ -78,5 +78,5 @@ def _end(pair: Pair, flow: int) -> None:
     if ended.get(RECEIVED) != flow or SENT not in ended or (pair.dst != pair.src).any():
         raise KVError(f"a request of the resident loop has not arrived: {ended}")
     pair.writer.end_send(ended[SENT])
-    pair.reader.close_receive(flow)
-    pair.reader.free_receive(flow)
+    pair.reader.receives.close(flow)
+    pair.reader.receives.free(flow)

@@ -23,8 +23,9 @@ from torchkv.core.core import Core
 from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
 from torchkv.core.peers import NetworkLane
+from torchkv.engine.resident.bound_grants import as_bits
 from torchkv.engine.resident.journal import Journal
-from torchkv.engine.resident.notices import Notices, OnLoop, as_bits
+from torchkv.engine.resident.notices import Notices, OnLoop
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.engine.resident.routes import Routes
 from torchkv.engine.resident.standing_stages import StandingStages
@@ -282,7 +283,7 @@ class Flows:
             return None
         if not self.routes.takes(plans):
             return None
-        return self.core.reserve_receive()
+        return self.core.receives.reserve()
 
     def open_receive(self, req: ReceiverRequest, told: int) -> None:
         assert req.flow is not None
@@ -290,7 +291,7 @@ class Flows:
         rank, writer = next(iter(req.writers.items()))
         req.loop_path = self.routes.path(rank, writer.plan)
         staged = self.routes.unpacked({rank: writer.plan for rank, writer in req.writers.items()})
-        self.core.open_receive(
+        self.core.receives.open(
             req.flow,
             generation=req.generation,
             num_tokens=req.num_tokens,
@@ -322,19 +323,26 @@ class Flows:
         if not all(map(self.core.peers.hears, req.writers)):
             return False
         writers, hashes = as_bits(self._group_map.own_numbers(tuple(req.writers))), name_hashes(req.request)
-        prefix, serial = req.prefix_tokens, self.journal.number_receive(req)
-        self.core.grant(req.flow, name, hashes, req.pages, prefix_tokens=prefix, writers=writers, serial=serial)
+        self.core.receives.grant(
+            req.flow,
+            name,
+            hashes,
+            req.pages,
+            prefix_tokens=req.prefix_tokens,
+            writers=writers,
+            serial=self.journal.number_receive(req),
+        )
         return True
 
     def stop_unpacking(self, flow: int) -> None:
-        self.core.stop_unpacking(flow)
+        self.core.receives.stop_unpacking(flow)
 
     def free_receive(self, flow: int) -> None:
-        self.core.free_receive(flow)
+        self.core.receives.free(flow)
 
     def arrived(self, req: ReceiverRequest) -> int:
         assert req.flow is not None
-        return self.core.arrived(req.flow)
+        return self.core.receives.arrived(req.flow)
 
     def look(self, req: ReceiverRequest) -> None:
         with self._standing_still():
@@ -355,14 +363,14 @@ class Flows:
             self.journal.hand_over_receive(req)
         self.journal.end_receive(req)
         del self._receives[req.flow]
-        self.core.close_receive(req.flow)
+        self.core.receives.close(req.flow)
         req.flow = None
         return nbytes
 
     def _add(self, req: ReceiverRequest, *, coverage: bool = True) -> int:
         """Adds to the request's writers what has arrived; the bytes of all that."""
         assert req.flow is not None
-        state = self.core.receive_state(req.flow, coverage=coverage)
+        state = self.core.receives.state(req.flow, coverage=coverage)
         if state.staged:
             req.loop_path = "staged"
         for writer, known in zip(req.writers.values(), state.writers, strict=True):

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -39,13 +38,14 @@ from torchkv.core.loop.codes import (
     WRITTEN,
 )
 from torchkv.core.loop.grants import FROM_NETWORK
-from torchkv.core.loop.limits import MAX_AUX, MAX_GRANTED, MAX_PEERS
+from torchkv.core.loop.limits import MAX_AUX, MAX_GRANTED
 from torchkv.core.peers import NetworkLane
+from torchkv.engine.resident.bound_grants import as_ranks, grant_bound_on
 from torchkv.engine.resident.journal import Journal
 from torchkv.errors import KVError
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.protocol.actions import BoundGrant, SendOp
+from torchkv.protocol.actions import SendOp
 from torchkv.protocol.instance import InstanceLeader, Part
 from torchkv.protocol.messages import Attest, InstanceVerdict, Seal, Verdict
 from torchkv.protocol.receiving.receiver import Receiver
@@ -55,7 +55,7 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["Notices", "OnLoop", "as_bits", "grant_bound_on"]
+__all__ = ["Notices", "OnLoop"]
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Notices:
     def take_back_receive(self, req: ReceiverRequest) -> None:
         with self.standing_still():
             if req.flow is not None:
-                untold, unposted = self.core.untold(req.flow)
+                untold, unposted = self.core.receives.untold(req.flow)
                 nbytes = self._leave(req)
                 self._receiver.taken_back(req, nbytes, self._now(), untold=untold, unposted=unposted)
 
@@ -213,7 +213,7 @@ class Notices:
                 generation=generation,
                 prefix_tokens=body.prefix_tokens,
                 pages=body.pages,
-                writers=_ranks(body.writers),
+                writers=as_ranks(body.writers),
                 flow=flow,
             )
             self._sender.grants.meet(grant, now)
@@ -274,30 +274,3 @@ class Notices:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
-
-
-def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan) -> BoundGrant:
-    """The grant that a send is bound to which had begun without Python's knowing it. request, dst: of the send."""
-    peer_flow, generation, pages = core.bound(flow)
-    return BoundGrant(
-        dst=dst,
-        generation=generation,
-        request=request,
-        prefix_tokens=0,
-        pages=pages,
-        plan=plan,
-        flow=peer_flow,
-    )
-
-
-@lru_cache(maxsize=256)
-def as_bits(ranks: tuple[int, ...]) -> int:
-    """A bit for each rank, as a signed word."""
-    bits = sum(1 << rank for rank in ranks)
-    return bits - (1 << 64) if bits >> 63 else bits
-
-
-@lru_cache(maxsize=256)
-def _ranks(bits: int) -> tuple[int, ...]:
-    """The ranks of which a bit is set."""
-    return tuple(rank for rank in range(MAX_PEERS) if bits >> rank & 1)

@@ -6,14 +6,14 @@ Each method does nothing, and says so, where a verb needs more thought. All are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import MAX_GRANTED
+from torchkv.engine.resident.bound_grants import as_bits, grant_bound_on
 from torchkv.engine.resident.journal import Journal
-from torchkv.engine.resident.notices import OnLoop, as_bits, grant_bound_on
 from torchkv.engine.resident.routes import Route, Routes
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import BoundGrant, SendOp
@@ -21,6 +21,9 @@ from torchkv.protocol.messages import name_hashes
 from torchkv.protocol.sending.missing import likely_plan
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.transfer.peer_connection import PeerConnection
+
+if TYPE_CHECKING:
+    from torchkv.engine.resident.notices import OnLoop
 
 __all__ = ["Call", "Met", "PlainSends"]
 

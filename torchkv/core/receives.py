@@ -1,0 +1,188 @@
+"""The requests that one rank receives, on its resident loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.core import posting
+from torchkv.core.loop import loop, receiving
+from torchkv.core.loop.codes import DONE, FREE, GRANT, POSTED
+from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_INTERVALS, MAX_PEERS, MAX_WRITERS
+from torchkv.core.loop.state.requests import Writer
+from torchkv.core.loop.state.world import receive_word_at, word_at
+
+if TYPE_CHECKING:
+    from torchkv.core.peers import LoopPeers
+    from torchkv.core.runner import Runner
+
+__all__ = ["ReceiveState", "Receives", "WriterState"]
+
+_WRITER = list(Writer.__annotations__)
+_LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
+_RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _WRITERS = (
+    receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "writers")
+)
+_NETWORK, _DRIVING = (word_at(name) // 8 for name in ("network", "driving"))
+
+
+@dataclass(slots=True)
+class WriterState:
+    """intervals: of tokens that have arrived, per layer that it owes. sealed: pages of its seal; None before it."""
+
+    intervals: list[list[tuple[int, int]]]
+    sealed: int | None
+    aux: bytes
+
+
+@dataclass(slots=True)
+class ReceiveState:
+    """What the loop knows of a receive, and of each of its writers. staged: whether it has unpacked any of it."""
+
+    nbytes: int
+    staged: bool
+    writers: list[WriterState]
+
+
+class Receives:
+    """Under the engine's lock."""
+
+    def __init__(self, runner: Runner, peers: LoopPeers) -> None:
+        self._runner = runner
+        self._peers = peers
+        self._world = runner.world
+        self._address = runner.address
+        self._memory = runner.memory
+        self._words = runner.words
+        self._slots = peers.slots
+        # A view in which Python reads words faster than in records, and faster in a memoryview than in an array.
+        self._words_of = self._memory["receives"].view(np.int64).reshape(MAX_FLOWS, -1).data
+        self._free = list(range(MAX_FLOWS))
+        self._kept: list[Any] = [None] * MAX_FLOWS  # what the loop reads at addresses that it was given
+        self._unpacking: dict[int, Any] = {}  # of those whose pieces may be unpacked, by flow
+        self._through_network: set[int] = set()  # flows of which writers are on other hosts
+
+    def reserve(self) -> int | None:
+        """A flow for a receive, to be given to `open`; None if all are in use."""
+        return self._free.pop() if self._free else None
+
+    def open(
+        self,
+        flow: int,
+        *,
+        generation: int,
+        num_tokens: int,
+        page_size: int,
+        leader: int,
+        told: int = 0,
+        writers: list[tuple[int, int, int]],
+        network: bool = False,
+        staged: Mapping[int, Int64Array] | None = None,
+        pages: Int64Array | None = None,
+    ) -> None:
+        """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
+
+        writers: (rank, layers that it owes, its page size). network: whether the transport must be driven to hear some
+        of them. staged: of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
+        """
+        assert 0 < len(writers) <= MAX_WRITERS
+        layers = max(count for _, count, _ in writers)
+        cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
+        self._kept[flow] = cover
+        leader = self._slots[leader] if leader >= 0 else leader
+        ids = 0
+        if staged:
+            pages = np.ascontiguousarray(pages, dtype=np.int64)
+            self._unpacking[flow] = pages, dict(staged)
+            ids = pages.ctypes.data
+        what = (generation, num_tokens, page_size, leader, told)
+        posting.open_receive(self._address, flow, *what, cover, ids, int(bool(staged)))
+        for number, (rank, count, size) in enumerate(writers):
+            last = int(number == len(writers) - 1)
+            geometry = staged[rank].ctypes.data if staged and rank in staged else 0
+            posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, last)
+        if network:
+            self._through_network.add(flow)
+            self._words[_NETWORK] += 1
+            self._words[_DRIVING] = 1  # as `posting` does for sends
+            posting.wake_loop(self._address)
+
+    def grant(
+        self,
+        flow: int,
+        name: bytes,
+        hashes: tuple[int, int],
+        pages: Int64Array,
+        *,
+        prefix_tokens: int,
+        writers: int,
+        serial: int = 0,
+    ) -> None:
+        """Grants pages to the writers of a receive, and tells the leader. hashes: of the name. serial: see `Receive`.
+
+        At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
+        """
+        body = self._peers.name_grant(flow, name)
+        pages = np.ascontiguousarray(pages, dtype=np.int64)
+        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages, serial)
+
+    def untold(self, flow: int) -> tuple[list[int], bool]:
+        """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.
+
+        While it stands still. That the receive is complete Python tells the leader in any case. Of writers that were
+        told through the network it is not known, unless something has come of them: these are among the ranks.
+        """
+        slots = int(loop.drop_due(self._world, GRANT, flow))
+        slots |= int(receiving.unheard(self._world, flow))
+        loop.drop_due(self._world, DONE, flow)
+        unposted = loop.drop_due(self._world, POSTED, flow) != 0
+        return [self._peers.ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
+
+    def state(self, flow: int, *, coverage: bool = True) -> ReceiveState:
+        """What has arrived. While the loop stands still, or has ended the flow, or left it to Python.
+
+        coverage: whether the intervals are wanted, too.
+        """
+        words = self._words_of
+        state = ReceiveState(words[flow, _RECEIVED], words[flow, _PIECES] > 0, [])
+        for number in range(words[flow, _NUM_WRITERS]):
+            at = _WRITERS + number * len(_WRITER)
+            intervals: list[list[tuple[int, int]]] = []
+            if coverage:
+                for row in self._kept[flow][number, : words[flow, at + _LAYERS]].tolist():
+                    intervals.append([(row[1 + 2 * i], row[2 + 2 * i]) for i in range(row[0])])
+            sealed = words[flow, at + _SEALED]
+            aux = b""
+            if nbytes := words[flow, at + _AUX_NBYTES]:
+                aux = self._memory[0]["receives"][flow]["aux"].tobytes()[number * MAX_AUX :][:nbytes]
+            state.writers.append(WriterState(intervals, None if sealed < 0 else sealed, aux))
+        return state
+
+    def arrived(self, flow: int) -> int:
+        """Bytes of a receive that have arrived so far."""
+        return self._words_of[flow, _RECEIVED]
+
+    def close(self, flow: int) -> None:
+        """The loop takes nothing more for a receive. While it stands still, or has ended the receive itself."""
+        self._words_of[flow, 0] = FREE
+        self._kept[flow] = None
+        if flow in self._through_network:
+            self._through_network.remove(flow)
+            self._words[_NETWORK] -= 1
+
+    def stop_unpacking(self, flow: int) -> None:
+        """Nothing is unpacked for a receive any more, whoever serves it: it has failed, or ended."""
+        if flow in self._unpacking:
+            if self._words_of[flow, _UNPACKS]:  # else the loop has ended the receive itself
+                with self._runner.standing_still():
+                    self._memory[0]["receives"][flow]["unpacks"] = 0
+            del self._unpacking[flow]
+
+    def free(self, flow: int) -> None:
+        """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""
+        self.stop_unpacking(flow)
+        self._free.append(flow)
