@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
 from torchkv.core.loop import copying, grants
-from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
+from torchkv.core.loop.codes import ALONE, CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS, FLIGHT
@@ -37,6 +37,7 @@ __all__ = [
     "open_round",
     "open_send",
     "post_grant",
+    "post_receive",
     "spin_for_news",
     "start_more",
     "start_op",
@@ -314,6 +315,31 @@ def post_grant(
     copy_bytes(body + IDS_AT, ids.ctypes.data, 8 * len(ids))
     store(body, world["receives"][flow]["generation"])
     _command(world, POST, flow)
+
+
+@compiled_with_gil
+def post_receive(
+    address: int,
+    flow: int,
+    generation: int,
+    num_tokens: int,
+    page_size: int,
+    cover: Int64Array,
+    rank: int,
+    layers: int,
+    writer_page: int,
+    body: int,
+    hash0: int,
+    hash1: int,
+    writers: int,
+    name_nbytes: int,
+    ids: Int64Array,
+    serial: int,
+) -> None:
+    """`open_receive`, `add_writer` and `post_grant` in one, of a receive from one writer, whose leader is this rank."""
+    open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, 0, 0)
+    add_writer(address, flow, rank, layers, writer_page, 0, 1)
+    post_grant(address, flow, body, hash0, hash1, writers, 0, name_nbytes, ids, serial)
 
 
 @compiled_with_gil

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchkv.core.peers import LoopPeers
     from torchkv.core.runner import Runner
 
-__all__ = ["ReceiveState", "Receives", "WriterState"]
+__all__ = ["ReceiveState", "Receives", "Source", "WriterState"]
 
 _WRITER = list(Writer.__annotations__)
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
@@ -46,6 +46,20 @@ class ReceiveState:
     nbytes: int
     staged: bool
     writers: list[WriterState]
+
+
+@dataclass(slots=True)
+class Source:
+    """A writer of this host, as receives from it alone know it. slot: its number on the loop. layers: that it owes.
+
+    page_size, writer_page: of this rank's pages and of its own, in tokens. writers: its bit in grants.
+    """
+
+    slot: int
+    layers: int
+    page_size: int
+    writer_page: int
+    writers: int
 
 
 class Receives:
@@ -129,6 +143,48 @@ class Receives:
         body = self._peers.name_grant(flow, name)
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages, serial)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `reserve` would find a flow."""
+        return bool(self._free)
+
+    def post(
+        self,
+        source: Source,
+        *,
+        generation: int,
+        num_tokens: int,
+        name: bytes,
+        hashes: tuple[int, int],
+        pages: Int64Array,
+        serial: int,
+    ) -> int:
+        """`reserve`, `open` and `grant` in one, of a receive without a prefix from one writer of this host. The flow.
+
+        This rank must be alone in its instance, and there must be room.
+        """
+        flow = self._free.pop()
+        cover = self._kept[flow] = np.zeros((1, source.layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
+        body = self._peers.name_grant(flow, name)
+        posting.post_receive(
+            self._address,
+            flow,
+            generation,
+            num_tokens,
+            source.page_size,
+            cover,
+            source.slot,
+            source.layers,
+            source.writer_page,
+            body,
+            *hashes,
+            source.writers,
+            len(name),
+            pages,
+            serial,
+        )
+        return flow
 
     def untold(self, flow: int) -> tuple[list[int], bool]:
         """Takes back what the loop has not told of a receive: the grant, to these ranks; whether of it the leader.

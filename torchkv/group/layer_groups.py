@@ -31,7 +31,8 @@ from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolErro
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
 from torchkv.group.group_arguments import GroupArguments
-from torchkv.group.verbs import Verbs, layer_wait
+from torchkv.group.plain_verbs import layer_wait
+from torchkv.group.verbs import Verbs
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import group_of
 from torchkv.options import seconds
@@ -75,6 +76,9 @@ class GroupedVerbs(Verbs):
         self._groups = self._arguments.groups
 
     # ------------------------------------------------------------------ receiver
+
+    def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
+        return None
 
     def _recv_pages(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
@@ -23,6 +24,7 @@ from torchkv.cache import KVCache
 from torchkv.engine.resident.plain_sends import Call
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.errors import KVError, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Pages, Peers, StateSlot
 from torchkv.group.recorded_verbs import RecordedVerbs
@@ -32,8 +34,10 @@ from torchkv.protocol.messages import MAX_PAGES
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
+    from torchkv.engine.layer_wait import LayerWait
+    from torchkv.protocol.receiving.request import ReceiverRequest
 
-__all__ = ["PlainVerbs"]
+__all__ = ["PlainVerbs", "layer_wait"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 
@@ -58,6 +62,7 @@ class PlainVerbs(RecordedVerbs):
         self._wake = wake
         self._sync_words = None if engine.gpu is None else engine.gpu.sync_words
         self.clock = clock
+        self._engine = ref(engine)
         # For works that the resident loop completes.
         self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
@@ -65,6 +70,38 @@ class PlainVerbs(RecordedVerbs):
         """verdict: whether the end of the request completes it."""
         work = KVWork(operation, sync_words=self._sync_words, loop=self._loop)
         work._verdict = verdict
+        return work
+
+    def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
+        engine, layout = self.engine, self._layout
+        if type(request) is not str or type(src) is not int or type(prefix_tokens) is not int or prefix_tokens:
+            return None
+        if layout is None or layout.stateful or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        given = arguments.plain_pages(pages)
+        if given is not None:
+            ids: Int64Array = np.empty(len(given), dtype=np.int64)
+        elif type(pages) is list and len(pages) <= MAX_PAGES:
+            try:
+                given = ids = arguments.as_int64(pages, "recv_pages")
+            except KVError:
+                return None  # and the instance is told of it
+        else:
+            return None
+        work = KVWork(f"recv_pages({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        work._verdict = True
+        with engine.lock, engine.receiver.leases.guard:
+            if engine.closed or engine.lost:
+                return None
+            engine.catch_up()
+            req = engine.receiver.post_plain(request, given, ids, src, work, self.clock())
+            wake = engine.has_actions
+        if wake:
+            self._wake()
+        if req is None:
+            return None
+        work._pages_safe = lambda: req.ended
+        work._layer = partial(layer_wait, self._engine, req)
         return work
 
     def _send_plain(
@@ -170,3 +207,11 @@ class PlainVerbs(RecordedVerbs):
             if not engine.sender.finish_whole(req, aux, work, self.clock()):
                 return None
         return work
+
+
+def layer_wait(engine: ref[Engine], req: ReceiverRequest, layer: int) -> LayerWait:
+    """A work keeps this function, and must not keep the group alive. Raises ``ProtocolError`` once it is destroyed."""
+    alive = engine()
+    if alive is None:
+        raise ProtocolError(f"request {req.request!r}, layer {layer!r}: the group was destroyed")
+    return alive.layer_wait(req, layer)

@@ -50,6 +50,10 @@ class RecordedVerbs(ABC):
         state_slot: StateSlot = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
+        if state_slot is None and timeout is None and not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._recv_plain(request, pages, src, prefix_tokens)
+            if work is not None:
+                return work  # which the loop records
         call = self._recv_pages
         return self._seen(
             "recv_pages", request, src, None, pages, call, request, pages, src, prefix_tokens, state_slot, timeout
@@ -153,6 +157,10 @@ class RecordedVerbs(ABC):
         state_slot: StateSlot,
         timeout: float | timedelta | None,
     ) -> KVWork: ...
+
+    @abstractmethod
+    def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
+        """As `_send_plain`: receives without state, or returns None."""
 
     @abstractmethod
     def _send_plain(

@@ -19,21 +19,19 @@ from torchkv.arrays import Int64Array
 from torchkv.control.messenger import FramesByRank
 from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
-from torchkv.engine.engine import Engine
-from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.process_leases import PROCESS
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
 from torchkv.group import arguments, prefixes
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
-from torchkv.group.plain_verbs import PlainVerbs
+from torchkv.group.plain_verbs import PlainVerbs, layer_wait
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.receiving.request import ReceiverRequest
 
-__all__ = ["Verbs", "layer_wait"]
+__all__ = ["Verbs"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 _QUEUED = "request %r to ranks %s: %s queued, layers %s, %d pages or slots"
@@ -426,11 +424,3 @@ class Verbs(PlainVerbs):
     ) -> None:
         op = SendOp(request, rank, {}, layers, 0, 1, work, source_pages, state=True)
         self.engine.sender.submit(op, self.clock())
-
-
-def layer_wait(engine: ref[Engine], req: ReceiverRequest, layer: int) -> LayerWait:
-    """A work keeps this function, and must not keep the group alive. Raises ``ProtocolError`` once it is destroyed."""
-    alive = engine()
-    if alive is None:
-        raise ProtocolError(f"request {req.request!r}, layer {layer!r}: the group was destroyed")
-    return alive.layer_wait(req, layer)

@@ -10,7 +10,7 @@ knows all that the loop knew.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torchkv.layout.pair_plan import PairPlan
@@ -70,6 +70,15 @@ class RequestFlows(Protocol):
         one may still land, as the op's ``landed`` says. What the loop tells first may
         end the request, or lead to its being taken back already: then Python may work on them.
         """
+
+    def writes(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Any:
+        """Whether a request of this name for so many pages of one writer may be posted by `post`: then what that needs.
+
+        Else None. name: in UTF-8.
+        """
+
+    def post(self, req: ReceiverRequest, writes: Any, name: bytes) -> None:
+        """`reserve`, `open_receive` and `grant` in one. writes: what `writes` has just returned."""
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
         """A flow for a receive, or None if the loop cannot serve it. plans: by writer."""

@@ -62,6 +62,7 @@ def only_plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank], None]:
     def forbid(rank: Rank) -> None:
         monkeypatch.setattr(rank, "_send_any", general)
         monkeypatch.setattr(rank, "_finish", general)
+        monkeypatch.setattr(rank, "_recv_pages", general)
 
     return forbid
 
@@ -69,6 +70,7 @@ def only_plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank], None]:
 def all_general(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
     monkeypatch.setattr(PlainVerbs, "_finish_plain", lambda *_: None)
+    monkeypatch.setattr(PlainVerbs, "_recv_plain", lambda *_: None)
 
 
 def carried(cluster: Cluster, verbs: Callable[[Rank], None]) -> tuple[object, ...]:
@@ -109,7 +111,8 @@ def test_it_leaves_behind_what_the_general_way_does(
     verbs: Callable[[Rank], None], only_plain: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = new_cluster()
-    only_plain(cluster[WRITER])
+    for rank in cluster:
+        only_plain(rank)
     plain = carried(cluster, verbs)
     monkeypatch.undo()
     all_general(monkeypatch)
@@ -201,3 +204,82 @@ def test_a_verb_after_finish_is_refused() -> None:
     writer.finish("r", READER)
     for call in (lambda: writer.send_pages("r", SENT, READER), lambda: writer.finish("r", READER)):
         assert outcome(call).startswith("ProtocolError: request 'r' to rank 1 is finished already")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.recv_pages("r", np.array([0, PAGES]), WRITER),
+        lambda kv: kv.recv_pages("r", np.array([-1]), WRITER),
+        lambda kv: kv.recv_pages("r", np.array([3, 1, 3]), WRITER),
+        lambda kv: kv.recv_pages("r", [0.5], WRITER),
+        lambda kv: kv.recv_pages("r", np.array([1.0]), WRITER),
+        lambda kv: kv.recv_pages("r", [4, 5], WRITER),  # 5 is leased
+        lambda kv: kv.recv_pages("taken", [4], WRITER),
+        lambda kv: kv.recv_pages("r", [4], 2),
+        lambda kv: kv.recv_pages("", [4], WRITER),
+        lambda kv: kv.recv_pages("\udc80", [4], WRITER),
+        lambda kv: kv.recv_pages("r" * 1025, [4], WRITER),
+        lambda kv: kv.recv_pages("r", [4], WRITER, prefix_tokens=1),
+        lambda kv: kv.recv_pages("r", [4], WRITER, prefix_tokens=-2),
+        lambda kv: kv.recv_pages("r", [4], WRITER, state_slot=0),
+        lambda kv: kv.recv_pages("r", [4], WRITER, timeout=-1.0),
+    ],
+)
+def test_a_receive_that_is_refused_leases_nothing(
+    call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster()
+    reader = cluster[READER]
+    reader.recv_pages("taken", [5], WRITER)
+    marks = reader.engine.receiver.leases.marks(0).copy()
+    free = len(reader.engine.flows.core.receives._free)
+    told: list[object] = []
+    real = reader.engine.receiver.refuse
+    monkeypatch.setattr(reader.engine.receiver, "refuse", lambda *what: (told.append(what[0]), real(*what)))
+    said = outcome(lambda: call(reader))
+    assert (reader.engine.receiver.leases.marks(0) == marks).all()
+    assert len(reader.engine.flows.core.receives._free) == free
+    assert [*reader.engine.receiver.requests.live] == ["taken"]
+    seen = [*told]
+    all_general(monkeypatch)
+    assert outcome(lambda: call(reader)) == said != "accepted"
+    assert told == 2 * seen, "the other ranks of the instance are told"
+
+
+def test_what_stands_against_a_receive_is_said() -> None:
+    cluster = new_cluster()
+    reader = cluster[READER]
+    reader.engine.lost[WRITER] = "rank 0 sleeps"
+    said = "PeerLost: recv_pages('r'): rank 0 sleeps; use another rank, or make a new group"
+    assert outcome(lambda: reader.recv_pages("r", [4], WRITER)) == said
+    del reader.engine.lost[WRITER]
+    reader.engine.closed = "the group was destroyed"
+    said = "ProtocolError: recv_pages('r'): the group was destroyed"
+    assert outcome(lambda: reader.recv_pages("r", [4], WRITER)) == said
+    assert not reader.engine.receiver.leases.marks(0).any()
+
+
+def test_a_name_whose_last_request_has_not_ended_goes_the_general_way(only_plain: Callable[[Rank], None]) -> None:
+    """Its grant might be taken for that of the last one: grants of one name come in order, by one way."""
+    cluster = new_cluster()
+    reader = cluster[READER]
+    reader.recv_pages("r", [4], WRITER)
+    cluster.pause(WRITER)
+    reader.cancel("r")
+    only_plain(reader)
+    with pytest.raises(AssertionError, match="not the straight way"):
+        reader.recv_pages("r", [6], WRITER)
+
+
+def test_what_is_received_can_be_waited_for_by_layer() -> None:
+    cluster = new_cluster()
+    writer = granted(cluster)
+    (req,) = cluster[READER].engine.receiver.requests.live.values()
+    work = req.work
+    assert not work._pages_safe()
+    layer_by_layer(writer)
+    writer.finish("r", READER)
+    assert cluster.run(work.is_completed, limit=5)
+    assert work.wait_layer(2)
+    assert work._pages_safe()

@@ -26,6 +26,7 @@ from torchkv.core.peers import NetworkLane
 from torchkv.engine.resident.bound_grants import as_bits
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.notices import Notices, OnLoop
+from torchkv.engine.resident.plain_receives import PlainReceives, Writes
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.engine.resident.routes import Routes
 from torchkv.engine.resident.standing_stages import StandingStages
@@ -108,6 +109,7 @@ class Flows:
             connections=connections,
             num_pages=local.num_pages,
         )
+        self.plain_receives = PlainReceives(core, held, group_map=group_map, routes=self.routes, journal=self.journal)
         self.notices = Notices(
             core,
             held,
@@ -268,6 +270,7 @@ class Flows:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
         self.routes.forget(rank)
         self.plain.forget(rank)
+        self.plain_receives.forget(rank)
         if self._stages is not None:
             self._stages.forget(rank)
         self.core.peers.disconnect(rank)
@@ -303,6 +306,14 @@ class Flows:
             staged=staged,
             pages=req.pages,
         )
+
+    def writes(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Writes | None:
+        if not self._direct or len(self._group_map.siblings) != 1:
+            return None
+        return self.plain_receives.writes(rank, plan, num_pages, name)
+
+    def post(self, req: ReceiverRequest, writes: Writes, name: bytes) -> None:
+        self.plain_receives.post(req, writes, name)
 
     def _decider(self) -> int:
         """See `torchkv.core.loop.state.requests.Receive`, ``leader``."""

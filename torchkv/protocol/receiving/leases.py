@@ -58,12 +58,30 @@ def _mark(pages: Int64Array, leases: Int64Array, generation: int) -> None:
         leases[page] = generation
 
 
+@compiled_with_gil
+def _copy_and_mark(given: Int64Array, pages: Int64Array, leases: Int64Array, generation: int) -> bool:
+    """Copies ``given`` to ``pages`` and marks them, if all are in range, named once and not leased; else marks none."""
+    marked = 0
+    while marked < len(given):
+        page = given[marked]
+        if page < 0 or page >= len(leases) or leases[page] != 0:
+            break
+        leases[page] = generation
+        pages[marked] = page
+        marked += 1
+    if marked < len(given):
+        for i in range(marked):
+            leases[pages[i]] = 0
+    return bool(marked == len(given))
+
+
 @at_register
 def warm_up() -> None:
     """Compiles the loops above, or loads them from disk, so that the first request does not wait for it."""
     none = np.zeros(0, dtype=np.int64)
     _are_free(none, none)
     _mark(none, none, 0)
+    _copy_and_mark(none, none, none, 0)
 
 
 class OtherLeases(Protocol):
@@ -160,6 +178,17 @@ class Leases:
         """Leases the pages and the slot of ``req``, which `check` has accepted."""
         self._holders[req.generation] = req
         self._set(req, req.generation)
+
+    def try_take(self, given: Int64Array, pages: Int64Array, generation: int) -> bool:
+        """`check` and `take` in one, for pages without layer groups: copies ``given`` to ``pages``, and leases them.
+
+        False, and nothing is leased, where `check` has something to say. Else the caller calls `hold` next.
+        """
+        return self.others is None and _copy_and_mark(given, pages, self._marks[PAGES], generation)
+
+    def hold(self, req: ReceiverRequest) -> None:
+        """The pages that `try_take` has leased to this generation are of ``req``."""
+        self._holders[req.generation] = req
 
     def free(self, req: ReceiverRequest) -> None:
         """Ends the leases of ``req``, unless they have ended."""

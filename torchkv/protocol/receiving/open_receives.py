@@ -31,6 +31,10 @@ class OpenReceives:
         """Those of one name, the earliest first."""
         return list(self._named.get(request, {}).values())
 
+    def knows(self, request: str) -> bool:
+        """Whether there is any of this name."""
+        return request in self._named
+
     def add(self, req: ReceiverRequest) -> None:
         self.by_generation[req.generation] = self.live[req.request] = req
         self._named.setdefault(req.request, {})[req.generation] = req

@@ -161,6 +161,45 @@ class Receiver:
             self._endings.complete_if_covered(req, now)
         return req
 
+    def post_plain(
+        self, request: str, given: Int64Array, pages: Int64Array, src: int, work: Work, now: float
+    ) -> ReceiverRequest | None:
+        """`post` of pages without a prefix, from one writer, by the resident loop: for a verb's critical path.
+
+        given: the page ids as the caller gave them, which are checked as they are copied to ``pages``. None, and
+        nothing is done, if anything speaks against it or needs more thought.
+        """
+        group_map, requests, flows = self._group_map, self.requests, self.requests.flows
+        ranks, me = (src,), group_map.rank
+        if flows is None or requests.knows(request) or src not in group_map.info:
+            return None
+        if group_map.gap(ranks, me) is not None or group_map.contributing(ranks, me) != ranks:
+            return None
+        try:
+            name = request.encode()
+        except UnicodeEncodeError:
+            return None
+        plan = group_map.plan(src, ranks, me)
+        writes = flows.writes(src, plan, len(pages), name)
+        if writes is None or not self.leases.try_take(given, pages, self._next_generation):
+            return None
+        req = ReceiverRequest(
+            request=request,
+            generation=self._next_generation,
+            pages=pages,
+            prefix_tokens=0,
+            num_tokens=len(pages) * plan.dst_page_size,
+            writers={src: Writer(plan)},
+            work=work,
+            begun_at=now,
+            total=None,
+        )
+        self._next_generation += 1
+        self.leases.hold(req)
+        requests.add(req)
+        flows.post(req, writes, name)
+        return req
+
     def post_parts(
         self,
         request: str,

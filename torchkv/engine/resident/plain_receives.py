@@ -1,0 +1,84 @@
+"""What plain receives (see `torchkv.group.plain_verbs`) do to the resident loop: the quick half of `Flows`.
+
+All methods are called under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchkv.core.loop.limits import MAX_GRANTED, MAX_NAME
+from torchkv.core.receives import Source
+from torchkv.engine.resident.bound_grants import as_bits
+from torchkv.layout.pair_plan import PairPlan
+from torchkv.protocol.messages import name_hashes
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.transfer.peer_connection import PeerConnection
+
+if TYPE_CHECKING:
+    from torchkv.core.core import Core
+    from torchkv.engine.resident.journal import Journal
+    from torchkv.engine.resident.notices import OnLoop
+    from torchkv.engine.resident.routes import Routes
+    from torchkv.layout.group_map import GroupMap
+
+__all__ = ["PlainReceives", "Writes"]
+
+
+@dataclass(eq=False, slots=True)
+class Writes:
+    """How one writer of this host writes here. path: as which its bytes count."""
+
+    plan: PairPlan
+    connection: PeerConnection
+    source: Source
+    path: str
+
+
+class PlainReceives:
+    """One rank's, which is alone in its instance. held: what is on the loop."""
+
+    def __init__(self, core: Core, held: OnLoop, *, group_map: GroupMap, routes: Routes, journal: Journal) -> None:
+        self._core = core
+        self._receives = held.receives
+        self._group_map = group_map
+        self._routes = routes
+        self._journal = journal
+        self._known: dict[int, Writes] = {}  # by writer
+
+    def writes(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Writes | None:
+        """How ``rank`` would write so many pages of a request. name: in UTF-8. None where that needs more thought."""
+        if not (0 < num_pages <= MAX_GRANTED and 0 < len(name) <= MAX_NAME and self._core.receives.has_room):
+            return None
+        writes, connection = self._known.get(rank), self._routes.serving(rank)
+        if writes is None or writes.plan is not plan or writes.connection is not connection:
+            if connection is None or not connection.direct or not self._routes.takes({rank: plan}):
+                return None
+            source = Source(
+                slot=self._core.peers.slots[rank],
+                layers=len(plan.layers),
+                page_size=plan.dst_page_size,
+                writer_page=plan.src_page_size,
+                writers=as_bits(self._group_map.own_numbers((rank,))),
+            )
+            writes = self._known[rank] = Writes(plan, connection, source, self._routes.path(rank, plan))
+        return writes if self._core.peers.hears(rank) else None
+
+    def post(self, req: ReceiverRequest, writes: Writes, name: bytes) -> None:
+        """The loop grants the request, and serves it. writes: what `writes` has just returned."""
+        req.loop_path = writes.path
+        req.flow = req.reserved = self._core.receives.post(
+            writes.source,
+            generation=req.generation,
+            num_tokens=req.num_tokens,
+            name=name,
+            hashes=name_hashes(req.request),
+            pages=req.pages,
+            serial=self._journal.number_receive(req),
+        )
+        self._receives[req.flow] = req
+
+    def forget(self, rank: int) -> None:
+        """The process of ``rank`` has ended."""
+        self._known.pop(rank, None)
