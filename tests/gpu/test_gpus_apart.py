@@ -19,7 +19,7 @@ from torchkv_ucx.channel import UCXChannel
 from tests.helpers.harness import Ranks
 from tests.helpers.ranks.gpu_pair import READER, WRITER, gpu_group, needs_gpus, registered_cache
 from tests.helpers.ranks.lane_transfer import random_fill
-from tests.helpers.ranks.small_cache import meet, page_bytes
+from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes
 from torchkv import KVCache, KVProcessGroup
 from torchkv.engine.resident import routes
 from torchkv.engine.scheduler import TransferScheduler
@@ -44,7 +44,7 @@ def apart() -> Iterator[Ranks]:
 
 
 @contextmanager
-def put_by_the_loop() -> Iterator[list[str]]:
+def put_by_the_loop(*, over_cuda_ipc: bool = True) -> Iterator[list[str]]:
     """The verbs that Python serves all the same."""
     served: list[str] = []
     start = TransferScheduler.start
@@ -54,8 +54,9 @@ def put_by_the_loop() -> Iterator[list[str]]:
         start(self, op, grant)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UCXChannel, "_puts_cheaply", lambda self: True)
-        patch.setattr(routes, "puts_keep_up", lambda plan, costs: True)
+        if over_cuda_ipc:
+            patch.setattr(UCXChannel, "_puts_cheaply", lambda self: True)
+            patch.setattr(routes, "puts_keep_up", lambda plan, costs: True)
         patch.setattr(TransferScheduler, "start", noting)
         yield served
 
@@ -130,6 +131,20 @@ def cancelled_in_the_middle() -> None:
         torch.cuda.synchronize()
         assert torch.equal(page_bytes(cache, [*range(cache.num_pages)]), everything)
         meet(kv)
+
+
+def left_to_python() -> None:
+    """Nothing is patched but the note of what Python serves."""
+    with put_by_the_loop(over_cuda_ipc=False) as served, gpu_group(timeout=20) as kv:
+        cache = registered_cache(kv, **MODEL)
+        check_transfer(kv, WRITER, READER)
+        assert bool(served) == (kv.rank() == WRITER)
+        assert cache.device.type == "cuda"
+        meet(kv)
+
+
+def test_puts_over_cuda_ipc_are_left_to_python(apart: Ranks) -> None:
+    apart.run(left_to_python)
 
 
 def test_layers_are_put_once_the_gpu_has_written_them(apart: Ranks) -> None:

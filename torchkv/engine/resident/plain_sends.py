@@ -61,7 +61,7 @@ class PlainSends:
     # ------------------------------------------------------------------ first verbs
 
     def expects(self, dst: int) -> bool:
-        """Whether a request to ``dst`` has met its grant here before: then another one soon may."""
+        """Whether the way to ``dst`` is known, so that a request to it may meet its grant here."""
         return dst in self._expected
 
     def meet(self, call: Call, given: Int64Array, begun: float) -> Met | None:
@@ -77,7 +77,7 @@ class PlainSends:
         route, writers = likely
         way = route.way
         gate = NO_GATE if event is None and not way.has_kernels else self._routes.gate(event)
-        if gate is None or (way.has_kernels and (self._core.broken or len(ids) > MAX_GRANTED)):
+        if gate is None or self._core.broken or (way.has_kernels and len(ids) > MAX_GRANTED):
             return None
         begun_on_loop = self._core.meet(
             way,
@@ -125,9 +125,9 @@ class PlainSends:
         route, gate = self._routes.known.get((op.dst, id(plan))), self._routes.gate(op.source_pages.event)
         if route is None or not self._routes.is_current(op.dst, route):
             return None
-        if gate is None or grant.flow is None or not self._core.has_room:
+        if gate is None or grant.flow is None or self._core.broken or not self._core.has_room:
             return None
-        if route.way.has_kernels and (self._core.broken or max(op.num_pages, len(grant.pages)) > MAX_GRANTED):
+        if route.way.has_kernels and max(op.num_pages, len(grant.pages)) > MAX_GRANTED:
             return None
         return route, gate
 
@@ -169,7 +169,7 @@ class PlainSends:
             return False
         event, has_kernels = source.event, route.way.has_kernels
         gate = NO_GATE if event is None and not has_kernels else self._routes.gate(event)
-        if gate is None or (has_kernels and (self._core.broken or op.num_pages > MAX_GRANTED)):
+        if gate is None or self._core.broken or (has_kernels and op.num_pages > MAX_GRANTED):
             return False
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
         index = self._core.start_more(
