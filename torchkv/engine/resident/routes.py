@@ -160,6 +160,8 @@ class Routes:
         """The way to ``rank`` through the network, made when it is first needed."""
         if connection.channel is None or connection.tags is None or not self._puts:
             return None
+        if self._kernels is not None and not connection.channel.link:
+            return None  # what carries puts of device memory is not known yet
         if connection not in self._laned:
             if self._sends_to(rank):
                 return None  # of an earlier connection, and about to be taken back
