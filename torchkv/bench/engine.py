@@ -35,7 +35,6 @@ MEMORY = 5 << 29  # bytes of pages on each side, at most
 WARM = 4  # requests before the first that counts
 ROUNDS = 4  # at least; the first one warms up
 DEADLINE = 60.0
-REST_SECONDS = 3e-3  # between the writing of buffers and their copies: about as long as barriers take
 GATE_SECONDS = 300e-6  # on top of the loop's own steps and the copy
 
 # What a writer reports, in seconds: each request that counts; a step of its loop at rest; lost a request; the copy; a
@@ -320,12 +319,9 @@ def summary(setup: Setup, loop: Loop, copy: float) -> Written:
 
 
 def copy_seconds(setup: Setup) -> float:
-    """One copy of a request's bytes between two buffers of this kind of memory: the limit of any path.
-
-    In host memory the best of nine. Between GPUs as requests are: see `_copy_between_gpus`.
-    """
+    """One copy of a request's bytes between two buffers of this kind of memory: the limit of any path. Best of nine."""
     if setup.device == "cuda":
-        return _copy_between_gpus(setup)
+        return _copy_between_gpus(setup.case.nbytes)
     source = np.random.default_rng().integers(0, 256, setup.case.nbytes, dtype=np.uint8)
     target = np.zeros_like(source)
     best = math.inf
@@ -336,27 +332,16 @@ def copy_seconds(setup: Setup) -> float:
     return best
 
 
-def _copy_between_gpus(setup: Setup) -> float:
-    """The median of copies in rounds like those of requests: each has buffers of its own, which were all just written.
-
-    The first access to memory after it was written costs a copy as much as a kernel: of 134 MB a fifth of its time.
-    """
+def _copy_between_gpus(nbytes: int) -> float:
     other = torch.device("cuda", 1 % torch.cuda.device_count())
-    size = setup.case.nbytes
-    pairs = [[torch.empty(size, dtype=torch.uint8, device=at) for at in ("cuda:0", other)] for _ in range(setup.slots)]
-    times: list[float] = []
-    for number in range(ROUNDS):
-        for source, target in pairs:
-            source.fill_(number)
-            target.fill_(number + 1)
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(other)
-        time.sleep(REST_SECONDS)
-        for source, target in pairs:
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            target.copy_(source, non_blocking=True)
-            ended.record()
-            ended.synchronize()
-            times.append(began.elapsed_time(ended) / 1e3)
-    return float(np.median(times[len(pairs) :]))
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=other)
+    best = math.inf
+    for _ in range(9):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        target.copy_(source, non_blocking=True)
+        ended.record()
+        ended.synchronize()
+        best = min(best, began.elapsed_time(ended) / 1e3)
+    return best
