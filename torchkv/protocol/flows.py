@@ -71,14 +71,14 @@ class RequestFlows(Protocol):
         end the request, or lead to its being taken back already: then Python may work on them.
         """
 
-    def writes(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Any:
+    def sole_writer(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Any:
         """Whether a request of this name for so many pages of one writer may be posted by `post`: then what that needs.
 
         Else None. name: in UTF-8.
         """
 
-    def post(self, req: ReceiverRequest, writes: Any, name: bytes) -> None:
-        """`reserve`, `open_receive` and `grant` in one. writes: what `writes` has just returned."""
+    def post(self, req: ReceiverRequest, sole: Any, name: bytes) -> None:
+        """`reserve`, `open_receive` and `grant` in one. sole: what `sole_writer` has just returned."""
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
         """A flow for a receive, or None if the loop cannot serve it. plans: by writer."""

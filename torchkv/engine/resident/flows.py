@@ -26,7 +26,7 @@ from torchkv.core.peers import NetworkLane
 from torchkv.engine.resident.bound_grants import as_bits
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.notices import Notices, OnLoop
-from torchkv.engine.resident.plain_receives import PlainReceives, Writes
+from torchkv.engine.resident.plain_receives import PlainReceives, SoleWriter
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.engine.resident.routes import Routes
 from torchkv.engine.resident.standing_stages import StandingStages
@@ -307,13 +307,13 @@ class Flows:
             pages=req.pages,
         )
 
-    def writes(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Writes | None:
+    def sole_writer(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> SoleWriter | None:
         if not self._direct or len(self._group_map.siblings) != 1:
             return None
-        return self.plain_receives.writes(rank, plan, num_pages, name)
+        return self.plain_receives.sole_writer(rank, plan, num_pages, name)
 
-    def post(self, req: ReceiverRequest, writes: Writes, name: bytes) -> None:
-        self.plain_receives.post(req, writes, name)
+    def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes) -> None:
+        self.plain_receives.post(req, sole, name)
 
     def _decider(self) -> int:
         """See `torchkv.core.loop.state.requests.Receive`, ``leader``."""

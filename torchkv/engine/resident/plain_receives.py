@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torchkv.engine.resident.routes import Routes
     from torchkv.layout.group_map import GroupMap
 
-__all__ = ["PlainReceives", "Writes"]
+__all__ = ["PlainReceives", "SoleWriter"]
 
 
 @dataclass(eq=False, slots=True)
-class Writes:
-    """How one writer of this host writes here. path: as which its bytes count."""
+class SoleWriter:
+    """The writer of a receive, if it has one, of this host. path: as which its bytes count."""
 
     plan: PairPlan
     connection: PeerConnection
@@ -45,14 +45,14 @@ class PlainReceives:
         self._group_map = group_map
         self._routes = routes
         self._journal = journal
-        self._known: dict[int, Writes] = {}  # by writer
+        self._known: dict[int, SoleWriter] = {}  # by writer
 
-    def writes(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> Writes | None:
+    def sole_writer(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> SoleWriter | None:
         """How ``rank`` would write so many pages of a request. name: in UTF-8. None where that needs more thought."""
         if not (0 < num_pages <= MAX_GRANTED and 0 < len(name) <= MAX_NAME and self._core.receives.has_room):
             return None
-        writes, connection = self._known.get(rank), self._routes.serving(rank)
-        if writes is None or writes.plan is not plan or writes.connection is not connection:
+        sole, connection = self._known.get(rank), self._routes.serving(rank)
+        if sole is None or sole.plan is not plan or sole.connection is not connection:
             if connection is None or not connection.direct or not self._routes.takes({rank: plan}):
                 return None
             source = Source(
@@ -62,14 +62,14 @@ class PlainReceives:
                 writer_page=plan.src_page_size,
                 writers=as_bits(self._group_map.own_numbers((rank,))),
             )
-            writes = self._known[rank] = Writes(plan, connection, source, self._routes.path(rank, plan))
-        return writes if self._core.peers.hears(rank) else None
+            sole = self._known[rank] = SoleWriter(plan, connection, source, self._routes.path(rank, plan))
+        return sole if self._core.peers.hears(rank) else None
 
-    def post(self, req: ReceiverRequest, writes: Writes, name: bytes) -> None:
-        """The loop grants the request, and serves it. writes: what `writes` has just returned."""
-        req.loop_path = writes.path
+    def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes) -> None:
+        """The loop grants the request, and serves it. sole: what `sole_writer` has just returned."""
+        req.loop_path = sole.path
         req.flow = req.reserved = self._core.receives.post(
-            writes.source,
+            sole.source,
             generation=req.generation,
             num_tokens=req.num_tokens,
             name=name,

@@ -180,8 +180,8 @@ class Receiver:
         except UnicodeEncodeError:
             return None
         plan = group_map.plan(src, ranks, me)
-        writes = flows.writes(src, plan, len(pages), name)
-        if writes is None or not self.leases.try_take(given, pages, self._next_generation):
+        sole = flows.sole_writer(src, plan, len(pages), name)
+        if sole is None or not self.leases.try_take(given, pages, self._next_generation):
             return None
         req = ReceiverRequest(
             request=request,
@@ -197,7 +197,7 @@ class Receiver:
         self._next_generation += 1
         self.leases.hold(req)
         requests.add(req)
-        flows.post(req, writes, name)
+        flows.post(req, sole, name)
         return req
 
     def post_parts(
