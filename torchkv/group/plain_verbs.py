@@ -1,8 +1,9 @@
-"""The verbs of senders as nearly all calls are, each in one piece: the critical path of a caller.
+"""The verbs as nearly all calls are, each in one piece: the critical path of a caller.
 
-A call is *plain* if its arguments have their plain types, and go to one receiver, and the resident loop serves the
-request, under a grant that is there, behind no prefix and without state. Everything else, and whatever is wrong, is
-left to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same outcome.
+A call is *plain* if its arguments have their plain types, and name one peer, and the resident loop serves the request,
+behind no prefix and without state; a sender's also needs that its grant is there. Everything else, and whatever is
+wrong, is left to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same
+outcome.
 
 A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
 compute between two calls. So nothing is asked twice here, and a function is called only for what it does.
@@ -116,7 +117,7 @@ class PlainVerbs(RecordedVerbs):
         if verb == "send_layer" and (dst,) not in engine.whole_pages:
             return None
         req = engine.sender.requests.by_key.get((request, dst))
-        if req is None and flows.plain.expects(dst):
+        if req is None and flows.plain.has_served(dst):
             flows.core.rouse()  # to wake it takes as long as this verb
         ids = arguments.plain_pages(pages)
         if ids is not None:
@@ -156,7 +157,7 @@ class PlainVerbs(RecordedVerbs):
         engine, flows = self.engine, self.engine.flows
         if flows is None or self.forced_path is not None:
             return None
-        if not flows.plain.expects(dst) and not engine.group_map.is_target(dst):
+        if not flows.plain.has_served(dst) and not engine.group_map.is_target(dst):
             return None
         grants, now, began = engine.sender.grants, self.clock(), time.perf_counter()
         with engine.lock:

@@ -57,12 +57,13 @@ class PlainSends:
         self._connections = connections
         self._num_pages = num_pages
         self._expected: dict[int, tuple[Route, int]] = {}  # by receiver: see `_likely`
+        self._served: set[int] = set()  # receivers of requests that have been on the loop
 
     # ------------------------------------------------------------------ first verbs
 
-    def expects(self, dst: int) -> bool:
-        """Whether the way to ``dst`` is known, so that a request to it may meet its grant here."""
-        return dst in self._expected
+    def has_served(self, dst: int) -> bool:
+        """Whether the loop has served a request to ``dst``: then it soon may have another one. Any thread."""
+        return dst in self._served
 
     def meet(self, call: Call, given: Int64Array, begun: float) -> Met | None:
         """Begins a request with its first op, if its grant is there, and Python has not taken it in: for `met`.
@@ -187,6 +188,7 @@ class PlainSends:
         req.flow, req.loop_path, req.loop_layers = flow, route.path, route.plan.layers
         req.serial = self._journal.serial
         self._held.sends[flow] = req
+        self._served.add(req.dst)
         if route.lane is not None:
             self._held.lanes[flow] = route.lane
 
@@ -199,3 +201,4 @@ class PlainSends:
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended."""
         self._expected.pop(rank, None)
+        self._served.discard(rank)
