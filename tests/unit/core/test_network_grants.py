@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.apart import PAGES, TAGS, Apart, kinds
-from torchkv.core.loop.codes import BOUND, CUT, GRANT, GRANTED, HELLO, OP_DONE, RECEIVED, SENT
+from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
+from torchkv.core.device import NO_GATE
+from torchkv.core.loop.codes import BOUND, CUT, GRANT, GRANTED, HELLO, NEWS, OP_DONE, RECEIVED, SENT
 from torchkv.core.loop.grants import IDS_AT, NAME_AT
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MESSAGE_NBYTES, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT
@@ -374,3 +375,53 @@ def test_a_peer_that_goes_takes_its_grants_along() -> None:
     apart.run(20)
     apart.writer.peers.disconnect(1)
     assert apart.writer.peers.granted(1, 0, 1, network=True) is None
+
+
+def hear(apart: Apart, steps: int = 60) -> None:
+    """Both loops go on, and nobody takes what they tell."""
+    for _ in range(steps):
+        apart.step()
+
+
+def first_verb(apart: Apart, pages: list[int], name: str = "name") -> tuple[int, int] | None:
+    """A verb that begins a request, and looks for its grant: the flow and the op, or None."""
+    positions, given = np.arange(LAYERS, dtype=np.int64), np.array(pages, dtype=np.int64)
+    how = (given, given.copy(), PAGES, 0, NO_GATE, 0)
+    return apart.writer.meet(apart.way(), positions, *how, hashes=name_hashes(name), writers=1, serial=0, begun=0)
+
+
+@pytest.mark.parametrize("part", [400, MESSAGE_NBYTES - RECORD_NBYTES])
+def test_a_first_verb_meets_a_grant_that_came_through_the_network(part: int) -> None:
+    """Python need not take it in, and whatever tells it again binds nothing."""
+    apart = met(part=part)
+    flow, other = apart.receive(3), apart.receive(1, generation=2)
+    apart.grant(other, [8], "other")
+    apart.grant(flow, [6, 1, 4])
+    hear(apart)
+    assert first_verb(apart, [2, 7, 0], "name of nothing") is None
+    begun = first_verb(apart, [2, 7, 0])
+    assert begun is not None
+    send, _ = begun
+    assert not told_in_a_message(apart, flow, 1)
+    assert first_verb(apart, [2, 7, 0]) is None, "it is bound"
+    apart.writer.finish_send(send, 3, b"")
+    told, heard = apart.run()
+    assert kinds(told) == [GRANTED, NEWS, OP_DONE, SENT]
+    assert kinds(heard) == [RECEIVED]
+    assert apart.writer.bound(send)[:2] == (flow, 1)
+    expected = torch.full_like(apart.dst, 0xAB)
+    expected[:, [6, 1, 4]] = apart.src[:, [2, 7, 0]]
+    assert torch.equal(apart.dst, expected)
+
+
+def test_a_first_verb_leaves_a_grant_that_a_later_one_has_overwritten() -> None:
+    apart = met()
+    apart.grant(apart.receive(1), [6])
+    hear(apart)
+    body = apart.writer.peers._arrivals[1][MAX_FLOWS:]
+    generation = body.reshape(MAX_FLOWS, -1)[:, 0]
+    assert generation.sum() == 1
+    generation[generation == 1] = 2  # of which the record is still to come
+    assert first_verb(apart, [2]) is None
+    assert kinds(apart.writer.events.take()) == [GRANTED]
+    assert (apart.dst == 0xAB).all()

@@ -304,18 +304,15 @@ def meet(world: World, flow: int) -> bool:
 
     False, and nothing is done, unless there is just one, which fits. For a caller, who alone takes events meanwhile.
     """
-    send, events = world["sends"][flow], world["events"]
-    slots, found = world["peers"][send["peer"]]["grants"], -1
-    if slots == 0:
-        return False
+    send, events, found = world["sends"][flow], world["events"], -1
+    peer = world["peers"][send["peer"]]
     for number in range(load(world["address"] + _HEAD), load(world["address"] + _TAIL)):
         event = events[number & (MAX_EVENTS - 1)]
         if event["kind"] != GRANTED or event["source"] != send["peer"]:
             continue
-        there = event["record"]["flows"] & 0xFFFFFFFF
-        if event["record"]["spare"] == FROM_NETWORK or there >= MAX_FLOWS:
+        body = _body(peer, event["record"])
+        if body == 0:
             return False
-        body = slots + there * GRANT_SLOT
         if load(body + _HASH0) == send["hash0"] and load(body + _HASH1) == send["hash1"]:
             if found >= 0:
                 return False
@@ -324,11 +321,23 @@ def meet(world: World, flow: int) -> bool:
         return False
     event = events[found & (MAX_EVENTS - 1)]
     there, generation = event["record"]["flows"] & 0xFFFFFFFF, event["record"]["generation"]
-    if not _fits(world, flow, slots + there * GRANT_SLOT, generation):
+    if not _fits(world, flow, _body(peer, event["record"]), generation):
         return False
     event["kind"] = NEWS  # no more
     send["peer_flow"], send["generation"] = there, generation
     return True
+
+
+@compiled
+def _body(peer: Peer, record: Record) -> int:
+    """The address of the grant that the record of a GRANTED event tells of; 0 if nothing lies there."""
+    flow, slots = record["flows"] & 0xFFFFFFFF, peer["grants"]
+    if record["spare"] == FROM_NETWORK:
+        slots = peer["arrivals"] + SLOTS_AT if peer["arrivals"] != 0 else 0
+    if slots == 0 or flow >= MAX_FLOWS:
+        return 0
+    body: int = slots + flow * GRANT_SLOT
+    return body
 
 
 @compiled
