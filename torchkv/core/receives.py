@@ -50,9 +50,10 @@ class ReceiveState:
 
 @dataclass(slots=True)
 class Source:
-    """A writer of this host, as receives from it alone know it. slot: its number on the loop. layers: that it owes.
+    """A writer that stages nothing, as receives from it alone know it. slot: its number on the loop.
 
-    page_size, writer_page: of this rank's pages and of its own, in tokens. writers: its bit in grants.
+    layers: that it owes. page_size, writer_page: of this rank's pages and of its own, in tokens. writers: its bit in
+    grants. network: whether the transport must be driven to hear it.
     """
 
     slot: int
@@ -60,6 +61,7 @@ class Source:
     page_size: int
     writer_page: int
     writers: int
+    network: bool
 
 
 class Receives:
@@ -120,10 +122,14 @@ class Receives:
             geometry = staged[rank].ctypes.data if staged and rank in staged else 0
             posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, last)
         if network:
-            self._through_network.add(flow)
-            self._words[_NETWORK] += 1
-            self._words[_DRIVING] = 1  # as `posting` does for sends
+            self._count_network(flow)
             posting.wake_loop(self._address)
+
+    def _count_network(self, flow: int) -> None:
+        """The transport is driven from now on, as `posting` has it for sends."""
+        self._through_network.add(flow)
+        self._words[_NETWORK] += 1
+        self._words[_DRIVING] = 1
 
     def grant(
         self,
@@ -160,11 +166,13 @@ class Receives:
         pages: Int64Array,
         serial: int,
     ) -> int:
-        """`reserve`, `open` and `grant` in one, of a receive without a prefix from one writer of this host. The flow.
+        """`reserve`, `open` and `grant` in one, of a receive without a prefix from one writer. The flow.
 
         This rank must be alone in its instance, and there must be room.
         """
         flow = self._free.pop()
+        if source.network:
+            self._count_network(flow)
         cover = self._kept[flow] = np.zeros((1, source.layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         body = self._peers.name_grant(flow, name)
         posting.post_receive(

@@ -28,7 +28,7 @@ __all__ = ["PlainReceives", "SoleWriter"]
 
 @dataclass(eq=False, slots=True)
 class SoleWriter:
-    """The writer of a receive, if it has one, of this host. path: as which its bytes count."""
+    """The writer of a receive, if it has one. path: as which its bytes count."""
 
     plan: PairPlan
     connection: PeerConnection
@@ -53,14 +53,17 @@ class PlainReceives:
             return None
         sole, connection = self._known.get(rank), self._routes.serving(rank)
         if sole is None or sole.plan is not plan or sole.connection is not connection:
-            if connection is None or not connection.direct or not self._routes.takes({rank: plan}):
+            plans = {rank: plan}
+            if connection is None or not self._routes.takes(plans) or self._routes.unpacked(plans):
                 return None
+            lane = self._core.peers.lane(rank)
             source = Source(
                 slot=self._core.peers.slots[rank],
                 layers=len(plan.layers),
                 page_size=plan.dst_page_size,
                 writer_page=plan.src_page_size,
                 writers=as_bits(self._group_map.own_numbers((rank,))),
+                network=lane is not None and lane.is_driven,
             )
             sole = self._known[rank] = SoleWriter(plan, connection, source, self._routes.path(rank, plan))
         return sole if self._core.peers.hears(rank) else None
