@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.harness import Ranks
-from tests.helpers.ranks.gpu_pair import READER, WRITER, check_both_ways, gpu_group, needs_gpus, registered_cache, until
+from tests.helpers.ranks.gpu_pair import (
+    READER,
+    WRITER,
+    all_bytes,
+    check_both_ways,
+    gpu_group,
+    needs_gpus,
+    registered_cache,
+    until,
+)
 from tests.helpers.ranks.small_cache import meet, page_bytes
 from torchkv import KVCache, KVProcessGroup, TransferTimeout
 from torchkv.engine.joining import registration
@@ -34,12 +43,6 @@ def new_ranks() -> Iterator[Ranks]:
         yield ranks
     finally:
         ranks.close()
-
-
-def all_bytes(mine: torch.Tensor) -> list[torch.Tensor]:
-    every = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(every, mine)
-    return every
 
 
 def send(staged: bool, request: str, pages: list[int] | torch.Tensor, kv: KVProcessGroup) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torchkv_ucx.channel import UCXChannel
 
 from tests.helpers.harness import Ranks
-from tests.helpers.ranks.gpu_pair import READER, WRITER, gpu_group, needs_gpus, registered_cache
+from tests.helpers.ranks.gpu_pair import READER, WRITER, all_bytes, gpu_group, needs_gpus, registered_cache
 from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes
 from torchkv import KVCache, KVProcessGroup
@@ -61,12 +60,6 @@ def put_by_the_loop(*, over_cuda_ipc: bool = True) -> Iterator[list[str]]:
         yield served
 
 
-def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
-    every = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(every, mine)
-    return every
-
-
 def rewrite(cache: KVCache, fresh: KVCache, layer: int) -> None:
     """Enqueues that a layer gets other bytes, after a while."""
     torch.cuda._sleep(LONG)
@@ -102,7 +95,7 @@ def gated_layers() -> None:
             else:
                 rx.wait(30)
             torch.cuda.synchronize()
-            sent = exchanged(page_bytes(cache, SOURCE))[WRITER]
+            sent = all_bytes(page_bytes(cache, SOURCE))[WRITER]
             if kv.rank() == READER:
                 assert torch.equal(page_bytes(cache, TARGET), sent)
             assert torch.equal(page_bytes(cache, CANARIES), canaries) or kv.rank() == WRITER

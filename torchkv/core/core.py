@@ -116,7 +116,7 @@ class Core:
         flow = self._free_sends.pop()
         pages = np.ascontiguousarray(pages, dtype=np.int64)
         self._kept_sends[flow] = [way, pages]
-        network = self._network(way.rank) if way.network else 0
+        network = self._network(way)
         posting.open_send(self._address, flow, way.address, network, serial, begun, peer_flow, generation, pages)
         return flow
 
@@ -131,7 +131,7 @@ class Core:
             return None
         flow = self._free_sends.pop()
         self._kept_sends[flow] = [way]
-        network = self._network(way.rank) if way.network else 0
+        network = self._network(way)
         posting.wait_for_grant(self._address, flow, way.address, network, serial, begun, *hashes, writers)
         return flow
 
@@ -155,10 +155,10 @@ class Core:
 
         The flow and the index of the op. None, and nothing is done, if it is not, or anything speaks against it.
         """
-        if not self._free_sends or not self._free_ops:
+        if not self.has_room:
             return None
         flow, index = self._free_sends[-1], self._free_ops[-1]
-        network = self._network(way.rank) if way.network else 0
+        network = self._network(way)
         send = flow, way.address, network, serial, begun, *hashes, writers
         if not posting.meet(self._address, *send, index, positions, pages, copied, start, *gate, verb, num_pages):
             return None
@@ -168,9 +168,11 @@ class Core:
         self._kept_ops[index] = positions, copied
         return flow, index
 
-    def _network(self, rank: int) -> int:
-        """`Send`'s ``network``, of one whose pages are put."""
-        lane = self.peers.lane(rank)
+    def _network(self, way: Way) -> int:
+        """`Send`'s ``network``."""
+        if not way.network:
+            return 0
+        lane = self.peers.lane(way.rank)
         return 2 if lane is not None and not lane.is_driven else 1
 
     def rouse(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from torchkv.arrays import Int64Array
 from torchkv.cuda.page_ids import DevicePages
-from torchkv.errors import PageOutOfRange, ProtocolError
+from torchkv.errors import KVError, PageOutOfRange, ProtocolError
 from torchkv.host.page_id_check import copy_ids
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import MAX_AUX, MAX_PAGES, MAX_REQUEST_BYTES
@@ -41,6 +41,7 @@ __all__ = [
     "as_request",
     "as_send_pages",
     "check_one_layer",
+    "copyable_pages",
     "plain_pages",
 ]
 
@@ -91,6 +92,22 @@ def plain_pages(pages: Pages) -> Int64Array | None:
     if type(pages) is not np.ndarray or pages.dtype is not _INT64 or pages.ndim != 1 or len(pages) > MAX_PAGES:
         return None
     return pages if pages.flags.carray else None  # type: ignore[return-value]  # just checked
+
+
+def copyable_pages(pages: Pages) -> tuple[Int64Array, Int64Array] | None:
+    """Page ids of the common types, which nobody has checked, and memory to copy them to: for a list the same.
+
+    None for all others, and if anything is wrong with their type: `as_pages` says what.
+    """
+    if (given := plain_pages(pages)) is not None:
+        return given, np.empty(len(given), dtype=_INT64)
+    if type(pages) is not list or len(pages) > MAX_PAGES:
+        return None
+    try:
+        listed = as_int64(pages, "pages")
+    except KVError:
+        return None
+    return listed, listed
 
 
 def as_send_pages(pages: Pages, *, num_pages: int, gpu: GpuContext, operation: str) -> Int64Array | DevicePages:

@@ -18,20 +18,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
-import numpy as np
-
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
 from torchkv.engine.resident.plain_sends import Call
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress
-from torchkv.errors import KVError, ProtocolError
+from torchkv.errors import ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Pages, Peers, StateSlot
 from torchkv.group.recorded_verbs import RecordedVerbs
 from torchkv.host.page_id_check import copy_ids
 from torchkv.protocol.actions import SendOp
-from torchkv.protocol.messages import MAX_PAGES
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
@@ -63,7 +60,6 @@ class PlainVerbs(RecordedVerbs):
         self._wake = wake
         self._sync_words = None if engine.gpu is None else engine.gpu.sync_words
         self.clock = clock
-        self._engine = ref(engine)
         # For works that the resident loop completes.
         self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
 
@@ -73,22 +69,20 @@ class PlainVerbs(RecordedVerbs):
         work._verdict = verdict
         return work
 
+    def _receives(self, work: KVWork, req: ReceiverRequest) -> None:
+        """The work is that of this request."""
+        work._pages_safe = lambda: req.ended
+        work._layer = partial(layer_wait, ref(self.engine), req)
+
     def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
         engine, layout = self.engine, self._layout
         if type(request) is not str or type(src) is not int or type(prefix_tokens) is not int or prefix_tokens:
             return None
         if layout is None or layout.stateful or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
             return None
-        given = arguments.plain_pages(pages)
-        if given is not None:
-            ids: Int64Array = np.empty(len(given), dtype=np.int64)
-        elif type(pages) is list and len(pages) <= MAX_PAGES:
-            try:
-                given = ids = arguments.as_int64(pages, "recv_pages")
-            except KVError:
-                return None  # and the instance is told of it
-        else:
+        if (copyable := arguments.copyable_pages(pages)) is None:
             return None
+        given, ids = copyable
         work = KVWork(f"recv_pages({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
         work._verdict = True
         with engine.lock, engine.receiver.leases.guard:
@@ -101,8 +95,7 @@ class PlainVerbs(RecordedVerbs):
             self._wake()
         if req is None:
             return None
-        work._pages_safe = lambda: req.ended
-        work._layer = partial(layer_wait, self._engine, req)
+        self._receives(work, req)
         return work
 
     def _send_plain(
@@ -119,23 +112,19 @@ class PlainVerbs(RecordedVerbs):
         req = engine.sender.requests.by_key.get((request, dst))
         if req is None and flows.plain.has_served(dst):
             flows.core.rouse()  # to wake it takes as long as this verb
-        ids = arguments.plain_pages(pages)
-        if ids is not None:
-            copied: Int64Array = np.empty(len(ids), dtype=np.int64)
-        elif type(pages) is list and len(pages) <= MAX_PAGES:
-            ids = copied = arguments.as_int64(pages, f"{verb}({request!r})")
-        else:
+        if (copyable := arguments.copyable_pages(pages)) is None:
             return None
+        given, ids = copyable
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        call = verb, request, held, copied, dst, start, event
+        call = verb, request, held, ids, dst, start, event
         if req is None:
-            return self._begin(call, ids)
+            return self._begin(call, given)
         op = self._op(*call)
         with engine.lock:
             if req.grant is None:
                 engine.catch_up()  # the loop may have bound it
-            if not flows.plain.start_more(req, op, ids):
+            if not flows.plain.start_more(req, op, given):
                 return None
             req.add_sent(op)
         return cast(KVWork, op.work)

@@ -9,9 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
@@ -25,7 +23,7 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
 from torchkv.group import arguments, prefixes
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
-from torchkv.group.plain_verbs import PlainVerbs, layer_wait
+from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
@@ -81,8 +79,7 @@ class Verbs(PlainVerbs):
             raise
         if frames:
             engine.send_now(frames)
-        work._pages_safe = lambda: req.ended
-        work._layer = partial(layer_wait, ref(engine), req)
+        self._receives(work, req)
         if wake:
             self._wake()
         return work

@@ -25,6 +25,7 @@ __all__ = [
     "PATHS",
     "READER",
     "WRITER",
+    "all_bytes",
     "check_both_ways",
     "gpu_group",
     "held",
@@ -60,6 +61,13 @@ def registered_cache(kv: KVProcessGroup, *, num_pages: int = NUM_PAGES, **change
     random_fill(cache, np.random.default_rng())
     kv.register(cache)
     return cache
+
+
+def all_bytes(mine: torch.Tensor) -> list[torch.Tensor]:
+    """What each of the two ranks has given, in rank order. Both call it."""
+    every = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(every, mine)
+    return every
 
 
 def check_both_ways(kv: KVProcessGroup) -> None:

@@ -275,7 +275,7 @@ def _takes_part_of_a_grant_for_all_of_it() -> None:
         latest = peer["arrivals"] + 8 * record["flows"]
         if load(latest) < record["generation"]:
             store(latest, record["generation"])
-            grants.on_grant(world, source, peer["arrivals"] + grants.SLOTS_AT, grants.FROM_NETWORK)
+            grants.on_grant(world, source, grants.FROM_NETWORK)
 
     swap(loop, on_part=on_part)
 

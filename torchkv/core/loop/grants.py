@@ -262,20 +262,18 @@ def on_part(world: World, source: int) -> None:
     if load(body + _NUM_PAGES) != (end - IDS_AT) // 8 or generation <= load(latest):
         return
     store(latest, generation)
-    on_grant(world, source, peer["arrivals"] + SLOTS_AT, FROM_NETWORK)
+    on_grant(world, source, FROM_NETWORK)
 
 
 @compiled
-def on_grant(world: World, source: int, slots: int, where: int) -> None:
+def on_grant(world: World, source: int, where: int) -> None:
     """Binds the send that waits for the grant that ``world["record"]`` tells of, or leaves the grant to Python.
 
-    slots: address of the peer's grants. where: `FROM_NETWORK`, or 0.
+    where: in which memory the grant lies: `FROM_NETWORK`, or 0 for the memory that is mapped.
     """
-    flow = world["record"]["flows"] & 0xFFFFFFFF
     world["record"]["spare"] = where
-    mine = -1
-    if flow < MAX_FLOWS:
-        body = slots + flow * GRANT_SLOT
+    body, mine = _body(world["peers"][source], world["record"]), -1
+    if body != 0:
         mine = _waiting(world, source, load(body + _HASH0), load(body + _HASH1))
         if mine >= 0 and _fits(world, mine, body, world["record"]["generation"]):
             _bind(world, mine, source)
@@ -304,8 +302,8 @@ def meet(world: World, flow: int) -> bool:
 
     False, and nothing is done, unless there is just one, which fits. For a caller, who alone takes events meanwhile.
     """
-    send, events, found = world["sends"][flow], world["events"], -1
-    peer = world["peers"][send["peer"]]
+    send, events = world["sends"][flow], world["events"]
+    peer, found, there = world["peers"][send["peer"]], -1, 0
     for number in range(load(world["address"] + _HEAD), load(world["address"] + _TAIL)):
         event = events[number & (MAX_EVENTS - 1)]
         if event["kind"] != GRANTED or event["source"] != send["peer"]:
@@ -316,21 +314,21 @@ def meet(world: World, flow: int) -> bool:
         if load(body + _HASH0) == send["hash0"] and load(body + _HASH1) == send["hash1"]:
             if found >= 0:
                 return False
-            found = number
+            found, there = number, body
     if found < 0:
         return False
     event = events[found & (MAX_EVENTS - 1)]
-    there, generation = event["record"]["flows"] & 0xFFFFFFFF, event["record"]["generation"]
-    if not _fits(world, flow, _body(peer, event["record"]), generation):
+    peer_flow, generation = event["record"]["flows"] & 0xFFFFFFFF, event["record"]["generation"]
+    if not _fits(world, flow, there, generation):
         return False
     event["kind"] = NEWS  # no more
-    send["peer_flow"], send["generation"] = there, generation
+    send["peer_flow"], send["generation"] = peer_flow, generation
     return True
 
 
 @compiled
 def _body(peer: Peer, record: Record) -> int:
-    """The address of the grant that the record of a GRANTED event tells of; 0 if nothing lies there."""
+    """The address of the grant that a GRANT record tells of, whose ``spare`` says where it lies; 0 if nothing does."""
     flow, slots = record["flows"] & 0xFFFFFFFF, peer["grants"]
     if record["spare"] == FROM_NETWORK:
         slots = peer["arrivals"] + SLOTS_AT if peer["arrivals"] != 0 else 0

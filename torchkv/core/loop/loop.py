@@ -186,7 +186,7 @@ def _heed(world: World, source: int) -> bool:
     record = world["record"]
     kind, known = record["head"] & 0xFF, True
     if kind == GRANT:
-        on_grant(world, source, world["peers"][source]["grants"], 0)
+        on_grant(world, source, 0)
     elif kind == VERDICT:
         known = on_verdict(world, source, record["flows"] & 0xFFFFFFFF, record["generation"])
     elif kind == DONE:

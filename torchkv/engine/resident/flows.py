@@ -166,16 +166,7 @@ class Flows:
         route = None if grant.flow is None else self.routes.to(req.dst, grant.plan)
         if grant.flow is None or route is None or (route.way.has_kernels and len(grant.pages) > MAX_GRANTED):
             return
-        flow = self.core.open_send(
-            route.way,
-            peer_flow=grant.flow,
-            generation=grant.generation,
-            pages=grant.pages,
-            serial=self.journal.next_serial(),
-            begun=int(req.begun_at * 1e9),
-        )
-        if flow is not None:
-            self.plain.opened(req, flow, route)
+        self.plain.open(req, grant, route)
 
     def start(self, req: SenderRequest, op: SendOp) -> bool:
         assert req.flow is not None

@@ -136,17 +136,8 @@ class PlainSends:
         """`Flows.open_send`, then `Flows.start` of its first op. way: that `way` has returned."""
         grant, (route, gate) = req.grant, way
         assert grant is not None
-        assert grant.flow is not None
-        flow = self._core.open_send(
-            route.way,
-            peer_flow=grant.flow,
-            generation=grant.generation,
-            pages=grant.pages,
-            serial=self._journal.next_serial(),
-            begun=int(req.begun_at * 1e9),
-        )
+        flow = self.open(req, grant, route)
         assert flow is not None
-        self.opened(req, flow, route)
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
         index = self._core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
         assert index is not None
@@ -182,6 +173,21 @@ class PlainSends:
         return True
 
     # ------------------------------------------------------------------ what is on the loop
+
+    def open(self, req: SenderRequest, grant: BoundGrant, route: Route) -> int | None:
+        """A flow for a request that is bound to this grant; None if all are in use."""
+        assert grant.flow is not None
+        flow = self._core.open_send(
+            route.way,
+            peer_flow=grant.flow,
+            generation=grant.generation,
+            pages=grant.pages,
+            serial=self._journal.next_serial(),
+            begun=int(req.begun_at * 1e9),
+        )
+        if flow is not None:
+            self.opened(req, flow, route)
+        return flow
 
     def opened(self, req: SenderRequest, flow: int, route: Route) -> None:
         """The flow is of this request, whose number in the journal is the latest one."""
