@@ -31,6 +31,7 @@ def test_runs_without_a_violation() -> None:
         "calls",
         "gpu",
         "gpus-apart",
+        "gpus-staged",
         "anybody",
         "puts",
         "staging",

@@ -1,4 +1,4 @@
-"""Pages of GPUs that are not mapped, which the resident loop puts as it puts them between hosts.
+"""Pages of GPUs that are not mapped, which the resident loop puts, or packs and unpacks, as between hosts.
 
 UCX has no network for GPU memory on one host. So the loop is let put over CUDA IPC, which it leaves to Python
 otherwise, because there each put takes microseconds: what is shown is that its puts are exact and gated.
@@ -26,6 +26,7 @@ from torchkv.errors import TransferCancelled
 
 LAYERS = 6
 MODEL = {"num_layers": LAYERS, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}  # runs of 32 KiB
+HEADS = 2  # that the reader holds of the writer's 8, where it holds some: runs of 512 bytes, which are packed
 SOURCE, TARGET, CANARIES = [9, 2, 11, 4], [1, 14, 3, 8], [0, 5, 15]
 REQUESTS = 5
 LONG = 40_000_000  # cycles of a GPU, about 20 ms
@@ -67,7 +68,8 @@ def rewrite(cache: KVCache, fresh: KVCache, layer: int) -> None:
         cache[component][layer].copy_(fresh[component][layer], non_blocking=True)
 
 
-def write(kv: KVProcessGroup, cache: KVCache, request: str) -> None:
+def write(kv: KVProcessGroup, cache: KVCache, request: str, *, path: str = "runs", share: int = 1) -> None:
+    """share: the reader holds one of so many heads."""
     fresh = KVCache.empty(cache.layout, cache.num_pages, device=cache.device)
     random_fill(fresh, np.random.default_rng())
     torch.cuda.synchronize()
@@ -77,8 +79,8 @@ def write(kv: KVProcessGroup, cache: KVCache, request: str) -> None:
         works.append(kv.send_layer(request, layer, SOURCE, READER))
     works.append(kv.finish(request, READER))
     assert works[-1].wait(30)
-    assert {work.path for work in works[:-1]} == {"runs"}
-    assert sum(work.bytes for work in works) == page_bytes(cache, SOURCE).numel()
+    assert {work.path for work in works[:-1]} == {path}
+    assert sum(work.bytes for work in works) == page_bytes(cache, SOURCE).numel() // share
 
 
 def gated_layers() -> None:
@@ -126,6 +128,78 @@ def cancelled_in_the_middle() -> None:
         meet(kv)
 
 
+def sliced_cache(kv: KVProcessGroup) -> KVCache:
+    """The writer holds all heads, the reader the second `HEADS` of them."""
+    heads = MODEL["num_kv_heads"]
+    return registered_cache(kv, **MODEL | ({"tp_rank": 1, "tp_size": heads // HEADS} if kv.rank() == READER else {}))
+
+
+def held_heads(cache: KVCache, pages: list[int]) -> torch.Tensor:
+    """The bytes of the heads that the reader holds, whichever rank's ``cache`` it is."""
+    parts = []
+    for component in "kv":
+        for layer in range(LAYERS):
+            tensor = cache[component][layer][pages]
+            parts.append(tensor if tensor.shape[2] == HEADS else tensor[:, :, HEADS : 2 * HEADS])
+    return torch.stack(parts).contiguous().cpu().view(torch.uint8).flatten()
+
+
+def packed_layers() -> None:
+    """The first request may come before the standing stage is there: Python may serve it."""
+    with put_by_the_loop() as served, gpu_group(timeout=20) as kv:
+        cache = sliced_cache(kv)
+        for number in range(REQUESTS):
+            random_fill(cache, np.random.default_rng())
+            canaries = page_bytes(cache, CANARIES)
+            request = f"request {number}"
+            rx = kv.recv_pages(request, TARGET, WRITER) if kv.rank() == READER else None
+            meet(kv)
+            if rx is None:
+                write(kv, cache, request, path="staged", share=MODEL["num_kv_heads"] // HEADS)
+            else:
+                rx.wait(30)
+            torch.cuda.synchronize()
+            sent = all_bytes(held_heads(cache, SOURCE))[WRITER]
+            if kv.rank() == READER:
+                assert torch.equal(held_heads(cache, TARGET), sent)
+            assert torch.equal(page_bytes(cache, CANARIES), canaries) or kv.rank() == WRITER
+            if number == 0:
+                served.clear()
+            meet(kv)
+        assert served == []
+        flows = kv._verbs.engine.flows
+        assert flows is not None
+        world = flows.core.world
+        assert int(world["unpack_tail"] if kv.rank() == READER else world["posted"]) > 0
+        meet(kv)
+
+
+def cancelled_while_it_is_packed() -> None:
+    with put_by_the_loop(), gpu_group(timeout=20) as kv:
+        cache = sliced_cache(kv)
+        for number in range(4):  # the first one stages by Python
+            request = f"request {number}"
+            rx = kv.recv_pages(request, TARGET, WRITER) if kv.rank() == READER else None
+            meet(kv)
+            if rx is None:
+                for layer in range(LAYERS):
+                    if layer % 2:
+                        torch.cuda._sleep(LONG)
+                    kv.send_layer(request, layer, SOURCE, READER)
+                kv.cancel(request).wait(20)
+            else:
+                with pytest.raises(TransferCancelled):
+                    rx.wait(20)
+                kv.cancel(request).wait(20)
+                assert kv.quarantined() == {}
+                random_fill(cache, np.random.default_rng())  # the pages are the caller's again
+            everything = page_bytes(cache, [*range(cache.num_pages)])
+            meet(kv)
+            torch.cuda.synchronize()
+            assert torch.equal(page_bytes(cache, [*range(cache.num_pages)]), everything)
+            meet(kv)
+
+
 def left_to_python() -> None:
     """Nothing is patched but the note of what Python serves."""
     with put_by_the_loop(over_cuda_ipc=False) as served, gpu_group(timeout=20) as kv:
@@ -146,3 +220,11 @@ def test_layers_are_put_once_the_gpu_has_written_them(apart: Ranks) -> None:
 
 def test_nothing_lands_after_a_cancel(apart: Ranks) -> None:
     apart.run(cancelled_in_the_middle)
+
+
+def test_slices_are_packed_and_unpacked_once_the_gpu_has_written_them(apart: Ranks) -> None:
+    apart.run(packed_layers)
+
+
+def test_nothing_is_unpacked_after_a_cancel(apart: Ranks) -> None:
+    apart.run(cancelled_while_it_is_packed)

@@ -19,6 +19,7 @@ from torchkv.core.events import Notice
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.peers import NetworkLane
+from torchkv.core.receives import Pieces
 from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
 
@@ -79,10 +80,15 @@ class Apart:
             leader=ALONE,
             writers=[(0, LAYERS, TOKENS)],
             network=True,
-            staged=None if ids is None else {0: self.geometry},
+            staged=None if ids is None else {0: self.pieces},
             pages=ids,
         )
         return flow
+
+    @property
+    def pieces(self) -> Pieces:
+        """How the reader unpacks."""
+        return Pieces(self.geometry)
 
     def way(self, *, max_page: int = PAGES, staged: bool = False) -> Way:
         return self.writer.way(

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS
+from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS, UNPACK_IDS
 from torchkv.core.loop.state.world import World
 from torchkv.cuda import driver
 from torchkv.cuda.events import RecordedEvent
 
-__all__ = ["NO_GATE", "Gate", "LoopDevice", "gate_of", "loop_device"]
+__all__ = ["NO_GATE", "NUM_IDS", "Gate", "LoopDevice", "gate_of", "loop_device"]
 
 
 class Gate(NamedTuple):
@@ -26,6 +26,7 @@ class Gate(NamedTuple):
 
 
 NO_GATE = Gate(0, -1, 0)
+NUM_IDS = MAX_GPU_SENDS * IDS + UNPACK_IDS
 
 _kept: list[Any] = []  # memory that kernels may still read, or a stream write to, although its loop has ended
 
@@ -34,9 +35,9 @@ class LoopDevice:
     """What the loop of one rank needs of its GPU.
 
     functions: addresses of the driver's functions, see `torchkv.core.loop.codes.QUERY` and the next. stream: on which
-    everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[MAX_GPU_SENDS, IDS]``,
-    pinned and on the GPU. errors: address of two words in pinned memory for the kernels' errors. activate: prepares
-    the loop's thread. keep: what must stay alive.
+    everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[NUM_IDS]``, pinned and
+    on the GPU: those of sends, ``[MAX_GPU_SENDS, IDS]``, then those of `unpacking`. errors: address of two words in
+    pinned memory for the kernels' errors. activate: prepares the loop's thread. keep: what must stay alive.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LoopDevice:
         activate: Callable[[], None],
         keep: Any = None,
     ) -> None:
-        assert ids.shape == (MAX_GPU_SENDS, IDS)
+        assert ids.shape == (NUM_IDS,)
         assert word.dtype == ids.dtype == np.int64
         self.stream = stream
         self.errors = errors
@@ -70,6 +71,8 @@ class LoopDevice:
         world["stream"] = self.stream
         world["word"], world["word_device"] = self._word.ctypes.data, self._word_device
         world["ids"], world["ids_device"] = self._ids.ctypes.data, self._ids_device
+        behind = 8 * MAX_GPU_SENDS * IDS
+        world["unpack_ids"], world["unpack_ids_device"] = world["ids"] + behind, world["ids_device"] + behind
 
     def landed(self, posted: int) -> bool:
         """Whether the stream has written ``posted`` to the word, so that what was enqueued before has ended."""
@@ -91,9 +94,9 @@ def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> Loop
     """
     device = stream.device
     word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    ids = torch.zeros((MAX_GPU_SENDS, IDS), dtype=torch.int64, pin_memory=True)
+    ids = torch.zeros(NUM_IDS, dtype=torch.int64, pin_memory=True)
     errors = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-    there = torch.empty((MAX_GPU_SENDS, IDS), dtype=torch.int64, device=device)
+    there = torch.empty(NUM_IDS, dtype=torch.int64, device=device)
     functions = [driver.address(name) for name in _NAMES]
     return LoopDevice(
         functions=np.array(functions, dtype=np.int64),

@@ -14,11 +14,10 @@ import torch
 
 from torchkv.arrays import Int64Array
 from torchkv.core import posting
-from torchkv.core.loop import grants, loop, mailbox, network
+from torchkv.core.loop import grants, loop, mailbox, network, staging, unpacking
 from torchkv.core.loop.codes import CREDIT, CUT, FREE
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
-from torchkv.core.loop.staging import PIECES_NBYTES
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.world import GRANT_NBYTES, word_at
 from torchkv.errors import PeerLost, TransportUnavailable
@@ -175,6 +174,7 @@ class LoopPeers:
             world = self._memory[0]
             assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
             loop.drop_due_to(self._runner.world, slot)
+            unpacking.forget_source(self._runner.world, slot)
             self._cut(rank)
             self._arrivals.pop(rank, None)
             self._pieces.pop(rank, None)
@@ -328,24 +328,38 @@ class LoopPeers:
         """From now on ``rank`` may put pieces into these bytes of this rank's ring."""
         with self._runner.standing_still():
             peer = self._memory[0]["peers"][self.slots[rank]]
-            peer["ring"], peer["ring_nbytes"], peer["taken"] = address, nbytes, 0
+            peer["ring"], peer["ring_nbytes"], peer["reached"], peer["taken"] = address, nbytes, 0, 0
 
     def use_stage(self, rank: int, own: tuple[int, int], there: tuple[int, int], nbytes: int) -> None:
         """``rank`` has granted a standing stage. own, there: address and key of this rank's bytes, and of the stage."""
-        self._pieces[rank] = np.zeros(PIECES_NBYTES // 8, dtype=np.int64)
+        self._pieces[rank] = np.zeros(staging.PIECES_NBYTES // 8, dtype=np.int64)
         with self._runner.standing_still():
             peer = self._memory[0]["peers"][self.slots[rank]]
             peer["pieces"], peer["stage_nbytes"] = self._pieces[rank].ctypes.data, nbytes
             (peer["stage"], peer["stage_key"]), (peer["there"], peer["there_key"]) = own, there
 
     def staged(self, rank: int) -> tuple[int, int]:
-        """How far puts to ``rank`` and pieces for it have come, of those that are not over; 0 where all are."""
+        """Of the pieces for ``rank`` the number of the last one and the position behind it; 0 where these are over."""
         peer = self._memory[0]["peers"][self.slots[rank]]
-        if peer["flushed"] < peer["puts"]:
-            peer["wanted"], self._memory[0]["under_way"] = int(peer["puts"]), 1
+        untold, waiting = peer["piece_head"] < peer["piece_tail"], peer["freed"] < peer["packed"]
+        if untold or waiting:
+            self._memory[0]["under_way"] = 1
             posting.wake_loop(self._runner.address)
-        puts = 0 if peer["flushed"] >= peer["puts"] else int(peer["puts"])
-        return puts, 0 if peer["freed"] >= peer["packed"] else int(peer["packed"])
+        return int(peer["piece_tail"]) if untold else 0, int(peer["packed"]) if waiting else 0
+
+    def has_piece(self, rank: int, lane: NetworkLane, piece: int) -> bool:
+        """Whether all pieces before this number have arrived in the stage of ``rank``.
+
+        Raises ``PeerLost`` if nobody will know.
+        """
+        posted = 1 << 62  # till all of them are put
+        if not lane.failed:
+            peer = self._memory[0]["peers"][self.slots[rank]]
+            if peer["piece_head"] >= piece:
+                return True
+            if peer["piece_put"] >= piece:
+                posted = staging.put_of(self._pieces[rank], piece - 1)
+        return self.has_arrived(rank, lane, posted)
 
     def has_come_back(self, rank: int, lane: NetworkLane, position: int) -> bool:
         """Whether ``rank`` has unpacked its pieces up to this position. Raises ``PeerLost`` if nobody will know."""

@@ -271,17 +271,20 @@ def open_receive(
     receive["leader"], receive["told"] = leader, told
     receive["layers"], receive["cover"] = cover.shape[1], cover.ctypes.data
     receive["num_writers"] = receive["nbytes"] = receive["serial"] = receive["operation"] = 0
-    receive["ids"], receive["unpacks"], receive["pieces"] = ids, unpacks, 0
+    receive["ids"], receive["unpacks"] = ids, unpacks
+    receive["pieces"] = receive["unpacking"] = receive["stopped"] = 0
 
 
 @compiled_with_gil
-def add_writer(address: int, flow: int, rank: int, layers: int, page_size: int, geometry: int, last: int) -> None:
+def add_writer(
+    address: int, flow: int, rank: int, layers: int, page_size: int, geometry: int, kernels: int, last: int
+) -> None:
     """Adds a writer; with the ``last`` one the receive takes records."""
     world = world_at(address)
     receive = world["receives"][flow]
     writer = receive["writers"][receive["num_writers"]]
     writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
-    writer["geometry"] = geometry
+    writer["geometry"], writer["kernels"], writer["sealing"] = geometry, kernels, 0
     writer["sealed"], writer["flow"], writer["aux_nbytes"], writer["told"] = -1, 0, 0, 0
     receive["num_writers"] += 1
     if last != 0:
@@ -338,7 +341,7 @@ def post_receive(
 ) -> None:
     """`open_receive`, `add_writer` and `post_grant` in one, of a receive from one writer, whose leader is this rank."""
     open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, 0, 0)
-    add_writer(address, flow, rank, layers, writer_page, 0, 1)
+    add_writer(address, flow, rank, layers, writer_page, 0, 0, 1)
     post_grant(address, flow, body, hash0, hash1, writers, 0, name_nbytes, ids, serial)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from torchkv.core.peers import LoopPeers
     from torchkv.core.runner import Runner
 
-__all__ = ["ReceiveState", "Receives", "Source", "WriterState"]
+__all__ = ["Pieces", "ReceiveState", "Receives", "Source", "WriterState"]
 
 _WRITER = list(Writer.__annotations__)
 _LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
-_RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _WRITERS = (
-    receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "writers")
+_RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _UNPACKING, _WRITERS = (
+    receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "unpacking", "writers")
 )
 _NETWORK, _DRIVING = (word_at(name) // 8 for name in ("network", "driving"))
 
@@ -46,6 +46,13 @@ class ReceiveState:
     nbytes: int
     staged: bool
     writers: list[WriterState]
+
+
+class Pieces(NamedTuple):
+    """How the pieces of a writer are unpacked. geometry: of the plan. kernels: its pack table, on a GPU."""
+
+    geometry: Int64Array
+    kernels: Int64Array | None = None
 
 
 @dataclass(slots=True)
@@ -97,13 +104,13 @@ class Receives:
         told: int = 0,
         writers: list[tuple[int, int, int]],
         network: bool = False,
-        staged: Mapping[int, Int64Array] | None = None,
+        staged: Mapping[int, Pieces] | None = None,
         pages: Int64Array | None = None,
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
 
         writers: (rank, layers that it owes, its page size). network: whether the transport must be driven to hear some
-        of them. staged: of those that stage, by rank, the plan, by which their pieces are unpacked into ``pages``.
+        of them. staged: of those that stage, by rank, how their pieces are unpacked into ``pages``.
         """
         assert 0 < len(writers) <= MAX_WRITERS
         layers = max(count for _, count, _ in writers)
@@ -119,8 +126,11 @@ class Receives:
         posting.open_receive(self._address, flow, *what, cover, ids, int(bool(staged)))
         for number, (rank, count, size) in enumerate(writers):
             last = int(number == len(writers) - 1)
-            geometry = staged[rank].ctypes.data if staged and rank in staged else 0
-            posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, last)
+            geometry = kernels = 0
+            if staged and rank in staged:
+                geometry, table = staged[rank].geometry.ctypes.data, staged[rank].kernels
+                kernels = 0 if table is None else table.ctypes.data
+            posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, kernels, last)
         if network:
             self._count_network(flow)
             posting.wake_loop(self._address)
@@ -238,15 +248,24 @@ class Receives:
             self._through_network.remove(flow)
             self._words[_NETWORK] -= 1
 
-    def stop_unpacking(self, flow: int) -> None:
-        """Nothing is unpacked for a receive any more, whoever serves it: it has failed, or ended."""
-        if flow in self._unpacking:
-            if self._words_of[flow, _UNPACKS]:  # else the loop has ended the receive itself
-                with self._runner.standing_still():
-                    self._memory[0]["receives"][flow]["unpacks"] = 0
-            del self._unpacking[flow]
+    def stop_unpacking(self, flow: int) -> bool:
+        """Nothing is unpacked for a receive any more, whoever serves it: it has failed, or ended.
+
+        Whether kernels still write to its pages: then an event tells when they have ended.
+        """
+        if flow not in self._unpacking:
+            return False
+        awaited = False
+        if self._words_of[flow, _UNPACKS]:  # else the loop has ended the receive itself
+            with self._runner.standing_still():
+                receive = self._memory[0]["receives"][flow]
+                awaited = bool(receive["unpacking"] != 0)
+                receive["unpacks"], receive["stopped"] = 0, int(awaited)
+        del self._unpacking[flow]
+        return awaited
 
     def free(self, flow: int) -> None:
         """Frees the flow of a closed receive, and the slot of its grant, in which no writer may look any more."""
         self.stop_unpacking(flow)
+        assert not self._words_of[flow, _UNPACKING]
         self._free.append(flow)

@@ -191,7 +191,7 @@ class Engine:
     def _standing_stages(self, core: Core, memory: LocalMemory) -> Callable[[Routes], StandingStages] | None:
         """Makes the standing stages of the resident loop; None where it stages nothing."""
         staging = memory.staging
-        if staging is None or memory.gpu is not None or memory.kernels is not None:
+        if staging is None:
             return None
         credits, requester, connections = self.credits, self._machines.requester, self.connections
         return lambda routes: StandingStages(
@@ -556,4 +556,5 @@ def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:
     if staging is None or staging.receiving is None:
         return StagingCredits(StagingRing(0), timeout=timeout)
     ring = staging.receiving
-    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=len(ring.signals))
+    device = ring.tensor.device.type
+    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=len(ring.signals), device=device)

@@ -14,6 +14,8 @@ from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.kernels.gpu_context import GpuContext
+    from torchkv.staging.cuda_packer import CudaPacker
+    from torchkv.staging.pack_table import PackTable
     from torchkv.transfer.copy_tables import BaseAddressTable, BaseAddressTables
     from torchkv.transfer.launch_table import LaunchTable
 
@@ -23,13 +25,15 @@ __all__ = ["GpuKernels"]
 class GpuKernels:
     """One rank's, of the progress thread; also `torchkv.transfer.loop_kernels.Kernels` of a real GPU.
 
-    errors: address of the error words of kernels that the resident loop launches, once there is a loop.
+    errors: address of the error words of kernels that the resident loop launches, once there is a loop. packer: of this
+    GPU, if pages may be staged.
     """
 
-    def __init__(self, gpu: GpuContext, local: LocalPages) -> None:
+    def __init__(self, gpu: GpuContext, local: LocalPages, packer: CudaPacker | None) -> None:
         self.errors = 0
         self._gpu = gpu
         self._local = local
+        self._packer = packer
         self._tables: BaseAddressTables | None = None
 
     def load(self, plan: PairPlan, connection: PeerConnection) -> None:
@@ -70,6 +74,14 @@ class GpuKernels:
         from torchkv.transfer.launch_table import LaunchTable  # imports Triton, as in `_table`
 
         return LaunchTable(table, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
+
+    def packs(self, plan: PairPlan, *, sending: bool) -> PackTable | None:
+        launcher = None if self._packer is None else self._packer.loaded(plan, sending=sending)
+        if launcher is None:
+            return None
+        from torchkv.staging.pack_table import PackTable  # imports Triton, as in `_table`
+
+        return PackTable(plan, launcher, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
 
     def gate(self, event: object | None) -> Gate | None:
         return gate_of(event)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from torchkv.transfer.put import PutTransfer
 
 if TYPE_CHECKING:
     from torchkv.kernels.gpu_context import GpuContext
+    from torchkv.staging.cuda_packer import CudaPacker
     from torchkv.transfer.loop_kernels import Kernels
 
 __all__ = ["Event", "LocalMemory", "SourcePages", "TransferScheduler"]
@@ -134,7 +135,8 @@ class TransferScheduler:
         self.gpu = memory.gpu
         self.kernels: GpuKernels | None = None
         if memory.gpu is not None and memory.pages is not None:
-            self.kernels = GpuKernels(memory.gpu, memory.pages)
+            packer = None if memory.staging is None else memory.staging.packer
+            self.kernels = GpuKernels(memory.gpu, memory.pages, cast("CudaPacker | None", packer))
         self._staging = memory.staging
         self._requester = requester
         self._connection = connection

@@ -99,8 +99,11 @@ class RequestFlows(Protocol):
     def posts(self) -> bool:
         """Whether `grant` has the loop tell the instance's leader, too, what this rank has posted."""
 
-    def stop_unpacking(self, flow: int) -> None:
-        """The request that had reserved a flow has failed: what its writers stage is unpacked no more."""
+    def stop_unpacking(self, req: ReceiverRequest) -> bool:
+        """A request that had reserved a flow has failed: what its writers stage is unpacked no more.
+
+        Whether something still is, until `Receiver.landed` is told.
+        """
 
     def free_receive(self, flow: int) -> None:
         """Frees a flow that a request had reserved. Nothing that was sent under it can arrive any more."""

@@ -31,7 +31,7 @@ from torchkv.layout.stage_format import ChunkFifo, MemorySpan
 from torchkv.transfer.copy_tables import job_ranges
 from torchkv.transfer.peer_connection import LocalPages
 
-__all__ = ["CudaPackLauncher", "PieceArgs", "mismatch_buffer"]
+__all__ = ["AlikeJobs", "CudaPackLauncher", "PieceArgs", "mismatch_buffer"]
 
 MAX_BLOCKS = 256  # of a launch that verifies checksums: each block reports into its own slot
 RANK_BITS = 31  # low bits of a mismatch code, the number of the page pair; see `torchkv.kernels.checksum`
@@ -48,6 +48,18 @@ class _Launch(NamedTuple):
     first_job: int
     num_jobs: int
     geometry: Geometry
+
+
+class AlikeJobs(NamedTuple):
+    """Consecutive jobs of equal geometry, of one of `PairPlan.groups`.
+
+    layers: of each job, ascending. begins_group: whether the first one is the group's first.
+    """
+
+    first_job: int
+    layers: list[int]
+    geometry: Geometry
+    begins_group: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +101,7 @@ class CudaPackLauncher:
     def __init__(self, plan: PairPlan, pages: LocalPages, *, sending: bool, scales: Scales = NO_SCALES) -> None:
         """scales: of the receiver's pages, for those that this side converts."""
         self._plan = plan
-        self._sending = sending
+        self.sending = sending
         self._mode = checksum_kernel.WRITE if sending else checksum_kernel.VERIFY
         self._jobs: list[tuple[PlanSegment, int]] = []  # (segment, layer) of each job
         self._geometries: list[Geometry] = []  # of each job; equal ones are one object
@@ -105,7 +117,7 @@ class CudaPackLauncher:
         pairs = enumerate(itertools.pairwise(self._geometries), start=1)
         self._splits = [job for job, (before, shape) in pairs if shape is not before]  # see `job_ranges`
         self._in_order = sorted(range(len(self._jobs)), key=self._order)
-        self._table = self._job_table(pages)
+        self.table = self._job_table(pages)
         rows = [
             None if shape.conversion is None else scales.of(segment.component, layer, segment.heads)
             for (segment, layer), shape in zip(self._jobs, self._geometries, strict=True)
@@ -132,12 +144,22 @@ class CudaPackLauncher:
 
     def kernels_for(self, *, checksum: bool, fifo: bool = False) -> list[CompiledKernel]:
         """The kernels that the other methods launch. checksum, fifo: with those for checksums and for FIFOs."""
-        mode = page_copy.GATHER if self._sending else page_copy.SCATTER
+        mode = page_copy.GATHER if self.sending else page_copy.SCATTER
         found: list[CompiledKernel] = []
         for shape in set(self._geometries):
             found += kernels_for(shape, mode, fifo=fifo)
             if checksum:
                 found.append(sum_kernel(shape, self._mode))
+        return found
+
+    def alike(self) -> list[AlikeJobs]:
+        """All jobs, in their order: that in which pieces hold them."""
+        found: list[AlikeJobs] = []
+        begins = {self._first_jobs[_key(group[0], group[0].layers[0])] for group in self._plan.groups}
+        for job, ((_, layer), shape) in enumerate(zip(self._jobs, self._geometries, strict=True)):
+            if job in begins or shape is not found[-1].geometry:
+                found.append(AlikeJobs(job, [], shape, job in begins))
+            found[-1].layers.append(layer)
         return found
 
     # ------------------------------------------------------------------ sender
@@ -149,7 +171,7 @@ class CudaPackLauncher:
         the size of the piece, and of ``layout`` only the order counts. While `torchkv.kernels.copies.unfinished` says
         so, call this again.
         """
-        assert self._sending
+        assert self.sending
         self._check(args)
         if fifo_args is not None:
             copies.check_fifo(fifo_args)
@@ -164,14 +186,14 @@ class CudaPackLauncher:
 
     def write_sums(self, args: PieceArgs) -> None:
         """Computes the checksums of a piece from the pages, and stores them in the stage where the layout says."""
-        assert self._sending
+        assert self.sending
         self._sum(args, mismatches=0, blocks=args.blocks)
 
     # ------------------------------------------------------------------ receiver
 
     def scatter(self, args: PieceArgs, *, fifo_args: FifoArgs | None = None) -> None:
         """Unpacks a piece from its stage. fifo_args: as for `gather`."""
-        assert not self._sending
+        assert not self.sending
         self._check(args)
         if fifo_args is not None:
             copies.check_fifo(fifo_args)
@@ -190,7 +212,7 @@ class CudaPackLauncher:
 
         mismatches: from `mismatch_buffer`; `first_mismatch` reads it.
         """
-        assert not self._sending
+        assert not self.sending
         if mismatches.dtype is not torch.int64 or not mismatches.is_contiguous() or not mismatches.numel():
             raise ProtocolError(f"mismatches must be int64 slots, not {mismatches.dtype} {tuple(mismatches.shape)}")
         self._sum(args, mismatches=mismatches.data_ptr(), blocks=min(args.blocks, mismatches.numel()))
@@ -214,7 +236,7 @@ class CudaPackLauncher:
         """Launches the checksum kernels. mismatches: an address; 0 where checksums are written."""
         self._check_sums(args)
         where = SumAddresses(
-            self._table.data_ptr(), args.ids.data_ptr(), args.stage.ptr, mismatches, errors=args.errors.data_ptr()
+            self.table.data_ptr(), args.ids.data_ptr(), args.stage.ptr, mismatches, errors=args.errors.data_ptr()
         )
         for each in self._launches(args.layout):
             section = each.section
@@ -228,7 +250,7 @@ class CudaPackLauncher:
                 ),
                 num_jobs=each.num_jobs,
                 ranks=self._ranks(section.segment, args.piece, args.limit_tokens),
-                start=args.piece.start if self._sending else 0,
+                start=args.piece.start if self.sending else 0,
                 blocks=blocks,
             )
 
@@ -255,7 +277,7 @@ class CudaPackLauncher:
 
     def _copy_jobs(self, each: _Launch, args: PieceArgs) -> copies.CopyJobs:
         return copies.CopyJobs(
-            table=self._table,
+            table=self.table,
             geometry=each.geometry,
             first_job=each.first_job,
             num_jobs=each.num_jobs,
@@ -274,8 +296,8 @@ class CudaPackLauncher:
         ids = args.ids
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous():
             raise ProtocolError(f"page ids must be contiguous int64 [n], not {ids.dtype} {tuple(ids.shape)}")
-        need = args.piece.num_pages if self._sending else -(-args.limit_tokens // self._plan.dst_page_size)
-        if ids.numel() != need and (self._sending or ids.numel() < need):
+        need = args.piece.num_pages if self.sending else -(-args.limit_tokens // self._plan.dst_page_size)
+        if ids.numel() != need and (self.sending or ids.numel() < need):
             raise ProtocolError(f"{ids.numel()} page ids for {need} pages of a piece")
 
     def _check_sums(self, args: PieceArgs) -> None:

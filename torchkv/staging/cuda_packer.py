@@ -227,6 +227,12 @@ class CudaPacker(Packer):
             self._kept.append((plan, scales))
         return self._launchers[key]
 
+    def loaded(self, plan: PairPlan, *, sending: bool) -> CudaPackLauncher | None:
+        """What packs or unpacks pieces of a plan that converts nothing, without checksums; None till it is prepared."""
+        if (id(plan), sending, False) not in self._ready:
+            return None
+        return self._launchers.get((id(plan), sending, id(NO_SCALES)))
+
     def ready(self, plan: PairPlan) -> bool:
         return (id(plan), True, False) in self._ready
 

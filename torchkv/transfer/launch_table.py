@@ -14,9 +14,10 @@ from torchkv.core.loop.launching import FIELDS
 from torchkv.kernels import page_copy
 from torchkv.kernels.compiled import WARP
 from torchkv.kernels.launch import TILE, kernel_params, kernels_for
-from torchkv.transfer.copy_tables import AddressGroup, BaseAddressTable
+from torchkv.layout.kernel_geometry import Geometry
+from torchkv.transfer.copy_tables import BaseAddressTable
 
-__all__ = ["LaunchTable"]
+__all__ = ["LaunchTable", "launch_group"]
 
 # How many of the kernel's parameters come before those of the geometry, and which of them is the errors' address.
 _GIVEN, _ERRORS = 18, 5
@@ -33,45 +34,63 @@ class LaunchTable:
     def __init__(self, table: BaseAddressTable, *, device: torch.device, errors: int, blocks: int) -> None:
         assert list(table.plan.layers) == sorted(table.plan.layers)
         self._kept: list[Any] = [table]
+        layers = table.plan.layers
         words = [len(table.groups)]
         with torch.cuda.device(device):
             for group in table.groups:
-                fields = self._group(group, table.plan.layers, errors)
-                words += [fields[name] if name != "blocks" else blocks for name in FIELDS]
+                rows = [bisect_left(group.layers, layer) for layer in [*layers, layers[-1] + 1]]
+                words += launch_group(group.geometry, group.table, rows, errors=errors, blocks=blocks, kept=self._kept)
         self.words: Int64Array = np.array(words, dtype=np.int64)
 
-    def _group(self, group: AddressGroup, layers: tuple[int, ...], errors: int) -> dict[str, int]:
-        geometry = group.geometry
-        (kernel,) = kernels_for(geometry)
-        loaded = kernel.loaded
-        assert loaded is not None
-        params = kernel_params(geometry)
-        given = [0] * _GIVEN
-        given[_ERRORS] = errors
-        block = ctypes.create_string_buffer(loaded.params.pack(*given, *params.integers), loaded.params.size)
-        size = ctypes.c_size_t(loaded.params.size)
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
-        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(block), 2, ctypes.addressof(size), 0)
-        rows = np.array([bisect_left(group.layers, layer) for layer in [*layers, layers[-1] + 1]], dtype=np.int64)
-        self._kept += [block, size, extra, rows, group.table]
-        stripe = geometry.stripe
-        window = (-1, 1) if stripe.window is None else (stripe.window.tokens, stripe.window.unit)
-        return {
-            "function": loaded.function,
-            "threads": kernel.warps * WARP,
-            "shared": loaded.shared,
-            "params": ctypes.addressof(block),
-            "extra": ctypes.addressof(extra),
-            "table": group.table.data_ptr(),
-            "rows": rows.ctypes.data,
-            "tokens": stripe.tokens,
-            "per_unit": stripe.per_unit,
-            "holders": stripe.holders,
-            "holder": stripe.holder,
-            "window": window[0],
-            "window_unit": window[1],
-            "pair_words": params.words_per_pair,
-            "tile_words": TILE.words,
-            "pair_nbytes": geometry.pair_nbytes,
-            "pair_runs": geometry.rows.per_pair,
-        }
+
+def launch_group(
+    geometry: Geometry,
+    table: torch.Tensor,
+    rows: list[int],
+    *,
+    mode: int = page_copy.DIRECT,
+    aligned: bool = False,
+    errors: int,
+    blocks: int,
+    kept: list[Any],
+) -> list[int]:
+    """The `FIELDS` of jobs of one geometry, in the current device. table: of all jobs. rows, aligned: see there.
+
+    mode: of their kernel, which is loaded. kept: gets what must stay alive.
+    """
+    (kernel,) = kernels_for(geometry, mode)
+    loaded = kernel.loaded
+    assert loaded is not None
+    params = kernel_params(geometry)
+    given = [0] * _GIVEN
+    given[_ERRORS] = errors
+    block = ctypes.create_string_buffer(loaded.params.pack(*given, *params.integers), loaded.params.size)
+    size = ctypes.c_size_t(loaded.params.size)
+    # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
+    extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(block), 2, ctypes.addressof(size), 0)
+    of_rows = np.array(rows, dtype=np.int64)
+    kept += [block, size, extra, of_rows, table]
+    stripe = geometry.stripe
+    window = (-1, 1) if stripe.window is None else (stripe.window.tokens, stripe.window.unit)
+    fields = {
+        "function": loaded.function,
+        "threads": kernel.warps * WARP,
+        "shared": loaded.shared,
+        "params": ctypes.addressof(block),
+        "extra": ctypes.addressof(extra),
+        "table": table.data_ptr(),
+        "rows": of_rows.ctypes.data,
+        "tokens": stripe.tokens,
+        "per_unit": stripe.per_unit,
+        "holders": stripe.holders,
+        "holder": stripe.holder,
+        "window": window[0],
+        "window_unit": window[1],
+        "pair_words": params.words_per_pair,
+        "tile_words": TILE.words,
+        "blocks": blocks,
+        "pair_nbytes": geometry.pair_nbytes,
+        "pair_runs": geometry.rows.per_pair,
+        "aligned": int(aligned),
+    }
+    return [fields[name] for name in FIELDS]

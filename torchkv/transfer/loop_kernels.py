@@ -24,5 +24,8 @@ class Kernels(Protocol):
     def launches(self, plan: PairPlan, connection: PeerConnection) -> Launches | None:
         """The kernels of a plan; None while they are not loaded."""
 
+    def packs(self, plan: PairPlan, *, sending: bool) -> Launches | None:
+        """The kernels that pack this rank's pages under a plan, or unpack into them; None while they are not loaded."""
+
     def gate(self, event: object | None) -> Gate | None:
         """The gate of an op whose pages may be read after ``event``; None if only Python can query that."""

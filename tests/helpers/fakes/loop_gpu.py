@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchkv.core.device import NO_GATE, Gate, LoopDevice
-from torchkv.core.loop.limits import IDS, MAX_GPU_SENDS
+from torchkv.core.device import NO_GATE, NUM_IDS, Gate, LoopDevice
 from torchkv.kernels import page_copy
 from torchkv.kernels.compiled import CompiledKernel, LoadedKernel
 from torchkv.layout.pair_plan import PairPlan
+from torchkv.staging.cuda_pack import CudaPackLauncher
+from torchkv.staging.pack_table import PackTable
 from torchkv.transfer.copy_tables import BaseAddressTable
 from torchkv.transfer.launch_table import LaunchTable
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
@@ -69,7 +70,7 @@ class LoopGpu:
             ctypes.CFUNCTYPE(_INT, _WORD, _WORD, _WORD, _WORD)(self._signal),
         )
         self.word = np.zeros(1, dtype=np.int64)
-        ids, there = (np.zeros((MAX_GPU_SENDS, IDS), dtype=np.int64) for _ in range(2))
+        ids, there = (np.zeros(NUM_IDS, dtype=np.int64) for _ in range(2))
         self._keep = there
         self.device = LoopDevice(
             functions=np.array([ctypes.cast(each, ctypes.c_void_p).value for each in self._callbacks], dtype=np.int64),
@@ -131,19 +132,26 @@ class LoopGpu:
         return self.broken
 
 
-def run_kernel(block: bytes, unit: int, bad_ids: list[int]) -> None:
-    """What `torchkv.kernels.page_copy.copy` does in the mode DIRECT, by its parameters alone. unit: bytes of a word."""
+def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
+    """What `torchkv.kernels.page_copy.copy` does without a FIFO, by its parameters alone. function: of `_loaded`."""
     given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
-    assert given["stage"] == given["stage_stride"] == given["wait_at"] == 0
+    mode, unit = divmod(function, 256)
+    assert given["wait_at"] == 0
+    assert (given["stage"] == given["stage_stride"] == 0) == (mode == page_copy.DIRECT)
+    assert given["stage"] % unit == given["stage_stride"] % unit == 0
 
     def div(number: int, magic: str, shift: str) -> int:
         return (2 * number * (given[magic] & 0xFFFFFFFF) >> 32) >> given[shift]
 
     per_row = given["words_per_row"]
+    read, written = mode != page_copy.SCATTER, mode != page_copy.GATHER
     for ordinal in range(given["first_rank"], given["first_rank"] + given["words"] // given["words_per_pair"]):
         pair = given["first_pair"] + ordinal + div(ordinal, "unit_magic", "unit_shift") * given["jump"]
         places = []
-        for side, start in (("src", given["start"]), ("dst", 0)):
+        for side, start, is_used in (("src", given["start"], read), ("dst", 0, written)):
+            if not is_used:
+                places.append(0)
+                continue
             index = div(pair, f"{side}_magic", f"{side}_shift")
             part = pair - index * given[f"{side}_per_page"]
             page = _WORD.from_address(given[f"{side}_ids"] + 8 * (index - start)).value
@@ -156,17 +164,19 @@ def run_kernel(block: bytes, unit: int, bad_ids: list[int]) -> None:
             continue
         for job in range(given["num_jobs"]):
             src, dst = (_WORD.from_address(given["jobs"] + 16 * job + 8 * i).value + places[i] for i in range(2))
+            packed = given["words_per_pair"] * unit * (ordinal - given["first_rank"])
+            packed += given["stage"] + job * given["stage_stride"]
             for row in range(given["words_per_pair"] // per_row):
                 outer, inner = divmod(row, given["n1"])
                 ours = src + outer * given["s0"] + inner * given["s1"]
                 theirs = dst + outer * given["d0"] + inner * given["d1"]
-                ctypes.memmove(theirs, ours, per_row * unit)
+                place = packed + row * per_row * unit
+                ctypes.memmove(theirs if written else place, ours if read else place, per_row * unit)
 
 
 def _loaded(kernel: CompiledKernel) -> LoadedKernel:
     mode, unit, *_ = kernel.constants
-    assert mode == page_copy.DIRECT
-    return LoadedKernel(unit, 512, PARAMS)
+    return LoadedKernel(256 * mode + unit, 512, PARAMS)
 
 
 @contextmanager
@@ -192,6 +202,13 @@ class FakeKernels:
         with fake_kernels():
             table = BaseAddressTable(plan, self._local, connection)
             return LaunchTable(table, device=torch.device("cpu"), errors=0, blocks=16)
+
+    def packs(self, plan: PairPlan, *, sending: bool) -> PackTable | None:
+        if self.lacking:
+            return None
+        with fake_kernels():
+            launcher = CudaPackLauncher(plan, self._local, sending=sending)
+            return PackTable(plan, launcher, device=torch.device("cpu"), errors=0, blocks=16)
 
     def gate(self, event: Any) -> Gate | None:
         if event is None:

@@ -4,7 +4,7 @@ To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordina
 that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
     trace SEED [network|calls|staged|single]   prints what happens in one run
-    break NAME [gpu|network|gpus apart|calls|staged|single]   breaks the loop; fails unless some seed shows it
+    break NAME [gpu|network|gpus apart|gpus staged|calls|staged|single]   breaks it; fails unless some seed shows it
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torchkv.core.loop import (
     receiving,
     rounds,
     sending,
+    staging,
     stripes,
     unpacking,
 )
@@ -45,7 +46,7 @@ from torchkv.core.loop.codes import (
     WAITING,
     WRITTEN,
 )
-from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS, RECORD_NBYTES
+from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS, RECORD_NBYTES, UNPACKINGS
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.receives import Receives
 from torchkv.engine.resident.flows import Flows
@@ -57,6 +58,7 @@ __all__ = [
     "BREAKS",
     "CALLS_BREAKS",
     "GPUS_APART_BREAKS",
+    "GPUS_STAGED_BREAKS",
     "GPU_BREAKS",
     "MOMENTS",
     "NETWORK_BREAKS",
@@ -188,13 +190,13 @@ def _expects_seals_for_ever() -> None:
 
 
 def _reuses_page_ids_at_once() -> None:
-    real = launching._place_ids
+    real = launching.place_ids
 
     def place(world: Any, send: Any, op: Any) -> bool:
         send["ids_posted"] = 0
         return bool(real(world, send, op))
 
-    swap(launching, _place_ids=place)
+    swap(launching, place_ids=place)
 
 
 def _announces_what_is_only_put() -> None:
@@ -385,6 +387,37 @@ def _loses_pieces_that_python_serves() -> None:
     swap(Receives, close=close)
 
 
+def _seals_before_its_pieces_are_unpacked() -> None:
+    swap(loop, follow=receiving.on_record)
+
+
+def _counts_what_is_only_launched() -> None:
+    real = unpacking.land
+
+    def land(world: Any) -> bool:
+        for number in range(world["unpack_head"], world["unpack_tail"]):
+            world["unpackings"][number & (UNPACKINGS - 1)]["launched"] = 0
+        return bool(real(world))
+
+    swap(loop, land=land)
+
+
+def _ends_requests_that_kernels_still_write_to() -> None:
+    real = Receives.stop_unpacking
+
+    def stop_unpacking(self: Receives, flow: int) -> bool:
+        real(self, flow)
+        self._memory[0]["receives"][flow]["unpacking"] = self._memory[0]["receives"][flow]["stopped"] = 0
+        return False
+
+    swap(Receives, stop_unpacking=stop_unpacking)
+
+
+def _puts_what_is_not_packed() -> None:
+    real = staging._launch
+    swap(staging, _launch=lambda *arguments: min(1, real(*arguments)))
+
+
 def _decides_without_the_others() -> None:
     def on_done(world: Any, source: int, flow: int, generation: int) -> bool:
         world["votes"][source][flow] = generation
@@ -555,6 +588,14 @@ GPUS_APART_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "forgets puts under way": (_forgets_puts_under_way, False),
 }
 
+GPUS_STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "counts what is only launched": (_counts_what_is_only_launched, True),
+    "ends requests that kernels still write to": (_ends_requests_that_kernels_still_write_to, False),
+    "puts what is not packed": (_puts_what_is_not_packed, True),
+    "seals before its pieces are unpacked": (_seals_before_its_pieces_are_unpacked, True),
+    "unpacks for failed requests": (_unpacks_for_failed_requests, False),
+}
+
 CALLS_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "announces what is only put": (_announces_what_is_only_put, True),
     "sends records through any lane": (_sends_records_through_any_lane, True),
@@ -595,6 +636,7 @@ KINDS = {
     "gpu": GPU_BREAKS,
     "network": NETWORK_BREAKS,
     "gpus apart": GPUS_APART_BREAKS,
+    "gpus staged": GPUS_STAGED_BREAKS,
     "calls": CALLS_BREAKS,
     "staged": STAGED_BREAKS,
     "single": SINGLE_BREAKS,
@@ -604,6 +646,7 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "gpu": {"gpu": True},
     "network": {"network": True},
     "gpus apart": {"gpu": True, "network": True},
+    "gpus staged": {"gpu": True, "network": True, "staged": True},
     "calls": {"network": True, "system_calls": True},
     "staged": {"network": True, "staged": True},
     "single": {"single": True},

@@ -110,6 +110,12 @@ CAMPAIGNS = {
             200,
             partial(_other_lanes, gpu=True, network=True),
         ),
+        Campaign(
+            "gpus-staged",
+            "the resident loop whose kernels pack pages of GPUs for a network, and unpack them",
+            200,
+            partial(_other_lanes, gpu=True, network=True, staged=True),
+        ),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
         Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
@@ -117,7 +123,7 @@ CAMPAIGNS = {
     )
 }
 
-LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart"})  # those of the resident loop
+LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart", "gpus-staged"})  # those of the resident loop
 
 
 @cache

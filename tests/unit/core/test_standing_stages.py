@@ -8,18 +8,33 @@ import pytest
 import torch
 
 from tests.helpers.apart import LAYERS, PAGES, TAGS, kinds
+from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent
 from tests.helpers.staged_apart import CANARY, StagedApart
 from torchkv.bench.scale.loops import TOKENS
-from torchkv.core.loop.codes import CREDIT, CUT, OP_DONE, RECEIVED, SENT, STAGED, STRAY, WRITTEN
+from torchkv.core.loop.codes import (
+    BROKEN,
+    CREDIT,
+    CUT,
+    LANDED,
+    OP_DONE,
+    RECEIVED,
+    SEAL,
+    SENT,
+    STAGED,
+    STRAY,
+    WRITTEN,
+)
+from torchkv.core.loop.limits import UNPACKINGS
 from torchkv.errors import PeerLost
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
 @pytest.mark.parametrize("seed", range(20))
-def test_requests(seed: int) -> None:
+def test_requests(seed: int, gpu: bool) -> None:
     """Layers and chunks in random order, with little work in a step, through stages of few pages: every byte."""
     dice = random.Random(seed)
     apart = StagedApart(
-        seed, nbytes=dice.choice([512, 1024, 1536, 4096]), turn=dice.choice([1, 600, 1 << 20]), window=9
+        seed, gpu=gpu, nbytes=dice.choice([512, 1024, 1536, 4096]), turn=dice.choice([1, 600, 1 << 20]), window=9
     )
     expected = apart.dst.clone()
     for life in range(3):
@@ -51,9 +66,10 @@ def test_requests(seed: int) -> None:
     assert [int(core.world["network"]) for core in (apart.writer, apart.reader)] == [0, 0]
 
 
-def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended(gpu: bool) -> None:
     """Its bytes may be another writer's by then."""
-    apart = StagedApart()
+    apart = StagedApart(gpu=gpu)
     before = apart.dst.clone()
     apart.start(apart.stage(apart.accept([0]), [0]), [0])
     apart.reader.peers.disconnect(0)
@@ -65,12 +81,15 @@ def test_nothing_is_read_from_the_stage_of_a_writer_that_has_ended() -> None:
     assert apart.writer.peers.staged(1)[1] > 0  # and never given back
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
 @pytest.mark.parametrize(
     ("nbytes", "taken"), [(1 << 16, True), (1024, True), (1024, False)], ids=["one piece", "more", "none"]
 )
-def test_the_stage_comes_back_after_the_lane_of_the_reader_alone_has_broken(nbytes: int, taken: bool) -> None:
+def test_the_stage_comes_back_after_the_lane_of_the_reader_alone_has_broken(
+    nbytes: int, taken: bool, gpu: bool
+) -> None:
     """When it has unpacked one piece, or none: the CREDIT of that is lost."""
-    apart = StagedApart(nbytes=nbytes)
+    apart = StagedApart(gpu=gpu, nbytes=nbytes)
     apart.start(apart.stage(apart.accept([0, 1]), [0, 1]), [0, 1])
     peer = apart.reader.world["peers"][0]
     for _ in range(400 if taken else 0):
@@ -96,17 +115,19 @@ def test_the_stage_comes_back_after_the_lane_of_the_reader_alone_has_broken(nbyt
     assert torch.equal(apart.dst[:, [4, 5]], apart.expected([6, 7]))
 
 
-def test_whole_layers_share_a_piece() -> None:
-    apart = StagedApart(nbytes=1 << 16)
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_whole_layers_share_a_piece(gpu: bool) -> None:
+    apart = StagedApart(gpu=gpu, nbytes=1 << 16)
     send = apart.stage(apart.accept(list(range(8))), list(range(8)))
     apart.start(send, list(range(8)))
     apart.run()
     assert apart.network.puts == 1
 
 
-def test_nothing_is_unpacked_that_has_not_arrived() -> None:
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_nothing_is_unpacked_that_has_not_arrived(gpu: bool) -> None:
     """At each look, the pages that count as arrived hold their bytes."""
-    apart = StagedApart(turn=300)
+    apart = StagedApart(gpu=gpu, turn=300)
     pages = list(range(8))
     flow = apart.accept(pages)
     send = apart.stage(flow, pages)
@@ -123,9 +144,10 @@ def test_nothing_is_unpacked_that_has_not_arrived() -> None:
     assert seen == 8
 
 
-def test_pieces_of_a_request_that_is_taken_back_are_not_unpacked() -> None:
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_pieces_of_a_request_that_is_taken_back_are_not_unpacked(gpu: bool) -> None:
     """What was put and not told: its positions stay taken until the put has landed, and come back all the same."""
-    apart = StagedApart()
+    apart = StagedApart(gpu=gpu)
     flow = apart.accept([0, 1])
     send = apart.stage(flow, [0, 1])
     op = apart.start(send, [0, 1])
@@ -144,8 +166,9 @@ def test_pieces_of_a_request_that_is_taken_back_are_not_unpacked() -> None:
     assert apart.writer.peers.has_come_back(1, apart.lane, position)
 
 
-def test_a_failed_request_gives_its_positions_back_and_writes_nothing() -> None:
-    apart = StagedApart()
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_a_failed_request_gives_its_positions_back_and_writes_nothing(gpu: bool) -> None:
+    apart = StagedApart(gpu=gpu)
     flow = apart.accept([0, 1])
     send = apart.stage(flow, [0, 1])
     apart.start(send, [0, 1])
@@ -159,9 +182,10 @@ def test_a_failed_request_gives_its_positions_back_and_writes_nothing() -> None:
     assert apart.writer.peers.staged(1) == (0, 0)
 
 
-def test_a_request_that_python_serves_is_unpacked_all_the_same() -> None:
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_a_request_that_python_serves_is_unpacked_all_the_same(gpu: bool) -> None:
     """Python is told of what has been written."""
-    apart = StagedApart()
+    apart = StagedApart(gpu=gpu)
     flow = apart.accept([0, 1])
     send = apart.stage(flow, [0, 1])
     apart.start(send, [7, 3])
@@ -172,8 +196,9 @@ def test_a_request_that_python_serves_is_unpacked_all_the_same() -> None:
     assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, WRITTEN)}
 
 
-def test_a_stage_ends_with_its_lane() -> None:
-    apart = StagedApart()
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
+def test_a_stage_ends_with_its_lane(gpu: bool) -> None:
+    apart = StagedApart(gpu=gpu)
     flow = apart.accept([0, 1])
     send = apart.stage(flow, [0, 1])
     apart.start(send, [0, 1])
@@ -213,10 +238,11 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_records_that_lie(wrong: dict[str, int]) -> None:
+def test_records_that_lie(wrong: dict[str, int], gpu: bool) -> None:
     """None of them has a byte written, or is counted; the honest one after them is."""
-    apart = StagedApart()
+    apart = StagedApart(gpu=gpu)
     flow = apart.accept([5, 6])
     apart.ring[CANARY:-CANARY] = torch.randint(256, (1024,), dtype=torch.uint8)
     apart.message(apart.record(**(RIGHT | {"flows": flow} | wrong)))
@@ -240,3 +266,170 @@ def test_credits_that_lie(credit: int) -> None:
     apart.message(apart.record(head=CREDIT, lo=credit), tag=TAGS[0], to=0)
     apart.writer.runner.step()
     assert int(apart.writer.world["peers"][1]["freed"]) == 0
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def held() -> StagedApart:
+    """The reader's stream runs nothing until it is let go."""
+    apart = StagedApart(gpu=True)
+    apart.held.add(apart.gpus[1])
+    return apart
+
+
+def test_a_seal_waits_until_all_pieces_are_unpacked() -> None:
+    apart = held()
+    flow = apart.accept([0, 1])
+    send = apart.stage(flow, [0, 1])
+    apart.start(send, [7, 3])
+    apart.writer.finish_send(send, 2, b"aux")
+    told, heard = apart.run()
+    assert kinds(told) == [OP_DONE]  # it is in the stage, but the request has not ended
+    assert heard == []
+    assert apart.reader.receives.arrived(flow) == 0
+    apart.held.clear()
+    told, heard = apart.run()
+    assert kinds(told) == [SENT]
+    assert kinds(heard) == [RECEIVED]
+    assert torch.equal(apart.dst[:, :2], apart.expected([7, 3]))
+    assert apart.reader.receives.state(flow).writers[0].aux == b"aux"
+    apart.reader.receives.close(flow)
+    apart.reader.receives.free(flow)
+
+
+def test_nothing_is_unpacked_behind_a_seal_that_waits() -> None:
+    """The request may end with it, and its pages be another's."""
+    apart = held()
+    flow = apart.accept([0, 1])
+    send = apart.stage(flow, [0, 1])
+    apart.start(send, [7, 3])
+    apart.writer.finish_send(send, 2, b"")
+    apart.run()
+    position = int(apart.reader.world["peers"][0]["reached"])
+    apart.message(apart.record(**(RIGHT | {"flows": flow, "spare": position if position + 256 <= 1024 else 1024})))
+    _, heard = apart.run()
+    assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, STAGED)}
+    apart.held.clear()
+    apart.run()
+    assert torch.equal(apart.dst[:, :2], apart.expected([7, 3]))
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_a_request_that_fails_is_told_when_its_kernels_have_ended(python: bool) -> None:
+    """python: it had taken the request back before."""
+    apart = held()
+    flow = apart.accept([0, 1])
+    apart.start(apart.stage(flow, [0, 1]), [7, 3])
+    apart.run()
+    with apart.reader.runner.standing_still():
+        apart.reader.receives.close(flow)
+    if python:
+        assert apart.run()[1] == []
+    assert apart.reader.receives.stop_unpacking(flow)
+    assert apart.run()[1] == []
+    apart.held.clear()
+    _, heard = apart.run()
+    assert [(notice.kind, notice.index) for notice in heard] == [(LANDED, flow)]
+    assert torch.equal(apart.dst[:, :2], apart.expected([7, 3]))  # until then they were not another's
+    assert apart.writer.peers.staged(1) == (0, 0)
+    apart.reader.receives.free(flow)
+
+
+def test_a_request_that_python_serves_is_told_in_the_order_of_its_records() -> None:
+    apart = held()
+    flow = apart.accept([0, 1])
+    send = apart.stage(flow, [0, 1])
+    apart.start(send, [7, 3])
+    apart.writer.finish_send(send, 2, b"")
+    apart.run()
+    with apart.reader.runner.standing_still():
+        apart.reader.receives.close(flow)
+    assert apart.run()[1] == []
+    apart.held.clear()
+    _, heard = apart.run()
+    found = [(notice.kind, notice.words[0] & 0xFF) for notice in heard]
+    assert found[-1] == (STRAY, SEAL)
+    assert set(found[:-1]) == {(STRAY, WRITTEN)}
+    assert not apart.reader.receives.stop_unpacking(flow)
+
+
+def test_a_reader_whose_kernels_are_late_hears_no_more_than_it_can_keep() -> None:
+    """Its queue has a length. Nothing is lost, whatever comes meanwhile."""
+    apart = held()
+    flow = apart.accept([0])
+    send = apart.stage(flow, [0])
+    apart.start(send, [5], layers=range(1))
+    apart.run()
+    for _ in range(2 * UNPACKINGS):
+        apart.message(apart.record(head=WRITTEN | 1 << 32, flows=flow, generation=1))
+    apart.run(2 * UNPACKINGS)
+    apart.start(send, [5], layers=range(1, LAYERS))
+    apart.writer.finish_send(send, 1, b"")
+    apart.run()
+    assert int(apart.reader.world["unpack_tail"] - apart.reader.world["unpack_head"]) == UNPACKINGS
+    apart.held.clear()
+    _, heard = apart.run()
+    assert kinds(heard) == [RECEIVED]
+    assert torch.equal(apart.dst[:, [0]], apart.expected([5]))
+
+
+def test_an_op_waits_for_its_event() -> None:
+    apart = StagedApart(gpu=True)
+    event = FakeEvent(apart.gpus[0])
+    flow = apart.accept([0, 1])
+    apart.start(apart.stage(flow, [0, 1]), [7, 3], gate=event.gate)
+    apart.run()
+    assert apart.gpus[0].log == ["query"] * len(apart.gpus[0].log)
+    event.happen()
+    apart.run()
+    assert torch.equal(apart.dst[:, :2], apart.expected([7, 3]))
+
+
+def test_a_piece_is_put_once_it_is_packed() -> None:
+    apart = StagedApart(gpu=True)
+    apart.held.add(apart.gpus[0])
+    apart.start(apart.stage(apart.accept([0, 1]), [0, 1]), [7, 3])
+    apart.run()
+    assert apart.network.puts == 0
+    apart.held.clear()
+    apart.run()
+    assert apart.network.puts > 0
+
+
+def test_what_is_packed_for_a_request_that_is_taken_back_is_not_put() -> None:
+    """Its kernels read pages until the completion word says that they have ended."""
+    apart = StagedApart(gpu=True)
+    apart.held.add(apart.gpus[0])
+    flow = apart.accept([0, 1])
+    send = apart.stage(flow, [0, 1])
+    op = apart.start(send, [0, 1])
+    apart.run(5)
+    with apart.writer.runner.standing_still():
+        piece, position = apart.writer.peers.staged(1)
+        apart.writer.take_back_send(send, [op])
+    apart.run(5)
+    assert not apart.writer.peers.has_piece(1, apart.lane, piece)
+    apart.held.clear()
+    apart.run()
+    assert apart.network.puts == 0
+    assert apart.writer.peers.has_piece(1, apart.lane, piece)
+    assert apart.writer.peers.has_come_back(1, apart.lane, position)
+    assert apart.writer.peers.staged(1) == (0, 0)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_driver_that_refuses_work_is_told(side: int) -> None:
+    """Whatever it has refused is not counted. What it has enqueued before is."""
+    apart = StagedApart(gpu=True)
+    flow = apart.accept([0, 1, 2, 3])
+    send = apart.stage(flow, [0, 1, 2, 3])
+    apart.start(send, [7, 3], layers=range(1))
+    apart.run()
+    apart.gpus[side].broken = BAD_ADDRESS
+    apart.start(send, [5, 6], start=2)
+    told, heard = apart.run()
+    assert kinds((told, heard)[side])[:1] == [BROKEN]
+    assert torch.equal(apart.dst[0, :2], apart.expected([7, 3])[0])
+    assert (apart.dst[:, 2:] == 0xAB).all()
+    assert [writer.intervals for writer in apart.reader.receives.state(flow).writers] == [[[(0, 2 * TOKENS)], [], []]]

@@ -18,8 +18,9 @@ ALONE, NOBODY = -1, -2
 # others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
 # the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
 # something, so the loop launches no more. CUT: the network to a peer has failed or lost something, or is used no more.
+# LANDED: kernels write no more to the pages of a receive that has failed.
 OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
-ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT = 7, 8, 9, 10, 11, 12
+ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT, LANDED = 7, 8, 9, 10, 11, 12, 13
 # Events that end no request. Whoever waits for the end of one is not woken for them: they are taken in with it.
 QUIET = (OP_DONE, BOUND, GRANTED)
 

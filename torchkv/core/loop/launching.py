@@ -15,7 +15,8 @@ ops, each list once while ops follow each other with equal ones.
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import LAUNCH, QUERY, SIGNAL, UPLOAD
+from torchkv.core.loop.codes import BROKEN, LAUNCH, QUERY, SIGNAL, UPLOAD
+from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import GATES, IDS, LAUNCH_FIELDS, MAX_FLYING
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
@@ -23,7 +24,20 @@ from torchkv.core.loop.stripes import owed_pairs
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 
-__all__ = ["FIELDS", "is_open", "landed"]
+__all__ = [
+    "ALIGNED",
+    "FIELDS",
+    "PAIR_NBYTES",
+    "ROWS",
+    "STRIPE",
+    "is_open",
+    "landed",
+    "launch_rows",
+    "place_ids",
+    "report_broken",
+    "signal",
+    "upload",
+]
 
 call_query = c_function(1, 32)
 call_four = c_function(4, 32)  # UPLOAD, SIGNAL
@@ -34,17 +48,18 @@ MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: `torchkv.kern
 _NOT_READY = 600  # cuEventQuery: the event has not happened
 
 # A launch table: how many groups of layers, then of each group these words. rows: address of int64 ``[positions + 1]``,
-# the first row of each position in the group's table of jobs. stripe: six words for `owed_pairs`.
+# the first row of each position in the group's table of jobs. stripe: six words for `owed_pairs`. aligned: 1 if what
+# the group packs begins at a multiple of `GRAIN` in a stage: see `packing`.
 FIELDS = (
     *("function", "threads", "shared", "params", "extra", "table", "rows"),
     *("tokens", "per_unit", "holders", "holder", "window", "window_unit"),
-    *("pair_words", "tile_words", "blocks", "pair_nbytes", "pair_runs"),
+    *("pair_words", "tile_words", "blocks", "pair_nbytes", "pair_runs", "aligned"),
 )
 assert len(FIELDS) == LAUNCH_FIELDS
-_FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i for i in range(8))
-_PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS = (8 * i for i in range(13, 18))
+_FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, ROWS, STRIPE = (8 * i for i in range(8))
+_PAIR_WORDS, _TILE_WORDS, _BLOCKS, PAIR_NBYTES, PAIR_RUNS, ALIGNED = (8 * i for i in range(13, 19))
 # Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
-_JOBS, _SRC_IDS, _DST_IDS, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 96, 104
+_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 24, 32, 96, 104
 
 
 @compiled
@@ -112,7 +127,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
     """Enqueues the next layers; False if that has to wait. With nothing to copy, nothing is enqueued."""
     until, nbytes, runs = _extent(send, op)
     if nbytes > 0:
-        if not _place_ids(world, send, op):
+        if not place_ids(world, send, op):
             return False
         kernels = send["kernels"]
         for number in range(load(kernels)):
@@ -120,12 +135,10 @@ def _launch(world: World, send: Send, op: Op) -> bool:
             begin, stop = _owed(send, op, group)
             if begin < stop and not _launch_group(world, send, op, group, until, begin, stop):
                 return False
-        posted = world["posted"] + 1
-        code = call_four(world["driver"][SIGNAL], world["stream"], world["word_device"], posted, 0)
-        if code != 0:
-            _fail(world, code)
+        posted = signal(world)
+        if posted == 0:
             return False
-        world["posted"] = send["ids_posted"] = op["posted"] = posted
+        send["ids_posted"] = op["posted"] = posted
         send["flying"] += 1
         world["flying"] += 1
     op["until"] = until
@@ -140,7 +153,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
 def _owed(send: Send, op: Op, group: int) -> tuple[int, int]:
     """The page pairs of an op that are copied, by their ordinals."""
     first, behind = owed_pairs(
-        send["granted"], send["src_page"], send["dst_page"], op["start"], op["count"], group + _STRIPE
+        send["granted"], send["src_page"], send["dst_page"], op["start"], op["count"], group + STRIPE
     )
     return first, behind
 
@@ -155,12 +168,12 @@ def _extent(send: Send, op: Op) -> tuple[int, int, int]:
         position = load(op["positions"] + 8 * at)
         for number in range(load(kernels)):
             group = kernels + 8 + 8 * LAUNCH_FIELDS * number
-            rows = load(group + _ROWS) + 8 * position
+            rows = load(group + ROWS) + 8 * position
             jobs = load(rows + 8) - load(rows)
             if jobs > 0:
                 begin, stop = _owed(send, op, group)
-                nbytes += jobs * (stop - begin) * load(group + _PAIR_NBYTES)
-                runs += jobs * (stop - begin) * load(group + _PAIR_RUNS)
+                nbytes += jobs * (stop - begin) * load(group + PAIR_NBYTES)
+                runs += jobs * (stop - begin) * load(group + PAIR_RUNS)
         at += 1
     return at, nbytes, runs
 
@@ -168,7 +181,7 @@ def _extent(send: Send, op: Op) -> tuple[int, int, int]:
 @compiled
 def _launch_group(world: World, send: Send, op: Op, group: int, until: int, begin: int, stop: int) -> bool:
     """Launches the jobs of a group, as few kernels as consecutive rows allow. Pairs [begin, stop) of each."""
-    rows = load(group + _ROWS)
+    rows = load(group + ROWS)
     first = end = -1
     for i in range(op["at"], until):
         position = load(op["positions"] + 8 * i)
@@ -185,18 +198,42 @@ def _launch_group(world: World, send: Send, op: Op, group: int, until: int, begi
 
 @compiled
 def _launch_rows(world: World, send: Send, op: Op, group: int, first: int, end: int, begin: int, stop: int) -> bool:
-    """Launches one kernel, or several where a job has more than `MAX_WORDS` words."""
-    params, pair_words, tile = load(group + _PARAMS), load(group + _PAIR_WORDS), load(group + _TILE_WORDS)
     base = world["ids_device"] + 8 * IDS * op["flow"]
-    store(params + _JOBS, load(group + _TABLE) + 16 * first)
-    store(params + _SRC_IDS, base + 8 * send["src_at"])
-    store(params + _DST_IDS, base)
-    jobs = end - first
+    src_ids = base + 8 * send["src_at"]
+    return bool(launch_rows(world, group, (first, end), (begin, stop), op["start"], src_ids, base, 0) >= 0)
+
+
+@compiled
+def launch_rows(
+    world: World,
+    group: int,
+    rows: tuple[int, int],
+    pairs: tuple[int, int],
+    start: int,
+    src_ids: int,
+    dst_ids: int,
+    stage: int,
+) -> int:
+    """Launches one kernel for some rows of a group's jobs, or several where a job has more than `MAX_WORDS` words.
+
+    pairs: of each job, the first and the one behind the last. start: the position of the first of ``src_ids``. stage:
+    address of the packed bytes, or 0. How many launches were enqueued; less than 0 if the driver has refused one: -1
+    less those before.
+    """
+    params, pair_words, tile = load(group + _PARAMS), load(group + _PAIR_WORDS), load(group + _TILE_WORDS)
+    jobs, (begin, stop) = rows[1] - rows[0], pairs
+    pair_nbytes = load(group + PAIR_NBYTES)
+    store(params + _JOBS, load(group + _TABLE) + 16 * rows[0])
+    store(params + _SRC_IDS, src_ids)
+    store(params + _DST_IDS, dst_ids)
+    store(params + _STAGE_STRIDE, (stop - begin) * pair_nbytes if stage != 0 else 0)
+    launched = 0
     while begin < stop:
-        pairs = min(stop - begin, max(1, MAX_WORDS // pair_words))
-        words = pairs * pair_words
+        count = min(stop - begin, max(1, MAX_WORDS // pair_words))
+        words = count * pair_words
+        store(params + _STAGE, stage)
         store(params + _NUM_JOBS_AND_RANK, jobs | begin << 32)
-        store(params + _START_AND_WORDS, op["start"] | words << 32)
+        store(params + _START_AND_WORDS, start | words << 32)
         blocks = min(load(group + _BLOCKS), jobs * ((words + tile - 1) // tile))
         code = call_launch(
             world["driver"][LAUNCH],
@@ -214,13 +251,45 @@ def _launch_rows(world: World, send: Send, op: Op, group: int, first: int, end: 
         )
         if code != 0:
             _fail(world, code)
-            return False
-        begin += pairs
-    return True
+            return -1 - launched
+        launched += 1
+        begin += count
+        if stage != 0:
+            stage += count * pair_nbytes
+    return launched
 
 
 @compiled
-def _place_ids(world: World, send: Send, op: Op) -> bool:
+def signal(world: World) -> int:
+    """Has the stream write the next number to the completion word. The number, or 0 if the driver refuses that."""
+    posted: int = world["posted"] + 1
+    code = call_four(world["driver"][SIGNAL], world["stream"], world["word_device"], posted, 0)
+    if code != 0:
+        _fail(world, code)
+        return 0
+    world["posted"] = posted
+    return posted
+
+
+@compiled
+def upload(world: World, there: int, here: int, nbytes: int) -> bool:
+    """Enqueues a copy of pinned memory; False if the driver refuses that."""
+    code = call_four(world["driver"][UPLOAD], there, here, nbytes, world["stream"])
+    if code != 0:
+        _fail(world, code)
+    return bool(code == 0)
+
+
+@compiled
+def report_broken(world: World) -> None:
+    """Tells Python that the GPU's driver has refused something, if it just has."""
+    if world["broken"] < 0:
+        world["broken"] = -world["broken"]
+        emit(world, BROKEN, 0, 0)
+
+
+@compiled
+def place_ids(world: World, send: Send, op: Op) -> bool:
     """Has the page ids that the kernels need uploaded; False while older kernels may still read what lies there."""
     granted, base = send["granted"] // send["dst_page"], world["ids"] + 8 * IDS * op["flow"]
     used = send["ids_used"]
@@ -240,10 +309,7 @@ def _place_ids(world: World, send: Send, op: Op) -> bool:
     send["src_at"], send["src_count"], send["ids_used"] = used, op["count"], used + op["count"]
     there = world["ids_device"] + 8 * IDS * op["flow"] + 8 * fresh
     nbytes = 8 * (send["ids_used"] - fresh)
-    code = call_four(world["driver"][UPLOAD], there, base + 8 * fresh, nbytes, world["stream"])
-    if code != 0:
-        _fail(world, code)
-    return bool(code == 0)
+    return upload(world, there, base + 8 * fresh, nbytes)
 
 
 @compiled

@@ -21,7 +21,9 @@ IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there
 FLIGHT = 5_000_000  # nanoseconds for which a loop and its callers spin at most while kernels are under way
 MAX_FLYING = 256  # ops whose kernels are enqueued; a stream takes about a thousand operations before it blocks
 PIECES = 64  # that are packed for one peer, and not told
-PIECE_NBYTES = 1 << 20  # of a piece at most
+UNPACKINGS = 128  # pieces that kernels unpack, and records behind them; a power of two
+UNPACK_IDS = 4 * MAX_GRANTED  # page ids that these kernels find on the GPU
+GRAIN = 16  # bytes: what kernels pack begins at multiples of it, their widest words
 MAX_ROUNDS = MAX_FLOWS  # verdicts of an instance that are being reached on its leader
 GATES = 8  # streams of which one step remembers an event that has not happened
 PARAM_WORDS = 32  # the most words of the last argument of `torchkv.transport.NativeChannel`'s functions
@@ -30,4 +32,4 @@ MESSAGE_NBYTES = 2048  # of the network at most: a record and what lies behind i
 
 # A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.transfer.loop_geometry`.
 SEGMENT_FIELDS = 23
-LAUNCH_FIELDS = 18  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`
+LAUNCH_FIELDS = 19  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`

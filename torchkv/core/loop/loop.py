@@ -47,7 +47,7 @@ from torchkv.core.loop.grants import (
 from torchkv.core.loop.limits import COMMANDS, DUE, FLIGHT, MAX_OPS, RECORD_NBYTES
 from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, owe, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
-from torchkv.core.loop.receiving import on_record, pay_verdict
+from torchkv.core.loop.receiving import pay_verdict
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
 from torchkv.core.loop.sending import (
     BLOCKED,
@@ -63,7 +63,7 @@ from torchkv.core.loop.sending import (
 )
 from torchkv.core.loop.staging import forget_pieces, on_credit
 from torchkv.core.loop.state.world import World, word_at
-from torchkv.core.loop.unpacking import on_staged, pay_credit
+from torchkv.core.loop.unpacking import follow, land, on_staged, pay_credit, unpack_room
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
@@ -171,7 +171,7 @@ def _hear(world: World) -> bool:
         if peer["inbox"] == 0:
             continue
         before = peer["read"]
-        while peer["read"] < before + _HEARD and event_room(world) and take(world, peer):
+        while peer["read"] < before + _HEARD and event_room(world) and unpack_room(world) and take(world, peer):
             if not _heed(world, source):
                 emit(world, STRAY, 0, source)
         if peer["read"] != before:
@@ -200,7 +200,7 @@ def _heed(world: World, source: int) -> bool:
     elif kind == POSTED:
         known = False
     else:
-        known = on_record(world, source)
+        known = follow(world, source)
     return known
 
 
@@ -208,7 +208,7 @@ def _heed(world: World, source: int) -> bool:
 def _hear_network(world: World) -> bool:
     """Takes in what peers have sent through the network. Whether there was anything."""
     heard = unpacked = 0
-    while heard < _HEARD and unpacked < world["turn"] and event_room(world):
+    while heard < _HEARD and unpacked < world["turn"] and event_room(world) and unpack_room(world):
         source = receive(world)
         if source == NONE:
             break
@@ -312,6 +312,7 @@ def step(world: World) -> bool:
     world["steps"] += 1
     if event_room(world):
         busy = _obey(world)
+        busy |= land(world)
         busy |= _hear(world)
         if world["lanes"] > 0:
             busy |= drive(world)
@@ -419,14 +420,15 @@ def run(world: World) -> None:
             idle_since = 0
             continue
         # Nobody rings when a full mailbox has room again.
-        blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"]
+        unpacking = world["unpack_head"] != world["unpack_tail"]
+        blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"] or unpacking
         now = monotonic_ns(world["functions"][CLOCK], scratch)
         seals = seals_expected(world)
         if idle_since == 0 or seals > world["seals"]:
             idle_since = now
         world["seals"] = seals
         since = _drives_since(world, now, since)
-        expecting = world["flying"] > 0 or (seals > 0 and world["spin"] > 0)
+        expecting = world["flying"] > 0 or unpacking or (seals > 0 and world["spin"] > 0)
         if now - idle_since < (FLIGHT if expecting else world["spin"]):
             call_yield(world["functions"][YIELD], 0)
             continue

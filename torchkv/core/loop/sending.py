@@ -9,7 +9,6 @@ from __future__ import annotations
 from torchkv.core.journal import end, now, took
 from torchkv.core.loop.codes import (
     AUX,
-    BROKEN,
     FREE,
     OP_DONE,
     OPEN,
@@ -22,11 +21,11 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.copying import copy_pairs, copy_spans
 from torchkv.core.loop.events import emit, event_room
-from torchkv.core.loop.launching import is_open, landed
+from torchkv.core.loop.launching import is_open, landed, report_broken
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.mailbox import count_seals, owe, ring, room, tell
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
-from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, write_piece
+from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, put_pieces, write_piece
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import AUX_AT, World
@@ -102,20 +101,21 @@ def advance(world: World, index: int, budget: int) -> int:
     op = world["ops"][index]
     send = world["sends"][op["flow"]]
     left = budget
-    if send["kernels"] != 0:
+    if send["kernels"] != 0 and send["staged"] == 0:
         if not landed(world, send, op):
             hint_seal(world, send)
-            _report_broken(world)
+            report_broken(world)
             return BLOCKED
         op["arrived"] = op["at"]
+    elif op["gate"] != 0 and (world["broken"] != 0 or not is_open(world, send, op)):
+        report_broken(world)
+        return BLOCKED
     elif send["staged"] != 0:
         left -= _stage(world, send, op, index, left)
         if op["at"] < op["num_positions"] or op["pieces"] > 0:
+            report_broken(world)
             return BLOCKED if left == budget else budget - left
         op["arrived"] = op["told"] = op["at"]  # with the records of the pieces
-    elif op["gate"] != 0 and (world["broken"] != 0 or not is_open(world, send, op)):
-        _report_broken(world)
-        return BLOCKED
     elif send["network"] != 0:
         left -= _put(world, send, op, left)
         if op["told"] == op["arrived"] and op["arrived"] < op["num_positions"]:
@@ -136,14 +136,6 @@ def advance(world: World, index: int, budget: int) -> int:
     seal_if_done(world, op["flow"])
     emit(world, OP_DONE, index, 0)  # last: from here on the index may be another op's
     return ENDED - (budget - left)
-
-
-@compiled
-def _report_broken(world: World) -> None:
-    """Tells Python that the GPU's driver has refused something, if it just has."""
-    if world["broken"] < 0:
-        world["broken"] = -world["broken"]
-        emit(world, BROKEN, 0, 0)
 
 
 @compiled
@@ -310,9 +302,9 @@ def on_verdict(world: World, source: int, flow: int, generation: int) -> bool:
 
 @compiled
 def tell_pieces(world: World, peer: Peer) -> bool:
-    """Tells the receiver of the pieces that have arrived. Whether of any."""
-    told = False
-    while peer["piece_head"] < peer["piece_tail"]:
+    """Puts the pieces that are packed, and tells the receiver of those that have arrived. Whether any."""
+    told = put_pieces(world, peer)
+    while peer["piece_head"] < peer["piece_put"]:
         piece = piece_at(peer, peer["piece_head"])
         if load(piece + POSTED) > peer["flushed"] or room(world, peer) < 1:
             break

@@ -6,20 +6,26 @@ position p lies at byte p modulo their length, and a piece never straddles the e
 
     packed here --put, flushed--> STAGED told --unpacked there (see `unpacking`)--> CREDIT: positions are free again
 
+The processor packs what lies in its memory. Kernels pack pages of a GPU, once the gate of their op is open (see
+`packing`); such a piece is put when the completion word says that it is packed, in its turn.
+
 Whose a position is: from its packing to its CREDIT it belongs to one piece. The record of a piece goes when all of it
 has arrived, so records come in the order of positions, and a CREDIT says only how far its sender is. The record of a
 piece whose request was taken back meanwhile says that it holds nothing: its put still lands, and so it, too, keeps its
 positions until then. A stage ends with its lane: after a failure nobody knows what lands, and it is never used again.
 
-A piece holds some whole layers of an op, or some pages of one layer, by segment and page pair, without gaps. Its record
-names layers and tokens; the receiver computes the rest from the same plan.
+A piece holds some whole layers of an op, or some pages of one layer; in host memory by segment and page pair, without
+gaps. Its record names layers and tokens; the receiver computes the rest from the same plan.
 """
 
 from __future__ import annotations
 
+from torchkv.arrays import Int64Array
 from torchkv.core.loop.codes import STAGED
-from torchkv.core.loop.limits import PIECE_NBYTES, PIECES, SCRATCH, SEGMENT_FIELDS
+from torchkv.core.loop.launching import place_ids, signal
+from torchkv.core.loop.limits import GRAIN, IDS, PIECES, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put, put_room
+from torchkv.core.loop.packing import launch_piece
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
@@ -38,16 +44,24 @@ __all__ = [
     "on_credit",
     "pack",
     "piece_at",
+    "put_of",
+    "put_pieces",
     "staged_nbytes",
     "write_piece",
 ]
 
 SHARE = 4  # pieces of the largest size that a stage holds: one is packed, one put, one unpacked, and one is spare
 
-# Offsets in a piece: the number of the put with which it has arrived, its op or -1, and its record without ``seq``.
-POSTED, OP, _HEAD, _FLOWS, _GENERATION, _LO, _HI, _NBYTES, _AT = (8 * i for i in range(9))
-_PIECE = 8 * 9
+# Offsets in a piece: the number of the put with which it has arrived, its op or -1, its record without ``seq``, and
+# what the completion word will be once kernels have packed it.
+POSTED, OP, _HEAD, _FLOWS, _GENERATION, _LO, _HI, _NBYTES, _AT, _LAUNCHED = (8 * i for i in range(10))
+_PIECE = 8 * 10
 PIECES_NBYTES = _PIECE * PIECES
+
+
+def put_of(pieces: Int64Array, number: int) -> int:
+    """The number of the put with which a piece has arrived, of the array of a peer's pieces. For Python."""
+    return int(pieces[(_PIECE * (number & (PIECES - 1)) + POSTED) // 8])
 
 
 @compiled
@@ -58,23 +72,29 @@ def piece_at(peer: Peer, number: int) -> int:
 
 
 @compiled
-def staged_nbytes(geometry: int, position: int, granted: int, src_page: int, dst_page: int, start: int, n: int) -> int:
-    """Bytes that the sender's pages [start, start + n) of the layer at a position take in a piece."""
+def staged_nbytes(
+    geometry: int, position: int, granted: int, src_page: int, dst_page: int, start: int, n: int, grain: int
+) -> int:
+    """Bytes that the sender's pages [start, start + n) of the layer at a position take in a piece at most.
+
+    grain: of which the bytes of each segment are a multiple there. With 1 they are those of the pages, and exact.
+    """
     nbytes = 0
     seg, end = segments(geometry, position)
     while seg < end:
         begin, stop = owed_pairs(granted, src_page, dst_page, start, n, seg + 120)
-        nbytes += (stop - begin) * load(seg + 64) * load(seg + 88) * load(seg + 112)
+        of_segment = (stop - begin) * load(seg + 64) * load(seg + 88) * load(seg + 112)
+        nbytes += (of_segment + grain - 1) // grain * grain
         seg += 8 * SEGMENT_FIELDS
     return nbytes
 
 
 @compiled
-def _nbytes(send: Send, op: Op, at: int, start: int, count: int) -> int:
+def _nbytes(send: Send, op: Op, at: int, start: int, count: int, grain: int) -> int:
     """`staged_nbytes` of the op's layer number ``at``."""
     position = load(op["positions"] + 8 * at)
     nbytes: int = staged_nbytes(
-        send["geometry"], position, send["granted"], send["src_page"], send["dst_page"], start, count
+        send["geometry"], position, send["granted"], send["src_page"], send["dst_page"], start, count, grain
     )
     return nbytes
 
@@ -86,10 +106,11 @@ def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int]:
     Whole layers that are consecutive in the plan, or else pages of the next one: at least one.
     """
     at, until, nbytes = op["at"], op["at"], 0
+    grain = GRAIN if send["kernels"] != 0 else 1
     if op["ordinal"] == 0:
         while until < op["num_positions"]:
             follows = until == at or load(op["positions"] + 8 * until) == load(op["positions"] + 8 * until - 8) + 1
-            more = _nbytes(send, op, until, op["start"], op["count"])
+            more = _nbytes(send, op, until, op["start"], op["count"], grain)
             if not follows or nbytes + more > most:
                 break
             nbytes += more
@@ -97,10 +118,10 @@ def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int]:
     if until > at:
         return until, op["start"], op["count"], nbytes
     start, count = op["start"] + op["ordinal"], op["count"] - op["ordinal"]
-    nbytes = _nbytes(send, op, at, start, count)
+    nbytes = _nbytes(send, op, at, start, count, grain)
     while nbytes > most and count > 1:
         count = max(1, min(count - 1, count * most // nbytes))
-        nbytes = _nbytes(send, op, at, start, count)
+        nbytes = _nbytes(send, op, at, start, count, grain)
     return at + 1, start, count, nbytes
 
 
@@ -148,28 +169,51 @@ def _gather(world: World, send: Send, op: Op, position: int, start: int, count: 
 
 
 @compiled
+def _gather_all(world: World, send: Send, op: Op, until: int, start: int, count: int, to: int) -> None:
+    """Packs the op's layers before number ``until`` to the address ``to``: the processor copies."""
+    for number in range(op["at"], until):
+        to = _gather(world, send, op, load(op["positions"] + 8 * number), start, count, to)
+
+
+@compiled
+def _launch(world: World, send: Send, op: Op, layers: tuple[int, int], start: int, count: int, to: int) -> int:
+    """As `_gather_all`, by kernels. What the completion word will be once it is packed; 0 if that has to wait."""
+    if world["broken"] != 0 or not place_ids(world, send, op):
+        return 0
+    extent = layers[0], layers[1], start, count, send["granted"], send["src_page"], send["dst_page"]
+    ids = world["ids_device"] + 8 * IDS * op["flow"] + 8 * send["src_at"]
+    if launch_piece(world, send["kernels"], extent, op["start"], ids, 0, to) < 0:
+        return 0
+    posted: int = signal(world)
+    if posted != 0:
+        send["ids_posted"] = op["posted"] = posted
+    return posted
+
+
+@compiled
 def pack(world: World, send: Send, op: Op, index: int) -> int:
-    """Packs and puts the next piece of an op, whose index this is. Its bytes, or `NO_ROOM`."""
+    """Packs the next piece of an op, whose index this is, and puts what is packed. Its bytes, or `NO_ROOM`."""
     peer = world["peers"][send["peer"]]
     if peer["stage"] == 0 or peer["failed"] != 0:
         return NO_ROOM
     at = op["at"]
-    until, start, count, nbytes = _cut(send, op, min(PIECE_NBYTES, peer["stage_nbytes"] // SHARE))
+    until, start, count, nbytes = _cut(send, op, peer["stage_nbytes"] // SHARE)
     position = _room(peer, nbytes)
-    if position < 0 or (nbytes > 0 and put_room(peer, 1, nbytes) == 0):
+    if position < 0:
         return NO_ROOM
-    offset = position % peer["stage_nbytes"]
-    to = peer["stage"] + offset
-    for number in range(at, until):
-        to = _gather(world, send, op, load(op["positions"] + 8 * number), start, count, to)
-    if nbytes > 0:
-        store(world["key_at"], peer["stage_key"])
-        put(world, peer, peer["stage"] + offset, peer["there"] + offset, nbytes, peer["there_key"])
-        peer["wanted"] = max(peer["wanted"], peer["puts"])
     first, last = load(op["positions"] + 8 * at), load(op["positions"] + 8 * until - 8) + 1
+    to, launched = peer["stage"] + position % peer["stage_nbytes"], 0
+    if send["kernels"] == 0:
+        _gather_all(world, send, op, until, start, count, to)
+    elif nbytes > 0:
+        launched = _launch(world, send, op, (first, last), start, count, to)
+        if launched == 0:
+            return NO_ROOM
+    payload = 0
+    for number in range(at, until):
+        payload += _nbytes(send, op, number, start, count, 1)
     piece = piece_at(peer, peer["piece_tail"])
     page = send["src_page"]
-    store(piece + POSTED, peer["puts"])
     store(piece + OP, index)
     store(piece + _FLOWS, send["peer_flow"])
     store(piece + _GENERATION, send["generation"])
@@ -178,16 +222,40 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
     store(piece + _HI, (start + count) * page)
     store(piece + _NBYTES, nbytes)
     store(piece + _AT, position)
+    store(piece + _LAUNCHED, launched)
     peer["piece_tail"] += 1
     peer["packed"] = position + nbytes
     op["pieces"] += 1
-    op["nbytes"] += nbytes
-    send["moved"] += nbytes
+    op["nbytes"] += payload
+    send["moved"] += payload
     if start + count < op["start"] + op["count"]:
         op["ordinal"] += count
     else:
         op["at"], op["ordinal"] = until, 0
-    return nbytes
+    put_pieces(world, peer)
+    return payload
+
+
+@compiled
+def put_pieces(world: World, peer: Peer) -> bool:
+    """Puts the pieces that are packed, in their order, as far as there is room. Whether any."""
+    put_any = False
+    while peer["piece_put"] < peer["piece_tail"]:
+        piece = piece_at(peer, peer["piece_put"])
+        launched, nbytes = load(piece + _LAUNCHED), load(piece + _NBYTES)
+        if launched != 0 and load(world["word"]) < launched:
+            break
+        if load(piece + _GENERATION) != 0 and nbytes > 0:  # else it holds nothing for its receiver
+            if put_room(peer, 1, nbytes) == 0:
+                break
+            offset = load(piece + _AT) % peer["stage_nbytes"]
+            store(world["key_at"], peer["stage_key"])
+            put(world, peer, peer["stage"] + offset, peer["there"] + offset, nbytes, peer["there_key"])
+            peer["wanted"] = max(peer["wanted"], peer["puts"])
+        store(piece + POSTED, peer["puts"])
+        peer["piece_put"] += 1
+        put_any = True
+    return put_any
 
 
 @compiled

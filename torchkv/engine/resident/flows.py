@@ -3,7 +3,7 @@
 A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
 ranks are on this host, the pages are mapped and of the same dtypes, and there is no state. This host's processor copies
 what lies in its memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages
-in host memory that are not mapped the loop puts through the network. If their runs are short, or packing them costs
+that are not mapped the loop puts through the network. If their runs are short, or packing them costs
 less than puts, it stages them, once the receiver has granted a standing stage. Everything else, and everything that
 goes wrong, is Python's: see `torchkv.protocol.flows`.
 
@@ -99,6 +99,7 @@ class Flows:
         held = OnLoop()
         self._sends, self._lanes, self._waiting, self._ops = held.sends, held.lanes, held.waiting, held.ops
         self._receives, self._rounds, self._dead = held.receives, held.rounds, held.dead
+        self._unpacking = held.unpacking
         self.journal = Journal(core, recorder, sends=self._sends, receives=self._receives, ops=self._ops)
         self.plain = PlainSends(
             core,
@@ -242,15 +243,15 @@ class Flows:
     def _landing(self, req: SenderRequest, lane: NetworkLane) -> Callable[[], bool] | None:
         """Whether all that was staged to the receiver until now has arrived, and was unpacked if it still may be."""
         peers, rank = self.core.peers, req.dst
-        posted, position = peers.staged(rank)
+        piece, position = peers.staged(rank)
 
         def has_landed() -> bool:
-            if posted and not peers.has_arrived(rank, lane, posted):
+            if piece and not peers.has_piece(rank, lane, piece):
                 return False
             # What goes on may be written again, with other bytes, which older ones must not follow.
             return req.error is not None or not position or peers.has_come_back(rank, lane, position)
 
-        return has_landed if posted or position else None
+        return has_landed if piece or position else None
 
     def take_stages(self) -> None:
         """Makes ready the standing stages that receivers have granted. Driver's thread."""
@@ -276,6 +277,8 @@ class Flows:
         if not self._direct or not num_pages or not 0 < len(plans) <= MAX_WRITERS:
             return None
         if not self.routes.takes(plans):
+            return None
+        if self.core.device is not None and num_pages > MAX_GRANTED and self.routes.unpacked(plans):
             return None
         return self.core.receives.reserve()
 
@@ -336,8 +339,12 @@ class Flows:
         )
         return True
 
-    def stop_unpacking(self, flow: int) -> None:
-        self.core.receives.stop_unpacking(flow)
+    def stop_unpacking(self, req: ReceiverRequest) -> bool:
+        assert req.reserved is not None
+        awaited = self.core.receives.stop_unpacking(req.reserved)
+        if awaited:
+            self._unpacking[req.reserved] = req
+        return awaited
 
     def free_receive(self, flow: int) -> None:
         self.core.receives.free(flow)

@@ -25,6 +25,7 @@ from torchkv.core.loop.codes import (
     DECIDED,
     DONE,
     GRANTED,
+    LANDED,
     NEWS,
     OP_DONE,
     OUTSIDE,
@@ -66,7 +67,8 @@ class OnLoop:
 
     sends, receives: by flow. lanes: by flow, of sends whose pages are put or staged. waiting: of sends that wait for
     their grant: the plan, and the indices of their ops. ops: by the loop's index. rounds: their indices. dead: ranks of
-    which something may still come through the network.
+    which something may still come through the network. unpacking: failed receives that kernels still unpack into, by
+    the flow that they had.
     """
 
     sends: dict[int, SenderRequest] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class OnLoop:
     rounds: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     ops: dict[int, tuple[SenderRequest, SendOp]] = field(default_factory=dict)
+    unpacking: dict[int, ReceiverRequest] = field(default_factory=dict)
 
 
 class Leave(Protocol):
@@ -114,6 +117,7 @@ class Notices:
         self._now = clock
         self._sends, self._lanes, self._waiting, self._ops = held.sends, held.lanes, held.waiting, held.ops
         self._receives, self._rounds, self._dead = held.receives, held.rounds, held.dead
+        self._unpacking = held.unpacking
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     @contextmanager
@@ -173,6 +177,8 @@ class Notices:
             case x if x == BROKEN:
                 log.warning("rank %d: the GPU refuses work of the resident loop; Python goes on", self.core.rank)
                 self._sender.take_back_from_loop(now)
+            case x if x == LANDED:
+                self._receiver.landed(self._unpacking.pop(notice.index))
             case x if x == CUT:
                 self._on_cut(notice.source, now)
             case x if x == STRAY:

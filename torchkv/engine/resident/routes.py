@@ -12,6 +12,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import SEGMENT_FIELDS
+from torchkv.core.receives import Pieces
 from torchkv.engine.resident.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.loop_geometry import geometry
@@ -47,9 +48,9 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 
 
 class Route:
-    """A plan towards a peer, as the loop reads it. launches: of pages on a GPU. lane: of pages that are not mapped.
-    staged: whether they are put into a standing stage there. path: as which `KVWork.path` and dumps count its bytes.
-    num_pages: of the peer.
+    """A plan towards a peer, as the loop reads it. launches: of kernels that copy the pages, or pack them. lane: of
+    pages that are not mapped. staged: whether they are put into a standing stage there. path: as which `KVWork.path`
+    and dumps count its bytes. num_pages: of the peer.
 
     A route through the network ends with its lane.
     """
@@ -135,7 +136,7 @@ class Routes:
         self._puts = puts
         self._sends_to = sends_to
         self.stages: StandingStages | None = None  # set by the flows, if loops may stage
-        self._unpacked: dict[int, tuple[PairPlan, Int64Array]] = {}  # plans of writers that stage, by id
+        self._unpacked: dict[int, tuple[PairPlan, Pieces, Launches | None]] = {}  # of writers that stage, by plan's id
         # What became of each connection whose pages are not mapped.
         self._laned: WeakKeyDictionary[PeerConnection, NetworkLane | None] = WeakKeyDictionary()
 
@@ -199,13 +200,22 @@ class Routes:
         lane = self.lane(rank, connection)
         wanted = self._wants_stage(plan, connection, lane)
         staged = wanted and self._has_stage(rank, plan, lane)
-        if not staged and not _is_coarse(plan):
+        launches = None
+        if staged and self._kernels is not None:
+            launches = self._kernels.packs(plan, sending=True)
+            staged = launches is not None
+        if not staged and not (_is_coarse(plan) and self._keeps_up(plan, connection, lane)):
             return None
-        if self._kernels is not None and not self._keeps_up(plan, connection, lane):
-            return None  # Python packs it, by kernels
-        path, num_pages = self.path(rank, plan), self._num_pages(rank)
         route = Route(
-            self._core, plan, self._local, connection, lane=lane, staged=staged, path=path, num_pages=num_pages
+            self._core,
+            plan,
+            self._local,
+            connection,
+            launches,
+            lane,
+            staged,
+            self.path(rank, plan),
+            num_pages=self._num_pages(rank),
         )
         route.provisional = wanted and not staged
         if not staged and not route.has_keys:
@@ -219,11 +229,15 @@ class Routes:
             return False
         if not _is_coarse(plan):
             return True
+        if self._kernels is not None:
+            return not self._keeps_up(plan, connection, lane)
         costs = _costs(connection, lane, ASSUMED["cpu"])
         return costs is not None and is_cheaper_packed(plan, costs)
 
     def _keeps_up(self, plan: PairPlan, connection: PeerConnection, lane: NetworkLane | None) -> bool:
-        """Whether puts of a plan between GPUs keep up with the network."""
+        """Whether puts of a plan, if it is between GPUs, keep up with the network."""
+        if self._kernels is None:
+            return True
         costs = _costs(connection, lane, BETWEEN_GPUS)
         return costs is not None and puts_keep_up(plan, costs)
 
@@ -253,6 +267,8 @@ class Routes:
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
         if self.stages is not None and self._may_stage(plan, self._core.peers.lane(rank)):
+            if self._of_pieces(plan) is None:
+                return False  # the writer cannot know that
             return self.stages.serves(rank, plan) or _is_coarse(plan)
         return _is_coarse(plan)
 
@@ -265,20 +281,29 @@ class Routes:
             return False
         return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
-    def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Int64Array]:
-        """Of the writers that may stage, by rank: the plan, by which the loop unpacks their pieces."""
+    def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Pieces]:
+        """Of the writers that may stage, by rank, how the loop unpacks their pieces."""
         return {
-            rank: self._of_pieces(plan)
+            rank: pieces
             for rank, plan in plans.items()
-            if not self._connections[rank].direct and self._may_stage(plan, self._core.peers.lane(rank))
+            if not self._connections[rank].direct
+            and self._may_stage(plan, self._core.peers.lane(rank))
+            and (pieces := self._of_pieces(plan)) is not None
         }
 
-    def _of_pieces(self, plan: PairPlan) -> Int64Array:
+    def _of_pieces(self, plan: PairPlan) -> Pieces | None:
+        """How the loop unpacks pieces of a plan; None while the kernels are not loaded."""
+
         def ours(component: str, layer: int) -> tuple[int, int, int]:
             return self._local.ptr(component, layer), self._local.page_stride(component, layer), 0
 
         if id(plan) not in self._unpacked:
-            self._unpacked[id(plan)] = plan, geometry(plan, lambda component, layer: (0, 0, 0), ours)
+            launches = None if self._kernels is None else self._kernels.packs(plan, sending=False)
+            if self._kernels is not None and launches is None:
+                return None
+            words = geometry(plan, lambda component, layer: (0, 0, 0), ours)
+            pieces = Pieces(words, None if launches is None else launches.words)
+            self._unpacked[id(plan)] = plan, pieces, launches
         return self._unpacked[id(plan)][1]
 
 

@@ -100,7 +100,7 @@ class ReceiveEndings:
         for job in req.scattering:
             job.stopped = True
         if req.reserved is not None and self._requests.flows is not None:
-            self._requests.flows.stop_unpacking(req.reserved)
+            req.unpacking = self._requests.flows.stop_unpacking(req)
         del self._requests.live[req.request]
         for rank, writer in req.writers.items():
             writer.ring_only = self._credits.is_ring_only(rank, req.generation)
@@ -129,7 +129,7 @@ class ReceiveEndings:
 
     def end_if_quiescent(self, req: ReceiverRequest) -> None:
         """Ends the request if it has failed, and nothing can land on its pages any more."""
-        if req.error is not None and not req.pending_writers() and not req.scattering:
+        if req.error is not None and not req.pending_writers() and not req.scattering and not req.unpacking:
             self.end(req)
 
     def end(self, req: ReceiverRequest) -> None:

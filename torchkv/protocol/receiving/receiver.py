@@ -424,6 +424,11 @@ class Receiver:
         req.writers[src].quiescent = True
         self._endings.end_if_quiescent(req)
 
+    def landed(self, req: ReceiverRequest) -> None:
+        """The resident loop unpacks no more into the pages of a request that has failed."""
+        req.unpacking = False
+        self._endings.end_if_quiescent(req)
+
     def on_alive(self, src: int, message: Alive, now: float) -> None:
         req = self.requests.by_generation.get(message.generation)
         if req is not None and req.error is None and src in req.writers:

@@ -95,6 +95,7 @@ class ReceiverRequest:
     alive_told_at: float = 0.0  # when sealed writers were last told that this request is alive
     state_slot: int | None = None
     scattering: set[Scatter] = field(default_factory=set)  # stages that are being unpacked into the pages
+    unpacking: bool = False  # it has failed, and the resident loop's kernels still unpack into the pages
     complete_at: float | None = None  # when all bytes were here; the instance's verdict may still be missing
     asked: bool = False  # complete, and this rank has asked the instance's leader to fail the request
     error: KVError | None = None  # set once, when the request fails

@@ -57,7 +57,7 @@ from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 
 MAX_STAGES = 64  # stages of one queue that are not free yet
-STANDING_NBYTES = 4 << 20  # of a standing stage, or this share of the ring
+STANDING_NBYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # of a standing stage, by device type; or this share of the ring
 STANDING_SHARE = 8
 NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
@@ -125,11 +125,12 @@ class StagingCredits:
     """Grants stages of this rank's ring. Not thread-safe: the caller holds a lock, and sends what is in ``outbox``.
 
     timeout: seconds that an ask may wait after it came or, if that is later, after the last grant to its queue.
-    signals: how many signals are behind the ring, with words that are all 0.
+    signals: how many signals are behind the ring, with words that are all 0. device: type of the memory.
     """
 
-    def __init__(self, ring: StagingRing, *, timeout: float, signals: int = 0) -> None:
+    def __init__(self, ring: StagingRing, *, timeout: float, signals: int = 0, device: str = "cpu") -> None:
         self.ring = ring
+        self._most_standing = STANDING_NBYTES[device]
         self._free_words = deque(range(signals))  # signals of no stage
         self._last_value = 0  # of the latest signal; each signal has a higher one
         self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
@@ -218,7 +219,7 @@ class StagingCredits:
     @property
     def standing_nbytes(self) -> int:
         """Bytes of each standing stage."""
-        return min(STANDING_NBYTES, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
+        return min(self._most_standing, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
 
     def stands(self, src: int) -> bool:
         """Whether a writer has a standing stage."""

@@ -71,8 +71,9 @@ class Peer(TypedDict):
     See `staging`: stage, stage_nbytes: address and length of this rank's half of the standing stage that the peer has
     granted; stage_key, there, there_key: its key, and address and key of the stage. packed: positions that are taken;
     freed: those that the peer has given back. pieces: address of `PIECES_NBYTES`; those from ``piece_head`` to
-    ``piece_tail`` are packed and not told. See `unpacking`: ring, ring_nbytes: of the standing stage that this rank has
-    granted. taken: positions that were unpacked. crediting: 1 while a CREDIT is due.
+    ``piece_tail`` are packed and not told, and from ``piece_put`` on not put. See `unpacking`: ring, ring_nbytes: of
+    the standing stage that this rank has granted. reached: positions of which records have come. taken: those that were
+    unpacked. crediting: 1 while a CREDIT is due.
     """
 
     inbox: int
@@ -117,8 +118,10 @@ class Peer(TypedDict):
     freed: int
     pieces: int
     piece_head: int
+    piece_put: int
     piece_tail: int
     ring: int
     ring_nbytes: int
+    reached: int
     taken: int
     crediting: int

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchkv.arrays import Int64Array
+from torchkv.core.loop.state.peers import Record
 
-__all__ = ["Op", "Receive", "Round", "Send", "Way", "Writer"]
+__all__ = ["Op", "Receive", "Round", "Send", "Unpacking", "Way", "Writer"]
 
 
 class Way(TypedDict):
@@ -139,7 +140,8 @@ class Writer(TypedDict):
     """A writer of a receive. layers: that it owes. page_size: its own. sealed: pages of its seal, or -1.
 
     flow: its own, which the seal tells. aux_nbytes: that have come. told: 1 once its grant has gone into the network.
-    geometry: address of the plan's segments, if its pieces may be unpacked here, else 0.
+    geometry: address of the plan's segments, if its pieces may be unpacked here, else 0. kernels: of the pack table, if
+    kernels do that. sealing: 1 once its seal waits behind pieces.
     """
 
     rank: int
@@ -150,6 +152,8 @@ class Writer(TypedDict):
     aux_nbytes: int
     told: int
     geometry: int
+    kernels: int
+    sealing: int
 
 
 class Receive(TypedDict):
@@ -158,7 +162,8 @@ class Receive(TypedDict):
     leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
     was posted. page_size: of this rank. nbytes: that have arrived. ids: address of its page ids. unpacks: whether
     pieces of its writers are unpacked. That outlives ``state``: Python may serve the request, until it has failed.
-    pieces: that were unpacked.
+    pieces: that were unpacked. unpacking: of the queue of `unpacking`, entries of this receive. stopped: 1 while Python
+    waits for the last of them.
 
     For the `journal`: serial: names the request to Python, or 0. operation: its number. begun: when its grant was
     taken, in nanoseconds.
@@ -180,8 +185,26 @@ class Receive(TypedDict):
     ids: int
     unpacks: int
     pieces: int
+    unpacking: int
+    stopped: int
     writers: list[Writer]
     aux: Int64Array
+
+
+class Unpacking(TypedDict):
+    """A piece that kernels unpack, or a record of its receive that has come behind it.
+
+    source: the writer, or -1 once it has ended. flow: of the receive, or -1: the piece holds nothing. launched: what
+    the completion word will be once it is unpacked; 0: it is. behind: the position behind it in its stage; -1 for a
+    record. ids: how far the page ids in ``unpack_ids`` are free again then.
+    """
+
+    source: int
+    flow: int
+    launched: int
+    behind: int
+    ids: int
+    record: Record
 
 
 class Round(TypedDict):

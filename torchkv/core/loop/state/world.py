@@ -37,10 +37,11 @@ from torchkv.core.loop.limits import (
     PARAM_WORDS,
     RECORD_NBYTES,
     SCRATCH,
+    UNPACKINGS,
 )
 from torchkv.core.loop.state.copying import Copier, Job
 from torchkv.core.loop.state.peers import Grant, Peer, Record
-from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Way, Writer
+from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Unpacking, Way, Writer
 from torchkv.observe.histogram import BOUNDS
 
 __all__ = [
@@ -98,7 +99,9 @@ class World(TypedDict):
     ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued. seals: peers
     that soon send a seal, when the loop looked last. broken: the driver's error code, negative until Python is told of
     it; or 0. steps: so far; gate_streams, gate_numbers, gate_steps: in which step an event of a stream had not
-    happened.
+    happened. Of its `unpacking`: unpackings: those from ``unpack_head`` to ``unpack_tail`` wait. unpack_ids,
+    unpack_ids_device: addresses of int64 ``[UNPACK_IDS]``, of which positions from ``unpack_ids_head`` to
+    ``unpack_ids_tail`` are in use.
 
     Of a rank that reaches peers through the network: native, worker, put_params, params: see
     `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
@@ -159,6 +162,12 @@ class World(TypedDict):
     seals: int
     broken: int
     steps: int
+    unpack_head: int
+    unpack_tail: int
+    unpack_ids: int
+    unpack_ids_device: int
+    unpack_ids_head: int
+    unpack_ids_tail: int
     operations: int
     recorded: int
     operation: int
@@ -192,6 +201,7 @@ class World(TypedDict):
     receives: list[Receive]
     rounds: list[Round]
     ops: list[Op]
+    unpackings: list[Unpacking]
     events: list[Event]
 
 
@@ -259,6 +269,7 @@ _COPIER = _dtype(Copier)
 _ARRAYS["receives"] = (_RECEIVE, MAX_FLOWS)
 _ARRAYS["copier"] = (_COPIER, MAX_COPIERS)
 _ARRAYS["events"] = (EVENT, MAX_EVENTS)
+_ARRAYS["unpackings"] = (_dtype(Unpacking), UNPACKINGS)
 WORLD = _dtype(World)
 WAY = _words(Way)
 
