@@ -76,7 +76,8 @@ def write(kv: KVProcessGroup, cache: KVCache, request: str, *, path: str = "runs
     works = []
     for layer in range(LAYERS):
         rewrite(cache, fresh, layer)
-        works.append(kv.send_layer(request, layer, SOURCE, READER))
+        send = kv.send_layer if share == 1 else kv.send_slice
+        works.append(send(request, layer, SOURCE, READER))
     works.append(kv.finish(request, READER))
     assert works[-1].wait(30)
     assert {work.path for work in works[:-1]} == {path}
@@ -185,7 +186,7 @@ def cancelled_while_it_is_packed() -> None:
                 for layer in range(LAYERS):
                     if layer % 2:
                         torch.cuda._sleep(LONG)
-                    kv.send_layer(request, layer, SOURCE, READER)
+                    kv.send_slice(request, layer, SOURCE, READER)
                 kv.cancel(request).wait(20)
             else:
                 with pytest.raises(TransferCancelled):
