@@ -1,6 +1,6 @@
 """The kernels that pack a rank's pages under one plan, or unpack them, as the resident loop launches them.
 
-See `torchkv.core.loop.packing`.
+See `torchkv.core.loop.launching`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from tests.helpers.staged_apart import StagedApart
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.loop import (
+    copying,
     grants,
     launching,
     loop,
@@ -126,7 +127,7 @@ def _counts_the_pages_of_other_holders() -> None:
 
 
 def _drops_an_op() -> None:
-    real = sending.queue_op
+    real = copying.queue_op
 
     def queue(world: Any, index: int) -> None:
         if index % 3:

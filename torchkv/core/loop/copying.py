@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
+from torchkv.core.loop.limits import MAX_OPS
 from torchkv.core.loop.state.copying import Job
 from torchkv.core.loop.state.world import COPIER_NBYTES, World, copier_word_at, job_word_at, word_at
 from torchkv.host.atomics import exchange_if, fence, load, store
@@ -27,7 +28,7 @@ from torchkv.host.copy_loops import pairs_at, spans_at
 from torchkv.host.futex import call_yield, futex_wait, futex_wake
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["begin_job", "claim_chunk", "copy_pairs", "copy_spans", "end_job", "run_copier", "wake_copiers"]
+__all__ = ["begin_job", "claim_chunk", "copy_pairs", "copy_spans", "end_job", "queue_op", "run_copier", "wake_copiers"]
 
 _SPIN = 30_000  # nanoseconds after a chunk
 _ATTENTIVE = 1_000_000  # the same while an op goes on: the loop soon comes with its next slice
@@ -181,3 +182,10 @@ def run_copier(world: World, number: int) -> None:
             futex_wait(world["functions"][SYSCALL], world["futex"], address + _CALLED, called, _SLEEP, scratch)
         store(line + _ASLEEP, 0)
         idle_since = 0
+
+
+@compiled
+def queue_op(world: World, index: int) -> None:
+    """Has an op copied in its turn. There is always room."""
+    world["queue"][world["queue_tail"] & (MAX_OPS - 1)] = index
+    world["queue_tail"] += 1

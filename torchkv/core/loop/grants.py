@@ -48,11 +48,11 @@ from torchkv.core.loop.codes import (
     POSTED,
     RECEIVING,
 )
+from torchkv.core.loop.copying import queue_op
 from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import BUCKETS, MAX_EVENTS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
-from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, tell_brief
+from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, seal_if_done, tell_brief
 from torchkv.core.loop.network import received, record_room, send
-from torchkv.core.loop.sending import queue_op, seal_if_done
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Receive, Send
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, grant_word_at, word_at

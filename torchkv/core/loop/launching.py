@@ -9,6 +9,12 @@ word has reached a number, all that was enqueued before it is done and visible t
 What is enqueued cannot be called back. An op that is taken from the loop meanwhile has *landed* only when the word has
 reached its number: before that its bytes may still arrive, and the page ids that its kernels read stay where they are.
 
+Kernels also pack pieces into a stage, and unpack them from there (see `staging`). A *pack table* is a launch table of
+one side of a plan: its jobs have this side's addresses only. Both sides order jobs alike, so a piece holds the same
+bytes at the same places for both: job after job, of each the page pairs that its writer owes. The first job of each of
+`PairPlan.groups` begins at a multiple of `GRAIN`, as do pieces. Which jobs a kernel does together is each side's own
+matter.
+
 Page ids lie in pinned memory and are uploaded on the same stream: the granted ones first, behind them those of the
 ops, each list once while ops follow each other with equal ones.
 """
@@ -17,7 +23,7 @@ from __future__ import annotations
 
 from torchkv.core.loop.codes import BROKEN, LAUNCH, QUERY, SIGNAL, UPLOAD
 from torchkv.core.loop.events import emit
-from torchkv.core.loop.limits import GATES, IDS, LAUNCH_FIELDS, MAX_FLYING
+from torchkv.core.loop.limits import GATES, GRAIN, IDS, LAUNCH_FIELDS, MAX_FLYING
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import owed_pairs
@@ -25,14 +31,11 @@ from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 
 __all__ = [
-    "ALIGNED",
     "FIELDS",
-    "PAIR_NBYTES",
-    "ROWS",
-    "STRIPE",
+    "Extent",
     "is_open",
     "landed",
-    "launch_rows",
+    "launch_piece",
     "place_ids",
     "report_broken",
     "signal",
@@ -49,17 +52,22 @@ _NOT_READY = 600  # cuEventQuery: the event has not happened
 
 # A launch table: how many groups of layers, then of each group these words. rows: address of int64 ``[positions + 1]``,
 # the first row of each position in the group's table of jobs. stripe: six words for `owed_pairs`. aligned: 1 if what
-# the group packs begins at a multiple of `GRAIN` in a stage: see `packing`.
+# the group packs begins at a multiple of `GRAIN` in a stage.
 FIELDS = (
     *("function", "threads", "shared", "params", "extra", "table", "rows"),
     *("tokens", "per_unit", "holders", "holder", "window", "window_unit"),
     *("pair_words", "tile_words", "blocks", "pair_nbytes", "pair_runs", "aligned"),
 )
 assert len(FIELDS) == LAUNCH_FIELDS
-_FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, ROWS, STRIPE = (8 * i for i in range(8))
-_PAIR_WORDS, _TILE_WORDS, _BLOCKS, PAIR_NBYTES, PAIR_RUNS, ALIGNED = (8 * i for i in range(13, 19))
+_FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i for i in range(8))
+_PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS, _ALIGNED = (8 * i for i in range(13, 19))
 # Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
 _JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 24, 32, 96, 104
+
+
+# What a piece holds: the layers at positions [first, last), of the writer's pages a first one and how many; then tokens
+# of the grant, and the page sizes of writer and receiver.
+Extent = tuple[int, int, int, int, int, int, int]
 
 
 @compiled
@@ -153,7 +161,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
 def _owed(send: Send, op: Op, group: int) -> tuple[int, int]:
     """The page pairs of an op that are copied, by their ordinals."""
     first, behind = owed_pairs(
-        send["granted"], send["src_page"], send["dst_page"], op["start"], op["count"], group + STRIPE
+        send["granted"], send["src_page"], send["dst_page"], op["start"], op["count"], group + _STRIPE
     )
     return first, behind
 
@@ -168,12 +176,12 @@ def _extent(send: Send, op: Op) -> tuple[int, int, int]:
         position = load(op["positions"] + 8 * at)
         for number in range(load(kernels)):
             group = kernels + 8 + 8 * LAUNCH_FIELDS * number
-            rows = load(group + ROWS) + 8 * position
+            rows = load(group + _ROWS) + 8 * position
             jobs = load(rows + 8) - load(rows)
             if jobs > 0:
                 begin, stop = _owed(send, op, group)
-                nbytes += jobs * (stop - begin) * load(group + PAIR_NBYTES)
-                runs += jobs * (stop - begin) * load(group + PAIR_RUNS)
+                nbytes += jobs * (stop - begin) * load(group + _PAIR_NBYTES)
+                runs += jobs * (stop - begin) * load(group + _PAIR_RUNS)
         at += 1
     return at, nbytes, runs
 
@@ -181,7 +189,7 @@ def _extent(send: Send, op: Op) -> tuple[int, int, int]:
 @compiled
 def _launch_group(world: World, send: Send, op: Op, group: int, until: int, begin: int, stop: int) -> bool:
     """Launches the jobs of a group, as few kernels as consecutive rows allow. Pairs [begin, stop) of each."""
-    rows = load(group + ROWS)
+    rows = load(group + _ROWS)
     first = end = -1
     for i in range(op["at"], until):
         position = load(op["positions"] + 8 * i)
@@ -200,11 +208,11 @@ def _launch_group(world: World, send: Send, op: Op, group: int, until: int, begi
 def _launch_rows(world: World, send: Send, op: Op, group: int, first: int, end: int, begin: int, stop: int) -> bool:
     base = world["ids_device"] + 8 * IDS * op["flow"]
     src_ids = base + 8 * send["src_at"]
-    return bool(launch_rows(world, group, (first, end), (begin, stop), op["start"], src_ids, base, 0) >= 0)
+    return bool(_enqueue_rows(world, group, (first, end), (begin, stop), op["start"], src_ids, base, 0) >= 0)
 
 
 @compiled
-def launch_rows(
+def _enqueue_rows(
     world: World,
     group: int,
     rows: tuple[int, int],
@@ -222,7 +230,7 @@ def launch_rows(
     """
     params, pair_words, tile = load(group + _PARAMS), load(group + _PAIR_WORDS), load(group + _TILE_WORDS)
     jobs, (begin, stop) = rows[1] - rows[0], pairs
-    pair_nbytes = load(group + PAIR_NBYTES)
+    pair_nbytes = load(group + _PAIR_NBYTES)
     store(params + _JOBS, load(group + _TABLE) + 16 * rows[0])
     store(params + _SRC_IDS, src_ids)
     store(params + _DST_IDS, dst_ids)
@@ -318,3 +326,33 @@ def _equal(one: int, other: int, count: int) -> bool:
     while at < count and load(one + 8 * at) == load(other + 8 * at):
         at += 1
     return at == count
+
+
+# ---------------------------------------------------------------- pieces
+
+
+@compiled
+def launch_piece(world: World, table: int, extent: Extent, start: int, src_ids: int, dst_ids: int, stage: int) -> int:
+    """Enqueues the kernels that pack a piece at the address ``stage``, or unpack it from there: as the table says.
+
+    start: the position of the first of ``src_ids``. How many launches; less than 0 if the driver has refused one: -1
+    less those before.
+    """
+    first, last, page, count, granted, src_page, dst_page = extent
+    launched = 0
+    at = stage
+    for number in range(load(table)):
+        group = table + 8 + 8 * LAUNCH_FIELDS * number
+        pairs = owed_pairs(granted, src_page, dst_page, page, count, group + _STRIPE)
+        rows = load(group + _ROWS)
+        jobs = load(rows + 8 * first), load(rows + 8 * last)
+        if load(group + _ALIGNED) != 0:
+            at = (at + GRAIN - 1) // GRAIN * GRAIN
+        if jobs[0] == jobs[1] or pairs[0] == pairs[1]:
+            continue
+        done = _enqueue_rows(world, group, jobs, pairs, start, src_ids, dst_ids, at)
+        if done < 0:
+            return done - launched
+        launched += done
+        at += (jobs[1] - jobs[0]) * (pairs[1] - pairs[0]) * load(group + _PAIR_NBYTES)
+    return launched

@@ -31,6 +31,7 @@ from torchkv.core.loop.codes import (
     WRITTEN,
     YIELD,
 )
+from torchkv.core.loop.copying import queue_op
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.grants import (
     forget,
@@ -45,7 +46,7 @@ from torchkv.core.loop.grants import (
     wait_for_grant,
 )
 from torchkv.core.loop.limits import COMMANDS, DUE, FLIGHT, MAX_OPS, RECORD_NBYTES
-from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, owe, take, waiting
+from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, owe, seal_if_done, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import pay_verdict
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
@@ -56,8 +57,6 @@ from torchkv.core.loop.sending import (
     hint_seal,
     on_verdict,
     pay_seal,
-    queue_op,
-    seal_if_done,
     tell_pieces,
     withdraw_hint,
 )

@@ -27,7 +27,7 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import SYSCALL
+from torchkv.core.loop.codes import OPEN, SEAL, SYSCALL
 from torchkv.core.loop.limits import DUE, MAILBOX_RECORDS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, RECORD_NBYTES
 from torchkv.core.loop.network import record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
@@ -51,6 +51,7 @@ __all__ = [
     "owe",
     "ring",
     "room",
+    "seal_if_done",
     "take",
     "tell",
     "tell_brief",
@@ -144,6 +145,15 @@ def owe(world: World, kind: int, rank: int, flow: int, generation: int) -> None:
     due = world["due"][world["due_tail"] & (DUE - 1)]
     due[0], due[1], due[2] = kind | rank << 8, flow, generation
     world["due_tail"] += 1
+
+
+@compiled
+def seal_if_done(world: World, flow: int) -> None:
+    """Once the caller has finished and every op has ended, the seal is due."""
+    send = world["sends"][flow]
+    if send["state"] == OPEN and send["num_pages"] >= 0 and send["running"] == 0 and send["due"] == 0:
+        send["due"] = 1
+        owe(world, SEAL, 0, flow, send["generation"])
 
 
 @compiled

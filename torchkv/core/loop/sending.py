@@ -22,8 +22,8 @@ from torchkv.core.loop.codes import (
 from torchkv.core.loop.copying import copy_pairs, copy_spans
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import is_open, landed, report_broken
-from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, MAX_OPS, SCRATCH, SEGMENT_FIELDS
-from torchkv.core.loop.mailbox import count_seals, owe, ring, room, tell
+from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, SCRATCH, SEGMENT_FIELDS
+from torchkv.core.loop.mailbox import count_seals, ring, room, seal_if_done, tell
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
 from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, put_pieces, write_piece
 from torchkv.core.loop.state.peers import Peer, Record
@@ -41,8 +41,6 @@ __all__ = [
     "hint_seal",
     "on_verdict",
     "pay_seal",
-    "queue_op",
-    "seal_if_done",
     "tell_pieces",
     "withdraw_hint",
 ]
@@ -51,13 +49,6 @@ BLOCKED = -1  # no room in the receiver's mailbox, a shut gate, or kernels or pu
 ENDED = -2
 
 GROUP = 16 << 20  # bytes after which layers are announced, although their op goes on
-
-
-@compiled
-def queue_op(world: World, index: int) -> None:
-    """Has an op copied in its turn. There is always room."""
-    world["queue"][world["queue_tail"] & (MAX_OPS - 1)] = index
-    world["queue_tail"] += 1
 
 
 @compiled
@@ -231,15 +222,6 @@ def _put(world: World, send: Send, op: Op, budget: int) -> int:
             op["until"], op["mark"] = op["at"], op["posted"]
             peer["wanted"] = max(peer["wanted"], op["mark"])
     return budget - left
-
-
-@compiled
-def seal_if_done(world: World, flow: int) -> None:
-    """Once the caller has finished and every op has ended, the seal is due."""
-    send = world["sends"][flow]
-    if send["state"] == OPEN and send["num_pages"] >= 0 and send["running"] == 0 and send["due"] == 0:
-        send["due"] = 1
-        owe(world, SEAL, 0, flow, send["generation"])
 
 
 @compiled

@@ -7,7 +7,7 @@ position p lies at byte p modulo their length, and a piece never straddles the e
     packed here --put, flushed--> STAGED told --unpacked there (see `unpacking`)--> CREDIT: positions are free again
 
 The processor packs what lies in its memory. Kernels pack pages of a GPU, once the gate of their op is open (see
-`packing`); such a piece is put when the completion word says that it is packed, in its turn.
+`launching`); such a piece is put when the completion word says that it is packed, in its turn.
 
 Whose a position is: from its packing to its CREDIT it belongs to one piece. The record of a piece goes when all of it
 has arrived, so records come in the order of positions, and a CREDIT says only how far its sender is. The record of a
@@ -22,10 +22,9 @@ from __future__ import annotations
 
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.codes import STAGED
-from torchkv.core.loop.launching import place_ids, signal
+from torchkv.core.loop.launching import launch_piece, place_ids, signal
 from torchkv.core.loop.limits import GRAIN, IDS, PIECES, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put, put_room
-from torchkv.core.loop.packing import launch_piece
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from torchkv.core.loop.codes import CREDIT, LANDED, SEAL, STRAY, WRITTEN
 from torchkv.core.loop.events import emit, event_room
-from torchkv.core.loop.launching import report_broken, signal, upload
+from torchkv.core.loop.launching import launch_piece, report_broken, signal, upload
 from torchkv.core.loop.limits import GRAIN, MAX_FLOWS, MAX_GRANTED, SCRATCH, SEGMENT_FIELDS, UNPACK_IDS, UNPACKINGS
 from torchkv.core.loop.mailbox import owe, ring, room, tell, write_brief
-from torchkv.core.loop.packing import launch_piece
 from torchkv.core.loop.receiving import on_record, writer_of
 from torchkv.core.loop.staging import merged, staged_nbytes
 from torchkv.core.loop.state.peers import Record
