@@ -59,7 +59,7 @@ def noted() -> Iterator[None]:
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(core: Core, way: Way, **given: Any) -> Any:
-            Staged.sends.append(way.staged)
+            Staged.sends.append(bool(way._record["staged"][0]))
             return real(core, way, **given)
 
         return call

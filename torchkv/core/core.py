@@ -93,16 +93,24 @@ class Core:
         *,
         geometry: Int64Array,
         kernels: Int64Array | None = None,
+        packs: Int64Array | None = None,
         src_page: int,
         dst_page: int,
         max_page: int,
         network: bool = False,
         staged: bool = False,
+        keep: Any = None,
     ) -> Way:
         """The way of sends to ``rank``: see `Way`. It ends with the peer."""
         sizes = {"src_page": src_page, "dst_page": dst_page}
         slot = self._slots[rank]
-        return Way(rank, slot, geometry, kernels, **sizes, max_page=max_page, network=network, staged=staged)
+        how: dict[str, Any] = {**sizes, "max_page": max_page, "network": network, "staged": staged, "keep": keep}
+        return Way(rank, slot, geometry, kernels, packs, **how)
+
+    def retire(self, way: Way) -> None:
+        """No send takes this way any more, and what it leads to may go: once kernels that were launched have ended."""
+        if self.device is not None:
+            self.device.retire(way, int(self._memory[0]["posted"]))
 
     def open_send(
         self, way: Way, *, peer_flow: int, generation: int, pages: Int64Array, serial: int = 0, begun: int = 0
@@ -192,17 +200,25 @@ class Core:
         return sends[flow, _PEER_FLOW], sends[flow, _GENERATION], pages
 
     def start_op(
-        self, flow: int, positions: Int64Array, pages: Int64Array, start: int, gate: Gate = NO_GATE, verb: int = 0
+        self,
+        flow: int,
+        positions: Int64Array,
+        pages: Int64Array,
+        start: int,
+        gate: Gate = NO_GATE,
+        verb: int = 0,
+        *,
+        staged: bool = False,
     ) -> int | None:
         """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use.
 
-        verb: see `Op`.
+        verb: see `Op`. staged: whether they are staged, although the way says otherwise.
         """
         if not self._free_ops:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
-        posting.start_op(self._address, index, flow, positions, pages, start, *gate, verb)
+        posting.start_op(self._address, index, flow, positions, pages, start, *gate, verb, int(staged))
         return index
 
     def start_more(

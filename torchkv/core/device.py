@@ -64,6 +64,7 @@ class LoopDevice:
         self._word_device = word_device
         self._ids, self._ids_device = ids, ids_device
         self._keep = keep
+        self._retired: list[tuple[Any, int]] = []
 
     def describe(self, world: World) -> None:
         """Writes everything into the loop's state."""
@@ -77,6 +78,11 @@ class LoopDevice:
     def landed(self, posted: int) -> bool:
         """Whether the stream has written ``posted`` to the word, so that what was enqueued before has ended."""
         return bool(self._value[0] >= posted)
+
+    def retire(self, thing: Any, posted: int) -> None:
+        """Keeps what kernels may still read, which nobody else needs, until the stream has written ``posted``."""
+        self._retired.append((thing, posted))
+        self._retired[:] = [(each, last) for each, last in self._retired if not self.landed(last)]
 
     def close(self, posted: int) -> None:
         """The loop enqueues nothing more. Memory that it has enqueued work on stays alive until that has ended."""

@@ -178,6 +178,7 @@ class LoopPeers:
             self._cut(rank)
             self._arrivals.pop(rank, None)
             self._pieces.pop(rank, None)
+            world["stages"] = len(self._pieces)
             world["peers"][slot] = 0
             world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
             head, box = mailbox.mailbox_at(slot)
@@ -331,9 +332,13 @@ class LoopPeers:
             peer["ring"], peer["ring_nbytes"], peer["reached"], peer["taken"] = address, nbytes, 0, 0
 
     def use_stage(self, rank: int, own: tuple[int, int], there: tuple[int, int], nbytes: int) -> None:
-        """``rank`` has granted a standing stage. own, there: address and key of this rank's bytes, and of the stage."""
+        """``rank`` has granted a standing stage. own, there: address and key of this rank's bytes, and of the stage.
+
+        Of a stage that is mapped here ``own`` is the stage itself, and the others are 0.
+        """
         self._pieces[rank] = np.zeros(staging.PIECES_NBYTES // 8, dtype=np.int64)
         with self._runner.standing_still():
+            self._memory[0]["stages"] = len(self._pieces)
             peer = self._memory[0]["peers"][self.slots[rank]]
             peer["pieces"], peer["stage_nbytes"] = self._pieces[rank].ctypes.data, nbytes
             (peer["stage"], peer["stage_key"]), (peer["there"], peer["there_key"]) = own, there
@@ -347,13 +352,13 @@ class LoopPeers:
             posting.wake_loop(self._runner.address)
         return int(peer["piece_tail"]) if untold else 0, int(peer["packed"]) if waiting else 0
 
-    def has_piece(self, rank: int, lane: NetworkLane, piece: int) -> bool:
-        """Whether all pieces before this number have arrived in the stage of ``rank``.
+    def has_piece(self, rank: int, lane: NetworkLane | None, piece: int) -> bool:
+        """Whether all pieces before this number have arrived in the stage of ``rank``. lane: None if that is mapped.
 
         Raises ``PeerLost`` if nobody will know.
         """
         posted = 1 << 62  # till all of them are put
-        if not lane.failed:
+        if rank in self._pieces and not (lane is not None and lane.failed):
             peer = self._memory[0]["peers"][self.slots[rank]]
             if peer["piece_head"] >= piece:
                 return True
@@ -361,18 +366,22 @@ class LoopPeers:
                 posted = staging.put_of(self._pieces[rank], piece - 1)
         return self.has_arrived(rank, lane, posted)
 
-    def has_come_back(self, rank: int, lane: NetworkLane, position: int) -> bool:
+    def has_come_back(self, rank: int, lane: NetworkLane | None, position: int) -> bool:
         """Whether ``rank`` has unpacked its pieces up to this position. Raises ``PeerLost`` if nobody will know."""
         slot = self.slots.get(rank)
         if slot is not None and self._memory[0]["peers"][slot]["freed"] >= position:
             return True
-        return self.has_arrived(rank, lane, 1 << 62) if lane.failed else False
+        return self.has_arrived(rank, lane, 1 << 62) if lane is None or lane.failed else False
 
-    def has_arrived(self, rank: int, lane: NetworkLane, posted: int) -> bool:
-        """Whether the put of this number, and all before it, are in the memory of ``rank``.
+    def has_arrived(self, rank: int, lane: NetworkLane | None, posted: int) -> bool:
+        """Whether the put of this number, and all before it, are in the memory of ``rank``. lane: None if it is mapped.
 
         Raises ``PeerLost`` if nobody will know.
         """
+        if lane is None:
+            if rank not in self._pieces:
+                raise PeerLost(f"rank {rank} ended while pages were staged: some may not have been unpacked")
+            return posted == 0
         if not lane.failed:
             peer = self._memory[0]["peers"][self.slots[rank]]
             if peer["flushed"] >= posted:

@@ -171,7 +171,7 @@ def meet(
         return False
     world["network"] += network & 1
     send["state"] = OPEN
-    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb)
+    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 
@@ -180,7 +180,8 @@ def _begin(send: Send, address: int, network: int, serial: int, begun: int) -> N
     """What is the same for every send that begins. address: of its `Way`."""
     way = way_at(address)
     send["peer"], send["max_page"], send["geometry"] = way["peer"], way["max_page"], way["geometry"]
-    send["kernels"], send["src_page"], send["dst_page"] = way["kernels"], way["src_page"], way["dst_page"]
+    send["kernels"], send["packs"] = way["kernels"], way["packs"]
+    send["src_page"], send["dst_page"] = way["src_page"], way["dst_page"]
     send["staged"], send["network"] = way["staged"], network
     send["serial"], send["begun"] = serial, begun
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
@@ -202,10 +203,11 @@ def start_op(
     gate_stream: int,
     gate_number: int,
     verb: int,
+    staged: int,
 ) -> None:
     """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive.
 
-    gate, gate_stream, gate_number, verb: see `Op`.
+    gate, gate_stream, gate_number, verb: see `Op`. staged: 1 if they are staged, although the send may say otherwise.
     """
     world = world_at(address)
     op = world["ops"][index]
@@ -214,7 +216,7 @@ def start_op(
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["pieces"] = op["operation"] = 0
-    op["verb"] = verb
+    op["verb"], op["staged"] = verb, staged | world["sends"][flow]["staged"]
     _command(world, START, index)
 
 
@@ -236,7 +238,7 @@ def start_more(
     """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
     if not copy_ids(given, ids, num_pages):
         return False
-    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb)
+    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 
@@ -338,10 +340,16 @@ def post_receive(
     name_nbytes: int,
     ids: Int64Array,
     serial: int,
+    geometry: int,
+    kernels: int,
 ) -> None:
-    """`open_receive`, `add_writer` and `post_grant` in one, of a receive from one writer, whose leader is this rank."""
-    open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, 0, 0)
-    add_writer(address, flow, rank, layers, writer_page, 0, 0, 1)
+    """`open_receive`, `add_writer` and `post_grant` in one, of a receive from one writer, whose leader is this rank.
+
+    ids: must stay alive if there is a ``geometry``.
+    """
+    unpacks = 1 if geometry != 0 else 0
+    open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, ids.ctypes.data, unpacks)
+    add_writer(address, flow, rank, layers, writer_page, geometry, kernels, 1)
     post_grant(address, flow, body, hash0, hash1, writers, 0, name_nbytes, ids, serial)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,19 +48,23 @@ class ReceiveState:
     writers: list[WriterState]
 
 
-class Pieces(NamedTuple):
-    """How the pieces of a writer are unpacked. geometry: of the plan. kernels: its pack table, on a GPU."""
+class Pieces:
+    """How the pieces of a writer are unpacked. geometry: of the plan. kernels: its pack table, on a GPU.
 
-    geometry: Int64Array
-    kernels: Int64Array | None = None
+    addresses: of both, which must stay alive.
+    """
+
+    def __init__(self, geometry: Int64Array, kernels: Int64Array | None = None) -> None:
+        self._kept = geometry, kernels
+        self.addresses = geometry.ctypes.data, 0 if kernels is None else kernels.ctypes.data
 
 
 @dataclass(slots=True)
 class Source:
-    """A writer that stages nothing, as receives from it alone know it. slot: its number on the loop.
+    """A writer, as receives from it alone know it. slot: its number on the loop.
 
     layers: that it owes. page_size, writer_page: of this rank's pages and of its own, in tokens. writers: its bit in
-    grants. network: whether the transport must be driven to hear it.
+    grants. network: whether the transport must be driven to hear it. pieces: if it may stage.
     """
 
     slot: int
@@ -69,6 +73,7 @@ class Source:
     writer_page: int
     writers: int
     network: bool
+    pieces: Pieces | None = None
 
 
 class Receives:
@@ -126,11 +131,8 @@ class Receives:
         posting.open_receive(self._address, flow, *what, cover, ids, int(bool(staged)))
         for number, (rank, count, size) in enumerate(writers):
             last = int(number == len(writers) - 1)
-            geometry = kernels = 0
-            if staged and rank in staged:
-                geometry, table = staged[rank].geometry.ctypes.data, staged[rank].kernels
-                kernels = 0 if table is None else table.ctypes.data
-            posting.add_writer(self._address, flow, self._slots[rank], count, size, geometry, kernels, last)
+            pieces = staged[rank].addresses if staged and rank in staged else (0, 0)
+            posting.add_writer(self._address, flow, self._slots[rank], count, size, *pieces, last)
         if network:
             self._count_network(flow)
             posting.wake_loop(self._address)
@@ -185,6 +187,10 @@ class Receives:
             self._count_network(flow)
         cover = self._kept[flow] = np.zeros((1, source.layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         body = self._peers.name_grant(flow, name)
+        geometry = kernels = 0
+        if source.pieces is not None:
+            self._unpacking[flow] = pages, source.pieces
+            geometry, kernels = source.pieces.addresses
         posting.post_receive(
             self._address,
             flow,
@@ -201,6 +207,8 @@ class Receives:
             len(name),
             pages,
             serial,
+            geometry,
+            kernels,
         )
         return flow
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torchkv.arrays import Int64Array
@@ -13,12 +15,14 @@ __all__ = ["Way"]
 class Way:
     """rank: the peer; slot: its number on the loop. geometry: of the plan: see `torchkv.transfer.loop_geometry`.
 
-    kernels: the launch table, if kernels copy the pages. src_page, dst_page: page sizes in tokens. max_page: the peer's
-    pages are below this. network: whether they are put through the network, with the keys in ``geometry``; staged:
-    through the standing stage that the peer has granted. address: of the record that the loop reads.
+    kernels: the launch table, if kernels copy the pages. packs: the pack table, if kernels pack them. src_page,
+    dst_page: page sizes in tokens. max_page: the peer's pages are below this. network: whether they are put through the
+    network, with the keys in ``geometry``. staged: whether, unless an op says otherwise, they go through the standing
+    stage that the peer has granted. keep: what must stay alive with the tables. address: of the record that the loop
+    reads.
     """
 
-    __slots__ = ("_geometry", "_kernels", "_record", "address", "has_kernels", "network", "rank", "staged")
+    __slots__ = ("_kept", "_record", "address", "has_kernels", "network", "rank")
 
     def __init__(
         self,
@@ -26,24 +30,26 @@ class Way:
         slot: int,
         geometry: Int64Array,
         kernels: Int64Array | None,
+        packs: Int64Array | None,
         *,
         src_page: int,
         dst_page: int,
         max_page: int,
         network: bool,
         staged: bool,
+        keep: Any = None,
     ) -> None:
         self.rank = rank
         self.network = network
-        self.staged = staged
-        self.has_kernels = kernels is not None
-        self._geometry, self._kernels = geometry, kernels  # which the loop reads at their addresses
+        self.has_kernels = kernels is not None or packs is not None
+        self._kept = geometry, kernels, packs, keep  # the loop reads them at their addresses
         self._record = np.zeros(1, dtype=WAY)
         self._record[0] = (
             slot,
             max_page,
             geometry.ctypes.data,
             0 if kernels is None else kernels.ctypes.data,
+            0 if packs is None else packs.ctypes.data,
             src_page,
             dst_page,
             int(staged),

@@ -179,8 +179,8 @@ class Engine:
                 local=memory.pages,
                 connections=self.connections,
                 kernels=memory.kernels or (None if core.device is None else self.scheduler.kernels),
-                direct=options.forced_path in (None, "direct"),  # peers are expected to have the same options
-                puts=options.forced_path is None,
+                direct=options.forced_path in (None, "direct", "staged"),  # peers should have the same options
+                puts=options.forced_path in (None, "staged"),
                 stages=self._standing_stages(core, memory) if not options.checksum else None,
                 clock=weakly(self._clock),
                 recorder=self.recorder,
@@ -451,6 +451,8 @@ class Engine:
         if self._machines.handle(src, message, now):
             if isinstance(message, StageGrant) and message.generation == STANDING and self.flows is not None:
                 self.flows.take_stages()
+            if isinstance(message, StageAsk) and self.flows is not None:
+                self.flows.offer_stage(src)
             return
         if isinstance(message, Left):
             self.peers.on_left(src, now)

@@ -479,7 +479,7 @@ def _takes_records_of_any_generation() -> None:
         return bool(real(world, source))
 
     swap(receiving, on_record=on_record)
-    swap(loop, on_record=on_record)
+    swap(unpacking, on_record=on_record)
 
 
 def _a_record_of_an_earlier_request() -> str:

@@ -228,11 +228,14 @@ def _hear_network(world: World) -> bool:
 
 @compiled
 def _tell_pieces(world: World) -> bool:
-    """Tells receivers of the pieces in their standing stages. Whether of any."""
-    told = False
+    """Puts pieces into standing stages, and tells receivers of them. Whether anything has changed."""
+    told, untold = False, 0
     for slot in range(world["num_peers"]):
-        if world["peers"][slot]["piece_head"] < world["peers"][slot]["piece_tail"]:
-            told |= tell_pieces(world, world["peers"][slot])
+        peer = world["peers"][slot]
+        if peer["piece_head"] < peer["piece_tail"]:
+            told |= tell_pieces(world, peer)
+            untold += peer["piece_tail"] - peer["piece_head"]
+    world["untold"] = untold
     return told
 
 
@@ -315,8 +318,9 @@ def step(world: World) -> bool:
         busy |= _hear(world)
         if world["lanes"] > 0:
             busy |= drive(world)
-            busy |= _tell_pieces(world)
             busy |= _hear_network(world)
+        if world["stages"] > 0:
+            busy |= _tell_pieces(world)
         busy |= _move(world)
     busy |= _pay(world)
     if world["lanes"] > 0:
@@ -351,19 +355,19 @@ def drop(world: World, flow: int) -> None:
 
     For a caller that holds the lock, and has settled. So no byte of them is on its way, unless kernels are enqueued.
     """
+    send = world["sends"][flow]
     kept = world["queue_head"]
     for at in range(world["queue_head"], world["queue_tail"]):
         index = world["queue"][at & (MAX_OPS - 1)]
-        if world["ops"][index]["flow"] != flow:
+        op = world["ops"][index]
+        if op["flow"] != flow:
             world["queue"][kept & (MAX_OPS - 1)] = index
             kept += 1
-        elif world["ops"][index]["posted"] != 0 and world["sends"][flow]["network"] == 0:
+        elif op["posted"] != 0 and op["staged"] == 0 and send["network"] == 0:
             world["flying"] -= 1
     world["queue_tail"] = kept
     drop_due(world, SEAL, flow)
-    send = world["sends"][flow]
-    if send["staged"] != 0:
-        forget_pieces(world, world["peers"][send["peer"]], flow)
+    forget_pieces(world, world["peers"][send["peer"]], flow)
     if send["state"] == WAITING:
         forget(world, flow)
     send["running"] = send["flying"] = 0
@@ -420,7 +424,8 @@ def run(world: World) -> None:
             continue
         # Nobody rings when a full mailbox has room again.
         unpacking = world["unpack_head"] != world["unpack_tail"]
-        blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"] or unpacking
+        blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"]
+        blocked = blocked or unpacking or world["untold"] > 0
         now = monotonic_ns(world["functions"][CLOCK], scratch)
         seals = seals_expected(world)
         if idle_since == 0 or seals > world["seals"]:

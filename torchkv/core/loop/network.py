@@ -231,8 +231,8 @@ def cut(world: World, peer: Peer) -> None:
             call_free(_native(peer, FREE_REQUEST), load(at))
             store(at, 0)
     peer["endpoint"] = 0
-    # What was put may still land in the stage: see `staging`.
-    peer["stage"], peer["piece_head"], peer["piece_put"] = 0, peer["piece_tail"], peer["piece_tail"]
+    if peer["there"] != 0:  # what was put may still land in the stage: see `staging`
+        peer["stage"], peer["piece_head"], peer["piece_put"] = 0, peer["piece_tail"], peer["piece_tail"]
 
 
 # ---------------------------------------------------------------- records

@@ -92,7 +92,7 @@ def advance(world: World, index: int, budget: int) -> int:
     op = world["ops"][index]
     send = world["sends"][op["flow"]]
     left = budget
-    if send["kernels"] != 0 and send["staged"] == 0:
+    if send["kernels"] != 0 and op["staged"] == 0:
         if not landed(world, send, op):
             hint_seal(world, send)
             report_broken(world)
@@ -101,7 +101,7 @@ def advance(world: World, index: int, budget: int) -> int:
     elif op["gate"] != 0 and (world["broken"] != 0 or not is_open(world, send, op)):
         report_broken(world)
         return BLOCKED
-    elif send["staged"] != 0:
+    elif op["staged"] != 0:
         left -= _stage(world, send, op, index, left)
         if op["at"] < op["num_positions"] or op["pieces"] > 0:
             report_broken(world)

@@ -1,8 +1,9 @@
 """Staging at the writer: short runs are packed into pieces, which are put whole into the receiver's ring. Compiled.
 
-A receiver grants each writer of another host one *standing stage* of its staging ring, once and for all their requests,
-and the writer keeps as many bytes of its own send ring beside it. Both count *positions* in them, which only grow;
-position p lies at byte p modulo their length, and a piece never straddles the end.
+A receiver grants a writer one *standing stage* of its staging ring, once and for all their requests. A writer of
+another host keeps as many bytes of its own send ring beside it; one that has mapped the ring packs straight into the
+stage, and puts nothing. Both count *positions* in them, which only grow; position p lies at byte p modulo their length,
+and a piece never straddles the end.
 
     packed here --put, flushed--> STAGED told --unpacked there (see `unpacking`)--> CREDIT: positions are free again
 
@@ -105,7 +106,7 @@ def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int]:
     Whole layers that are consecutive in the plan, or else pages of the next one: at least one.
     """
     at, until, nbytes = op["at"], op["at"], 0
-    grain = GRAIN if send["kernels"] != 0 else 1
+    grain = GRAIN if send["packs"] != 0 else 1
     if op["ordinal"] == 0:
         while until < op["num_positions"]:
             follows = until == at or load(op["positions"] + 8 * until) == load(op["positions"] + 8 * until - 8) + 1
@@ -181,7 +182,7 @@ def _launch(world: World, send: Send, op: Op, layers: tuple[int, int], start: in
         return 0
     extent = layers[0], layers[1], start, count, send["granted"], send["src_page"], send["dst_page"]
     ids = world["ids_device"] + 8 * IDS * op["flow"] + 8 * send["src_at"]
-    if launch_piece(world, send["kernels"], extent, op["start"], ids, 0, to) < 0:
+    if launch_piece(world, send["packs"], extent, op["start"], ids, 0, to) < 0:
         return 0
     posted: int = signal(world)
     if posted != 0:
@@ -202,7 +203,7 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
         return NO_ROOM
     first, last = load(op["positions"] + 8 * at), load(op["positions"] + 8 * until - 8) + 1
     to, launched = peer["stage"] + position % peer["stage_nbytes"], 0
-    if send["kernels"] == 0:
+    if send["packs"] == 0:
         _gather_all(world, send, op, until, start, count, to)
     elif nbytes > 0:
         launched = _launch(world, send, op, (first, last), start, count, to)
@@ -244,14 +245,14 @@ def put_pieces(world: World, peer: Peer) -> bool:
         launched, nbytes = load(piece + _LAUNCHED), load(piece + _NBYTES)
         if launched != 0 and load(world["word"]) < launched:
             break
-        if load(piece + _GENERATION) != 0 and nbytes > 0:  # else it holds nothing for its receiver
+        if load(piece + _GENERATION) != 0 and nbytes > 0 and peer["there"] != 0:  # else there is nothing to put
             if put_room(peer, 1, nbytes) == 0:
                 break
             offset = load(piece + _AT) % peer["stage_nbytes"]
             store(world["key_at"], peer["stage_key"])
             put(world, peer, peer["stage"] + offset, peer["there"] + offset, nbytes, peer["there_key"])
             peer["wanted"] = max(peer["wanted"], peer["puts"])
-        store(piece + POSTED, peer["puts"])
+        store(piece + POSTED, peer["puts"] if peer["there"] != 0 else 0)
         peer["piece_put"] += 1
         put_any = True
     return put_any

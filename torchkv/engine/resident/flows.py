@@ -22,10 +22,9 @@ import numpy as np
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
-from torchkv.core.peers import NetworkLane
 from torchkv.engine.resident.bound_grants import as_bits
 from torchkv.engine.resident.journal import Journal
-from torchkv.engine.resident.notices import Notices, OnLoop
+from torchkv.engine.resident.notices import Notices, OnLoop, path_of
 from torchkv.engine.resident.plain_receives import PlainReceives, SoleWriter
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.engine.resident.routes import Routes
@@ -129,7 +128,9 @@ class Flows:
 
     def serves(self, op: SendOp) -> bool:
         path = op.source_pages.path
-        return (path is None or path == "direct") and not op.state
+        if path == "staged" and (self._stages is None or not self._stages.uses(op.dst)):
+            return False
+        return path in (None, "direct", "staged") and not op.state
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self.routes.to(req.dst, plan)
@@ -177,13 +178,17 @@ class Flows:
         gate = self.routes.gate(source.event)
         if gate is None or route is None or not self.serves(op):
             return False
+        forced = source.path == "staged"
+        if forced and not req.loop_stages:
+            return False
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.way.has_kernels and len(pages) > MAX_GRANTED):
             return False
         verb = self.journal.verb_of(op.work, op.verb)
-        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb)
+        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb, staged=forced)
         if index is None:
             return False
+        req.loop_staged |= forced
         op.work._in_journal |= verb != 0
         self._ops[index] = req, op
         if req.grant is None:
@@ -219,17 +224,19 @@ class Flows:
                 return None
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
-            lane, staged = self._lanes.pop(req.flow, None), req.loop_path == "staged"
-            if lane is not None and staged and self.core.moved(req.flow):
-                req.landing = self._landing(req, lane)
+            lane = self._lanes.pop(req.flow, None)
+            if (req.loop_staged or req.loop_path == "staged") and self.core.moved(req.flow):
+                req.landing = self._landing(req)
             for index in left:
-                if staged:
-                    self._ops[index][1].landed = req.landing
-                elif lane is not None:
+                op = self._ops[index][1]
+                op.landed = req.landing
+                if path_of(req, op) == "staged":
+                    continue
+                if lane is not None:
                     if posted := self.core.put(index):
-                        self._ops[index][1].landed = partial(self.core.peers.has_arrived, req.dst, lane, posted)
+                        op.landed = _both(req.landing, partial(self.core.peers.has_arrived, req.dst, lane, posted))
                 elif self.core.device is not None and (posted := self.core.flying(index)):
-                    self._ops[index][1].landed = partial(self.core.device.landed, posted)
+                    op.landed = _both(req.landing, partial(self.core.device.landed, posted))
             self.journal.hand_over_ops(req, left)
             sealed = self.core.take_back_send(req.flow, left)
             self.journal.end_send(req)
@@ -240,9 +247,10 @@ class Flows:
         req.flow = None
         return sealed
 
-    def _landing(self, req: SenderRequest, lane: NetworkLane) -> Callable[[], bool] | None:
+    def _landing(self, req: SenderRequest) -> Callable[[], bool] | None:
         """Whether all that was staged to the receiver until now has arrived, and was unpacked if it still may be."""
-        peers, rank = self.core.peers, req.dst
+        assert self._stages is not None
+        peers, rank, lane = self.core.peers, req.dst, self._stages.lane_to(req.dst)
         piece, position = peers.staged(rank)
 
         def has_landed() -> bool:
@@ -257,6 +265,11 @@ class Flows:
         """Makes ready the standing stages that receivers have granted. Driver's thread."""
         if self._stages is not None:
             self._stages.take()
+
+    def offer_stage(self, rank: int) -> None:
+        """``rank`` stages by Python."""
+        if self._stages is not None:
+            self._stages.offer(rank)
 
     def disconnect(self, rank: int) -> None:
         """The process of ``rank`` has ended, and its requests were taken back: unmaps what it shared with the loop."""
@@ -416,3 +429,7 @@ class Flows:
 
     def _standing_still(self) -> AbstractContextManager[None]:
         return self.notices.standing_still()
+
+
+def _both(one: Callable[[], bool] | None, other: Callable[[], bool]) -> Callable[[], bool]:
+    return other if one is None else lambda: one() and other()

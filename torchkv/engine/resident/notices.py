@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -56,7 +56,10 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = ["Notices", "OnLoop"]
+if TYPE_CHECKING:
+    from torchkv.engine.scheduler import SourcePages
+
+__all__ = ["Notices", "OnLoop", "path_of"]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,12 @@ class OnLoop:
     dead: set[int] = field(default_factory=set)
     ops: dict[int, tuple[SenderRequest, SendOp]] = field(default_factory=dict)
     unpacking: dict[int, ReceiverRequest] = field(default_factory=dict)
+
+
+def path_of(req: SenderRequest, op: SendOp) -> str:
+    """As which the bytes of an op on the loop count."""
+    source: SourcePages = op.source_pages
+    return "staged" if source.path == "staged" else req.loop_path
 
 
 class Leave(Protocol):
@@ -230,16 +239,19 @@ class Notices:
         """An op has ended, and with it those of the same request whose notices come next."""
         notices, running = self._notices, self._ops
         req, op = running.pop(index)
-        indices, ops = [index], [op]
+        indices, ops, path = [index], [op], path_of(req, op)
         while notices and (notice := notices[0]).kind == OP_DONE and running[notice.index][0] is req:
+            if path_of(*running[notice.index]) != path:
+                break
             notices.popleft()
             indices.append(notice.index)
             ops.append(running.pop(notice.index)[1])
         nbytes, spans = self.core.op_results(indices)
         connection = self._connections[req.dst]
-        lane = "view" if connection.direct else connection.lane
+        mapped = connection.direct or (path == "staged" and connection.staging_view is not None)
+        lane = "view" if mapped else connection.lane
         connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes))
-        self._sender.copied(req, ops, nbytes, now)
+        self._sender.copied(req, ops, nbytes, path, now)
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:
         """A record that the loop did not take: Python judges it, as a message with the same meaning."""

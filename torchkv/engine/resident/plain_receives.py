@@ -54,7 +54,7 @@ class PlainReceives:
         sole, connection = self._known.get(rank), self._routes.serving(rank)
         if sole is None or sole.plan is not plan or sole.connection is not connection:
             plans = {rank: plan}
-            if connection is None or not self._routes.takes(plans) or self._routes.unpacked(plans):
+            if connection is None or not self._routes.takes(plans):
                 return None
             lane = self._core.peers.lane(rank)
             source = Source(
@@ -64,6 +64,7 @@ class PlainReceives:
                 writer_page=plan.src_page_size,
                 writers=as_bits(self._group_map.own_numbers((rank,))),
                 network=lane is not None and lane.is_driven,
+                pieces=self._routes.unpacked(plans).get(rank),
             )
             sole = self._known[rank] = SoleWriter(plan, connection, source, self._routes.path(rank, plan))
         return sole if self._core.peers.hears(rank) else None

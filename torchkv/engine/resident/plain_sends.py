@@ -192,7 +192,7 @@ class PlainSends:
     def opened(self, req: SenderRequest, flow: int, route: Route) -> None:
         """The flow is of this request, whose number in the journal is the latest one."""
         req.flow, req.loop_path, req.loop_layers = flow, route.path, route.plan.layers
-        req.serial = self._journal.serial
+        req.loop_stages, req.serial = route.stages, self._journal.serial
         self._held.sends[flow] = req
         self._served.add(req.dst)
         if route.lane is not None:

@@ -48,9 +48,10 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 
 
 class Route:
-    """A plan towards a peer, as the loop reads it. launches: of kernels that copy the pages, or pack them. lane: of
-    pages that are not mapped. staged: whether they are put into a standing stage there. path: as which `KVWork.path`
-    and dumps count its bytes. num_pages: of the peer.
+    """A plan towards a peer, as the loop reads it. launches, packs: of kernels that copy the pages, and pack them.
+    lane: of pages that are not mapped. stages: whether they can be packed into a standing stage there; staged: whether
+    they are if nobody says otherwise. path: as which `KVWork.path` and dumps count its bytes then. num_pages: of the
+    peer.
 
     A route through the network ends with its lane.
     """
@@ -61,19 +62,20 @@ class Route:
         plan: PairPlan,
         local: LocalPages,
         connection: PeerConnection,
+        *,
         launches: Launches | None = None,
+        packs: Launches | None = None,
         lane: NetworkLane | None = None,
+        stages: bool = False,
         staged: bool = False,
         path: str = "direct",
-        *,
         num_pages: int,
     ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
-        self.launches = launches  # kept, because the way leads to them
         self.lane = lane
+        self.stages = stages
         self.staged = staged
-        self.provisional = False  # it puts until there is a stage
         self.path = "staged" if staged else path
         native = None if lane is None else lane.native
 
@@ -96,11 +98,13 @@ class Route:
             connection.rank,
             geometry=words,
             kernels=None if launches is None else launches.words,
+            packs=None if packs is None else packs.words,
             src_page=plan.src_page_size,
             dst_page=plan.dst_page_size,
             max_page=num_pages,
             network=lane is not None,
             staged=staged,
+            keep=(launches, packs),
         )
         self.positions = _Positions(plan)
 
@@ -142,7 +146,15 @@ class Routes:
 
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended."""
-        self.known = {key: route for key, route in self.known.items() if key[0] != rank}
+        for key in [key for key in self.known if key[0] == rank]:
+            self._core.retire(self.known.pop(key).way)
+
+    def _learn(self, rank: int, route: Route) -> Route:
+        """From now on this is the route of its plan to ``rank``."""
+        if (earlier := self.known.get((rank, id(route.plan)))) is not None:
+            self._core.retire(earlier.way)
+        self.known[rank, id(route.plan)] = route
+        return route
 
     def serving(self, rank: int) -> PeerConnection | None:
         """The connection to ``rank``, if the loop can copy to it, or put, and reach it."""
@@ -183,27 +195,41 @@ class Routes:
         launches = None if self._kernels is None else self._kernels.launches(plan, connection)
         if self._kernels is not None and launches is None:
             return None
-        num_pages = self._num_pages(rank)
-        route = self.known[rank, id(plan)] = Route(
-            self._core, plan, self._local, connection, launches, num_pages=num_pages
+        stages, packs = self._packing(rank, plan, None)
+        route = Route(
+            self._core,
+            plan,
+            self._local,
+            connection,
+            launches=launches,
+            packs=packs,
+            stages=stages,
+            num_pages=self._num_pages(rank),
         )
-        return route
+        return self._learn(rank, route)
 
     def is_current(self, rank: int, route: Route) -> bool:
-        """Whether a route still leads to the peer, and need not become one that stages."""
+        """Whether a route still leads to the peer, and need not become one that can stage."""
         if route.connection is not self._connections.get(rank) or not route.usable:
             return False
-        return not (route.provisional and self._has_stage(rank, route.plan, route.lane))
+        if route.stages or self.stages is None or not self.stages.uses(rank):
+            return True
+        return not self._packing(rank, route.plan, route.lane)[0]
+
+    def _packing(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> tuple[bool, Launches | None]:
+        """Whether the loop can pack a plan into a stage of ``rank``, and the kernels that it needs for that."""
+        if self.stages is None or not fits(plan, self.stages.to(rank, lane)):
+            return False, None
+        if self._kernels is None:
+            return True, None
+        packs = self._kernels.packs(plan, sending=True)
+        return packs is not None, packs
 
     def _of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> Route | None:
         """How the loop puts a plan to ``rank``, or stages it; None if it cannot yet, or a part cannot be put."""
         lane = self.lane(rank, connection)
-        wanted = self._wants_stage(plan, connection, lane)
-        staged = wanted and self._has_stage(rank, plan, lane)
-        launches = None
-        if staged and self._kernels is not None:
-            launches = self._kernels.packs(plan, sending=True)
-            staged = launches is not None
+        stages, packs = self._packing(rank, plan, lane)
+        staged = stages and self._wants_stage(plan, connection, lane)
         if not staged and not (_is_coarse(plan) and self._keeps_up(plan, connection, lane)):
             return None
         route = Route(
@@ -211,17 +237,16 @@ class Routes:
             plan,
             self._local,
             connection,
-            launches,
-            lane,
-            staged,
-            self.path(rank, plan),
+            packs=packs,
+            lane=lane,
+            stages=stages,
+            staged=staged,
+            path=self.path(rank, plan),
             num_pages=self._num_pages(rank),
         )
-        route.provisional = wanted and not staged
         if not staged and not route.has_keys:
             return None
-        self.known[rank, id(plan)] = route
-        return route
+        return self._learn(rank, route)
 
     def _wants_stage(self, plan: PairPlan, connection: PeerConnection, lane: NetworkLane | None) -> bool:
         """Whether a plan is to be staged if there is a stage."""
@@ -241,9 +266,6 @@ class Routes:
         costs = _costs(connection, lane, BETWEEN_GPUS)
         return costs is not None and puts_keep_up(plan, costs)
 
-    def _has_stage(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> bool:
-        return self.stages is not None and fits(plan, self.stages.to(rank, lane))
-
     def path(self, rank: int, plan: PairPlan) -> str:
         """How bytes of a plan go to or from ``rank`` unless they are staged: one of ``torchkv.options.PATHS``."""
         connection = self._connections.get(rank)
@@ -262,15 +284,21 @@ class Routes:
         """
         if not all(self.serving(rank) for rank in plans) or not all(map(_can_copy, plans.values())):
             return False
-        return all(self._connections[rank].direct or self._is_taken(rank, plan) for rank, plan in plans.items())
+        return all(self._is_taken(rank, plan) for rank, plan in plans.items())
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
-        """Whether the loop of a writer of another host puts a plan, or stages it; else its Python does."""
+        """Whether the loop of a writer copies a plan, puts it, or stages it; else its Python does."""
+        if self._may_grant(plan) and self._of_pieces(plan) is None:
+            return False  # its loop may stage, and cannot know that this one is not ready
+        if self._connections[rank].direct:
+            return True
         if self.stages is not None and self._may_stage(plan, self._core.peers.lane(rank)):
-            if self._of_pieces(plan) is None:
-                return False  # the writer cannot know that
             return self.stages.serves(rank, plan) or _is_coarse(plan)
         return _is_coarse(plan)
+
+    def _may_grant(self, plan: PairPlan) -> bool:
+        """Whether a writer may have a stage here for a plan, sooner or later."""
+        return self.stages is not None and self.stages.may_grant(plan)
 
     def _may_stage(self, plan: PairPlan, lane: NetworkLane | None) -> bool:
         """Whether its writer's loop may stage a plan, and its reader's has to be ready for that: both ends agree.
@@ -286,9 +314,7 @@ class Routes:
         return {
             rank: pieces
             for rank, plan in plans.items()
-            if not self._connections[rank].direct
-            and self._may_stage(plan, self._core.peers.lane(rank))
-            and (pieces := self._of_pieces(plan)) is not None
+            if self._may_grant(plan) and (pieces := self._of_pieces(plan)) is not None
         }
 
     def _of_pieces(self, plan: PairPlan) -> Pieces | None:

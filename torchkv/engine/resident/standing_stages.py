@@ -1,7 +1,7 @@
 """Standing stages: parts of staging rings that resident loops use for all requests of a writer, leased by Python.
 
-See `torchkv.core.loop.staging`. A receiver grants one when it first expects a writer to stage, and tells it so; until
-that has come, and wherever there is no room for one, requests are staged by Python.
+See `torchkv.core.loop.staging`. A receiver grants one when it first expects a writer to stage, or sees that it does,
+and tells it so; until that has come, and wherever there is no room for one, requests are staged by Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchkv.errors import TransportUnavailable
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.protocol.receiving.staging_credits import StagingCredits
-from torchkv.protocol.sending.staging_requester import StagingRequester
+from torchkv.protocol.sending.staging_requester import Span, StagingRequester
 from torchkv.staging.packer import Staging
 from torchkv.transfer.peer_connection import PeerConnection
 
@@ -31,10 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Used:
-    """A standing stage that this rank puts into, over one lane only. own: as much of its own ring; None: unusable."""
+    """A standing stage that this rank packs for. nbytes: of it; 0: it is unusable.
 
-    lane: NetworkLane
-    own: Stage | None
+    lane: the only one over which it may be put into; None where it is mapped. own: as many bytes of this rank's ring.
+    """
+
+    nbytes: int
+    lane: NetworkLane | None = None
+    own: Stage | None = None
 
 
 class StandingStages:
@@ -63,52 +67,82 @@ class StandingStages:
 
     def serves(self, rank: int, plan: PairPlan) -> bool:
         """Whether ``rank``, which the loop can reach, has a stage here that serves a plan, or is granted one now."""
-        if self._staging.receiving is None or not fits(plan, self._credits.standing_nbytes):
-            return False
+        return self.may_grant(plan) and self._grant(rank)
+
+    def may_grant(self, plan: PairPlan) -> bool:
+        """Whether stages here serve a plan, if there is room for them."""
+        return self._staging.receiving is not None and fits(plan, self._credits.standing_nbytes)
+
+    def offer(self, rank: int) -> None:
+        """``rank`` stages by Python: its loop may do that from now on, if it can be reached."""
+        connection = self._connection(rank)
+        if connection is None or self._credits.stands(rank):
+            return
+        lane = self._core.peers.lane(rank)
+        is_mapped = connection.staging_view is not None and self._core.peers.reaches(rank)
+        if is_mapped or (lane is not None and lane.is_driven):
+            self._grant(rank)
+
+    def _grant(self, rank: int) -> bool:
+        receiving = self._staging.receiving
         known = self._credits.stands(rank)
-        stage = self._credits.stand(rank)
-        if stage is not None and not known:
-            self._core.peers.let_stage(rank, self._staging.receiving.span(stage).ptr, stage.nbytes)
+        stage = None if receiving is None else self._credits.stand(rank)
+        if receiving is not None and stage is not None and not known:
+            self._core.peers.let_stage(rank, receiving.span(stage).ptr, stage.nbytes)
         return stage is not None
 
+    def uses(self, rank: int) -> bool:
+        """Whether ``rank`` has granted a stage."""
+        return rank in self._used
+
     def to(self, rank: int, lane: NetworkLane | None) -> int:
-        """Bytes of the stage of ``rank`` that may be put into over this lane; 0 if there is none.
+        """Bytes of the stage of ``rank`` that may be used over this lane; 0 if there is none.
 
         What was under way on an earlier lane may still land, so the stage is not used over another one.
         """
         used = self._used.get(rank)
-        return used.own.nbytes if used is not None and used.own is not None and used.lane is lane else 0
+        return used.nbytes if used is not None and used.lane in (None, lane) else 0
+
+    def lane_to(self, rank: int) -> NetworkLane | None:
+        """Over which pieces go into the stage of ``rank``; None where it is mapped."""
+        return self._used[rank].lane
 
     def take(self) -> None:
         """Makes ready what receivers have granted, once they are reached. Driver, under the lock."""
         for rank, span in self._requester.standing.items():
             if rank in self._used or (connection := self._connection(rank)) is None or connection.staging is None:
                 continue
+            if connection.staging_view is not None and self._core.peers.reaches(rank):
+                at = connection.staging_view.ptr + span.offset
+                self._used[rank] = _Used(span.nbytes)
+                self._core.peers.use_stage(rank, (at, 0), (0, 0), span.nbytes)
+                continue
             lane = self._lane(rank, connection)
-            if lane is None or lane.native is None:
-                continue
-            sending, native = self._staging.sending, lane.native
-            try:
-                memory = sending.take()
-            except TransportUnavailable as error:
-                log.info("rank %d: requests to rank %d are staged by Python: %s", self._core.rank, rank, error)
-                self._used[rank] = _Used(lane, None)
-                continue
-            own = sending.ring.allocate_for_long(span.nbytes, ("standing", rank))
-            if own is None:
-                continue  # later
-            target, keys = connection.staging.region, native.local_keys
-            key, there_key = (
-                int(keys[memory.region]) if memory.region < len(keys) else 0,
-                int(native.remote_keys[target]),
-            )
-            if not key or not there_key:
-                sending.ring.release(own)
-                own = None
-            self._used[rank] = _Used(lane, own)
-            if own is not None:
-                there = int(native.remote_at[target]) + span.offset, there_key
-                self._core.peers.use_stage(rank, (memory.span(own).ptr, key), there, own.nbytes)
+            if lane is not None and lane.is_driven:
+                self._take(rank, connection.staging.region, span, lane)
+
+    def _take(self, rank: int, target: int, span: Span, lane: NetworkLane) -> None:
+        """Makes a stage ready that is put into. target: the region of the ring that it is a part of."""
+        sending, native = self._staging.sending, lane.native
+        assert native is not None
+        try:
+            memory = sending.take()
+        except TransportUnavailable as error:
+            log.info("rank %d: requests to rank %d are staged by Python: %s", self._core.rank, rank, error)
+            self._used[rank] = _Used(0, lane)
+            return
+        own = sending.ring.allocate_for_long(span.nbytes, ("standing", rank))
+        if own is None:
+            return  # later
+        keys = native.local_keys
+        key, there_key = int(keys[memory.region]) if memory.region < len(keys) else 0, int(native.remote_keys[target])
+        if not key or not there_key:
+            sending.ring.release(own)
+            self._used[rank] = _Used(0, lane)
+            return
+        self._used[rank] = _Used(own.nbytes, lane, own)
+        there = int(native.remote_at[target]) + span.offset, there_key
+        self._core.peers.use_stage(rank, (memory.span(own).ptr, key), there, own.nbytes)
 
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended, or it has left: nothing is under way to it. Driver."""

@@ -54,7 +54,9 @@ class SenderRequest:
     fresh: bool = False  # bound by Python, and no op has begun since
     # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
     flow: int | None = None
-    loop_path: str = "direct"  # on which its bytes go there
+    loop_path: str = "direct"  # on which its bytes go there, unless a verb says otherwise
+    loop_stages: bool = False  # whether verbs can say that
+    loop_staged: bool = False  # whether one has
     loop_layers: tuple[int, ...] = ()  # those of its plan there
     serial: int = 0  # that the loop's journal knows it by; 0: nothing is recorded
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.

@@ -321,15 +321,15 @@ class Sender:
         else:
             self._endings.after_drain(req)
 
-    def copied(self, req: SenderRequest, ops: list[SendOp], nbytes: list[int], now: float) -> None:
-        """The loop has copied and announced all of these ops. nbytes: of each."""
+    def copied(self, req: SenderRequest, ops: list[SendOp], nbytes: list[int], path: str, now: float) -> None:
+        """The loop has copied and announced all of these ops. nbytes: of each. path: of all."""
         if trace.isEnabledFor(logging.DEBUG):
             for op, moved in zip(ops, nbytes, strict=True):
                 trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, moved)
         for op in ops:
             del req.running[op]
-        self.actions.append(SettleCopied([op.work for op in ops], nbytes, req.loop_path))
-        self.counts.moved(req.dst, req.loop_path, sum(nbytes))
+        self.actions.append(SettleCopied([op.work for op in ops], nbytes, path))
+        self.counts.moved(req.dst, path, sum(nbytes))
         if req.finish is not None and not req.running:
             req.sealed_at = req.progress_at = now
 

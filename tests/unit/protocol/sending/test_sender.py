@@ -866,7 +866,7 @@ def test_a_request_on_the_loop_waits_for_its_verdict_no_longer_than_any_other(fi
     (op,) = req.running
     if finished_first:
         finish(machine)
-    machine.copied(req, [op], [8], 0.0)
+    machine.copied(req, [op], [8], "direct", 0.0)
     if not finished_first:
         finish(machine)
     assert machine.tick(TIMEOUT - 0.1) is False

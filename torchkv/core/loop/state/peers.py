@@ -69,7 +69,8 @@ class Peer(TypedDict):
     of the grant of which ``part_at`` bytes have come; -1 if none goes on.
 
     See `staging`: stage, stage_nbytes: address and length of this rank's half of the standing stage that the peer has
-    granted; stage_key, there, there_key: its key, and address and key of the stage. packed: positions that are taken;
+    granted, or of the stage itself if that is mapped; stage_key, there, there_key: its key, and address and key of the
+    stage, or 0. packed: positions that are taken;
     freed: those that the peer has given back. pieces: address of `PIECES_NBYTES`; those from ``piece_head`` to
     ``piece_tail`` are packed and not told, and from ``piece_put`` on not put. See `unpacking`: ring, ring_nbytes: of
     the standing stage that this rank has granted. reached: positions of which records have come. taken: those that were

@@ -20,6 +20,7 @@ class Way(TypedDict):
     max_page: int
     geometry: int
     kernels: int
+    packs: int
     src_page: int
     dst_page: int
     staged: int
@@ -37,13 +38,14 @@ class Send(TypedDict):
     this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
     page of them, or -1.
 
-    network: 1 if the pages are put through the network, 2 if that needs no driving. staged: 1 if they are put into a
-    standing stage there.
+    network: 1 if the pages are put through the network, 2 if that needs no driving. staged: 1 if they are packed into a
+    standing stage there, unless an op says otherwise.
 
     For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
     operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
 
-    On a GPU: kernels: address of the plan's launch table, else 0. gated: grows with each look at a shut gate. flying:
+    On a GPU: kernels: address of the plan's launch table, if kernels copy the pages, and packs: of its pack table, if
+    they pack them; else 0. gated: grows with each look at a shut gate. flying:
     ops whose kernels are enqueued. hinted: 1 while its receiver is told that the seal comes soon. Of the send's part of
     the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count: where the page
     ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this part any more;
@@ -78,6 +80,7 @@ class Send(TypedDict):
     network: int
     staged: int
     kernels: int
+    packs: int
     gated: int
     flying: int
     hinted: int
@@ -103,7 +106,8 @@ class Op(TypedDict):
     Through the network: posted: the number of its last put, or 0. Once puts up to the number ``mark`` have arrived, the
     positions before ``until`` have; 0 if none are awaited.
 
-    Staged: ordinal: pages of the layer at ``at`` that are packed already. pieces: that are packed, and not told.
+    staged: 1 if the pages are packed into a standing stage. Then ordinal: pages of the layer at ``at`` that are packed
+    already. pieces: that are packed, and not told.
 
     On a GPU: gate: a CUevent that must have happened before the pages are read, or 0; gate_stream: the stream that it
     was recorded on, or -1 if that is not known; gate_number: grows with the events of a stream. posted: what the
@@ -133,6 +137,7 @@ class Op(TypedDict):
     mark: int
     verb: int
     operation: int
+    staged: int
     pieces: int
 
 

@@ -104,7 +104,8 @@ class World(TypedDict):
     ``unpack_ids_tail`` are in use.
 
     Of a rank that reaches peers through the network: native, worker, put_params, params: see
-    `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. network: flows
+    `torchkv.transport.NativeChannel`; key_at: address of the word in ``put_params``. lanes: such peers. stages: peers
+    that have granted a standing stage; untold: pieces in these that the peers were not told of. network: flows
     with them. under_way: peers to which puts are, or of which a flush is awaited. driving: whether the loop alone
     drives the transport; else Python's thread does, too, and wakes the loop if something has come. message, inbox: of
     the message that has come; a longer one than a record is in ``long_inbox``. late: request of one of which pieces may
@@ -153,6 +154,8 @@ class World(TypedDict):
     worker: int
     key_at: int
     lanes: int
+    stages: int
+    untold: int
     network: int
     under_way: int
     driving: int
