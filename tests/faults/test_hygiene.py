@@ -254,7 +254,9 @@ def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, 
                 for work in works[first % 10 == 0 :]:
                     work.wait(30)
             with engine.callers.changed:
-                assert engine.callers.changed.wait_for(lambda: not engine.credits.ring.in_use, 30)
+                assert engine.callers.changed.wait_for(
+                    lambda: engine.credits.ring.in_use == engine.credits.standing, 30
+                )
             owned.append((_owned(), dict(kv.explain(1 - kv.rank()).staging)))
         return owned
 
@@ -264,5 +266,6 @@ def test_a_thousand_staged_requests_leave_nothing_behind(pair: Ranks) -> None:
         assert after[:2] == before[:2]
         assert after[2] - before[2] < 2048  # KiB; one leaked stage a request would be 6000
         assert staging == staging_after
-        assert (staging["in use"], staging["quarantined"]) == (0, 0)
+        assert staging["in use"] in (0, 20 << 10 >> 3)  # but for a standing stage
+        assert staging["quarantined"] == 0
         assert staging["recv"] == 20 << 10

@@ -1,7 +1,8 @@
 """A writer that stops, or dies, after it was given a stage and before it has written there, or all of it.
 
 It has promised to write to the receiver's ring only, so the pages of the request are free at once; what it still writes
-when it wakes up lands in the stage, which is quarantined until then.
+when it wakes up lands in the stage, which is quarantined until then. Python stages, because pages have checksums; the
+last tests are of writers whose resident loop stages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ WRITER, RECEIVER, OTHER = range(3)
 PATIENCE = 40
 PAGES = [3, 9, 1, 14]
 # One stage takes the whole request; two fit into the ring, one of which may be in quarantine.
-STAGED = {"TORCHKV_PATH": "staged", "TORCHKV_STAGING_RECV": str(128 << 10), "TORCHKV_STAGING_SEND": str(128 << 10)}
+RINGS = {"TORCHKV_STAGING_RECV": str(128 << 10), "TORCHKV_STAGING_SEND": str(128 << 10)}
+STAGED = {"TORCHKV_CHECKSUM": "1", **RINGS}
 # Where the writer stops. Into a ring that is mapped it stores, then also half way; else it puts.
 LANES = {"memory": (StagedTransfer, "_pack"), "memory, half": (host_packer, "_copied"), "tcp": (StagedTransfer, "_put")}
 
@@ -48,9 +50,9 @@ def mortals(lane: str) -> Iterator[Ranks]:
     yield from joined(lane)
 
 
-def joined(lane: str) -> Iterator[Ranks]:
+def joined(lane: str, env: dict[str, str] = STAGED) -> Iterator[Ranks]:
     tcp = lane == "tcp"
-    ranks = Ranks(3, env={**STAGED, **({"UCX_TLS": "tcp"} if tcp else {})}, apart=tcp)
+    ranks = Ranks(3, env={**env, **({"UCX_TLS": "tcp"} if tcp else {})}, apart=tcp)
     ranks.run(join, not tcp)
     yield ranks
     ranks.close()
@@ -147,7 +149,9 @@ def receive_from_other(kv: KVProcessGroup) -> torch.Tensor:
 def ring_is_empty(kv: KVProcessGroup) -> bool:
     engine = kv._verbs.engine
     with engine.callers.changed:
-        return bool(engine.callers.changed.wait_for(lambda: engine.credits.ring.in_use == 0, PATIENCE))
+        return bool(
+            engine.callers.changed.wait_for(lambda: engine.credits.ring.in_use == engine.credits.standing, PATIENCE)
+        )
 
 
 def receive_and_fail(how: str) -> None:
@@ -205,3 +209,72 @@ def test_pages_and_stage_of_a_killed_staged_writer(lane: str, mortals: Ranks) ->
     mortals.tell(RECEIVER)
     mortals.start(fill_from_other, ranks=[OTHER])
     mortals.join([RECEIVER, OTHER])
+
+
+# ---------------------------------------------------------------- writers whose resident loop stages
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def loops(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    yield from joined(request.param, RINGS)
+
+
+def until_loops_stage() -> None:
+    """The writer's first requests are staged by Python, until its loop has a standing stage."""
+    kv = fresh()
+    for number in range(60):
+        name, on_loop = f"warm {number}", [False]
+        if kv.rank() == RECEIVER:
+            kv.recv_pages(name, PAGES, WRITER).wait(PATIENCE)
+        elif kv.rank() == WRITER:
+            kv.staged_put(name, None, [5, 6, 7, 8], RECEIVER)
+            kv.finish(name, RECEIVER).wait(PATIENCE)
+            flows = kv._verbs.engine.flows
+            on_loop = [flows is not None and any(route.stages for route in flows.routes.known.values())]
+        dist.broadcast_object_list(on_loop, WRITER)
+        if on_loop[0]:
+            return
+    raise AssertionError("the loop never staged")
+
+
+def stage_by_loop() -> None:
+    """One layer is in the receiver's pages; the rest never comes."""
+    kv = fresh()
+    kv.staged_put("r", 0, [5, 6, 7, 8], RECEIVER).wait(PATIENCE)
+    (req,) = kv._verbs.engine.sender.requests
+    assert req.flow is not None
+    assert req.loop_promised
+    ask("stop me")
+    with pytest.raises((TransferCancelled, TransferTimeout, PeerLost)):
+        stage_the_rest(kv)
+    kv.cancel("r").wait(PATIENCE)
+
+
+def stage_the_rest(kv: KVProcessGroup) -> None:
+    kv.staged_put("r", 1, [5, 6, 7, 8], RECEIVER)
+    kv.finish("r", RECEIVER).wait(PATIENCE)
+
+
+def fail_beside_a_loop(how: str) -> None:
+    kv = fresh()
+    fail(kv, how)
+    expected = receive_from_other(kv)
+    ask("the writer may go on")
+    assert torch.equal(page_bytes(kv._verbs.cache, PAGES), expected)
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_pages_of_a_stopped_writer_whose_loop_stages_are_free_at_once(how: str, loops: Ranks) -> None:
+    loops.run(until_loops_stage)
+    loops.start(fail_beside_a_loop, how, ranks=[RECEIVER])
+    assert loops.hear(RECEIVER) == "the writer may stop"
+    loops.start(stage_by_loop, ranks=[WRITER])
+    assert loops.hear(WRITER) == "stop me"
+    loops.signal(WRITER, signal.SIGSTOP)
+    loops.tell(RECEIVER)
+    loops.start(fill_from_other, ranks=[OTHER])
+    assert loops.hear(RECEIVER) == "the writer may go on"
+    loops.signal(WRITER, signal.SIGCONT)
+    loops.tell(WRITER)
+    loops.tell(RECEIVER)
+    loops.join([WRITER, RECEIVER, OTHER])

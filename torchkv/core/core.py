@@ -35,7 +35,7 @@ __all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
-_MOVED, _GATED, _SEND_NETWORK = (_SEND.index(name) for name in ("moved", "gated", "network"))
+_MOVED, _GATED, _SEND_NETWORK, _PROMISE = (_SEND.index(name) for name in ("moved", "gated", "network", "promise"))
 _PEER_FLOW, _GENERATION, _GRANTED, _DST_PAGE = (
     _SEND.index(name) for name in ("peer_flow", "generation", "granted", "dst_page")
 )
@@ -208,17 +208,17 @@ class Core:
         gate: Gate = NO_GATE,
         verb: int = 0,
         *,
-        staged: bool = False,
+        staged: int = 0,
     ) -> int | None:
         """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use.
 
-        verb: see `Op`. staged: whether they are staged, although the way says otherwise.
+        verb: see `Op`. staged: see `posting.start_op`.
         """
         if not self._free_ops:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
-        posting.start_op(self._address, index, flow, positions, pages, start, *gate, verb, int(staged))
+        posting.start_op(self._address, index, flow, positions, pages, start, *gate, verb, staged)
         return index
 
     def start_more(
@@ -266,6 +266,10 @@ class Core:
     def moved(self, flow: int) -> int:
         """Bytes that a send has copied so far, or has enqueued."""
         return int(self._sends[flow, _MOVED])
+
+    def promised(self, flow: int) -> bool:
+        """Whether the receiver of a send was told that nothing is written but to the standing stage."""
+        return bool(self._sends[flow, _PROMISE] == 2)
 
     def gated(self, flow: int) -> int:
         """Grows while an op of a send waits for its gate."""

@@ -182,7 +182,7 @@ def _begin(send: Send, address: int, network: int, serial: int, begun: int) -> N
     send["peer"], send["max_page"], send["geometry"] = way["peer"], way["max_page"], way["geometry"]
     send["kernels"], send["packs"] = way["kernels"], way["packs"]
     send["src_page"], send["dst_page"] = way["src_page"], way["dst_page"]
-    send["staged"], send["network"] = way["staged"], network
+    send["staged"], send["promise"], send["network"] = way["staged"], way["staged"], network
     send["serial"], send["begun"] = serial, begun
     send["running"] = send["aux"] = send["aux_nbytes"] = send["due"] = send["started"] = send["moved"] = 0
     send["verb"] = send["operation"] = 0
@@ -207,7 +207,8 @@ def start_op(
 ) -> None:
     """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive.
 
-    gate, gate_stream, gate_number, verb: see `Op`. staged: 1 if they are staged, although the send may say otherwise.
+    gate, gate_stream, gate_number, verb: see `Op`. staged: 1 if they are staged, although the send may say otherwise; 2
+    if that is also promised: nothing of the send has been, or will be, written in another way.
     """
     world = world_at(address)
     op = world["ops"][index]
@@ -216,7 +217,10 @@ def start_op(
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["pieces"] = op["operation"] = 0
-    op["verb"], op["staged"] = verb, staged | world["sends"][flow]["staged"]
+    send = world["sends"][flow]
+    op["verb"], op["staged"] = verb, 1 if staged != 0 or send["staged"] != 0 else 0
+    if staged == 2 and send["promise"] == 0:
+        send["promise"] = 1
     _command(world, START, index)
 
 
@@ -286,7 +290,7 @@ def add_writer(
     receive = world["receives"][flow]
     writer = receive["writers"][receive["num_writers"]]
     writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
-    writer["geometry"], writer["kernels"], writer["sealing"] = geometry, kernels, 0
+    writer["geometry"], writer["kernels"], writer["sealing"], writer["ring_only"] = geometry, kernels, 0, 0
     writer["sealed"], writer["flow"], writer["aux_nbytes"], writer["told"] = -1, 0, 0, 0
     receive["num_writers"] += 1
     if last != 0:

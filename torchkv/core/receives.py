@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Pieces", "ReceiveState", "Receives", "Source", "WriterState"]
 
 _WRITER = list(Writer.__annotations__)
-_LAYERS, _SEALED, _AUX_NBYTES = (_WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes"))
+_LAYERS, _SEALED, _AUX_NBYTES, _RING_ONLY = (
+    _WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes", "ring_only")
+)
 _RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _UNPACKING, _WRITERS = (
     receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "unpacking", "writers")
 )
@@ -32,11 +34,15 @@ _NETWORK, _DRIVING = (word_at(name) // 8 for name in ("network", "driving"))
 
 @dataclass(slots=True)
 class WriterState:
-    """intervals: of tokens that have arrived, per layer that it owes. sealed: pages of its seal; None before it."""
+    """intervals: of tokens that have arrived, per layer that it owes. sealed: pages of its seal; None before it.
+
+    ring_only: whether it has promised to write to the staging ring only.
+    """
 
     intervals: list[list[tuple[int, int]]]
     sealed: int | None
     aux: bytes
+    ring_only: bool
 
 
 @dataclass(slots=True)
@@ -241,7 +247,8 @@ class Receives:
             aux = b""
             if nbytes := words[flow, at + _AUX_NBYTES]:
                 aux = self._memory[0]["receives"][flow]["aux"].tobytes()[number * MAX_AUX :][:nbytes]
-            state.writers.append(WriterState(intervals, None if sealed < 0 else sealed, aux))
+            ring_only = words[flow, at + _RING_ONLY] != 0
+            state.writers.append(WriterState(intervals, None if sealed < 0 else sealed, aux, ring_only))
         return state
 
     def arrived(self, flow: int) -> int:

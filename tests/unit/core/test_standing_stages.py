@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from torchkv.core.loop.codes import (
     CUT,
     LANDED,
     OP_DONE,
+    PROMISE,
     RECEIVED,
     SEAL,
     SENT,
@@ -178,7 +180,7 @@ def test_a_failed_request_gives_its_positions_back_and_writes_nothing(gpu: bool)
         apart.reader.receives.stop_unpacking(flow)
     _, heard = apart.run()
     assert (apart.dst == 0xAB).all()
-    assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, STAGED)}
+    assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, PROMISE), (STRAY, STAGED)}
     assert apart.writer.peers.staged(1) == (0, 0)
 
 
@@ -193,7 +195,7 @@ def test_a_request_that_python_serves_is_unpacked_all_the_same(gpu: bool) -> Non
         apart.reader.receives.close(flow)
     _, heard = apart.run()
     assert torch.equal(apart.dst[:, :2], apart.expected([7, 3]))
-    assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, WRITTEN)}
+    assert {(notice.kind, notice.words[0] & 0xFF) for notice in heard} == {(STRAY, PROMISE), (STRAY, WRITTEN)}
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["host", "gpu"])
@@ -266,6 +268,27 @@ def test_credits_that_lie(credit: int) -> None:
     apart.message(apart.record(head=CREDIT, lo=credit), tag=TAGS[0], to=0)
     apart.writer.runner.step()
     assert int(apart.writer.world["peers"][1]["freed"]) == 0
+
+
+def test_a_send_that_stages_all_promises_that_first() -> None:
+    """Before anything is put. A verb that is staged among others promises nothing."""
+    apart = StagedApart()
+    flow = apart.accept([0, 1])
+    apart.start(apart.stage(flow, [0, 1]), [4, 5])
+    while not apart.reader.receives.state(flow).nbytes:
+        apart.step()
+        promised = apart.reader.receives.state(flow).writers[0].ring_only
+        assert promised or not apart.reader.receives.state(flow).nbytes
+    for generation, staged in ((2, 1), (3, 2)):
+        flow = apart.accept([2, 3], generation)
+        send = apart.send(flow, [2, 3], generation)
+        ids = np.array([6, 7], dtype=np.int64)
+        positions = np.array(range(LAYERS), dtype=np.int64)
+        assert apart.writer.start_op(send, positions, ids, 0, staged=staged) is not None
+        apart.run()
+        assert torch.equal(apart.dst[:, [2, 3]], apart.expected([6, 7]))
+        assert apart.reader.receives.state(flow).writers[0].ring_only == (staged == 2)
+        assert apart.writer.promised(send) == (staged == 2)
 
 
 # ---------------------------------------------------------------- kernels

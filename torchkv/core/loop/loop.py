@@ -20,6 +20,7 @@ from torchkv.core.loop.codes import (
     OUTSIDE,
     POST,
     POSTED,
+    PROMISE,
     SEAL,
     STAGED,
     START,
@@ -219,7 +220,7 @@ def _hear_network(world: World) -> bool:
             on_hello(world, source)
         elif kind == GRANT:
             on_part(world, source)
-        elif kind in (WRITTEN, AUX, SEAL, VERDICT, STAGED, CREDIT) and received(world) == RECORD_NBYTES:
+        elif kind in (WRITTEN, AUX, SEAL, VERDICT, STAGED, CREDIT, PROMISE) and received(world) == RECORD_NBYTES:
             unpacked += world["record"]["nbytes"] if kind == STAGED else 0
             if not _heed(world, source):
                 emit(world, STRAY, 0, source)

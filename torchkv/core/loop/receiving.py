@@ -13,6 +13,7 @@ from torchkv.core.loop.codes import (
     NEWS,
     NOBODY,
     OPEN,
+    PROMISE,
     RECEIVE_PHASE,
     RECEIVED,
     SEAL,
@@ -98,6 +99,9 @@ def on_record(world: World, source: int) -> bool:
         done = _on_aux(world, receive, number)
     elif kind == SEAL:
         done = _on_seal(world, receive, number, flow)
+    elif kind == PROMISE:
+        receive["writers"][number]["ring_only"] = 1
+        done = True
     if not done:
         receive["state"] = LEAVING
     return done

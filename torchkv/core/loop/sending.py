@@ -12,6 +12,7 @@ from torchkv.core.loop.codes import (
     FREE,
     OP_DONE,
     OPEN,
+    PROMISE,
     SEAL,
     SEALED,
     SEND_PHASE,
@@ -23,7 +24,7 @@ from torchkv.core.loop.copying import copy_pairs, copy_spans
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import is_open, landed, report_broken
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, SCRATCH, SEGMENT_FIELDS
-from torchkv.core.loop.mailbox import count_seals, ring, room, seal_if_done, tell
+from torchkv.core.loop.mailbox import count_seals, ring, room, seal_if_done, tell, tell_brief
 from torchkv.core.loop.network import NO_ROOM, put_pairs, put_room
 from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, put_pieces, write_piece
 from torchkv.core.loop.state.peers import Peer, Record
@@ -133,6 +134,10 @@ def advance(world: World, index: int, budget: int) -> int:
 def _stage(world: World, send: Send, op: Op, index: int, budget: int) -> int:
     """Packs and puts about ``budget`` bytes of an op. The bytes."""
     left = budget
+    if send["promise"] == 1:
+        if not tell_brief(world, send["peer"], PROMISE, send["peer_flow"], send["generation"]):
+            return 0
+        send["promise"] = 2
     while op["at"] < op["num_positions"] and left > 0:
         packed = pack(world, send, op, index)
         if packed == NO_ROOM:

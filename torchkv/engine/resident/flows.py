@@ -179,16 +179,19 @@ class Flows:
         if gate is None or route is None or not self.serves(op):
             return False
         forced = source.path == "staged"
-        if forced and not req.loop_stages:
+        if (forced and not req.loop_stages) or (not forced and req.loop_promised):
             return False
         pages = source.pages
         if not isinstance(pages, np.ndarray) or (route.way.has_kernels and len(pages) > MAX_GRANTED):
             return False
         verb = self.journal.verb_of(op.work, op.verb)
-        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb, staged=forced)
+        req.loop_staged |= forced
+        req.loop_promised |= forced and not req.loop_wrote
+        req.loop_wrote |= not forced
+        staged = 0 if not forced else 2 if req.loop_promised else 1
+        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb, staged=staged)
         if index is None:
             return False
-        req.loop_staged |= forced
         op.work._in_journal |= verb != 0
         self._ops[index] = req, op
         if req.grant is None:
@@ -225,6 +228,8 @@ class Flows:
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
             lane = self._lanes.pop(req.flow, None)
+            if self.core.promised(req.flow) and req.grant is not None and self._stages is not None:
+                self._stages.promised(req.dst, req.grant.generation)
             if (req.loop_staged or req.loop_path == "staged") and self.core.moved(req.flow):
                 req.landing = self._landing(req)
             for index in left:
@@ -382,6 +387,9 @@ class Flows:
         nbytes = self._add(req, coverage=not whole)
         assert req.flow is not None
         if not whole:
+            for rank, known in zip(req.writers, self.core.receives.state(req.flow).writers, strict=True):
+                if known.ring_only:
+                    self._receiver.promised(rank, req)
             self.journal.hand_over_receive(req)
         self.journal.end_receive(req)
         del self._receives[req.flow]

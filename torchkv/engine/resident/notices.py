@@ -30,6 +30,7 @@ from torchkv.core.loop.codes import (
     OP_DONE,
     OUTSIDE,
     POSTED,
+    PROMISE,
     RECEIVED,
     ROUND_OVER,
     SEAL,
@@ -290,5 +291,8 @@ class Notices:
                 self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, path), now)
         elif kind == AUX and len(writer.aux) < MAX_AUX:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
+        elif kind == PROMISE:
+            if (req := self._receiver.requests.by_generation.get(generation)) is not None:
+                self._receiver.promised(source, req)
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)

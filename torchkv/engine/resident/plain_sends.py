@@ -153,6 +153,8 @@ class PlainSends:
         grant, source = req.grant, op.source_pages
         if req.flow is None or grant is None or req.finish is not None or source.path not in (None, "direct"):
             return False
+        if req.loop_promised:
+            return False
         plan = grant.plan
         if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
             return False
@@ -201,6 +203,7 @@ class PlainSends:
     def _runs(self, req: SenderRequest, op: SendOp, index: int) -> None:
         """An op of a verb with one part is on the loop."""
         op.work._in_journal = op.verb in self._codes
+        req.loop_wrote = True
         self._ops[index] = req, op
         req.running[op] = index
 

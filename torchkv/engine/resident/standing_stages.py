@@ -91,6 +91,10 @@ class StandingStages:
             self._core.peers.let_stage(rank, receiving.span(stage).ptr, stage.nbytes)
         return stage is not None
 
+    def promised(self, rank: int, generation: int) -> None:
+        """The loop has promised ``rank`` to write to its stage only under this generation: Python keeps to that."""
+        self._requester.promised(rank, generation)
+
     def uses(self, rank: int) -> bool:
         """Whether ``rank`` has granted a stage."""
         return rank in self._used

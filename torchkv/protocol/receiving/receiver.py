@@ -424,6 +424,11 @@ class Receiver:
         req.writers[src].quiescent = True
         self._endings.end_if_quiescent(req)
 
+    def promised(self, src: int, req: ReceiverRequest) -> None:
+        """The resident loop of a writer has promised to write to the staging ring only."""
+        if req.live and not req.writers[src].quiescent:
+            self._credits.promised(src, req.generation)
+
     def landed(self, req: ReceiverRequest) -> None:
         """The resident loop unpacks no more into the pages of a request that has failed."""
         req.unpacking = False

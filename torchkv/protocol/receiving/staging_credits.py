@@ -158,8 +158,7 @@ class StagingCredits:
             return
         self._check(owner, message, queue)
         if queue is None:
-            queue = _WriterQueue(owner, message.ring_only)
-            self._queues.setdefault(owner.generation, {})[src] = queue
+            queue = self._queue(src, message.generation, ring_only=message.ring_only)
         queue.next_serial += 1
         if message.least > self.ring.capacity:
             self._deny(queue, message.serial, _too_large_text(message, self.ring.capacity))
@@ -195,12 +194,17 @@ class StagingCredits:
 
         From now on, if the request fails, its pages are free only when this writer is quiescent.
         """
-        queue = self._queue_of(src, message.generation)
-        if queue is not None:
-            queue.ring_only = False
+        self._queue(src, message.generation, ring_only=False).ring_only = False
         self.outbox.append((src, Withdrawn(message.generation)))
 
     # ---------------------------------------------------------------- calls of the receiver
+
+    def promised(self, src: int, generation: int) -> None:
+        """The resident loop of ``src`` has promised to write to the ring only under this generation.
+
+        Nothing if that was withdrawn already: the promise may have come later, for it takes another way.
+        """
+        self._queue(src, generation, ring_only=True)
 
     def stand(self, src: int) -> Stage | None:
         """The standing stage of a writer (`torchkv.core.loop.staging`), granted and told if there is none yet.
@@ -220,6 +224,11 @@ class StagingCredits:
     def standing_nbytes(self) -> int:
         """Bytes of each standing stage."""
         return min(self._most_standing, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
+
+    @property
+    def standing(self) -> int:
+        """Bytes of all standing stages."""
+        return sum(stage.nbytes for stage in self._standing.values())
 
     def stands(self, src: int) -> bool:
         """Whether a writer has a standing stage."""
@@ -314,6 +323,11 @@ class StagingCredits:
         return queue is not None and bool(queue.stages)
 
     # ---------------------------------------------------------------- queues and turns
+
+    def _queue(self, src: int, generation: int, *, ring_only: bool) -> _WriterQueue:
+        """The writer's queue, made with this promise if there is none."""
+        queues = self._queues.setdefault(generation, {})
+        return queues.setdefault(src, _WriterQueue(Owner(src, generation), ring_only))
 
     def _queue_of(self, src: int, generation: int) -> _WriterQueue | None:
         return self._queues.get(generation, {}).get(src)

@@ -55,8 +55,10 @@ class SenderRequest:
     # On the resident loop; None while Python serves the request. Without a grant it waits there, with its ``queue``.
     flow: int | None = None
     loop_path: str = "direct"  # on which its bytes go there, unless a verb says otherwise
-    loop_stages: bool = False  # whether verbs can say that
+    loop_stages: bool = False  # whether verbs can say that they are to be staged
     loop_staged: bool = False  # whether one has
+    loop_promised: bool = False  # the receiver is promised that all of it is staged
+    loop_wrote: bool = False  # a verb has said nothing
     loop_layers: tuple[int, ...] = ()  # those of its plan there
     serial: int = 0  # that the loop's journal knows it by; 0: nothing is recorded
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.

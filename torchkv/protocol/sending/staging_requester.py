@@ -131,6 +131,12 @@ class StagingRequester:
         queue.unwritten -= 1
         self._send_asks(dst, generation, queue)
 
+    def promised(self, dst: int, generation: int) -> None:
+        """The resident loop has promised the receiver to write to its ring only under this generation."""
+        queue = self._queues.setdefault((dst, generation), _AskQueue())
+        if queue.ring_only is _RingOnly.UNDECIDED:
+            queue.ring_only = _RingOnly.YES
+
     def go_direct(self, dst: int, generation: int) -> bool:
         """Whether this rank may write to the receiver's pages under this generation.
 

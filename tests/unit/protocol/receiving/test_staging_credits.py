@@ -491,11 +491,24 @@ def test_a_promise_holds_until_it_is_withdrawn_even_after_a_failure() -> None:
         kit.credits.ask(A, StageAsk(2, 2, 10, 10, True), 0.0)
 
 
-def test_a_withdrawal_of_nothing_is_answered_and_leaves_nothing() -> None:
+def test_a_withdrawal_of_nothing_is_answered_and_remembered() -> None:
+    """The promise of a loop takes another way, and may come after its withdrawal."""
     kit = Kit()
     kit.credits.withdraw(A, Withdraw(4))
     assert kit.said() == [(A, Withdrawn(4))]
+    kit.credits.promised(A, 4)
+    assert not kit.credits.is_ring_only(A, 4)
+    kit.credits.mark_quiescent(A, 4, 0.0)
     kit.assert_empty()
+
+
+def test_the_promise_of_a_loop_holds_until_it_is_withdrawn() -> None:
+    kit = Kit()
+    kit.credits.promised(A, 4)
+    assert kit.credits.is_ring_only(A, 4)
+    kit.credits.ask(A, StageAsk(4, 0, 10, 10, True), 0.0)
+    kit.credits.withdraw(A, Withdraw(4))
+    assert not kit.credits.is_ring_only(A, 4)
 
 
 # -- over the wire ----------------------------------------------------------------------------------------------------

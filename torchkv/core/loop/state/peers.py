@@ -21,7 +21,8 @@ class Record(TypedDict):
     and in the head, from bit 8 on, the `Receive`'s ``told``. DONE: of the sender's own flow. DECIDED: of the
     addressee's. HELLO: ``lo``: whether the sender wants to know that the addressee hears it, ``hi``: whether it has
     heard the addressee; -1: it has missed a message. STAGED: as WRITTEN, but the bytes lie in the standing stage, from
-    the position ``spare`` on. CREDIT: the addressee's pieces up to the position ``lo`` have been unpacked.
+    the position ``spare`` on. CREDIT: the addressee's pieces up to the position ``lo`` have been unpacked. PROMISE: the
+    sender writes to its standing stage only, and to no pages of this request.
     """
 
     head: int

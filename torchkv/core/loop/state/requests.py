@@ -39,7 +39,8 @@ class Send(TypedDict):
     page of them, or -1.
 
     network: 1 if the pages are put through the network, 2 if that needs no driving. staged: 1 if they are packed into a
-    standing stage there, unless an op says otherwise.
+    standing stage there, unless an op says otherwise. promise: 1 once the receiver is to be promised that nothing is
+    written but to the stage, 2 once it was.
 
     For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
     operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
@@ -79,6 +80,7 @@ class Send(TypedDict):
     reach: int
     network: int
     staged: int
+    promise: int
     kernels: int
     packs: int
     gated: int
@@ -146,7 +148,8 @@ class Writer(TypedDict):
 
     flow: its own, which the seal tells. aux_nbytes: that have come. told: 1 once its grant has gone into the network.
     geometry: address of the plan's segments, if its pieces may be unpacked here, else 0. kernels: of the pack table, if
-    kernels do that. sealing: 1 once its seal waits behind pieces.
+    kernels do that. sealing: 1 once its seal waits behind pieces. ring_only: 1 once it has promised to write to the
+    stage only.
     """
 
     rank: int
@@ -159,6 +162,7 @@ class Writer(TypedDict):
     geometry: int
     kernels: int
     sealing: int
+    ring_only: int
 
 
 class Receive(TypedDict):
