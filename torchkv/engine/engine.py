@@ -109,7 +109,7 @@ class Engine:
         self.gpu = memory.gpu
         self.scales = NO_SCALES if memory.pages is None else memory.pages.scales
         self.staging = memory.staging
-        self.credits = _staging_credits(memory.staging, options.timeout)
+        self.credits = _staging_credits(memory.staging, options.timeout, lambda: len(group_map.info) - 1)
         self._machines = Machines(
             group_map,
             timeout=options.timeout,
@@ -553,10 +553,10 @@ class Engine:
             self.messenger.tell(rank, message)
 
 
-def _staging_credits(staging: Staging | None, timeout: float) -> StagingCredits:
-    """Who may use which part of this rank's staging ring; an empty ring if it has none."""
+def _staging_credits(staging: Staging | None, timeout: float, writers: Callable[[], int]) -> StagingCredits:
+    """Who may use which part of this rank's staging ring; an empty ring if it has none. writers: see there."""
     if staging is None or staging.receiving is None:
         return StagingCredits(StagingRing(0), timeout=timeout)
     ring = staging.receiving
-    device = ring.tensor.device.type
-    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=len(ring.signals), device=device)
+    device, signals = ring.tensor.device.type, len(ring.signals)
+    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=signals, device=device, writers=writers)

@@ -50,7 +50,10 @@ __all__ = [
     "write_piece",
 ]
 
-SHARE = 4  # pieces of the largest size that a stage holds: one is packed, one put, one unpacked, and one is spare
+SHARE = 4  # pieces that a stage holds at least: one is packed, one put, one unpacked, and one is spare
+# Bytes of a piece that kernels pack, at least. A fast link is idle for some 10 us between two, so those of a long op
+# are larger: a quarter of it, or half of the stage, so that two take turns.
+_LEAST = 8 << 20
 
 # Offsets in a piece: the number of the put with which it has arrived, its op or -1, its record without ``seq``, and
 # what the completion word will be once kernels have packed it.
@@ -97,6 +100,17 @@ def _nbytes(send: Send, op: Op, at: int, start: int, count: int, grain: int) -> 
         send["geometry"], position, send["granted"], send["src_page"], send["dst_page"], start, count, grain
     )
     return nbytes
+
+
+@compiled
+def _most(send: Send, op: Op, stage_nbytes: int) -> int:
+    """Bytes of a piece of an op at most."""
+    if send["packs"] == 0:
+        return stage_nbytes // SHARE
+    if op["piece"] == 0:
+        layer = _nbytes(send, op, op["at"], op["start"], op["count"], GRAIN)
+        op["piece"] = max(_LEAST, layer * (op["num_positions"] - op["at"]) // SHARE)
+    return min(op["piece"], stage_nbytes // 2)
 
 
 @compiled
@@ -197,7 +211,7 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
     if peer["stage"] == 0 or peer["failed"] != 0:
         return NO_ROOM
     at = op["at"]
-    until, start, count, nbytes = _cut(send, op, peer["stage_nbytes"] // SHARE)
+    until, start, count, nbytes = _cut(send, op, _most(send, op, peer["stage_nbytes"]))
     position = _room(peer, nbytes)
     if position < 0:
         return NO_ROOM

@@ -288,17 +288,13 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer copies a plan, puts it, or stages it; else its Python does."""
-        if self._may_grant(plan) and self._of_pieces(plan) is None:
+        if self.stages is not None and self.stages.grants and self._of_pieces(plan) is None:
             return False  # its loop may stage, and cannot know that this one is not ready
         if self._connections[rank].direct:
             return True
         if self.stages is not None and self._may_stage(plan, self._core.peers.lane(rank)):
             return self.stages.serves(rank, plan) or _is_coarse(plan)
         return _is_coarse(plan)
-
-    def _may_grant(self, plan: PairPlan) -> bool:
-        """Whether a writer may have a stage here for a plan, sooner or later."""
-        return self.stages is not None and self.stages.may_grant(plan)
 
     def _may_stage(self, plan: PairPlan, lane: NetworkLane | None) -> bool:
         """Whether its writer's loop may stage a plan, and its reader's has to be ready for that: both ends agree.
@@ -310,12 +306,10 @@ class Routes:
         return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
     def unpacked(self, plans: Mapping[int, PairPlan]) -> dict[int, Pieces]:
-        """Of the writers that may stage, by rank, how the loop unpacks their pieces."""
-        return {
-            rank: pieces
-            for rank, plan in plans.items()
-            if self._may_grant(plan) and (pieces := self._of_pieces(plan)) is not None
-        }
+        """How the loop unpacks the pieces of writers, by rank: any of them may stage."""
+        if self.stages is None or not self.stages.grants:
+            return {}
+        return {rank: pieces for rank, plan in plans.items() if (pieces := self._of_pieces(plan)) is not None}
 
     def _of_pieces(self, plan: PairPlan) -> Pieces | None:
         """How the loop unpacks pieces of a plan; None while the kernels are not loaded."""

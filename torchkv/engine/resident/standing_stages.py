@@ -67,11 +67,12 @@ class StandingStages:
 
     def serves(self, rank: int, plan: PairPlan) -> bool:
         """Whether ``rank``, which the loop can reach, has a stage here that serves a plan, or is granted one now."""
-        return self.may_grant(plan) and self._grant(rank)
+        return self.grants and fits(plan, self._credits.standing_nbytes(rank)) and self._grant(rank)
 
-    def may_grant(self, plan: PairPlan) -> bool:
-        """Whether stages here serve a plan, if there is room for them."""
-        return self._staging.receiving is not None and fits(plan, self._credits.standing_nbytes)
+    @property
+    def grants(self) -> bool:
+        """Whether writers may have stages here, sooner or later."""
+        return self._staging.receiving is not None
 
     def offer(self, rank: int) -> None:
         """``rank`` stages by Python: its loop may do that from now on, if it can be reached."""

@@ -36,6 +36,7 @@ until that is confirmed (`Withdraw`, `Withdrawn`).
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -57,8 +58,10 @@ from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 
 MAX_STAGES = 64  # stages of one queue that are not free yet
-STANDING_NBYTES = {"cpu": 4 << 20, "cuda": 32 << 20}  # of a standing stage, by device type; or this share of the ring
-STANDING_SHARE = 8
+# Bytes of a standing stage at most, by device type. All of them together take half of the ring at most, and each this
+# part of it: a link between GPUs wants long pieces.
+STANDING_NBYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+STANDING_SHARE = {"cpu": 8, "cuda": 4}
 NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
 
@@ -125,12 +128,22 @@ class StagingCredits:
     """Grants stages of this rank's ring. Not thread-safe: the caller holds a lock, and sends what is in ``outbox``.
 
     timeout: seconds that an ask may wait after it came or, if that is later, after the last grant to its queue.
-    signals: how many signals are behind the ring, with words that are all 0. device: type of the memory.
+    signals: how many signals are behind the ring, with words that are all 0. device: type of the memory. writers: how
+    many ranks may want standing stages.
     """
 
-    def __init__(self, ring: StagingRing, *, timeout: float, signals: int = 0, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        ring: StagingRing,
+        *,
+        timeout: float,
+        signals: int = 0,
+        device: str = "cpu",
+        writers: Callable[[], int] = lambda: 1,
+    ) -> None:
         self.ring = ring
-        self._most_standing = STANDING_NBYTES[device]
+        self._device = device
+        self._num_writers = writers
         self._free_words = deque(range(signals))  # signals of no stage
         self._last_value = 0  # of the latest signal; each signal has a higher one
         self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
@@ -212,7 +225,7 @@ class StagingCredits:
         None where too few bytes are left.
         """
         if src not in self._standing:
-            nbytes = self.standing_nbytes
+            nbytes = self.standing_nbytes(src)
             stage = self.ring.allocate_for_long(nbytes, Owner(src, STANDING)) if nbytes else None
             if stage is None:
                 return None
@@ -220,10 +233,12 @@ class StagingCredits:
             self.outbox.append((src, StageGrant(STANDING, 0, stage.offset, stage.nbytes)))
         return self._standing[src]
 
-    @property
-    def standing_nbytes(self) -> int:
-        """Bytes of each standing stage."""
-        return min(self._most_standing, self.ring.capacity // STANDING_SHARE) // ALIGNMENT * ALIGNMENT
+    def standing_nbytes(self, src: int) -> int:
+        """Bytes of the standing stage of a writer, granted or not."""
+        if src in self._standing:
+            return self._standing[src].nbytes
+        share = max(STANDING_SHARE[self._device], 2 * self._num_writers())
+        return min(STANDING_NBYTES[self._device], self.ring.capacity // share) // ALIGNMENT * ALIGNMENT
 
     @property
     def standing(self) -> int:
