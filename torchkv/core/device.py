@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ class LoopDevice:
     functions: addresses of the driver's functions, see `torchkv.core.loop.codes.QUERY` and the next. stream: on which
     everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[NUM_IDS]``, pinned and
     on the GPU: those of sends, ``[MAX_GPU_SENDS, IDS]``, then those of `unpacking`. errors: address of two words in
-    pinned memory for the kernels' errors. activate: prepares the loop's thread. keep: what must stay alive.
+    pinned memory for the kernels' errors. activate: prepares the loop's thread. keep: what must stay alive. patience:
+    seconds, see `close`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LoopDevice:
         errors: int,
         activate: Callable[[], None],
         keep: Any = None,
+        patience: float = 0.0,
     ) -> None:
         assert ids.shape == (NUM_IDS,)
         assert word.dtype == ids.dtype == np.int64
@@ -64,6 +67,7 @@ class LoopDevice:
         self._word_device = word_device
         self._ids, self._ids_device = ids, ids_device
         self._keep = keep
+        self._patience = patience
         self._retired: list[tuple[Any, int]] = []
 
     def describe(self, world: World) -> None:
@@ -85,7 +89,13 @@ class LoopDevice:
         self._retired[:] = [(each, last) for each, last in self._retired if not self.landed(last)]
 
     def close(self, posted: int) -> None:
-        """The loop enqueues nothing more. Memory that it has enqueued work on stays alive until that has ended."""
+        """The loop enqueues nothing more. Memory that it has enqueued work on stays alive until that has ended.
+
+        That of pages is the caller's, who may free it next: what unpacks into them is waited for, for ``patience``.
+        """
+        until = time.monotonic() + self._patience
+        while not self.landed(posted) and time.monotonic() < until:
+            time.sleep(1e-4)
         _kept.append((self, posted))
         _kept[:] = [(device, last) for device, last in _kept if not device.landed(last)]
 
@@ -115,6 +125,7 @@ def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> Loop
         errors=errors.data_ptr(),
         activate=activate,
         keep=(word, ids, errors, there, stream),
+        patience=1.0,
     )
 
 

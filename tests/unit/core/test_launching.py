@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -290,3 +293,28 @@ def test_as_many_sends_as_have_page_ids() -> None:
     assert sorted(flows) == list(range(MAX_GPU_SENDS))
     with pytest.raises(AssertionError):
         pair.send(flow, [0])
+
+
+def test_what_kernels_may_still_read_is_kept_until_they_have_ended() -> None:
+    class Table:
+        pass
+
+    gpu, tables = LoopGpu(), [Table(), Table()]
+    gone = [ref(table) for table in tables]
+    gpu.device.retire(tables.pop(), 2)
+    gpu.device.retire(tables.pop(), 3)
+    assert [each() is None for each in gone] == [False, False]
+    gpu.word[0] = 2
+    gpu.device.retire(None, 0)
+    assert [each() is None for each in gone] == [False, True]
+
+
+def test_a_loop_that_ends_waits_for_its_kernels_for_a_while() -> None:
+    gpu = LoopGpu()
+    gpu.device._patience = 0.05
+    began = time.monotonic()
+    gpu.device.close(1)
+    assert time.monotonic() - began >= 0.05
+    gpu.device._patience = 600.0
+    Timer(0.05, gpu.word.__setitem__, (0, 1)).start()
+    gpu.device.close(1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torchkv.core.loop.codes import ALL_HERE, QUIET, SYSCALL, WRITE
 from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS
+from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.host.atomics import exchange_if, fence, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import c_function, compiled
 
-__all__ = ["emit", "event_room", "tell_driver", "tell_waiters"]
+__all__ = ["copy_record", "emit", "event_room", "tell_driver", "tell_waiters"]
 
 # Events that turns may make after they have looked for room: OUTSIDE of each send, the end of each round and of each
 # receive that one decides, and others.
@@ -56,14 +57,19 @@ def _is_quiet(world: World) -> bool:
 
 
 @compiled
+def copy_record(record: Record, present: Record) -> None:
+    """All of it but ``seq``."""
+    record["head"], record["flows"], record["generation"] = present["head"], present["flows"], present["generation"]
+    record["lo"], record["hi"], record["nbytes"] = present["lo"], present["hi"], present["nbytes"]
+    record["spare"] = present["spare"]
+
+
+@compiled
 def emit(world: World, kind: int, index: int, source: int) -> None:
     """Adds an event, with the present record, and wakes the callers that wait for such a one."""
     event = world["events"][world["event_tail"] & (MAX_EVENTS - 1)]
     event["kind"], event["index"], event["source"] = kind, index, source
-    record, present = event["record"], world["record"]
-    record["head"], record["flows"], record["generation"] = present["head"], present["flows"], present["generation"]
-    record["lo"], record["hi"], record["nbytes"] = present["lo"], present["hi"], present["nbytes"]
-    record["spare"] = present["spare"]
+    copy_record(event["record"], world["record"])
     store(world["address"] + _TAIL, world["event_tail"] + 1)
     if not (kind in QUIET and _is_quiet(world)):
         tell_waiters(world)

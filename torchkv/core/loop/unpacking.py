@@ -16,7 +16,7 @@ its pages until they have landed, which an event tells (``stopped``).
 from __future__ import annotations
 
 from torchkv.core.loop.codes import CREDIT, LANDED, SEAL, STRAY, WRITTEN
-from torchkv.core.loop.events import emit, event_room
+from torchkv.core.loop.events import copy_record, emit, event_room
 from torchkv.core.loop.launching import launch_piece, report_broken, signal, upload
 from torchkv.core.loop.limits import GRAIN, MAX_FLOWS, MAX_GRANTED, SCRATCH, SEGMENT_FIELDS, UNPACK_IDS, UNPACKINGS
 from torchkv.core.loop.mailbox import owe, ring, room, tell, write_brief
@@ -196,10 +196,7 @@ def _queue(world: World, source: int, flow: int, launched: int, behind: int, ids
     entry = world["unpackings"][world["unpack_tail"] & (UNPACKINGS - 1)]
     entry["source"], entry["flow"], entry["launched"] = source, flow, launched
     entry["behind"], entry["ids"] = behind, ids
-    record, present = entry["record"], world["record"]
-    record["head"], record["flows"], record["generation"] = present["head"], present["flows"], present["generation"]
-    record["lo"], record["hi"], record["nbytes"] = present["lo"], present["hi"], present["nbytes"]
-    record["spare"] = present["spare"]
+    copy_record(entry["record"], world["record"])
     world["unpack_tail"] += 1
     world["unpack_ids_tail"] = ids
     if flow >= 0:
@@ -282,14 +279,8 @@ def _count(world: World, entry: Unpacking) -> None:
     """A piece is unpacked, or what came behind it has its turn."""
     receive = world["receives"][entry["flow"]]
     receive["unpacking"] -= 1
-    record, kept, is_piece = world["record"], entry["record"], entry["behind"] >= 0
-    record["head"], record["flows"], record["generation"] = kept["head"], kept["flows"], kept["generation"]
-    record["lo"], record["hi"], record["nbytes"], record["spare"] = (
-        kept["lo"],
-        kept["hi"],
-        kept["nbytes"],
-        kept["spare"],
-    )
+    is_piece = entry["behind"] >= 0
+    copy_record(world["record"], entry["record"])
     if is_piece:
         receive["pieces"] += 1
     wanted = entry["source"] >= 0 and (receive["unpacks"] != 0 or not is_piece)
