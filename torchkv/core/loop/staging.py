@@ -169,7 +169,6 @@ def _gather(world: World, send: Send, op: Op, position: int, start: int, count: 
         begin, stop = owed_pairs(send["granted"], send["src_page"], send["dst_page"], start, count, seg + 120)
         n0, s0, n1, s1, run = merged(load(seg + 64), load(seg + 72), load(seg + 88), load(seg + 96), load(seg + 112))
         nbytes = n0 * n1 * run
-        op["runs"] += max(0, stop - begin) * n0 * n1
         while begin < stop:
             pairs = min(SCRATCH, stop - begin)
             place_pairs(src, seg, 0, op["ids"], op["start"], send["src_page"], begin, pairs)
@@ -240,6 +239,7 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
     peer["piece_tail"] += 1
     peer["packed"] = position + nbytes
     op["pieces"] += 1
+    op["runs"] += 1
     op["nbytes"] += payload
     send["moved"] += payload
     if start + count < op["start"] + op["count"]:
