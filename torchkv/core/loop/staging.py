@@ -52,7 +52,7 @@ __all__ = [
 
 SHARE = 4  # pieces that a stage holds at least: one is packed, one put, one unpacked, and one is spare
 # Bytes of a piece that kernels pack, at least. A fast link is idle for some 10 us between two, so those of a long op
-# are larger: a quarter of it, or half of the stage, so that two take turns.
+# are larger: a quarter of it, or a third of the stage, while one is packed and one is unpacked.
 _LEAST = 8 << 20
 
 # Offsets in a piece: the number of the put with which it has arrived, its op or -1, its record without ``seq``, and
@@ -110,7 +110,7 @@ def _most(send: Send, op: Op, stage_nbytes: int) -> int:
     if op["piece"] == 0:
         layer = _nbytes(send, op, op["at"], op["start"], op["count"], GRAIN)
         op["piece"] = max(_LEAST, layer * (op["num_positions"] - op["at"]) // SHARE)
-    return min(op["piece"], stage_nbytes // 2)
+    return min(op["piece"], stage_nbytes // 3)
 
 
 @compiled

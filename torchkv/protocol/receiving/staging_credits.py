@@ -60,8 +60,8 @@ __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 MAX_STAGES = 64  # stages of one queue that are not free yet
 # Bytes of a standing stage at most, by device type. All of them together take half of the ring at most, and each this
 # part of it: a link between GPUs wants long pieces.
-STANDING_NBYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-STANDING_SHARE = {"cpu": 8, "cuda": 4}
+STANDING_NBYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
+STANDING_SHARE = {"cpu": 8, "cuda": 2}
 NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
 
