@@ -22,7 +22,7 @@ from torchkv.bench.cases import CASES, Case
 from torchkv.bench.pair import run_case
 from torchkv.cuda import ipc
 from torchkv.cuda.driver import num_queues
-from torchkv.cuda.side_streams import serves_fifos
+from torchkv.cuda.side_streams import enough_queues
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.host.network import job_interface
 from torchkv.host.processes import this_process, watch_process
@@ -109,8 +109,8 @@ def _settings() -> Iterator[Finding]:
         warn_about_unknown_variables()
     level, fix = ("warn", "rename or unset what is not read") if caught else ("ok", "")
     yield Finding(level, "settings", "; ".join([shown, *(str(w.message) for w in caught)]), fix)
-    if not serves_fifos():
-        text = f"{num_queues()}: a stream that waits blocks others, so staging between GPUs is slower"
+    if not enough_queues():
+        text = f"{num_queues()}: streams that wait block others, and may keep transfers from ending"
         yield Finding("warn", "CUDA_DEVICE_MAX_CONNECTIONS", text, "unset it, or set it to 32")
     if os.environ.get("TORCH_LOGS") == "":
         yield Finding("warn", "TORCH_LOGS", "set but empty, which makes some torch releases fail at import", "unset it")

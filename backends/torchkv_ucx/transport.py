@@ -57,7 +57,6 @@ class _Capabilities:
     def __get__(self, instance: UCXTransport | None, owner: type[UCXTransport]) -> Capabilities:
         return Capabilities(
             devices=frozenset({"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}),
-            signals=True,
         )
 
 

@@ -108,8 +108,7 @@ def test_staged_by_puts(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
 
 
 @needs_gpus(1)
-def test_a_large_ring_and_no_fifo(gpu_ranks: Callable[..., Ranks]) -> None:
-    """As large as for verbs that else pass through a FIFO, which converted pages do not."""
+def test_a_large_verb_through_a_large_ring(gpu_ranks: Callable[..., Ranks]) -> None:
     one = converting("large", gqa, BF16, FP8, writer=WIDE, reader=WIDE, tokens=4096)
     check_reports(run(gpu_ranks(4), one, path="staged"), staged(one), ("view",))
 

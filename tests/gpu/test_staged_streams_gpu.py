@@ -1,22 +1,18 @@
-"""Large staged verbs between GPUs: streamed through a small stage by two kernels that wait for each other."""
+"""Large staged verbs between GPUs: every byte, also while the streams of one rank do not go on."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers.harness import Ranks
-from tests.helpers.ranks.gpu_pair import gpu_group, needs_gpus, until
+from tests.helpers.ranks.gpu_pair import gpu_group, needs_gpus
 from tests.helpers.ranks.small_cache import meet, small_layout
 from torchkv import KVCache, KVProcessGroup, KVWork
-from torchkv.staging import cuda_pack, cuda_packer
-from torchkv.staging import transfer as staged_transfer
+from torchkv.cuda.sync_words import HostReleasedWait
 
 TOKENS = 4096
 # Of rank 0 and of rank 1: 64 MiB of 2,048 bytes a token and layer, differently arranged.
@@ -24,30 +20,6 @@ LAYOUTS = ({"page_size": 16}, {"page_size": 32, "order": "HND"})
 MODEL = {"num_layers": 8, "num_kv_heads": 8, "head_dim": 64}
 
 pytestmark = needs_gpus(2)
-
-
-@contextmanager
-def patience(polls: int, *, starving: bool = False) -> Iterator[list[int]]:
-    """Kernels of this rank give up after so many looks. Yields how many streams were begun, again and again counted.
-
-    starving: not all of a verb fits into the slots, so that they have to wait.
-    """
-    real, begun = cuda_pack.CudaPackLauncher.gather, [0]
-    usual = cuda_packer.PATIENCE, staged_transfer.LARGEST_CHUNK
-
-    def gather(*args: Any, fifo_args: Any = None, **settings: Any) -> None:
-        begun[0] += fifo_args is not None
-        real(*args, fifo_args=fifo_args, **settings)
-
-    cuda_pack.CudaPackLauncher.gather = gather
-    cuda_packer.PATIENCE = polls
-    if starving:
-        staged_transfer.LARGEST_CHUNK = 64 << 10
-    try:
-        yield begun
-    finally:
-        cuda_pack.CudaPackLauncher.gather = real
-        cuda_packer.PATIENCE, staged_transfer.LARGEST_CHUNK = usual
 
 
 def poison(cache: KVCache, pages: list[int], value: int) -> None:
@@ -103,17 +75,12 @@ class Side:
         assert all(torch.equal(*pair) for pair in zip(bits(self.cache, self._unchanged), self._before, strict=True))
 
 
-def stream(blocks: int, polls: int, writers: tuple[int, ...], fifos: bool = True) -> None:
-    """Staged and direct, the same bytes arrive, and beside them nothing changes.
-
-    fifos: whether there are queues enough for FIFOs.
-    """
-    with patience(polls, starving=polls == 1) as begun, gpu_group(sm_budget=blocks) as kv:
+def every_byte(blocks: int, writers: tuple[int, ...]) -> None:
+    """Staged and direct, the same bytes arrive, and beside them nothing changes."""
+    with gpu_group(sm_budget=blocks) as kv:
         me, other = kv.rank(), 1 - kv.rank()
         side = Side(kv)
-        assert kv._verbs.engine.gpu.fifos is fifos
-        verbs = 3 if polls > 1 else 10
-        for turn in range(verbs):
+        for turn in range(3):
             name = str(turn)
             receives = side.receive(name, other) if other in writers else []
             if me in writers:
@@ -124,22 +91,15 @@ def stream(blocks: int, polls: int, writers: tuple[int, ...], fifos: bool = True
             poison(side.cache, side.staged, turn)
             meet(kv)
         side.check_beside()
-        if not fifos:
-            assert begun[0] == 0
-        elif me in writers:
-            assert begun[0] >= verbs, "not every verb was streamed"
-            assert polls > 1 or begun[0] > verbs, "no kernel has lost its patience"
 
 
 @pytest.mark.parametrize("blocks", [1, 16, 132])
-@pytest.mark.parametrize("polls", [cuda_packer.PATIENCE, 1], ids=["patient", "impatient"])
-def test_every_byte(blocks: int, polls: int, gpu_ranks: Callable[[int], Ranks]) -> None:
-    gpu_ranks(2).run(stream, blocks, polls, (0,))
+def test_every_byte(blocks: int, gpu_ranks: Callable[[int], Ranks]) -> None:
+    gpu_ranks(2).run(every_byte, blocks, (0,))
 
 
-@pytest.mark.parametrize("polls", [cuda_packer.PATIENCE, 1], ids=["patient", "impatient"])
-def test_both_ways_at_once(polls: int, gpu_ranks: Callable[[int], Ranks]) -> None:
-    gpu_ranks(2).run(stream, 132, polls, (0, 1))
+def test_both_ways_at_once(gpu_ranks: Callable[[int], Ranks]) -> None:
+    gpu_ranks(2).run(every_byte, 132, (0, 1))
 
 
 def exchange(side: Side, name: str, src: int, dst: int) -> None:
@@ -156,31 +116,32 @@ def exchange(side: Side, name: str, src: int, dst: int) -> None:
         side.check(receives)
 
 
+def hold(kv: KVProcessGroup) -> list[HostReleasedWait]:
+    """Stops both streams that pack and unpack on this rank, until each of these is opened."""
+    device = kv._verbs.engine.gpu
+    return [device.sync_words.hold(stream) for stream in (device.outgoing, device.incoming)]
+
+
 def hung_receiver() -> None:
-    """Rank 1 does not unpack what rank 0 streams to it, for a while; rank 2 gets its own."""
-    with patience(cuda_packer.PATIENCE, starving=True) as begun, gpu_group() as kv:
+    """Rank 1 does not unpack what rank 0 stages for it, for a while; rank 2 gets its own."""
+    with gpu_group() as kv:
         side, me = Side(kv), kv.rank()
         for dst in (1, 2):  # loads all kernels, which must not happen while a stream is held
             exchange(side, "first", 0, dst)
         poison(side.cache, side.staged, 1)
         torch.cuda.synchronize()
         meet(kv)
-        device = kv._verbs.engine.gpu
-        hold = device.sync_words.hold(device.incoming) if me == 1 else None
+        holds = hold(kv) if me == 1 else []
         receives = side.receive("hung", 0) if me == 1 else []
         if me == 0:
             side.send("hung", 1)
-            until(lambda: begun[0] >= 6, "a stream that waits in vain is begun again")
         for turn in range(5):
             exchange(side, f"beside {turn}", 0, 2)
-        if me == 0:
-            before, pauses = begun[0], 30
-            time.sleep(pauses * cuda_packer.LONGEST_PAUSE)
-            assert 5 < begun[0] - before <= pauses + 8, "in each pause once, but for the first ones"
         meet(kv)
-        if hold is not None:
+        if me == 1:
             assert not receives[0].is_completed()
-            hold.open()
+            for each in holds:
+                each.open()
             side.check(receives)
         if me == 0:
             side.finish("hung", 1)
@@ -188,24 +149,22 @@ def hung_receiver() -> None:
         side.check_beside()
 
 
-def test_a_receiver_that_hangs_is_left_alone_more_and_more(gpu_ranks: Callable[[int], Ranks]) -> None:
+def test_a_receiver_that_hangs_holds_up_no_other(gpu_ranks: Callable[[int], Ranks]) -> None:
     gpu_ranks(3).run(hung_receiver)
 
 
 def hung_sender() -> None:
     """Rank 2 gets nothing of a piece that rank 0's GPU has been given, and does not come to; rank 1's arrive."""
-    with pytest.MonkeyPatch.context() as patch, gpu_group() as kv:
-        patch.setattr(staged_transfer, "LEAST_FIFO_VERB", 1 << 40)  # pieces only
+    with gpu_group() as kv:
         side, me = Side(kv), kv.rank()
         for src in (0, 1):  # loads all kernels, which must not happen while a stream is held
             exchange(side, "first", src, 2)
         poison(side.cache, side.staged, 1)
         torch.cuda.synchronize()
         meet(kv)
-        device = kv._verbs.engine.gpu
-        hold = device.sync_words.hold(device.outgoing) if me == 0 else None
+        holds = hold(kv) if me == 0 else []
         late = [kv.recv_pages("staged late", side.staged, 0)] if me == 2 else []
-        if hold is not None:
+        if me == 0:
             kv.staged_put("staged late", None, side.source, 2)
         meet(kv)
         for turn in range(5):
@@ -218,8 +177,9 @@ def hung_sender() -> None:
         if late:
             assert not late[0].is_completed()
             late.append(kv.recv_pages("direct late", side.direct, 0))
-        if hold is not None:
-            hold.open()
+        if me == 0:
+            for each in holds:
+                each.open()
             kv.send_slice("direct late", None, side.source, 2)
             side.finish("late", 2)
         if late:
@@ -233,9 +193,9 @@ def test_a_sender_that_hangs_holds_up_no_other(gpu_ranks: Callable[[int], Ranks]
     gpu_ranks(3).run(hung_sender)
 
 
-def test_where_streams_hold_each_other_up_no_gpu_waits_for_another() -> None:
+def test_with_a_single_hardware_queue_every_byte_arrives() -> None:
     ranks = Ranks(2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     try:
-        ranks.run(stream, 16, cuda_packer.PATIENCE, (0, 1), False)
+        ranks.run(every_byte, 16, (0, 1))
     finally:
         ranks.close()

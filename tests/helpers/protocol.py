@@ -24,7 +24,6 @@ from torchkv.protocol.sending.staging_requester import StagingRequester
 
 TIMEOUT, GRANT_TIMEOUT = 10.0, 100.0
 RING = 1 << 16
-CHANNELS = 32  # FIFO channels that each rank's GPU serves
 
 Machine = Sender | Receiver | InstanceLeader
 M = TypeVar("M", bound=Message)
@@ -32,7 +31,7 @@ M = TypeVar("M", bound=Message)
 
 def group_map(rank: int, *places: tuple[str, KVLayout | None], num_pages: int = 32, num_slots: int = 0) -> GroupMap:
     """The group map of ``rank``: ranks 0, 1, ... with these instances and layouts."""
-    pool = {"num_pages": num_pages, "num_slots": num_slots, "channels": CHANNELS}
+    pool = {"num_pages": num_pages, "num_slots": num_slots}
     members = [
         RankInfo(rank=i, incarnation=100 + i, instance=name, layout=layout, **pool)
         for i, (name, layout) in enumerate(places)
@@ -75,8 +74,8 @@ def sender(view: GroupMap | None = None) -> Sender:
     return Sender(view or pair(0), timeout=TIMEOUT, grant_timeout=GRANT_TIMEOUT, requester=StagingRequester())
 
 
-def receiver(view: GroupMap | None = None, *, signals: int = 0, ring: int = RING, pools: Pools = UNGROUPED) -> Receiver:
-    credits = StagingCredits(StagingRing(ring), timeout=TIMEOUT, signals=signals)
+def receiver(view: GroupMap | None = None, *, ring: int = RING, pools: Pools = UNGROUPED) -> Receiver:
+    credits = StagingCredits(StagingRing(ring), timeout=TIMEOUT)
     limits = {"timeout": TIMEOUT, "grant_timeout": GRANT_TIMEOUT}
     return Receiver(view or pair(1), **limits, credits=credits, pools=pools)
 

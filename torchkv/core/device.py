@@ -111,7 +111,7 @@ def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> Loop
     device = stream.device
     word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     ids = torch.zeros(NUM_IDS, dtype=torch.int64, pin_memory=True)
-    errors = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+    errors = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     there = torch.empty(NUM_IDS, dtype=torch.int64, device=device)
     functions = [driver.address(name) for name in _NAMES]
     return LoopDevice(

@@ -17,7 +17,7 @@ import torch
 
 from torchkv.cuda.driver import num_queues
 
-__all__ = ["StreamClaim", "SideStreams", "StreamPool", "num_waiting_streams", "serves_fifos"]
+__all__ = ["StreamClaim", "SideStreams", "StreamPool", "enough_queues", "num_waiting_streams"]
 
 S = TypeVar("S", bound=Hashable)
 
@@ -27,9 +27,8 @@ PRIORITY = -1
 # they wait for transfers.
 RESERVED_QUEUES = 5
 MAX_WAITING_STREAMS = 4  # side streams that may be blocked
-# The fewest queues for FIFO kernels, which keep theirs while they poll a peer. With one queue they would hold up what
-# the peer polls for; with 8 and with 32 they were measured.
-FIFO_QUEUES = 7
+# With fewer queues fewer than two side streams may be blocked, so that what one request waits for holds up the others.
+ENOUGH_QUEUES = 7
 
 
 def num_waiting_streams() -> int:
@@ -37,9 +36,9 @@ def num_waiting_streams() -> int:
     return max(0, min(MAX_WAITING_STREAMS, num_queues() - RESERVED_QUEUES))
 
 
-def serves_fifos() -> bool:
-    """Whether there are enough queues for FIFO kernels."""
-    return num_queues() >= FIFO_QUEUES
+def enough_queues() -> bool:
+    """Whether streams that wait leave queues to the others."""
+    return num_queues() >= ENOUGH_QUEUES
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,8 +88,8 @@ class StreamPool(Generic[S]):
 class SideStreams:
     """The side streams of one group on one GPU, not ordered with the default stream. Belongs to the progress thread.
 
-    outgoing, incoming: for work that never waits for long. FIFO kernels run on these two; they wait for peers, but give
-    up after a while. gated: `num_waiting_streams` streams for transfers whose pages are not ready yet.
+    outgoing, incoming: for work that waits for nothing. gated: `num_waiting_streams` streams for transfers whose pages
+    are not ready yet.
     """
 
     def __init__(self, device: torch.device) -> None:

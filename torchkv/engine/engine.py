@@ -558,5 +558,5 @@ def _staging_credits(staging: Staging | None, timeout: float, writers: Callable[
     if staging is None or staging.receiving is None:
         return StagingCredits(StagingRing(0), timeout=timeout)
     ring = staging.receiving
-    device, signals = ring.tensor.device.type, len(ring.signals)
-    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, signals=signals, device=device, writers=writers)
+    device = ring.tensor.device.type
+    return StagingCredits(StagingRing(ring.nbytes), timeout=timeout, device=device, writers=writers)

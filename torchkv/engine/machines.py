@@ -115,8 +115,7 @@ class Machines:
             case Withdraw():
                 self.receiver.stages.on_withdraw(src, message)
             case StageGrant():
-                peer = self._group_map.info[src]
-                self.requester.on_grant(src, message, peer.staging, peer.signals)
+                self.requester.on_grant(src, message, self._group_map.info[src].staging)
             case StageDenied():
                 self.requester.on_denied(src, message, self._group_map.info[src].staging)
             case Withdrawn():

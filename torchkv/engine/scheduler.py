@@ -485,7 +485,7 @@ class TransferScheduler:
             self._on_broken(transfer.connection)
         # Pages that are converted have no other path.
         chose_path = transfer.op.source_pages.path is None and not transfer.grant.plan.converts
-        if isinstance(transfer.error, RingExhausted) and chose_path and transfer.flushed and not transfer.truncated:
+        if isinstance(transfer.error, RingExhausted) and chose_path and transfer.flushed:
             # The staged path was chosen, not forced: start again on another one. Pages that arrived are written again.
             self._gated.append(_Gated(transfer.op, transfer.grant, may_stage=False))
             self.restarts += 1

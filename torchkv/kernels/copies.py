@@ -22,29 +22,18 @@ import torch
 from torchkv.arrays import Float32Array
 from torchkv.errors import ProtocolError
 from torchkv.kernels import page_copy
-from torchkv.kernels.launch import (
-    Addresses,
-    FifoArgs,
-    convert_params,
-    kernel_params,
-    launch,
-    launch_convert,
-    launch_fifo,
-)
+from torchkv.kernels.launch import Addresses, convert_params, kernel_params, launch, launch_convert
 from torchkv.layout.kernel_geometry import BadPage, Geometry
-from torchkv.layout.stage_format import CHUNK_UNIT, MAX_CHANNELS, MemorySpan
+from torchkv.layout.stage_format import MemorySpan
 
 __all__ = [
     "CopyJobs",
     "ScaleTable",
-    "check_fifo",
     "copy_pages",
     "error_words",
     "first_error",
     "gather",
-    "moved",
     "scatter",
-    "unfinished",
 ]
 
 MAX_IDS = (1 << 29) - 2  # page ids of a call: the position of an id must fit in an error code
@@ -113,8 +102,8 @@ class CopyJobs:
             raise ProtocolError(f"jobs {self.first_job}..{end} of a table of {table.shape[0]}")
         if self.blocks < 1 or self.start < 0:
             raise ProtocolError(f"blocks must be at least 1 and start at least 0, not {self.blocks} and {self.start}")
-        if errors.dtype is not torch.int64 or errors.numel() not in (1, 2):
-            raise ProtocolError(f"errors must hold one int64 or two, not {errors.dtype} of shape {tuple(errors.shape)}")
+        if errors.dtype is not torch.int64 or errors.numel() != 1:
+            raise ProtocolError(f"errors must hold one int64, not {errors.dtype} of shape {tuple(errors.shape)}")
         return table.data_ptr() + 16 * self.first_job
 
     def scales_address(self) -> int:
@@ -127,11 +116,8 @@ class CopyJobs:
 
 
 def error_words() -> torch.Tensor:
-    """A fresh ``errors`` argument: int64 ``[2]``, zeros, in pinned host memory where there is a GPU.
-
-    The first word is for bad page ids (`first_error`), the second one for FIFO kernels (`unfinished`, `moved`).
-    """
-    return torch.zeros(2, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    """A fresh ``errors`` argument: int64 ``[1]``, zero, in pinned host memory where there is a GPU."""
+    return torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
 
 
 def first_error(errors: torch.Tensor) -> BadPage | None:
@@ -145,19 +131,6 @@ def first_error(errors: torch.Tensor) -> BadPage | None:
         position=(code >> 33) - 1,
         page=page - (1 << 32) if page >> 31 else page,
     )
-
-
-def unfinished(errors: torch.Tensor) -> bool:
-    """Whether a block of a FIFO kernel gave up before its last chunk. Read it after the kernels are done.
-
-    It is in the second word, so that it hides no bad page in the first. Zero ``errors[1]`` before the next launch.
-    """
-    return int(errors[1]) & 0xFFFFFFFF == page_copy.UNFINISHED
-
-
-def moved(errors: torch.Tensor) -> bool:
-    """Whether FIFO kernels moved at least one chunk since ``errors[1]`` was zeroed."""
-    return int(errors[1]) >> 32 == page_copy.MOVED
 
 
 def copy_pages(jobs: CopyJobs, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
@@ -180,76 +153,44 @@ def copy_pages(jobs: CopyJobs, src_pages: torch.Tensor, dst_pages: torch.Tensor)
     _launch(page_copy.DIRECT, jobs, addresses, jobs.ranks(src_pages.numel()))
 
 
-def gather(
-    jobs: CopyJobs,
-    src_pages: torch.Tensor,
-    stage: MemorySpan,
-    *,
-    fifo_args: FifoArgs | None = None,
-    first_chunk: int = 0,
-) -> None:
+def gather(jobs: CopyJobs, src_pages: torch.Tensor, stage: MemorySpan) -> None:
     """Packs what `copy_pages` would copy into ``stage``: job after job, pair after pair, row after row.
 
     stage: at least ``num_jobs * pairs * pair_nbytes`` bytes that the current device reaches, aligned to
     ``geometry.unit``. The kernel does not read the second column of ``jobs.table``. Stream, ids and errors as for
     `copy_pages`.
-
-    fifo_args: passes the bytes chunk by chunk through a FIFO in ``stage`` to a `scatter` that runs at the same time.
-    Then ``stage`` needs ``fifo_args.fifo.nbytes`` bytes, the same memory on both sides; ``jobs.errors`` must hold two
-    words; and there are as many blocks as channels, whatever ``jobs.blocks`` says. If `unfinished`, launch it again.
-    first_chunk: chunks in the FIFO before these jobs' first, packed by earlier launches with the same ``state``.
     """
     _check_ids("src_pages", src_pages)
     ranks = jobs.ranks(src_pages.numel())
-    _check_stage(page_copy.GATHER, jobs, stage, len(ranks), fifo_args, first_chunk)
+    _check_stage(page_copy.GATHER, jobs, stage, len(ranks))
     addresses = Addresses(
         jobs=jobs.check(), src_ids=src_pages.data_ptr(), dst_ids=0, stage=stage.ptr, errors=jobs.errors.data_ptr()
     )
-    _launch(page_copy.GATHER, jobs, addresses, ranks, fifo_args, first_chunk)
+    _launch(page_copy.GATHER, jobs, addresses, ranks)
 
 
-def scatter(
-    jobs: CopyJobs,
-    stage: MemorySpan,
-    dst_pages: torch.Tensor,
-    *,
-    num_src_pages: int,
-    fifo_args: FifoArgs | None = None,
-    first_chunk: int = 0,
-) -> None:
+def scatter(jobs: CopyJobs, stage: MemorySpan, dst_pages: torch.Tensor, *, num_src_pages: int) -> None:
     """Unpacks what `gather` packed from ``num_src_pages`` pages into the receiver's pages.
 
-    fifo_args, first_chunk: as for `gather`. The kernel does not read the first column of ``jobs.table``. Stream, ids
-    and errors as for `copy_pages`.
+    The kernel does not read the first column of ``jobs.table``. Stream, ids and errors as for `copy_pages`.
     """
     _check_ids("dst_pages", dst_pages)
     _check_grant(jobs, dst_pages)
     ranks = jobs.ranks(num_src_pages)
-    _check_stage(page_copy.SCATTER, jobs, stage, len(ranks), fifo_args, first_chunk)
+    _check_stage(page_copy.SCATTER, jobs, stage, len(ranks))
     addresses = Addresses(
         jobs=jobs.check(), src_ids=0, dst_ids=dst_pages.data_ptr(), stage=stage.ptr, errors=jobs.errors.data_ptr()
     )
-    _launch(page_copy.SCATTER, jobs, addresses, ranks, fifo_args, first_chunk)
+    _launch(page_copy.SCATTER, jobs, addresses, ranks)
 
 
-def _launch(
-    mode: int,
-    jobs: CopyJobs,
-    addresses: Addresses,
-    ranks: range,
-    fifo_args: FifoArgs | None = None,
-    first_chunk: int = 0,
-) -> None:
+def _launch(mode: int, jobs: CopyJobs, addresses: Addresses, ranks: range) -> None:
     geometry, num_jobs, start = jobs.geometry, jobs.num_jobs, jobs.start
     if geometry.conversion is not None:
         where = addresses._replace(scales=jobs.scales_address())
         launch_convert(mode, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
-    elif fifo_args is None:
-        launch(mode, geometry, addresses, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
     else:
-        launch_fifo(
-            mode, geometry, addresses, fifo_args, first_chunk=first_chunk, num_jobs=num_jobs, ranks=ranks, start=start
-        )
+        launch(mode, geometry, addresses, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
 
 
 def _check_ids(name: str, ids: torch.Tensor) -> None:
@@ -266,40 +207,17 @@ def _check_grant(jobs: CopyJobs, dst_pages: torch.Tensor) -> None:
         raise ProtocolError(f"a grant of {jobs.limit_tokens} tokens has dst_pages for {capacity} tokens only")
 
 
-def _check_stage(
-    mode: int, jobs: CopyJobs, stage: MemorySpan, pairs_per_job: int, fifo_args: FifoArgs | None, first_chunk: int
-) -> None:
+def _check_stage(mode: int, jobs: CopyJobs, stage: MemorySpan, pairs_per_job: int) -> None:
     pairs = jobs.num_jobs * pairs_per_job
     if jobs.geometry.conversion is None:
         params = kernel_params(jobs.geometry)
         pair_nbytes, unit = params.pair_nbytes, params.unit
     else:
-        if fifo_args is not None:
-            raise ProtocolError("pages that are converted pass through no FIFO")
         converting = convert_params(jobs.geometry)
         pair_nbytes = converting.stage_nbytes(mode)
         unit = pair_nbytes // converting.words_per_pair
-    if fifo_args is None:
-        need, content = pairs * pair_nbytes, f"{pairs} page pairs"
-    else:
-        check_fifo(fifo_args)
-        if first_chunk < 0:
-            raise ProtocolError(f"first_chunk must be at least 0, not {first_chunk}")
-        if jobs.errors.numel() != 2:
-            raise ProtocolError(f"errors of a FIFO must hold two int64, not {jobs.errors.numel()}")
-        need, content = fifo_args.fifo.nbytes, f"a FIFO of {fifo_args.fifo.channels} channels"
+    need = pairs * pair_nbytes
     if stage.nbytes < need:
-        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {content}, which take {need}")
+        raise ProtocolError(f"a stage of {stage.nbytes} bytes for {pairs} page pairs, which take {need}")
     if stage.ptr % unit:
         raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
-
-
-def check_fifo(fifo_args: FifoArgs) -> None:
-    """Raises ``ProtocolError`` for counts that no FIFO has. Addresses and ``base`` are trusted."""
-    chunk, channels = fifo_args.fifo
-    if not 1 <= channels <= MAX_CHANNELS:
-        raise ProtocolError(f"a FIFO of {channels} channels; at least 1 and at most {MAX_CHANNELS}")
-    if not CHUNK_UNIT <= chunk < 1 << 31 or chunk % CHUNK_UNIT:
-        raise ProtocolError(f"chunks of {chunk} bytes; a multiple of {CHUNK_UNIT} below 2 GiB")
-    if fifo_args.max_polls < 1:
-        raise ProtocolError(f"max_polls must be at least 1, not {fifo_args.max_polls}")

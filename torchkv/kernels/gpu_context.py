@@ -14,7 +14,7 @@ import torch
 from torchkv.cuda import driver, graph_gate, ipc
 from torchkv.cuda.events import RecordedEvent, StreamEvent, event_pool
 from torchkv.cuda.page_ids import PageIdUploads
-from torchkv.cuda.side_streams import SideStreams, StreamClaim, serves_fifos
+from torchkv.cuda.side_streams import SideStreams, StreamClaim, enough_queues
 from torchkv.cuda.sync_words import StreamCompletion, SyncWords
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.kernels import copies
@@ -52,13 +52,9 @@ def check_alive(stream: torch.cuda.Stream) -> None:
 class GpuContext:
     """One rank's GPU, as its progress thread uses it. Other threads use only ``sync_words``, ``index``, `record_gate`.
 
-    blocks: the largest number of thread blocks of a copy kernel (``Options.sm_budget``). fifos: whether large pieces
-    may pass through FIFOs; False where there are too few hardware queues.
-    outgoing, incoming: streams that are never blocked for long, see `SideStreams`. FIFO gathers run on the one, FIFO
-    scatters on the other, one after the other: two at once would share the link and end at the same time, with no third
-    one ready to follow.
-    The resident loop copies on ``incoming`` too: a rank that sends seldom unpacks, and one more stream would take a
-    hardware queue.
+    blocks: the largest number of thread blocks of a copy kernel (``Options.sm_budget``).
+    outgoing, incoming: streams that are never blocked, see `SideStreams`. The resident loop copies on ``incoming`` too:
+    a rank that sends seldom unpacks, and one more stream would take a hardware queue.
     completions: those that the progress thread polls. copy_completions: those of them behind copies that can run now;
     for their sake the thread spins instead of sleeping.
     """
@@ -74,23 +70,22 @@ class GpuContext:
         self.copy_completions: set[StreamCompletion] = set()
         self._streams = SideStreams(device)
         self.outgoing, self.incoming = self._streams.outgoing, self._streams.incoming
-        # How many copy kernels may overlap, those of FIFOs aside. One, so that they never exceed the budget of blocks.
+        # How many copy kernels may overlap. One, so that they never exceed the budget of blocks.
         # Two where the budget is the whole GPU: the next kernel may begin while the last blocks of the one before end.
         overlapping = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
         self._unblocked = itertools.cycle([self.outgoing, self.incoming][:overlapping])
         ipc.defer_frees(self, self.index)
         self._pauses: list[float] = []  # ends of all pauses, by ``time.monotonic``
-        self.fifos = serves_fifos()
-        if not self.fifos:
+        if not enough_queues():
             log.warning(
-                "CUDA_DEVICE_MAX_CONNECTIONS=%d is too few hardware queues: streams of %s block each other. Staged "
-                "transfers are slower, and a stream that waits for a transfer (wait_stream) may keep it from ending; "
-                "unset the variable, or set it to 32",
+                "CUDA_DEVICE_MAX_CONNECTIONS=%d is too few hardware queues: streams of %s block each other, and "
+                "one that waits for a transfer (wait_stream) may keep it from ending; unset the variable, or set it "
+                "to 32",
                 driver.num_queues(),
                 device,
             )
         self.uploads = PageIdUploads(device)
-        self._errors = list(torch.zeros((PREALLOCATED_ERRORS, 2), dtype=torch.int64, pin_memory=True))
+        self._errors = list(torch.zeros((PREALLOCATED_ERRORS, 1), dtype=torch.int64, pin_memory=True))
 
     def check_alive(self) -> None:
         """Raises ``TransportUnavailable`` if the GPU has failed."""

@@ -14,19 +14,16 @@ from torchkv.host.convert_loops import KINDS
 from torchkv.kernels import page_convert, page_copy
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
-from torchkv.layout.stage_format import MAX_CHANNELS, SLOTS, ChunkFifo
 
 __all__ = [
     "Addresses",
     "ConvertParams",
-    "FifoArgs",
     "convert_params",
     "divisor",
     "kernel_params",
     "kernels_for",
     "launch",
     "launch_convert",
-    "launch_fifo",
 ]
 
 
@@ -46,8 +43,6 @@ class Tile(NamedTuple):
 # The best of some thirty tiles measured between two H200 (docs/measurements), for one layer as for eighty: 16 such
 # blocks fill nine tenths of the link, and 32 KiB per tile are few enough for all blocks to end at about the same time.
 TILE = Tile(2048, 8, 256)
-# After each chunk a block of a FIFO waits until all its stores are done. More warps fill the link again sooner.
-FIFO_WARPS = 16
 
 # Converting takes registers: fewer words for each thread.
 CONVERT_TILE = Tile(512, 8, 0)
@@ -58,7 +53,7 @@ MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile
 class Addresses(NamedTuple):
     """Device addresses of one launch; 0 for those that its mode does not use.
 
-    jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes, or the FIFO's slots.
+    jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes.
     errors: see `torchkv.kernels.copies.error_words`. scales: of the first job, see `torchkv.kernels.page_convert`.
     """
 
@@ -68,47 +63,6 @@ class Addresses(NamedTuple):
     stage: int
     errors: int
     scales: int = 0
-
-
-class FifoArgs(NamedTuple):
-    """One side's view of the FIFO between a gather on one GPU and a scatter on another, which run at the same time.
-
-    How chunks pass through it:
-
-    * Chunks are numbered through all jobs of a piece; the last chunk of a job may be partly filled. Block b of either
-      kernel serves channel b: the chunks b, b + channels, b + 2 * channels, and so on.
-    * The k-th chunk of channel b lies in FIFO slot ``k % SLOTS * channels + b`` of the stage.
-    * Each channel has two progress words in the receiver's device memory, which both GPUs reach: how many chunks are
-      packed (written by the gather) and how many are unpacked (written by the scatter), each plus ``base``.
-    * The gather packs chunk k after chunk k - SLOTS was unpacked, the scatter unpacks chunk k after it was packed.
-    * Neither kernel waits for long, because a kernel that waits keeps other kernels off its multiprocessors, perhaps
-      also those that the peer is waiting for. A block that has polled a word ``max_polls`` times in vain stores its
-      progress in ``state`` and ends. The host launches the kernel again, and the block continues from there.
-
-    words: address of the progress words, int64 ``[2, MAX_CHANNELS]``: packed, then unpacked. base: larger than any
-    value that these words have held. They only grow, so what an earlier use wrote is never mistaken for progress.
-    fifo: the size of a chunk, and the number of channels.
-    state: address of int64 ``[MAX_CHANNELS]`` in this GPU's own memory: how many chunks of each channel this side has
-    done. The two sides have different ones. Zeros before the first launch.
-    max_polls: see above; at least 1.
-    """
-
-    words: int
-    base: int
-    fifo: ChunkFifo
-    state: int
-    max_polls: int
-
-    def integers(self, mode: int, unit: int, job_nbytes: int, first_chunk: int) -> tuple[int, ...]:
-        """The kernel's runtime arguments from ``wait_at`` to ``job_chunks``. unit: bytes of a word."""
-        packed, unpacked = self.words, self.words + 8 * MAX_CHANNELS
-        tiles = self.fifo.chunk // (TILE.words * unit)
-        wait_at, publish_at = (unpacked, packed) if mode == page_copy.GATHER else (packed, unpacked)
-        counts = self.max_polls, first_chunk, tiles, self.fifo.chunks(job_nbytes)
-        return wait_at, publish_at, self.state, self.base, *counts
-
-
-NO_FIFO = (0,) * 8  # in place of `FifoArgs.integers`
 
 
 class KernelParams(NamedTuple):
@@ -189,11 +143,11 @@ def launch(
     Enqueues several launches where a job has more than `MAX_WORDS` words.
     """
     params = kernel_params(geometry)
+    jobs, src_ids, dst_ids, stage, errors, _ = addresses
     for first, count in _split(ranks, MAX_WORDS // params.words_per_pair):
         words = count * params.words_per_pair
-        stage = addresses.stage + (first - ranks.start) * params.pair_nbytes
-        counts = num_jobs, first, start, words
-        integers = _integers(addresses, stage, len(ranks) * params.pair_nbytes, NO_FIFO, counts, params)
+        where = stage + (first - ranks.start) * params.pair_nbytes, len(ranks) * params.pair_nbytes
+        integers = (jobs, src_ids, dst_ids, *where, errors, num_jobs, first, start, words, *params.integers)
         grid = min(blocks, num_jobs * -(-words // TILE.words))
         _kernel(mode, params).launch(grid, integers)
 
@@ -254,68 +208,19 @@ def launch_convert(
         _convert_kernel(mode, params).launch(grid, integers)
 
 
-def launch_fifo(
-    mode: int,
-    geometry: Geometry,
-    addresses: Addresses,
-    fifo_args: FifoArgs,
-    *,
-    first_chunk: int,
-    num_jobs: int,
-    ranks: range,
-    start: int,
-) -> None:
-    """Enqueues one side of a FIFO, ``GATHER`` or ``SCATTER``, with one block per channel. Checks nothing.
-
-    first_chunk: chunks in the FIFO before the first job's. Other arguments as for `launch`. A job must not have more
-    than `MAX_WORDS` words.
-    """
-    if not ranks or not num_jobs:
-        return
-    params = kernel_params(geometry)
-    words = len(ranks) * params.words_per_pair
-    assert words <= MAX_WORDS, f"a FIFO of jobs of {words} words"
-    fifo_integers = fifo_args.integers(mode, params.unit, len(ranks) * params.pair_nbytes, first_chunk)
-    integers = _integers(addresses, addresses.stage, 0, fifo_integers, (num_jobs, ranks.start, start, words), params)
-    _fifo_kernel(mode, params).launch(fifo_args.fifo.channels, integers)
-
-
-def _integers(
-    addresses: Addresses,
-    stage: int,
-    stage_stride: int,
-    fifo_integers: tuple[int, ...],
-    counts: tuple[int, ...],
-    params: KernelParams,
-) -> tuple[int, ...]:
-    """All runtime arguments of the kernel, in its order.
-
-    stage_stride: bytes in the stage from one job to the next. fifo_integers: `FifoArgs.integers` or `NO_FIFO`. counts:
-    the arguments from ``num_jobs`` to ``words``.
-    """
-    jobs, src_ids, dst_ids, _, errors, _ = addresses
-    return jobs, src_ids, dst_ids, stage, stage_stride, errors, *fifo_integers, *counts, *params.integers
-
-
-def kernels_for(geometry: Geometry, *modes: int, fifo: bool = False) -> list[CompiledKernel]:
+def kernels_for(geometry: Geometry, *modes: int) -> list[CompiledKernel]:
     """The compiled kernels that copies of ``geometry`` need.
 
-    modes: as for `launch`; default, direct copies. fifo: include those that `launch_fifo` needs; pages that are
-    converted pass through no FIFO.
+    modes: as for `launch`; default, direct copies.
     """
     if geometry.conversion is not None:
         return [_convert_kernel(mode, convert_params(geometry)) for mode in modes or (page_copy.DIRECT,)]
     params = kernel_params(geometry)
-    found = [_kernel(mode, params) for mode in modes or (page_copy.DIRECT,)]
-    return found + [_fifo_kernel(mode, params) for mode in modes if fifo]
+    return [_kernel(mode, params) for mode in modes or (page_copy.DIRECT,)]
 
 
 def _kernel(mode: int, params: KernelParams) -> CompiledKernel:
     return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, _constants(mode, params), TILE.warps)
-
-
-def _fifo_kernel(mode: int, params: KernelParams) -> CompiledKernel:
-    return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, _constants(mode, params, SLOTS), FIFO_WARPS)
 
 
 def _convert_kernel(mode: int, params: ConvertParams) -> CompiledKernel:
@@ -329,10 +234,10 @@ def _split(ranks: range, most: int) -> Iterator[tuple[int, int]]:
         yield first, min(most, ranks.stop - first)
 
 
-def _constants(mode: int, params: KernelParams, slots: int = 0) -> tuple[int, ...]:
-    """The kernel's constants, in its order. slots: FIFO slots of a channel; 0 for a packed stage."""
+def _constants(mode: int, params: KernelParams) -> tuple[int, ...]:
+    """The kernel's constants, in its order."""
     tile = TILE
     per_row = params.words_per_row
     touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
     table = tile.table if touched <= tile.table else 0
-    return mode, params.unit, params.rows, int(params.parts), tile.words, table, slots
+    return mode, params.unit, params.rows, int(params.parts), tile.words, table

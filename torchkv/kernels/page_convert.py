@@ -1,9 +1,9 @@
 """The Triton kernel that copies pages and converts their elements to another dtype on the way.
 
 `torchkv.kernels.copies` is its interface; `torchkv.kernels.launch` launches it. It addresses pages as
-`torchkv.kernels.page_copy` does, but a word is a number of elements, of unlike bytes on both sides, and there is no
-FIFO. It computes what `torchkv.layout.conversion.convert` computes, bit for bit, but for the sign and payload of NaN:
-dtypes are handled as integers, so that any GPU, and Triton's interpreter, round alike.
+`torchkv.kernels.page_copy` does, but a word is a number of elements, of unlike bytes on both sides. It
+computes what `torchkv.layout.conversion.convert` computes, bit for bit, but for the sign and payload of NaN: dtypes are
+handled as integers, so that any GPU, and Triton's interpreter, round alike.
 """
 
 from __future__ import annotations

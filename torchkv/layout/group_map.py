@@ -22,10 +22,9 @@ class RankInfo:
 
     incarnation: tells this process from an earlier one of the same rank. instance: name of the group of ranks that
     serve one model replica together. layout: None for a rank that registered no cache. num_pages, num_slots: of its
-    cache. staging: bytes of its staging ring. signals: number of signals behind that ring. channels: the most
-    FIFO channels that a writer may use through one stage; 0 if pieces must fit into a stage. checksum: whether pieces
-    that it packs or unpacks have checksums. number: what the rank calls itself in messages; None: also ``rank``. life:
-    tells this instance from an earlier one of the same name, where instances come and go.
+    cache. staging: bytes of its staging ring. checksum: whether pieces that it packs or unpacks have checksums. number:
+    what the rank calls itself in messages; None: also ``rank``. life: tells this instance from an earlier one of the
+    same name, where instances come and go.
     """
 
     rank: int
@@ -35,8 +34,6 @@ class RankInfo:
     num_pages: int
     num_slots: int
     staging: int = 0
-    signals: int = 0
-    channels: int = 0
     checksum: bool = False
     number: int | None = None
     life: int = 0

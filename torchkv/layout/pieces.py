@@ -250,8 +250,6 @@ class Cutter:
         # For each position in _layers: the most bytes that one page of that layer or of any later one takes.
         self._least = [*accumulate([0, *reversed(one_page)], max)][::-1]
         self._nbytes = self._left()
-        # The most bytes that one segment takes in one layer.
-        self.layer_nbytes = max((pairs * segments[0].stage_nbytes for segments, _, pairs in self._groups), default=0)
 
     @property
     def done(self) -> bool:

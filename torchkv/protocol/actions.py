@@ -16,7 +16,6 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError
-from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import Message
 from torchkv.protocol.receiving.stage_allocator import Stage
 
@@ -144,11 +143,7 @@ class Scatter:
     serial: names the stage among those of this writer and generation. piece: the layers and pages that the stage holds.
     layout: where each lies in the stage. plan: between the two ranks. pages: the receiver's page ids. num_tokens:
     tokens that the grant covers. checked: the stage holds checksums too; compare them. state: the stage holds state,
-    and ``pages`` is the slot.
-
-    fifo: if set, the stage is a FIFO, announced before it is written, and ``signal`` is its signal. written: whether
-    the writer is known to write no more to the stage: set here without a FIFO, by the unpacker once all chunks of the
-    FIFO have come. stopped: set here when the request fails; the unpacker then waits for no more chunks.
+    and ``pages`` is the slot. stopped: set here when the request fails; what has not begun is then not unpacked.
     """
 
     request: str
@@ -163,9 +158,6 @@ class Scatter:
     num_tokens: int
     checked: bool
     state: bool
-    signal: Signal | None = None
-    fifo: ChunkFifo | None = None
-    written: bool = True
     stopped: bool = False
 
 

@@ -242,16 +242,13 @@ class StageAsk(Message, frozen=True, tag="stage_ask"):
 class StageGrant(Message, frozen=True, tag="stage_grant"):
     """Receiver -> writer: you may write bytes [offset, offset + nbytes) of my ring until you send ``Staged``.
 
-    With a ``value`` other than 0 you may use the stage as a FIFO: signal ``word`` of my ring is yours then, and its
-    words have held no value as large as ``value``. Of generation `STANDING`, unasked: your loop may, from now on.
+    Of generation `STANDING`, unasked: your loop may, from now on.
     """
 
     generation: Count
     serial: Count
     offset: Count
     nbytes: Count
-    word: Count = 0
-    value: Count = 0
 
 
 class StageDenied(Message, frozen=True, tag="stage_denied"):
@@ -268,8 +265,6 @@ class Staged(Message, frozen=True, tag="staged"):
     Pages are the writer's, counted after the prefix. 0 pages: the stage is given back unused.
     ``checked``: the pages' checksums lie in the stage too.
     ``state``: the stage holds the state of these layers, which counts as one page.
-    ``chunk``, if not 0: the stage is a FIFO, and this message comes before the bytes. The pages pass through it in
-    chunks of ``chunk`` bytes, in ``channels`` FIFO channels, and the words of its signal say how far each of them is.
     """
 
     generation: Count
@@ -279,8 +274,6 @@ class Staged(Message, frozen=True, tag="staged"):
     num_pages: Count
     checked: bool
     state: bool = False
-    chunk: Count = 0
-    channels: Count = 0
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):

@@ -21,13 +21,13 @@ from torchkv.kernels import checksum as checksum_kernel
 from torchkv.kernels import copies, page_copy
 from torchkv.kernels.checksum_launch import SumAddresses, launch_sums, sum_kernel
 from torchkv.kernels.compiled import CompiledKernel
-from torchkv.kernels.launch import FifoArgs, kernels_for
+from torchkv.kernels.launch import kernels_for
 from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.kernel_geometry import Geometry, geometry
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.pieces import Mismatch, Piece, PieceLayout, PieceSection, pair_ordinals
 from torchkv.layout.plan_segment import PlanSegment, StridedRuns
-from torchkv.layout.stage_format import ChunkFifo, MemorySpan
+from torchkv.layout.stage_format import MemorySpan
 from torchkv.transfer.copy_tables import job_ranges
 from torchkv.transfer.peer_connection import LocalPages
 
@@ -142,12 +142,12 @@ class CudaPackLauncher:
             table[job, 1 - side] = number
         return table.to(pages.device)
 
-    def kernels_for(self, *, checksum: bool, fifo: bool = False) -> list[CompiledKernel]:
-        """The kernels that the other methods launch. checksum, fifo: with those for checksums and for FIFOs."""
+    def kernels_for(self, *, checksum: bool) -> list[CompiledKernel]:
+        """The kernels that the other methods launch. checksum: with those for checksums."""
         mode = page_copy.GATHER if self.sending else page_copy.SCATTER
         found: list[CompiledKernel] = []
         for shape in set(self._geometries):
-            found += kernels_for(shape, mode, fifo=fifo)
+            found += kernels_for(shape, mode)
             if checksum:
                 found.append(sum_kernel(shape, self._mode))
         return found
@@ -164,25 +164,12 @@ class CudaPackLauncher:
 
     # ------------------------------------------------------------------ sender
 
-    def gather(self, args: PieceArgs, *, fifo_args: FifoArgs | None = None) -> None:
-        """Packs a piece into its stage.
-
-        fifo_args: see `torchkv.kernels.copies.gather`. The stage then needs ``fifo_args.fifo.nbytes`` bytes, whatever
-        the size of the piece, and of ``layout`` only the order counts. While `torchkv.kernels.copies.unfinished` says
-        so, call this again.
-        """
+    def gather(self, args: PieceArgs) -> None:
+        """Packs a piece into its stage."""
         assert self.sending
         self._check(args)
-        if fifo_args is not None:
-            copies.check_fifo(fifo_args)
         for each in self._launches(args.layout):
-            copies.gather(
-                self._copy_jobs(each, args),
-                args.ids,
-                args.stage if fifo_args else _part(args.stage, each),
-                fifo_args=fifo_args,
-                first_chunk=_first_chunk(args.layout, each, fifo_args.fifo) if fifo_args else 0,
-            )
+            copies.gather(self._copy_jobs(each, args), args.ids, _part(args.stage, each))
 
     def write_sums(self, args: PieceArgs) -> None:
         """Computes the checksums of a piece from the pages, and stores them in the stage where the layout says."""
@@ -191,20 +178,16 @@ class CudaPackLauncher:
 
     # ------------------------------------------------------------------ receiver
 
-    def scatter(self, args: PieceArgs, *, fifo_args: FifoArgs | None = None) -> None:
-        """Unpacks a piece from its stage. fifo_args: as for `gather`."""
+    def scatter(self, args: PieceArgs) -> None:
+        """Unpacks a piece from its stage."""
         assert not self.sending
         self._check(args)
-        if fifo_args is not None:
-            copies.check_fifo(fifo_args)
         for each in self._launches(args.layout):
             copies.scatter(
                 self._copy_jobs(each, args),
-                args.stage if fifo_args else _part(args.stage, each),
+                _part(args.stage, each),
                 args.ids,
                 num_src_pages=args.piece.num_pages,
-                fifo_args=fifo_args,
-                first_chunk=_first_chunk(args.layout, each, fifo_args.fifo) if fifo_args else 0,
             )
 
     def verify_sums(self, args: PieceArgs, *, mismatches: torch.Tensor) -> None:
@@ -318,16 +301,6 @@ def _part(stage: MemorySpan, each: _Launch) -> MemorySpan:
     """Where the pairs of a launch are packed."""
     nbytes = each.section.layer_nbytes
     return stage.part(each.section.offset + each.position * nbytes, each.num_jobs * nbytes)
-
-
-def _first_chunk(layout: PieceLayout, each: _Launch, fifo: ChunkFifo) -> int:
-    """FIFO chunks of all of ``layout`` before the first job of a launch."""
-    before = 0
-    for section in layout.sections:
-        if section is each.section:
-            break
-        before += len(section.layers) * fifo.chunks(section.layer_nbytes)
-    return before + each.position * fifo.chunks(each.section.layer_nbytes)
 
 
 def _one_sided(plan: PairPlan, segment: PlanSegment, layer: int, pages: LocalPages, *, sending: bool) -> Geometry:

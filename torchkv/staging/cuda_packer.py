@@ -1,18 +1,12 @@
 """Packs and unpacks pieces on a GPU: kernels on side streams, whose completion the progress thread reads from memory.
 
-How gather and scatter are ordered:
-
-* In general, the scatter is enqueued when the writer has said that the stage is written.
-* Through a FIFO, gather and scatter run at the same time on the two GPUs, and each polls the other's progress words. A
-  kernel that has polled in vain ``PATIENCE`` times stops. It is launched again after a pause, and continues where it
-  stopped, so a peer that hangs does not occupy this GPU.
+The scatter is enqueued when the writer has said that the stage is written.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 
@@ -22,14 +16,12 @@ from torchkv.errors import PageOutOfRange, ProtocolError, TransportUnavailable
 from torchkv.kernels import copies
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.gpu_context import GpuContext, check_alive, launching
-from torchkv.kernels.launch import FifoArgs
 from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.layout.stage_format import MAX_CHANNELS
 from torchkv.protocol.actions import Scatter
 from torchkv.staging.cuda_pack import CudaPackLauncher, PieceArgs, mismatch_buffer
 from torchkv.staging.memory import StageMemory
-from torchkv.staging.packer import FifoStage, GatherJob, Packer, mismatch
+from torchkv.staging.packer import GatherJob, Packer, mismatch
 from torchkv.transfer.peer_connection import LocalPages
 
 __all__ = ["CudaPacker"]
@@ -40,13 +32,6 @@ _Job = GatherJob | Scatter
 # as it is. The question takes the driver's lock, which launches need. An idle thread reads every 5 ms.
 ASK_EVERY = 64
 
-# How often a FIFO kernel polls its peer's progress words in vain, some microseconds each, before it stops and leaves
-# the GPU to others.
-PATIENCE = 4096
-# Seconds, at most, before a FIFO kernel that made no progress is launched again. There is a pause at all because a peer
-# that hangs must not hold up other transfers.
-LONGEST_PAUSE = 0.1
-STATES = 32  # preallocated progress tensors, one for each FIFO kernel that runs at the same time
 LOAD_POLL = 0.002  # seconds between two checks whether kernels can be loaded
 PACK = "pack pages"  # names the operation in errors
 
@@ -64,24 +49,13 @@ class CudaPacker(Packer):
         self._ready: set[tuple[int, bool, bool]] = set()
         self._kept: list[tuple[PairPlan, Scales]] = []  # keeps plans and scales alive, and so their ids unique
         self._mismatches: list[torch.Tensor] = []  # free buffers, see `mismatch_buffer`
-        # Zeroing them here also loads the kernel that fills memory. Loading it later would wait for all streams, and so
-        # for ever if a stream waits for this host.
-        self._states = [self._state() for _ in range(STATES)]
-        if device.device.type == "cuda":
-            # The zeros are written, and earlier users of that memory have ended: other streams use it from here on.
-            torch.cuda.synchronize(device.device)
-
-    @property
-    def fifo_channels(self) -> int:
-        return min(self._device.blocks, MAX_CHANNELS) if self._device.fifos else 0
 
     def gather(self, job: GatherJob) -> Iterator[int]:
-        device, fifo_stage = self._device, job.fifo_stage
-        assert fifo_stage is None or self.ready(job.plan), "the first step of a FIFO must enqueue it"
+        device = self._device
         launcher = yield from self._loaded(job, sending=True)
         if launcher is None:
             return
-        stream = device.unblocked_stream if fifo_stage is None else device.outgoing
+        stream = device.unblocked_stream
         upload = None
         if isinstance(job.pages, DevicePages):
             ids = job.pages.ids
@@ -98,13 +72,11 @@ class CudaPacker(Packer):
             errors=errors,
             blocks=device.blocks,
         )
-
-        def launch(fifo_args: FifoArgs | None) -> None:
-            launcher.gather(args, fifo_args=fifo_args)
+        with launching(stream, PACK):
+            launcher.gather(args)
             if job.checked:
                 launcher.write_sums(args)
-
-        yield from self._run(job, stream, launch, fifo_stage, errors)
+        yield from self._wait(stream)
         if upload is not None:
             device.uploads.release(upload)
         bad = copies.first_error(errors)
@@ -122,11 +94,7 @@ class CudaPacker(Packer):
         launcher = yield from self._loaded(job, sending=False)
         if launcher is None:
             return
-        stream, fifo_stage = device.unblocked_stream, None
-        if job.fifo is not None:
-            assert job.signal is not None
-            stream = device.incoming
-            fifo_stage = FifoStage(self._receiving.signal_ptr(job.signal), job.signal.value, job.fifo)
+        stream = device.unblocked_stream
         upload = device.uploads.acquire(job.pages, stream, ("rx", job.src, job.generation))
         span = self._receiving.span(job.stage)
         errors = device.take_error_words()
@@ -140,15 +108,12 @@ class CudaPacker(Packer):
             errors=errors,
             blocks=device.blocks,
         )
-
-        def launch(fifo_args: FifoArgs | None) -> None:
-            launcher.scatter(args, fifo_args=fifo_args)
+        with launching(stream, PACK):
+            launcher.scatter(args)
             if mismatches is not None:
                 launcher.verify_sums(args, mismatches=mismatches)
-
-        yield from self._run(job, stream, launch, fifo_stage, errors)
+        yield from self._wait(stream)
         device.uploads.release(upload)
-        job.written = not copies.unfinished(errors)
         bad = copies.first_error(errors)
         assert bad is None, f"{bad}, but the ids were checked when they were posted"
         device.release_error_words(errors)
@@ -159,55 +124,9 @@ class CudaPacker(Packer):
                 raise mismatch(job, wrong)
         yield 1
 
-    def _take_state(self, stream: torch.cuda.Stream) -> torch.Tensor:
-        """A progress tensor for a FIFO kernel, which ``stream`` has zeroed; `_run` gives it back."""
-        with launching(stream, PACK):
-            state = self._states.pop() if self._states else self._state()
-            state.zero_()
-        return state
-
-    def _state(self) -> torch.Tensor:
-        return torch.zeros(MAX_CHANNELS, dtype=torch.int64, device=self._device.device)
-
-    def _run(
-        self,
-        job: _Job,
-        stream: torch.cuda.Stream,
-        launch: Callable[[FifoArgs | None], None],
-        fifo_stage: FifoStage | None,
-        errors: torch.Tensor,
-    ) -> Iterator[int]:
-        """Calls ``launch``, which enqueues on ``stream``, and waits until that is done.
-
-        Repeats that while a FIFO kernel is unfinished and the job not stopped.
-
-        Between launches it pauses for a quarter of the time that the last launch took, and twice as long each time,
-        until a launch makes progress.
-        """
-        state = fifo_args = None
-        if fifo_stage is not None:
-            state = self._take_state(stream)
-            fifo_args = FifoArgs(*fifo_stage, state.data_ptr(), PATIENCE)
-        pause = 0.0
-        while True:
-            began = time.monotonic()
-            with launching(stream, PACK):
-                launch(fifo_args)
-            yield from self._wait(stream)
-            if not copies.unfinished(errors) or job.stopped:
-                break
-            waited = time.monotonic() - began
-            pause = 0.0 if copies.moved(errors) else min(max(2 * pause, waited / 4), LONGEST_PAUSE)
-            yield from self._device.pause(pause, lambda: job.stopped)
-            if job.stopped:
-                break
-            errors[1] = 0
-        if state is not None:
-            self._states.append(state)
-
     def prepare(self, plan: PairPlan, *, sending: bool, checksum: bool, scales: Scales = NO_SCALES) -> None:
         launcher = self._launcher(plan, scales, sending=sending, checksum=checksum)
-        self._load(launcher.kernels_for(checksum=checksum, fifo=not checksum))
+        self._load(launcher.kernels_for(checksum=checksum))
         self._ready.add((id(plan), sending, checksum))
 
     def _launcher(
@@ -233,9 +152,6 @@ class CudaPacker(Packer):
             return None
         return self._launchers.get((id(plan), sending, id(NO_SCALES)))
 
-    def ready(self, plan: PairPlan) -> bool:
-        return (id(plan), True, False) in self._ready
-
     def _loaded(self, job: _Job, *, sending: bool) -> Generator[int, None, CudaPackLauncher | None]:
         """The launcher of the job's plan, once its kernels are loaded; None if the job is stopped before.
 
@@ -246,7 +162,7 @@ class CudaPacker(Packer):
         launcher = self._launcher(job.plan, scales, sending=sending, checksum=job.checked)
         if (id(job.plan), sending, job.checked) in self._ready:
             return launcher
-        needed = launcher.kernels_for(checksum=job.checked, fifo=not job.checked)
+        needed = launcher.kernels_for(checksum=job.checked)
         while not all(kernel.is_loaded for kernel in needed):
             if job.stopped:
                 return None

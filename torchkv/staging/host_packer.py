@@ -283,7 +283,6 @@ class HostPacker(Packer):
 
     def gather(self, job: GatherJob) -> Iterator[int]:
         assert not isinstance(job.pages, DevicePages)
-        assert job.fifo_stage is None
         side = self._side(job, job.pages[job.piece_pages], job.scales, sending=True)
         yield from copy(job.layout, side, job.stage.ptr)
         if job.checked:

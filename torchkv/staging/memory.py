@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from torchkv.errors import TransportUnavailable
-from torchkv.layout.stage_format import MAX_CHANNELS, MemorySpan, Signal
+from torchkv.layout.stage_format import MemorySpan
 from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 
 __all__ = ["SendStages", "StageMemory"]
@@ -20,22 +20,14 @@ MAX_TURNS = 2  # staged transfers to one receiver at once: the next begins while
 
 @dataclass(slots=True)
 class StageMemory:
-    """Registered memory of a ring: tensor, uint8 ``[nbytes]``; region, its index in the transport.
-
-    signals: int64 ``[n, 2 * MAX_CHANNELS]`` words of n signals, which lie after the ring at `signal_offset`.
-    """
+    """Registered memory of a ring: tensor, uint8 ``[nbytes]``; region, its index in the transport."""
 
     tensor: torch.Tensor
     region: int
-    signals: torch.Tensor = field(default_factory=lambda: torch.empty((0, 2 * MAX_CHANNELS), dtype=torch.int64))
 
     def release(self) -> None:
         """Drops the memory after the last transfer, since works and groups may be kept alive for longer."""
-        self.tensor, self.signals = self.tensor.new_empty(0), self.signals.new_empty(0)
-
-    def signal_ptr(self, signal: Signal) -> int:
-        """The address of the signal's first word."""
-        return self.signals[signal.word].data_ptr()
+        self.tensor = self.tensor.new_empty(0)
 
     def span(self, stage: Stage) -> MemorySpan:
         return MemorySpan.of(self.tensor).part(stage.offset, stage.nbytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torchkv.arrays import Int64Array
 from torchkv.cuda.page_ids import DevicePages
@@ -13,24 +12,12 @@ from torchkv.errors import ChecksumMismatch
 from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.layout.pieces import Mismatch, Piece, PieceLayout
-from torchkv.layout.stage_format import ChunkFifo, MemorySpan
+from torchkv.layout.stage_format import MemorySpan
 from torchkv.protocol.actions import Scatter
 from torchkv.staging.memory import SendStages, StageMemory
 from torchkv.transfer.peer_connection import LocalPages
 
-__all__ = ["FifoStage", "GatherJob", "Packer", "Staging", "mismatch"]
-
-
-class FifoStage(NamedTuple):
-    """A stage that a piece passes through as a FIFO.
-
-    words: address of the signal's first word, as this rank reaches it. base: the signal's value, see
-    `torchkv.layout.stage_format.Signal`.
-    """
-
-    words: int
-    base: int
-    fifo: ChunkFifo
+__all__ = ["GatherJob", "Packer", "Staging", "mismatch"]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,8 +27,8 @@ class GatherJob:
     dst, generation, num_tokens: of the grant. stage: the memory to pack into, in the receiver's ring where that is
     mapped here, else in this rank's own. piece: what to pack; layout: where in the stage, by ``plan``. pages: page ids
     of the whole verb; start: of the first of them, counted in sender pages after the prefix. checked: write the
-    checksums too. scales: of the receiver's pages, for pages that are converted. fifo_stage: if set, the piece passes
-    through the stage as a FIFO. stopped: set when the transfer has failed, so that no FIFO kernel is launched again.
+    checksums too. scales: of the receiver's pages, for pages that are converted. stopped: set when the transfer has
+    failed: a gather that waits for its kernels to be loaded then ends.
     """
 
     dst: int
@@ -54,7 +41,6 @@ class GatherJob:
     start: int
     num_tokens: int
     checked: bool
-    fifo_stage: FifoStage | None = None
     scales: Scales = field(default=NO_SCALES, repr=False)
     stopped: bool = False
 
@@ -77,15 +63,6 @@ class Packer(ABC):
 
     asynchronous = False
 
-    @property
-    def fifo_channels(self) -> int:
-        """The most channels of a FIFO that this rank takes part in, as writer or receiver; 0 if in none."""
-        return 0
-
-    def ready(self, plan: PairPlan) -> bool:
-        """Whether pieces of ``plan`` are gathered without loading kernels first, those with checksums aside."""
-        return True
-
     def __init__(self, local: LocalPages, receiving: StageMemory | None) -> None:
         """receiving: this rank's receive ring, if it has one."""
         self._local = local
@@ -93,18 +70,13 @@ class Packer(ABC):
 
     @abstractmethod
     def gather(self, job: GatherJob) -> Iterator[int]:
-        """Packs a piece into its stage.
-
-        Through a FIFO: once the iterator has yielded for the first time, the gather is enqueued, and the receiver may
-        be told of the piece. Raises ``PageOutOfRange``, ``TransportUnavailable``.
-        """
+        """Packs a piece into its stage. Raises ``PageOutOfRange``, ``TransportUnavailable``."""
 
     @abstractmethod
     def scatter(self, job: Scatter) -> Iterator[int]:
         """Unpacks a stage of this rank's receive ring into its pages, and compares checksums if the job is ``checked``.
 
-        Through a FIFO: waits for the writer until the job is stopped; ``job.written`` then says whether all of the
-        piece has come. Raises ``ChecksumMismatch``, ``TransportUnavailable``.
+        Raises ``ChecksumMismatch``, ``TransportUnavailable``.
         """
 
     @abstractmethod

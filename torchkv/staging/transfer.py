@@ -16,17 +16,6 @@ scattered there.
 
 Where the receiver's ring is mapped here (shared memory, NVLink), pieces are gathered straight into their stage: no send
 ring, no put.
-
-If GPUs do the copies, large verbs pass through a FIFO: ``Staged`` is sent as soon as the gather is enqueued. The piece
-is larger than its stage and passes through it in chunks, like data through NCCL's buffers. Each FIFO channel has
-``SLOTS`` slots of the stage, and one thread block on either GPU:
-
-        gather kernel --> [slot][slot][slot][slot] --> scatter kernel      data
-                      --> chunks packed            -->                     progress words, which only rise
-                      <-- chunks unpacked          <--
-
-The kernels run at the same time, and each polls the other's words for a bounded time. If it polls in vain, it stops and
-is launched again later (`torchkv.staging.cuda_packer`). So no stream of a GPU ever waits for another GPU.
 """
 
 from __future__ import annotations
@@ -34,14 +23,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 
-from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.layout.pieces import Cutter, Piece, PieceLayout, piece_layout
-from torchkv.layout.stage_format import ALIGNMENT, CHUNK_UNIT, SLOTS, ChunkFifo, MemorySpan, signal_offset
+from torchkv.layout.stage_format import ALIGNMENT, MemorySpan
 from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.protocol.sending.staging_requester import Span, StagingRequester
 from torchkv.staging.memory import SendStages
-from torchkv.staging.packer import FifoStage, GatherJob, Packer
+from torchkv.staging.packer import GatherJob, Packer
 from torchkv.transfer import path_cost
 from torchkv.transfer.base import Transfer, TransferContext
 from torchkv.transfer.peer_connection import StageTarget
@@ -57,11 +45,6 @@ IN_FLIGHT = 4  # pieces of a verb under way: one each is gathered, put and scatt
 # when it is put; large enough that its messages and steps cost little beside its bytes.
 LEAST_PIECE = {"cpu": 1 << 20, "cuda": 8 << 20}
 LARGEST_PIECE = {"cpu": path_cost.LARGEST_PIECE, "cuda": 128 << 20}
-# Verbs that pass through a FIFO, in bytes. Their pieces are limited, so that the receiver can use the first layers
-# before the last ones arrive; two are under way, so that one begins while the one before ends. Shorter verbs gain
-# nothing from a FIFO.
-LARGEST_FIFO_PIECE, FIFOS_IN_FLIGHT, LEAST_FIFO_VERB = 512 << 20, 2, 8 << 20
-LARGEST_CHUNK = 1 << 20
 
 # How many stages must fit into a ring: in the send ring one piece is gathered while another is put, the receive ring
 # holds one more.
@@ -101,25 +84,12 @@ class StagedTransfer(Transfer):
         self._cutter = Cutter(
             grant.plan, op.layers, op.start, op.num_pages, limit_tokens=grant.num_tokens, checksum=checksum
         )
-        self._fifo_channels = self._num_fifo_channels()
         self._stage_nbytes = self._stage_size(context.local.device.type)
-        self._piece_nbytes = LARGEST_FIFO_PIECE if self._fifo_channels else self._stage_nbytes
         self._requested_nbytes = 0  # bytes of pieces that have asked for a stage and are not cut yet
         self._pieces: list[Iterator[int]] = []
         self._num_waiting = 0  # pieces that wait for their stage to be granted
         self._gathers: list[GatherJob] = []  # gathers that may still read pages
         self._holds_turn = False
-
-    def _num_fifo_channels(self) -> int:
-        """Channels of the FIFO; 0 where pieces that fit into their stage do better, or are all that is possible."""
-        # Page ids in GPU memory are checked by the gather kernel: it may turn out not to write all that was announced.
-        if self._view is None or isinstance(self._pages, DevicePages) or self._checksum or self._plan.converts:
-            return 0
-        if self._cutter.nbytes < LEAST_FIFO_VERB or self._cutter.layer_nbytes < CHUNK_UNIT:
-            return 0
-        if not self._packer.ready(self._plan):
-            return 0
-        return min(self._packer.fifo_channels, self._target.fifo_channels)
 
     def _stage_size(self, device: str) -> int:
         """Bytes of stages to ask for: several fit into either ring, and a verb makes `IN_FLIGHT` pieces or more.
@@ -129,8 +99,6 @@ class StagedTransfer(Transfer):
         rings = self._target.nbytes // RECV_SHARE
         if self._view is None:
             rings = min(rings, self._stages.ring.largest_possible // SEND_SHARE)
-        if self._fifo_channels:
-            return max(1, min(rings, ChunkFifo(LARGEST_CHUNK, self._fifo_channels).nbytes))
         wanted = max(-(-self._cutter.nbytes // IN_FLIGHT), LEAST_PIECE[device])
         return max(1, min(wanted, LARGEST_PIECE[device], rings))
 
@@ -189,13 +157,12 @@ class StagedTransfer(Transfer):
     def _request_stage(self) -> bool:
         """Asks for a stage for the next piece. False if nothing is left to send, or enough pieces are under way."""
         left = self._cutter.nbytes - self._requested_nbytes
-        if left <= 0 or len(self._pieces) >= (FIFOS_IN_FLIGHT if self._fifo_channels else IN_FLIGHT):
+        if left <= 0 or len(self._pieces) >= IN_FLIGHT:
             return False
         least = self._cutter.least
-        nbytes = max(min(self._piece_nbytes, left), least)
-        stage_nbytes = max(min(self._stage_nbytes, nbytes), least)
+        nbytes = max(min(self._stage_nbytes, left), least)
         with self._lock:
-            serial = self._requester.ask(self.op.dst, self._grant.generation, nbytes=stage_nbytes, least=least)
+            serial = self._requester.ask(self.op.dst, self._grant.generation, nbytes=nbytes, least=least)
         self._requested_nbytes += nbytes
         self._pieces.append(self._send_piece(serial, nbytes))
         return True
@@ -227,30 +194,14 @@ class StagedTransfer(Transfer):
         span = yield from self._await_grant(serial)
         if span is None:
             return
-        fifo_stage = self._fifo_stage(span)
         if self._view is None:
             packed = yield from self._pack_and_put(span, nbytes)
         else:
-            packed = yield from self._pack_into_ring(serial, span, nbytes, fifo_stage)
+            packed = yield from self._pack_into_ring(span, nbytes)
         if packed is None and self.error is None:
             self._return_stage(serial)
-        elif packed is not None and self.error is None and fifo_stage is None:
+        elif packed is not None and self.error is None:
             self._announce(serial, *packed)
-
-    def _fifo_stage(self, span: Span) -> FifoStage | None:
-        """The stage as a FIFO; None if the piece has to fit into it, and ``Staged`` to come when it is written."""
-        if not self._fifo_channels or span.signal is None:
-            return None
-        assert self._view is not None
-        most = min(span.nbytes // (SLOTS * self._fifo_channels), LARGEST_CHUNK) // CHUNK_UNIT
-        if not most:
-            return None
-        # The chunks of a layer should be of one size: channels take turns, so if large and small chunks alternate, some
-        # channels get all the large ones.
-        units = -(-self._cutter.layer_nbytes // CHUNK_UNIT)
-        chunk = -(-units // -(-units // most)) * CHUNK_UNIT
-        words = self._view.ptr + signal_offset(self._target.nbytes, span.signal.word)
-        return FifoStage(words, span.signal.value, ChunkFifo(chunk, self._fifo_channels))
 
     def _pack_and_put(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
         """Gathers a piece into the send ring and puts it. None if nothing is left to send, or after an error."""
@@ -267,26 +218,20 @@ class StagedTransfer(Transfer):
             self._stages.ring.release(stage)
         return packed
 
-    def _pack_into_ring(
-        self, serial: int, span: Span, asked: int, fifo_stage: FifoStage | None
-    ) -> Generator[int, None, _Packed | None]:
+    def _pack_into_ring(self, span: Span, asked: int) -> Generator[int, None, _Packed | None]:
         """Gathers a piece straight into the receiver's mapped ring. Returns what `_pack_and_put` returns."""
         assert self._view is not None
         if span.offset % ALIGNMENT:
             raise ProtocolError(f"{self.connection.name} granted a stage at {span.offset}, no multiple of {ALIGNMENT}")
         try:
             memory = MemorySpan(self._view.ptr + span.offset, span.nbytes)
-            # Through a FIFO a piece may be larger than its stage.
-            nbytes = span.nbytes if fifo_stage is None else max(asked, self._cutter.least)
-            return (yield from self._pack(memory, nbytes, asked, serial, fifo_stage))
+            return (yield from self._pack(memory, span.nbytes, asked))
         except TransportUnavailable:
             self.flushed = False  # the GPU has failed, and may still write to the stage
             raise
 
-    def _pack(
-        self, memory: MemorySpan, nbytes: int, asked: int, serial: int = 0, fifo_stage: FifoStage | None = None
-    ) -> Generator[int, None, _Packed | None]:
-        """Cuts the piece that fits into ``nbytes`` and gathers it. With a FIFO, tells the receiver at once."""
+    def _pack(self, memory: MemorySpan, nbytes: int, asked: int) -> Generator[int, None, _Packed | None]:
+        """Cuts the piece that fits into ``nbytes`` and gathers it."""
         if self._cutter.done:
             return None
         self._requested_nbytes -= asked
@@ -303,19 +248,11 @@ class StagedTransfer(Transfer):
             start=self.op.start,
             num_tokens=self._grant.num_tokens,
             checked=self._checksum,
-            fifo_stage=fifo_stage,
             scales=self.connection.scales,
         )
         self._gathers.append(job)
-        steps = self._packer.gather(job)
-        if fifo_stage is not None:
-            nbytes = next(steps)
-            self._announce(serial, piece, layout, fifo_stage.fifo)
-            yield nbytes
-        yield from steps
+        yield from self._packer.gather(job)
         self._gathers.remove(job)
-        # A FIFO that was stopped lacks chunks, and the receiver waits for them until the request fails.
-        self.truncated |= fifo_stage is not None and self.error is not None
         self._source_read()
         return piece, layout
 
@@ -378,8 +315,8 @@ class StagedTransfer(Transfer):
         if failure is not None and self.error is None:
             raise failure
 
-    def _announce(self, serial: int, piece: Piece, layout: PieceLayout, fifo: ChunkFifo | None = None) -> None:
-        """Tells the receiver that the stage is written or, with ``fifo``, that the piece passes through it."""
+    def _announce(self, serial: int, piece: Piece, layout: PieceLayout) -> None:
+        """Tells the receiver that the stage is written."""
         with self._lock:
             self._requester.staged(
                 self.op.dst,
@@ -388,7 +325,6 @@ class StagedTransfer(Transfer):
                 **piece._asdict(),
                 checked=self._checksum,
                 state=self.op.state,
-                fifo=fifo,
             )
         if self._packer.asynchronous:
             self._send_stage_messages()

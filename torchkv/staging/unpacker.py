@@ -14,7 +14,7 @@ from torchkv.staging.packer import Packer
 
 __all__ = ["StageUnpacker"]
 
-# Scatters under way at once, on a GPU enqueued one behind the other: of one writer, which may hang, and of all.
+# Scatters under way at once, on a GPU enqueued one behind the other: of one writer, and of all.
 MAX_OF_ONE_WRITER, MAX_ACTIVE = 4, 16
 
 

@@ -44,8 +44,7 @@ class TransferContext:
 class Transfer(ABC):
     """A `SendOp` in execution. Call ``advance`` until ``finished``; then ``error`` and ``flushed`` say how it ended.
 
-    flushed: whether it is known that nothing of it can land any more. truncated: whether the receiver waits for the
-    rest of a FIFO, which never comes; only the failure of the request ends that wait.
+    flushed: whether it is known that nothing of it can land any more.
 
     ``report`` is called when whole layers have become visible to the receiver. Layers are reported in groups of about
     ``group_bytes``: small enough that the receiver can use the first ones early, large enough that a flush and a
@@ -61,7 +60,6 @@ class Transfer(ABC):
         self.finished = False
         self.error: KVError | None = None
         self.flushed = True
-        self.truncated = False
         self._grant = context.grant
         self._plan = context.grant.plan
         self._pages = context.pages

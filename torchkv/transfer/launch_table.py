@@ -20,7 +20,7 @@ from torchkv.transfer.copy_tables import BaseAddressTable
 __all__ = ["LaunchTable", "launch_group"]
 
 # How many of the kernel's parameters come before those of the geometry, and which of them is the errors' address.
-_GIVEN, _ERRORS = 18, 5
+_GIVEN, _ERRORS = 10, 5
 assert page_copy.NUM_INTEGERS > _GIVEN
 
 

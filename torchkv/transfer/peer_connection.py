@@ -44,15 +44,10 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class StageTarget:
-    """A peer's staging ring.
-
-    region: its index among the peer's regions. nbytes: of the ring; the words of its signals lie after it.
-    fifo_channels: the most channels of a FIFO that the peer serves.
-    """
+    """A peer's staging ring. region: its index among the peer's regions. nbytes: of the ring."""
 
     region: int
     nbytes: int
-    fifo_channels: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,13 +112,10 @@ class Capabilities:
     devices: torch device types whose memory it can register: ``"cpu"``, ``"cuda"``.
     collective_memory: it has a heap that all members of a group allocate from together, see
         `Transport.allocate_shared`.
-    signals: kernels of this rank's GPU may read and write single words in a peer's mapped memory, and see them change:
-        large pieces then pass through staging between GPUs as through a FIFO.
     """
 
     devices: frozenset[str]
     collective_memory: bool = False
-    signals: bool = False
 
 
 @dataclass(frozen=True, slots=True)

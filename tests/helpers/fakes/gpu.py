@@ -23,7 +23,6 @@ class Gpu:
 
     blocks = 1
     device = torch.device("cpu")
-    fifos = True
     unblocked_stream = STREAM
 
     def __init__(self) -> None:

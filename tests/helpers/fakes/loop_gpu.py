@@ -133,10 +133,9 @@ class LoopGpu:
 
 
 def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
-    """What `torchkv.kernels.page_copy.copy` does without a FIFO, by its parameters alone. function: of `_loaded`."""
+    """What `torchkv.kernels.page_copy.copy` does, by its parameters alone. function: of `_loaded`."""
     given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
     mode, unit = divmod(function, 256)
-    assert given["wait_at"] == 0
     assert (given["stage"] == given["stage_stride"] == 0) == (mode == page_copy.DIRECT)
     assert given["stage"] % unit == given["stage_stride"] % unit == 0
 

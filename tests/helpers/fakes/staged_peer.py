@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +14,6 @@ from tests.helpers.packing import Pages
 from tests.helpers.protocol import pages as page_ids
 from tests.helpers.protocol import pair
 from tests.helpers.references.page_transfer import GAP, Bytes, Pool, gqa
-from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import KVError
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.messages import StageAsk, Staged, StageDenied, StageGrant
@@ -107,7 +105,7 @@ class SlowPacker(HostPacker):
         self.gathers.append(gather)
         while not gather.over:
             yield 0
-        for _ in super().gather(replace(job, fifo_stage=None)):
+        for _ in super().gather(job):
             pass
         if gather.error is not None:
             raise gather.error
@@ -139,7 +137,6 @@ class Case:
         mapped: bool = False,
         checksum: bool = False,
         packer: Callable[[LocalPages, None], Packer] = HostPacker,
-        fifo_channels: int = 0,
         state: bool = False,
     ) -> None:
         plan = pair(0).plan(0, (0,), 1)
@@ -160,7 +157,7 @@ class Case:
             placements={},
             channel=cast(Channel, self.wire),
             views=views,
-            staging=StageTarget(RING_REGION, ring, fifo_channels),
+            staging=StageTarget(RING_REGION, ring),
         )
         self.grant = BoundGrant(
             dst=1, generation=GENERATION, request="r", prefix_tokens=0, pages=page_ids(*DST), plan=plan
@@ -176,14 +173,12 @@ class Case:
         self.taken.append(nbytes)
         return StageMemory(torch.zeros(nbytes, dtype=torch.uint8), REGION)
 
-    def make(
-        self, layers: tuple[int, ...], *, checksum: bool = False, pages: DevicePages | None = None
-    ) -> StagedTransfer:
+    def make(self, layers: tuple[int, ...], *, checksum: bool = False) -> StagedTransfer:
         return StagedTransfer(
             TransferContext(
                 op=SendOp("r", 1, {}, layers, 0, len(SRC), self.source, state=self.state),
                 grant=self.grant,
-                pages=pages or page_ids(*SRC),
+                pages=page_ids(*SRC),
                 local=self.local,
                 connection=self.connection,
                 report=self._report,
@@ -214,8 +209,8 @@ class Case:
         assert {to for to, _ in outbox} <= {1}
         return [message for _, message in outbox]
 
-    def give(self, ask: StageAsk, offset: int, *signal: int) -> None:
-        self.requester.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes, *signal), 1 << 16, 8)
+    def give(self, ask: StageAsk, offset: int) -> None:
+        self.requester.on_grant(1, StageGrant(GENERATION, ask.serial, offset, ask.nbytes), 1 << 16)
 
     def deny(self, ask: StageAsk) -> None:
         self.requester.on_denied(1, StageDenied(GENERATION, ask.serial, "full of others"), 1 << 16)

@@ -18,7 +18,7 @@ from torchkv_loopback import Faults, LoopbackTransport, World
 
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeKernels, LoopGpu
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport, SystemCalls
-from tests.helpers.simulation.staging_rings import SIGNALS, lagging
+from tests.helpers.simulation.staging_rings import lagging
 from torchkv.cache import KVCache
 from torchkv.control.channel import PeerEvent, PeerState
 from torchkv.core.core import Core
@@ -162,9 +162,6 @@ class Place:
 
 class _Lagging(Registration):
     """Registers a rank whose gathers and scatters end some time after they began."""
-
-    def _num_signals(self) -> int:
-        return SIGNALS
 
     def _make_staging(self, ring: StageMemory | None) -> Staging:
         assert isinstance(self.transport, LoopbackTransport)

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending, flows_left, short_runs
-from tests.helpers.simulation.staging_rings import RingShadow, small_fifos
+from tests.helpers.simulation.staging_rings import RingShadow
 from tests.helpers.simulation.state_flows import StateFlows, random_states
 from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
@@ -137,7 +137,7 @@ class Scenario:
 
     def run(self) -> list[str]:
         """Performs the whole run. Returns the problems found."""
-        with small_fifos(), nullcontext() if self.staged else short_runs():
+        with nullcontext() if self.staged else short_runs():
             self._run()
         if self.cluster.network is not None:
             self.problems += self.cluster.network.problems

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from torchkv.control.session import Session
 from torchkv.errors import RingExhausted
-from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import (
     MAX_ASKS,
     Abort,
@@ -35,8 +34,6 @@ ALIGNMENT = 4
 TIMEOUT = 1000.0
 RECEIVER = 0
 IN_FLIGHT = 3  # stages that one request has under way at once
-SIGNALS = 3
-FIFO = ChunkFifo(64, 1)  # every piece is one chunk of it
 QUIET_ROUNDS = 40  # longer than several retransmissions, one after the other
 Key = tuple[int, int, int]  # writer, generation, serial
 
@@ -48,7 +45,6 @@ class Put:
     key: Key
     offset: int
     cells: list[int]
-    signal: Signal | None = None  # its word counts the chunk when both halves have landed
     landed: bool = False
 
 
@@ -60,7 +56,6 @@ class Sending:
     todo: deque[tuple[int, int]]
     direct: bool  # at the end it also writes to pages
     open: dict[int, list[Put]] = field(default_factory=dict)
-    fifos: dict[int, list[Put]] = field(default_factory=dict)  # announced before they have landed
     wrote_direct: bool = False
     outcome: str = ""
 
@@ -90,7 +85,7 @@ class Writer:
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, StageGrant):
-            self.requester.on_grant(RECEIVER, message, self.exchange.ring.capacity, SIGNALS)
+            self.requester.on_grant(RECEIVER, message, self.exchange.ring.capacity)
         elif isinstance(message, StageDenied):
             self.requester.on_denied(RECEIVER, message, self.exchange.ring.capacity)
         elif isinstance(message, Withdrawn):
@@ -117,7 +112,7 @@ class Writer:
             self._move(sending)
         if not sending.outcome:
             return
-        if any(not put.landed for puts in (*sending.open.values(), *sending.fifos.values()) for put in puts):
+        if any(not put.landed for puts in sending.open.values() for put in puts):
             return
         self._send_stage_messages()
         last = Seal(sending.generation, 1, b"") if sending.outcome == "done" else Quiesced(sending.generation)
@@ -138,24 +133,21 @@ class Writer:
                 return
             if span is not None and not puts:
                 key = (self.rank, generation, serial)
-                puts += self.exchange.post(key, span.offset, span.nbytes, span.signal)
-                if span.signal is not None and self.exchange.random.random() < 0.7:
-                    self._call_written(generation, serial, puts, fifo=FIFO)
-                    sending.fifos[serial] = sending.open.pop(serial)
+                puts += self.exchange.post(key, span.offset, span.nbytes)
             elif puts and all(put.landed for put in puts):
                 self._call_written(generation, serial, puts)
                 del sending.open[serial]
-        if sending.todo or sending.open or any(not put.landed for puts in sending.fifos.values() for put in puts):
+        if sending.todo or sending.open:
             return
         if sending.direct:
             sending.wrote_direct = self.requester.go_direct(RECEIVER, generation)
         if sending.wrote_direct or not sending.direct:
             sending.outcome = "done"
 
-    def _call_written(self, generation: int, serial: int, puts: list[Put], fifo: ChunkFifo | None = None) -> None:
+    def _call_written(self, generation: int, serial: int, puts: list[Put]) -> None:
         self.exchange.flushed[self.rank, generation, serial] = [cell for put in puts for cell in put.cells]
         piece = {"layers": (0,), "start": serial, "num_pages": 1, "checked": False}
-        self.requester.staged(RECEIVER, generation, serial, **piece, fifo=fifo)
+        self.requester.staged(RECEIVER, generation, serial, **piece)
 
 
 @dataclass(eq=False)
@@ -173,9 +165,7 @@ class Exchange:
         self.random = random.Random(seed)
         self.now = 0.0
         self.ring = StagingRing(capacity, alignment=ALIGNMENT)
-        self.credits = StagingCredits(self.ring, timeout=TIMEOUT, signals=SIGNALS)
-        self.words = [0] * SIGNALS
-        self.lost: set[Key] = set()  # stages of which a half never lands
+        self.credits = StagingCredits(self.ring, timeout=TIMEOUT)
         self.writers = {rank: Writer(self, rank) for rank in range(1, writers + 1)}
         self.sessions = {rank: Session(RECEIVER, 1, rank + 1) for rank in self.writers}
         self.inbox: deque[tuple[int, Message]] = deque()
@@ -183,7 +173,7 @@ class Exchange:
         self.puts: list[Put] = []
         self.memory = [-1] * self.ring.capacity
         self.flushed: dict[Key, list[int]] = {}
-        self.scatters: list[tuple[Key, Stage, Signal | None]] = []
+        self.scatters: list[tuple[Key, Stage]] = []
         self.scattered: list[Key] = []
         self.receivings: dict[int, Receiving] = {}
         self.all: list[tuple[int, Sending, int]] = []  # (writer, its sending, how many stages)
@@ -205,10 +195,10 @@ class Exchange:
             self.all.append((rank, sending, len(pieces)))
         return self.generation
 
-    def post(self, key: Key, offset: int, nbytes: int, signal: Signal | None) -> list[Put]:
+    def post(self, key: Key, offset: int, nbytes: int) -> list[Put]:
         cells = [self.random.getrandbits(62) for _ in range(nbytes)]
         half = nbytes // 2
-        puts = [Put(key, offset, cells[:half], signal), Put(key, offset + half, cells[half:], signal)]
+        puts = [Put(key, offset, cells[:half]), Put(key, offset + half, cells[half:])]
         self.puts += puts
         return puts
 
@@ -222,22 +212,10 @@ class Exchange:
         self.memory[put.offset : put.offset + len(put.cells)] = put.cells
         put.landed = True
         self.puts.remove(put)
-        if put.signal is not None:
-            assert held.signal == put.signal, "it would meet another stage"
-            if put.key not in self.lost and all(other.key != put.key for other in self.puts):
-                self.words[put.signal.word] = put.signal.value + 1
 
     def finish_scatter(self, index: int) -> None:
-        """Ends one unpacking; one whose chunk has not come goes on waiting, unless its request has failed."""
-        key, stage, signal = self.scatters[index]
-        if signal is not None and self.words[signal.word] != signal.value + 1:
-            receiving = self.receivings.get(key[1])
-            if receiving is None or receiving.failed:
-                del self.scatters[index]
-                self.credits.release(*key, self.now, written=False)
-                self._send_stage_messages()
-            return
-        del self.scatters[index]
+        """Ends one unpacking."""
+        key, stage = self.scatters.pop(index)
         cells = self.flushed[key]
         assert self.memory[stage.offset : stage.offset + len(cells)] == cells, f"{key} was overwritten"
         self.scattered.append(key)
@@ -264,7 +242,6 @@ class Exchange:
                 self.land(put)
             else:
                 self.puts.remove(put)
-                self.lost.add(put.key)
         for generation, receiving in list(self.receivings.items()):
             if rank in receiving.writers:
                 self.cancel(generation)
@@ -301,14 +278,11 @@ class Exchange:
             self.credits.ask(src, message, self.now)
         elif isinstance(message, Staged):
             key = (src, generation, message.serial)
-            if message.chunk:
-                stage, signal = self.credits.mark_fifo(*key) or (None, None)
-            else:
-                stage, signal = self.credits.mark_written(*key), None
+            stage = self.credits.mark_written(*key)
             if stage is not None:
                 assert receiving is not None, "scattered after its writer was quiescent"
                 assert not receiving.failed, "scattered for a failed request, whose pages may be in use again"
-                self.scatters.append((key, stage, signal))
+                self.scatters.append((key, stage))
         elif isinstance(message, Withdraw) and known:
             self.credits.withdraw(src, message)
         elif isinstance(message, Abort) and known:

@@ -84,7 +84,7 @@ def test_parameters_lie_where_the_loop_writes_them() -> None:
         found[param.name] = at
         at += size
     assert [found[name] for name in ("jobs", "src_ids", "dst_ids", "errors")] == [0, 8, 16, 40]
-    assert [found[name] for name in ("num_jobs", "first_rank", "start", "words")] == [96, 100, 104, 108]
+    assert [found[name] for name in ("num_jobs", "first_rank", "start", "words")] == [48, 52, 56, 60]
 
 
 def test_a_request() -> None:

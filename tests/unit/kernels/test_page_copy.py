@@ -17,10 +17,8 @@ from tests.helpers.fakes.kernel import fake_launches, plain_geometry
 from torchkv.kernels import copies, page_copy
 from torchkv.kernels import launch as kernel_launch
 from torchkv.kernels.launch import TILE, Tile, divisor
-from torchkv.layout import stage_format
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns
-from torchkv.layout.stage_format import ChunkFifo, MemorySpan
 
 # Division by multiplication
 
@@ -110,13 +108,9 @@ def test_loading_compiles_all_that_a_transfer_needs(log: list[tuple[Any, ...]]) 
     assert {entry[0] for entry in log} == {"start"}, "something was compiled at the first launch"
 
 
-def load(*modes: int, fifo: bool = False) -> None:
-    for kernel in kernel_launch.kernels_for(plain_geometry(), *modes, fifo=fifo):
-        kernel.load()
-
-
 def test_other_modes_have_other_kernels(log: list[tuple[Any, ...]]) -> None:
-    load(page_copy.GATHER, page_copy.SCATTER)
+    for kernel in kernel_launch.kernels_for(plain_geometry(), page_copy.GATHER, page_copy.SCATTER):
+        kernel.load()
     assert {entry[1][0] for entry in log if entry[0] == "compile"} == {page_copy.GATHER, page_copy.SCATTER}
 
 
@@ -135,73 +129,6 @@ def test_layouts_share_kernels(log: list[tuple[Any, ...]]) -> None:
     ):
         send(geometry)
     assert sum(entry[0] == "compile" for entry in log) == 1
-
-
-# Launches of FIFO kernels
-
-
-FIFO = kernel_launch.FifoArgs(words=1 << 20, base=7 << 32, fifo=ChunkFifo(1 << 16, 5), state=1 << 30, max_polls=9)
-
-
-def send_through_fifo(fifo_args: kernel_launch.FifoArgs = FIFO, num_pages: int = 17) -> None:
-    """Launches both sides. A page has 4 KiB, so 17 pages take two chunks of 64 KiB."""
-    ids, span = torch.zeros(num_pages, dtype=torch.int64), MemorySpan(1 << 40, fifo_args.fifo.nbytes)
-    jobs = copies.CopyJobs(
-        table=torch.zeros((3, 2), dtype=torch.int64),
-        geometry=plain_geometry(),
-        first_job=1,
-        num_jobs=2,
-        start=0,
-        limit_tokens=16 * num_pages,
-        errors=copies.error_words(),
-        blocks=1,
-    )
-    copies.gather(jobs, ids, span, fifo_args=fifo_args, first_chunk=2)
-    copies.scatter(jobs, span, ids, num_src_pages=num_pages, fifo_args=fifo_args, first_chunk=2)
-
-
-def test_loading_compiles_fifo_kernels_if_asked(log: list[tuple[Any, ...]]) -> None:
-    load(page_copy.GATHER, page_copy.SCATTER, fifo=True)
-    compiled = [entry[1] for entry in log if entry[0] == "compile"]
-    assert [(constants[0], constants[-1]) for constants in compiled] == [
-        (mode, slots) for slots in (0, stage_format.SLOTS) for mode in (page_copy.GATHER, page_copy.SCATTER)
-    ]
-    log.clear()
-    send_through_fifo()
-    assert [entry[0] for entry in log] == ["start", "start"], "something was compiled at the first launch"
-
-
-def test_each_side_of_a_fifo_waits_for_what_the_other_publishes(log: list[tuple[Any, ...]]) -> None:
-    send_through_fifo()
-    starts = [entry for entry in log if entry[0] == "start"]
-    assert [entry[1] for entry in starts] == [5] * 2, "as many blocks as channels, however few chunks there are"
-    at = 6  # position of wait_at among the arguments
-    packed, unpacked = FIFO.words, FIFO.words + 8 * stage_format.MAX_CHANNELS
-    counts = (FIFO.state, FIFO.base, FIFO.max_polls, 2, (1 << 16) // (16 * TILE.words), 2)
-    assert starts[0][2][at : at + 8] == (unpacked, packed, *counts)
-    assert starts[1][2][at : at + 8] == (packed, unpacked, *counts)
-
-
-def test_a_fifo_of_nothing_is_no_launch(log: list[tuple[Any, ...]]) -> None:
-    send_through_fifo(num_pages=0)
-    assert not log
-
-
-def test_every_tile_divides_a_chunk() -> None:
-    assert stage_format.CHUNK_UNIT % (16 * TILE.words) == 0
-
-
-def test_unfinished_hides_no_bad_page() -> None:
-    errors = copies.error_words()
-    assert not copies.unfinished(errors)
-    for moved in (False, True):
-        errors[1] = page_copy.MOVED << 32 | page_copy.UNFINISHED if moved else page_copy.UNFINISHED
-        assert copies.unfinished(errors)
-        assert copies.moved(errors) is moved
-        assert copies.first_error(errors) is None
-    errors[0] = 1 << 33 | 7
-    assert copies.unfinished(errors)
-    assert copies.first_error(errors) == ("source", 0, 7)
 
 
 # Error codes

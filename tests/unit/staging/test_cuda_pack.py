@@ -24,7 +24,6 @@ from torchkv.layout.layout import KVLayout
 from torchkv.layout.pair_plan import PairPlan, compile_plan
 from torchkv.layout.pieces import Piece, piece_layout
 from torchkv.layout.plan_segment import StridedRuns
-from torchkv.layout.stage_format import SLOTS
 from torchkv.staging import cuda_pack
 from torchkv.staging.cuda_pack import CudaPackLauncher
 
@@ -109,20 +108,19 @@ def test_pages_that_kernels_cannot_address_are_refused(monkeypatch: pytest.Monke
 # Launches
 
 
-@pytest.mark.parametrize("fifo", [True, False])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_kernels_for_lists_what_is_launched(checksum: bool, fifo: bool) -> None:
+def test_kernels_for_lists_what_is_launched(checksum: bool) -> None:
     _, sender, receiver = packers(gqa(1, 2, **BF16), gqa(**BF16))
     for packer, copy, summing in (
         (sender, page_copy.GATHER, checksum_kernel.WRITE),
         (receiver, page_copy.SCATTER, checksum_kernel.VERIFY),
     ):
         (shape,) = shapes(packer)
-        found = [(kernel.kernel, kernel.constants) for kernel in packer.kernels_for(checksum=checksum, fifo=fifo)]
+        found = [(kernel.kernel, kernel.constants) for kernel in packer.kernels_for(checksum=checksum)]
         params = kernel_launch.kernel_params(shape)
-        copies = [(page_copy.copy, kernel_launch._constants(copy, params, slots)) for slots in (0, SLOTS)]
+        copies = [(page_copy.copy, kernel_launch._constants(copy, params))]
         sums = [(checksum_kernel.sum_pairs, checksum_launch._constants(shape, summing))]
-        assert found == copies[: 1 + fifo] + sums[: int(checksum)]
+        assert found == copies + sums[: int(checksum)]
 
 
 def test_equal_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

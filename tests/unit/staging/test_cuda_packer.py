@@ -13,17 +13,14 @@ import torch
 
 from tests.helpers.fakes.gpu import Gpu
 from torchkv.errors import ChecksumMismatch, PageOutOfRange, ProtocolError, TransportUnavailable
-from torchkv.kernels import page_copy
-from torchkv.kernels.launch import FifoArgs
 from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.pieces import Mismatch, Piece
-from torchkv.layout.stage_format import MAX_CHANNELS, ChunkFifo, Signal
 from torchkv.protocol.receiving.stage_allocator import StagingRing
 from torchkv.staging import cuda_packer
 from torchkv.staging.cuda_pack import PieceArgs
-from torchkv.staging.cuda_packer import ASK_EVERY, PATIENCE, STATES, CudaPacker
+from torchkv.staging.cuda_packer import ASK_EVERY, CudaPacker
 from torchkv.staging.memory import StageMemory
-from torchkv.staging.packer import FifoStage, GatherJob
+from torchkv.staging.packer import GatherJob
 
 PLAN: Any = SimpleNamespace(converts=False)
 LAYOUT: Any = SimpleNamespace(payload=4096)
@@ -35,7 +32,7 @@ RING = 1 << 16
 @dataclass
 class FakeKernel:
     pages: FakeLauncher
-    operation: tuple[bool, bool, bool]
+    operation: tuple[bool, bool]
 
     @property
     def is_loaded(self) -> bool:
@@ -54,10 +51,9 @@ class FakeLauncher:
         self.bad_page: int | None = None
         self.mismatch: Mismatch | None = None
         self.refuses = False
-        self.loaded: set[tuple[bool, bool, bool]] = set()
+        self.loaded: set[tuple[bool, bool]] = set()
 
-    def _enqueue(self, name: str, args: PieceArgs, *, fifo_args: Any = None) -> None:
-        self.errors, self.fifo_args = args.errors, fifo_args
+    def _enqueue(self, name: str, args: PieceArgs) -> None:
         assert (args.layout, args.piece, args.limit_tokens, args.blocks) == (LAYOUT, PIECE, 64, Gpu.blocks)
         if self.refuses:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -65,17 +61,17 @@ class FakeLauncher:
         if self.bad_page is not None:
             args.errors[0] = ((1 + 1) << 33) | self.bad_page
 
-    def kernels_for(self, *, checksum: bool, fifo: bool) -> list[FakeKernel]:
-        return [FakeKernel(self, (self.sending, checksum, fifo))]
+    def kernels_for(self, *, checksum: bool) -> list[FakeKernel]:
+        return [FakeKernel(self, (self.sending, checksum))]
 
-    def gather(self, args: PieceArgs, **settings: Any) -> None:
-        self._enqueue("gather", args, **settings)
+    def gather(self, args: PieceArgs) -> None:
+        self._enqueue("gather", args)
 
     def write_sums(self, args: PieceArgs) -> None:
         self._enqueue("write sums", args)
 
-    def scatter(self, args: PieceArgs, **settings: Any) -> None:
-        self._enqueue("scatter", args, **settings)
+    def scatter(self, args: PieceArgs) -> None:
+        self._enqueue("scatter", args)
 
     def verify_sums(self, args: PieceArgs, *, mismatches: torch.Tensor) -> None:
         assert not mismatches.any()
@@ -88,7 +84,7 @@ class FakeLauncher:
 
 
 LOG: list[tuple[str, list[int], int]] = []
-PREPARED: list[tuple[bool, bool, bool]] = []  # sending, with checksums, with FIFOs
+PREPARED: list[tuple[bool, bool]] = []  # sending, with checksums
 
 
 class Bench:
@@ -98,9 +94,7 @@ class Bench:
         self.gpu = Gpu()
         self.stream: Any = SimpleNamespace(query=lambda: True)
         self.gpu.unblocked_stream = self.stream
-        self.gpu.outgoing = self.gpu.incoming = self.stream  # type: ignore[attr-defined]
-        self.words = torch.zeros((4, 2 * MAX_CHANNELS), dtype=torch.int64)
-        self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0, self.words)
+        self.memory = memory = StageMemory(torch.zeros(RING, dtype=torch.uint8), 0)
         local: Any = SimpleNamespace(num_pages=16, scales=NO_SCALES)
         device: Any = self.gpu
         self.packer = CudaPacker(local, memory, device=device)
@@ -112,11 +106,9 @@ class Bench:
             self.packer.prepare(PLAN, sending=sending, checksum=False)
         return self.packer._launchers[key]
 
-    def gather_job(self, *, checked: bool = False, fifo_stage: FifoStage | None = None) -> GatherJob:
+    def gather_job(self, *, checked: bool = False) -> GatherJob:
         """Of a verb that begins at page 2."""
         assert self.stage is not None
-        if fifo_stage is not None:
-            self.packer.prepare(PLAN, sending=True, checksum=False)
         return GatherJob(
             dst=1,
             generation=4,
@@ -128,13 +120,12 @@ class Bench:
             start=2,
             num_tokens=64,
             checked=checked,
-            fifo_stage=fifo_stage,
         )
 
     def gather(self, **settings: Any) -> Any:
         return self.packer.gather(self.gather_job(**settings))
 
-    def job(self, *, checked: bool = False, fifo: ChunkFifo | None = None) -> Any:
+    def job(self, *, checked: bool = False) -> Any:
         job: Any = SimpleNamespace(
             request="r",
             src=0,
@@ -148,9 +139,6 @@ class Bench:
             pages=PAGES,
             num_tokens=64,
             checked=checked,
-            signal=None if fifo is None else Signal(3, 42),
-            fifo=fifo,
-            written=fifo is None,
             stopped=False,
         )
         return job
@@ -189,82 +177,6 @@ def test_a_scatter_has_all_ids_of_the_grant(bench: Bench) -> None:
     assert bench.gpu.released == ["upload", "errors"]
 
 
-FIFO = ChunkFifo(1 << 20, 3)
-
-
-@pytest.mark.parametrize("sending", [True, False])
-def test_an_unfinished_fifo_kernel_is_launched_again(bench: Bench, sending: bool) -> None:
-    job = bench.job(fifo=FIFO)
-    steps = bench.gather(fifo_stage=FifoStage(0x1000, 42, FIFO)) if sending else bench.packer.scatter(job)
-    pages = bench.pages(sending=sending)
-    bench.packer._states[-1].fill_(7)  # as an earlier FIFO left it
-    state = bench.packer._states[-1]
-    for _ in range(3):
-        assert next(steps) == 0
-        address = 0x1000 if sending else bench.words[3].data_ptr()
-        assert pages.fifo_args == FifoArgs(address, 42, FIFO, state.data_ptr(), PATIENCE)
-        assert pages.errors[1] == 0
-        pages.errors[1] = page_copy.UNFINISHED
-        bench.gpu.run()
-    assert next(steps) == 0
-    assert not state.any(), "zeroed before the first launch"
-    state[0] = 5
-    bench.gpu.run()
-    assert list(steps) == [1]
-    assert state[0] == 5, "and not again"
-    assert [name for name, *_ in LOG] == ["gather" if sending else "scatter"] * 4
-    assert job.written is not sending
-    assert len(bench.packer._states) == STATES
-
-
-def test_pauses_between_launches_grow_until_a_fifo_kernel_makes_progress(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each launch takes 40 ms and moves nothing, but for the tenth."""
-    now = 0.0
-    monkeypatch.setattr(cuda_packer, "time", SimpleNamespace(monotonic=lambda: now))
-    steps = bench.packer.scatter(bench.job(fifo=FIFO))
-    for launch in range(1, 12):
-        assert next(steps) == 0
-        now += 0.04
-        moved = page_copy.MOVED << 32 if launch == 10 else 0
-        bench.pages(sending=False).errors[1] = moved | page_copy.UNFINISHED
-        bench.gpu.run()
-    assert next(steps) == 0
-    bench.gpu.run()
-    assert list(steps) == [1]
-    pauses = [float(entry.split()[1]) for entry in bench.gpu.log if entry.startswith("pause")]
-    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0, 0.01]
-
-
-@pytest.mark.parametrize("when", ["while it runs", "in a pause"])
-@pytest.mark.parametrize("sending", [True, False])
-def test_a_stopped_fifo_kernel_is_not_launched_again(bench: Bench, sending: bool, when: str) -> None:
-    job: Any = bench.gather_job(fifo_stage=FifoStage(0x1000, 42, FIFO)) if sending else bench.job(fifo=FIFO)
-    steps = bench.packer.gather(job) if sending else bench.packer.scatter(job)
-    assert next(steps) == 0
-    bench.pages(sending=sending).errors[1] = page_copy.UNFINISHED
-    if when == "in a pause":
-        bench.gpu.rested = False
-        bench.gpu.run()
-        assert [next(steps), next(steps)] == [0, 0]
-        assert bench.gpu.log[-1].startswith("pause")
-        job.stopped = True
-    else:
-        job.stopped = True
-        assert next(steps) == 0, "what is enqueued still runs"
-        bench.gpu.run()
-    assert list(steps) == [1]
-    assert len(LOG) == 1
-    assert sending or not job.written
-
-
-@pytest.mark.parametrize("fifos", [True, False])
-def test_no_fifos_where_there_are_too_few_queues(bench: Bench, fifos: bool) -> None:
-    bench.gpu.fifos = fifos
-    assert (bench.packer.fifo_channels > 0) is fifos
-
-
 def test_a_bad_page_id_on_the_gpu_is_named_by_its_place_in_the_call(bench: Bench) -> None:
     bench.pages(sending=True).bad_page = 77
     steps = bench.gather()
@@ -292,17 +204,16 @@ def test_a_mismatch_names_the_page_and_its_buffer_is_used_again(bench: Bench, mi
 
 
 def test_kernels_are_loaded_once_for_each_plan(bench: Bench) -> None:
-    assert not bench.packer.ready(PLAN)
     job = bench.job()
     job.plan = SimpleNamespace(converts=False)
     for each, loaded in ((bench.job(), 1), (job, 2), (bench.job(), 2)):
         steps = bench.packer.scatter(each)
         assert next(steps) == 0
-        assert [(False, False, True)] * loaded == PREPARED
+        assert [(False, False)] * loaded == PREPARED
         bench.gpu.run()
         assert list(steps) == [1]
     next(bench.gather())
-    assert bench.packer.ready(PLAN)
+    assert PREPARED == [(False, False), (False, False), (True, False)]
 
 
 def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench) -> None:
@@ -314,31 +225,28 @@ def test_kernels_are_not_loaded_while_a_stream_waits_for_this_rank(bench: Bench)
     bench.gpu.rested = True
     bench.gpu.holding = False
     assert [next(one) for one in steps] == [0, 0]
-    assert PREPARED == [(True, False, True), (False, False, True)]
+    assert PREPARED == [(True, False), (False, False)]
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
 
 
-@pytest.mark.parametrize("fifo", [None, FIFO])
-def test_stopped_jobs_do_not_wait_for_kernels(bench: Bench, fifo: ChunkFifo | None) -> None:
+def test_stopped_jobs_do_not_wait_for_kernels(bench: Bench) -> None:
     """So a failed request does not hold pages and stages until unrelated streams unblock, and is never unpacked."""
     bench.gpu.rested, bench.gpu.holding = False, True
-    job, mine = bench.job(fifo=fifo), bench.gather_job()
+    job, mine = bench.job(), bench.gather_job()
     scatter, gather = bench.packer.scatter(job), bench.packer.gather(mine)
     assert [next(scatter), next(gather)] == [0, 0]
     job.stopped = mine.stopped = True
     assert [list(scatter), list(gather)] == [[], []]
     assert PREPARED == LOG == bench.gpu.log[2:] == []
-    assert job.written is (fifo is None), "a FIFO may still be written"
 
 
 def test_a_plan_whose_kernels_are_loaded_for_another_plan_does_not_wait(bench: Bench) -> None:
     for sending in (True, False):
-        cast(Any, bench.packer._launcher(PLAN, sending=sending)).loaded.add((sending, False, True))
+        cast(Any, bench.packer._launcher(PLAN, sending=sending)).loaded.add((sending, False))
     bench.gpu.holding = True
     assert [next(bench.gather()), next(bench.packer.scatter(bench.job()))] == [0, 0]
     assert [name for name, *_ in LOG] == ["gather", "scatter"]
     assert PREPARED == []
-    assert bench.packer.ready(PLAN)
 
 
 def test_a_kernel_that_cannot_be_loaded_fails_the_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,16 +257,16 @@ def test_a_kernel_that_cannot_be_loaded_fails_the_transfer(bench: Bench, monkeyp
         patch.setattr(FakeKernel, "load", load)
         with pytest.raises(TransportUnavailable, match="load kernels: No space left"):
             next(bench.gather())
-    assert not bench.packer.ready(PLAN)
+    assert PREPARED == []
     next(bench.gather())
-    assert bench.packer.ready(PLAN)
+    assert PREPARED == [(True, False)]
 
 
 def test_checksums_have_kernels_of_their_own(bench: Bench) -> None:
     bench.packer.prepare(PLAN, sending=False, checksum=False)
-    assert PREPARED == [(False, False, True)]
+    assert PREPARED == [(False, False)]
     next(bench.packer.scatter(bench.job(checked=True)))
-    assert PREPARED == [(False, False, True), (False, True, False)]
+    assert PREPARED == [(False, False), (False, True)]
 
 
 def test_without_a_free_sync_word_enqueued_work_is_still_waited_for(
@@ -378,22 +286,9 @@ def test_without_a_free_sync_word_enqueued_work_is_still_waited_for(
     assert len(LOG) == 1
 
 
-def test_if_the_gpu_fails_it_is_unknown_whether_a_fifo_is_written(bench: Bench) -> None:
-    steps = bench.packer.scatter(job := bench.job(fifo=FIFO))
-    next(steps)
-
-    def query() -> bool:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    bench.stream.query = query
-    with pytest.raises(TransportUnavailable):
-        list(steps)
-    assert not job.written
-    assert bench.gpu.released_completions == bench.gpu.completions
-
-
-def test_if_the_gpu_fails_the_gather_raises(bench: Bench) -> None:
-    steps = bench.gather()
+@pytest.mark.parametrize("sending", [True, False])
+def test_if_the_gpu_fails_the_transfer_does(bench: Bench, sending: bool) -> None:
+    steps = bench.gather() if sending else bench.scatter()
     next(steps)
 
     def query() -> bool:
@@ -403,6 +298,7 @@ def test_if_the_gpu_fails_the_gather_raises(bench: Bench) -> None:
     assert [next(steps) for _ in range(ASK_EVERY - 1)] == [0] * (ASK_EVERY - 1)
     with pytest.raises(TransportUnavailable, match="the GPU failed: CUDA error"):
         next(steps)
+    assert bench.gpu.released_completions == bench.gpu.completions
 
 
 @pytest.mark.parametrize("sending", [True, False])

@@ -23,17 +23,13 @@ from tests.helpers.fakes.staged_peer import (
 )
 from tests.helpers.packing import Pages
 from tests.helpers.references.page_transfer import Pool, differences, gqa, reference
-from torchkv.cuda.page_ids import DevicePages
 from torchkv.errors import ChecksumMismatch, KVError, PageOutOfRange, ProtocolError, RingExhausted, TransportUnavailable
 from torchkv.layout.pieces import Piece, piece_layout
-from torchkv.layout.stage_format import SLOTS, ChunkFifo, signal_offset
 from torchkv.protocol.actions import Scatter
-from torchkv.protocol.messages import StageAsk, Staged
+from torchkv.protocol.messages import Staged
 from torchkv.protocol.receiving.stage_allocator import Stage
-from torchkv.staging import transfer as staged_transfer
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import StageMemory
-from torchkv.staging.transfer import FIFOS_IN_FLIGHT
 from torchkv.transfer.peer_connection import Counter
 
 
@@ -124,6 +120,21 @@ def test_a_stage_larger_than_what_is_left_keeps_its_other_bytes() -> None:
     assert case.transfer.error is None
 
 
+@pytest.mark.parametrize("state", [False, True])
+def test_the_receiver_is_told_when_the_stage_is_written(state: bool) -> None:
+    case, packer = slow(state=state)
+    case.step()
+    (ask,) = case.take_messages()
+    case.give(ask, 4096)
+    case.step()
+    assert case.take_messages() == []
+    packer.gathers[0].end()
+    case.step()
+    (staged,) = case.take_messages()
+    assert staged.state is state
+    assert case.packed(staged, 4096)
+
+
 def test_the_source_is_released_when_the_last_gather_is_over() -> None:
     case, packer = slow(ring=1536)
     case.step()
@@ -138,169 +149,6 @@ def test_the_source_is_released_when_the_last_gather_is_over() -> None:
     case.step()
     assert case.source.released == 1
     assert case.transfer.finished
-
-
-# ---------------------------------------------------------------------- FIFOs
-
-
-def with_fifos(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Mapped, SlowPacker]:
-    """Of one layer a piece, as both sides have two channels."""
-    monkeypatch.setattr(SlowPacker, "fifo_channels", 2)
-    for name, value in (("LEAST_FIFO_VERB", LAYER), ("LARGEST_FIFO_PIECE", LAYER), ("CHUNK_UNIT", 16)):
-        monkeypatch.setattr(staged_transfer, name, value)
-    case = Mapped(packer=SlowPacker, fifo_channels=3, **settings)
-    assert isinstance(case.packer, SlowPacker)
-    return case, case.packer
-
-
-def test_a_large_verb_asks_for_a_small_stage_and_passes_through_it_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_transfer, "LARGEST_CHUNK", 32)
-    case, packer = with_fifos(monkeypatch)
-    case.step()
-    asks = case.take_messages()
-    assert [ask.nbytes for ask in asks] == [2 * SLOTS * 32] * FIFOS_IN_FLIGHT
-    assert LAYER > 2 * SLOTS * 32
-    for ask, at in zip(asks, (0, 4096), strict=True):
-        case.give(ask, at, ask.serial, 42 + ask.serial)
-    case.step()
-    staged = case.take_messages()
-    assert [gather.job.fifo_stage.fifo for gather in packer.gathers] == [ChunkFifo(32, 2)] * 2
-    assert [(message.chunk, message.channels) for message in staged] == [(32, 2)] * 2
-    assert pages_sent([(message, 0) for message in staged]) == [(layer, page) for layer in (0, 1) for page in range(4)]
-    for gather in packer.gathers:
-        gather.over = True
-    assert not case.transfer.finished
-
-
-@pytest.mark.parametrize("state", [False, True])
-def test_through_a_fifo_the_receiver_is_told_as_soon_as_the_gather_is_enqueued(
-    state: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, packer = with_fifos(monkeypatch, layers=(0,), state=state)
-    case.step()
-    (ask,) = case.take_messages()
-    case.give(ask, 4096, 5, 42)
-    case.step()
-    (gather,) = packer.gathers
-    words = case.wire.ring.ctypes.data + signal_offset(RING, 5)
-    assert gather.job.fifo_stage == (words, 42, ChunkFifo(64, 2))
-    (staged,) = case.take_messages()
-    assert (staged.chunk, staged.channels, staged.state) == (64, 2, state)
-    assert np.array_equal(case.wire.ring, case.before), "nothing of it has been written yet"
-    assert case.source.released == 0
-    assert not case.transfer.finished
-    gather.end()
-    case.step()
-    assert case.take_messages() == [], "said once"
-    assert case.transfer.finished
-    assert case.reported == LAYER
-    assert case.source.released == 1
-
-
-@pytest.mark.parametrize(("unit", "fifo"), [(16, ChunkFifo(64, 2)), (48, ChunkFifo(48, 2))])
-def test_chunks_are_as_large_as_the_stage_allows(unit: int, fifo: ChunkFifo, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, packer = with_fifos(monkeypatch)
-    monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", unit)
-    case.step()
-    ask, *_ = case.take_messages()
-    case.give(ask, 0, 0, 42)
-    case.step()
-    assert packer.gathers[0].job.fifo_stage.fifo == fifo
-
-
-SIGNAL = (0, 42)
-
-
-@pytest.mark.parametrize(
-    ("why", "signal"),
-    [
-        ("no signal is left", ()),
-        ("no channels here", SIGNAL),
-        ("no channels there", SIGNAL),
-        ("checksums", SIGNAL),
-        ("a short verb", SIGNAL),
-        ("layers shorter than a chunk", SIGNAL),
-        ("a stage of less than a chunk for each channel", SIGNAL),
-        ("page ids on the GPU", SIGNAL),
-        ("kernels that are not loaded", SIGNAL),
-    ],
-)
-@pytest.mark.parametrize("state", [False, True])
-def test_without_a_fifo_the_receiver_is_told_when_the_stage_is_written(
-    why: str, signal: tuple[int, ...], state: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control is above: the same verb passes through a FIFO unless there is something against it."""
-    with_fifos(monkeypatch)
-    match why:
-        case "no channels here":
-            monkeypatch.setattr(SlowPacker, "fifo_channels", 0)
-        case "a short verb":
-            monkeypatch.setattr(staged_transfer, "LEAST_FIFO_VERB", 2 * LAYER + 1)
-        case "layers shorter than a chunk":
-            monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", LAYER + 16)
-        case "a stage of less than a chunk for each channel":
-            monkeypatch.setattr(staged_transfer, "CHUNK_UNIT", 80)
-        case "kernels that are not loaded":
-            monkeypatch.setattr(SlowPacker, "ready", lambda self, plan: False)
-    one = Mapped(
-        packer=SlowPacker,
-        fifo_channels=0 if why == "no channels there" else 3,
-        checksum=why == "checksums",
-        state=state,
-    )
-    assert isinstance(one.packer, SlowPacker)
-    if why == "page ids on the GPU":
-        ids = object.__new__(DevicePages)
-        ids.ids = torch.tensor(SRC)
-        one.transfer = one.make((0, 1), pages=ids)
-    one.step()
-    ask, *_ = one.take_messages()
-    one.give(ask, 4096, *signal)
-    one.step()
-    (gather,) = one.packer.gathers
-    assert gather.job.fifo_stage is None
-    assert gather.job.layout.nbytes <= ask.nbytes, "the piece fits into its stage"
-    assert one.take_messages() == []
-    if why == "page ids on the GPU":
-        return  # a host has no kernels to read them
-    gather.end()
-    one.step()
-    (staged,) = [message for message in one.take_messages() if isinstance(message, Staged)]
-    assert (staged.chunk, staged.channels, staged.state) == (0, 0, state)
-    assert one.packed(staged, 4096)
-
-
-def test_a_verb_without_a_fifo_goes_in_pieces_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asked for stages of a FIFO, but each is granted without a signal."""
-    monkeypatch.setattr(staged_transfer, "LARGEST_CHUNK", 32)
-    case, packer = with_fifos(monkeypatch)
-    while not case.transfer.finished:
-        case.step()
-        for ask in case.take_messages():
-            if isinstance(ask, StageAsk):
-                case.give(ask, 1024 * (ask.serial % 8))
-        for gather in packer.gathers:
-            gather.end()
-    assert case.transfer.error is None
-    assert case.reported == 2 * LAYER
-    assert all(gather.job.fifo_stage is None for gather in packer.gathers)
-    assert len(packer.gathers) > 2
-
-
-def test_a_fifo_of_a_failed_transfer_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, packer = with_fifos(monkeypatch)
-    case.step()
-    ask, *_ = case.take_messages()
-    case.give(ask, 0, 0, 42)
-    case.step()
-    (gather,) = packer.gathers
-    assert not gather.job.stopped
-    assert not case.transfer.truncated
-    case.transfer.halt()
-    assert gather.job.stopped
-    gather.end()
-    case.step()
-    assert case.transfer.truncated, "the receiver waits for the rest, and another path would not end that"
 
 
 # ---------------------------------------------------------------------- what the rings must hold
@@ -378,7 +226,9 @@ def test_a_halt_waits_for_the_gather_which_still_writes_to_its_stage() -> None:
     (ask,) = case.take_messages()
     case.give(ask, 8192)
     case.step()
+    assert not packer.gathers[0].job.stopped
     case.transfer.halt()
+    assert packer.gathers[0].job.stopped
     case.step()
     assert not case.transfer.finished, "it may still land"
     assert np.array_equal(case.wire.ring, case.before)

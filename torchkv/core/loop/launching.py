@@ -62,7 +62,7 @@ assert len(FIELDS) == LAUNCH_FIELDS
 _FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i for i in range(8))
 _PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS, _ALIGNED = (8 * i for i in range(13, 19))
 # Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
-_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 24, 32, 96, 104
+_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 24, 32, 48, 56
 
 
 # What a piece holds: the layers at positions [first, last), of the writer's pages a first one and how many; then tokens

@@ -94,9 +94,7 @@ class Connector:
             scales=metadata.page_scales(layout),
             channel=channel,
             views=views,
-            staging=StageTarget(len(metadata.regions) - 2, metadata.staging, metadata.channels)
-            if metadata.staging
-            else None,
+            staging=StageTarget(len(metadata.regions) - 2, metadata.staging) if metadata.staging else None,
             no_view=no_view,
             tags=self._tags(metadata) if metadata.mailboxes and self._records else None,
         )

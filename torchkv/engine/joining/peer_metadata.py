@@ -20,7 +20,6 @@ from torchkv.layout import codec
 from torchkv.layout.conversion import ScaleMetadata, Scales, decode_scales
 from torchkv.layout.group_map import RankInfo
 from torchkv.layout.layout import MAX_COMPONENTS, KVLayout
-from torchkv.layout.stage_format import signal_offset
 from torchkv.transport.interface import Region
 
 __all__ = [
@@ -77,8 +76,6 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_pages: Count = 0
     num_slots: Count = 0
     staging: Offset = 0  # bytes of the staging ring, which is the last region but one
-    signals: Count = 0  # how many signals follow the ring in its region
-    channels: Count = 0  # the most FIFO channels that the rank serves through one stage
     checksum: bool = False  # whether the rank sends checksums
     device: Name = ""  # torch device type of the memory with the pages
     secret: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # that of the lowest rank authenticates control frames
@@ -114,11 +111,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
         Raises ``ProtocolError`` if a page, slot or stage lies outside its region, and for bad scales.
         """
-        staging = signal_offset(self.staging, self.signals) if self.signals else self.staging
-        if staging and (len(self.regions) < 2 or staging > self.regions[-2].nbytes):
+        if self.staging and (len(self.regions) < 2 or self.staging > self.regions[-2].nbytes):
             raise ProtocolError(
-                f"rank {self.rank}: its staging ring of {self.staging} bytes and {self.signals} signals does not fit "
-                "into the region that it published"
+                f"rank {self.rank}: its staging ring of {self.staging} bytes does not fit into the region that it "
+                "published"
             )
         layout = codec.decode(self.layout) if self.layout else None
         if layout is not None:
@@ -132,8 +128,6 @@ class PeerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             num_pages=self.num_pages,
             num_slots=self.num_slots,
             staging=self.staging,
-            signals=self.signals,
-            channels=self.channels,
             checksum=self.checksum,
         )
 

@@ -44,7 +44,6 @@ from torchkv.host.shared_memory import host_identity
 from torchkv.layout import codec
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.layout.stage_format import MAX_CHANNELS, SIGNALS, signal_offset
 from torchkv.options import Options
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.memory import SendStages, StageMemory
@@ -141,7 +140,7 @@ class Registration:
             self._regions.append(self.transport.register(storage))
         ring: StageMemory | None = None
         if self.options.staging_recv:
-            ring, region = self._stage_memory(self.options.staging_recv, signals=self._num_signals())
+            ring, region = self._stage_memory(self.options.staging_recv)
             self._regions.append(region)
         self._probe_memory = self.transport.allocate(PROBE_BYTES[device.type], device)
         self._regions.append(self.transport.register(self._probe_memory))
@@ -157,8 +156,6 @@ class Registration:
             num_slots=self.cache.num_slots,
             device=device.type,
             staging=0 if ring is None else ring.nbytes,
-            signals=0 if ring is None else len(ring.signals),
-            channels=self._staging.packer.fifo_channels if ring is not None and len(ring.signals) else 0,
             checksum=self.options.checksum,
             regions=[region_metadata(region) for region in self._regions],
             placements=placement_metadata(self.cache),
@@ -346,20 +343,11 @@ class Registration:
             if others:
                 raise AuthError(f"ranks {others} have another secret than rank {self.rank}; see TORCHKV_SECRET_FILE")
 
-    def _num_signals(self) -> int:
-        """Signals behind this rank's staging ring; none if no piece can pass through a FIFO."""
-        fifos = self.gpu is not None and self.gpu.fifos and self.transport.capabilities.signals
-        return SIGNALS if fifos else 0
-
-    def _stage_memory(self, nbytes: int, *, signals: int = 0) -> tuple[StageMemory, Region]:
+    def _stage_memory(self, nbytes: int) -> tuple[StageMemory, Region]:
         assert self.cache is not None
-        first, end = signal_offset(nbytes, 0), signal_offset(nbytes, signals)
-        tensor = self.transport.allocate(end, self.cache.device)
-        words = tensor[first:end].view(torch.int64).view(signals, 2 * MAX_CHANNELS).zero_()
-        if words.is_cuda and signals:
-            torch.cuda.synchronize(words.device)  # zeroed before any peer may write one
+        tensor = self.transport.allocate(nbytes, self.cache.device)
         region = self.transport.register(tensor)
-        return StageMemory(tensor[:nbytes], region.index, words), region
+        return StageMemory(tensor, region.index), region
 
     def _send_memory(self, nbytes: int) -> StageMemory:
         return self._stage_memory(nbytes)[0]

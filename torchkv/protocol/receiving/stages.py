@@ -6,18 +6,14 @@ import numpy as np
 
 from torchkv.errors import KVError, ProtocolError
 from torchkv.layout.group_map import GroupMap
-from torchkv.layout.pieces import Piece, PieceLayout, check_piece
-from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, ChunkFifo, Signal
+from torchkv.layout.pieces import Piece, check_piece
 from torchkv.protocol.actions import Account, Scatter
 from torchkv.protocol.messages import StageAsk, Staged, Withdraw
 from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.open_receives import OpenReceives
-from torchkv.protocol.receiving.stage_allocator import Stage
 from torchkv.protocol.receiving.staging_credits import StagingCredits
 
 __all__ = ["Stages"]
-
-MAX_FIFO_BYTES = 1 << 30  # bytes of one layer in a piece, and of one chunk: kernels count both in 32 bits
 
 
 class Stages:
@@ -45,15 +41,15 @@ class Stages:
             self._credits.withdraw(src, message)
 
     def on_staged(self, src: int, message: Staged, now: float) -> None:
-        """A stage is written, or a FIFO: asks for it to be unpacked, or takes it back if it is unused."""
+        """A stage is written: asks for it to be unpacked, or takes it back if it is unused."""
         owner = src, message.generation, message.serial
         found = self._requests.writer(src, message.generation)
-        if found is None or (taken := self._take(owner, fifo=message.chunk != 0)) is None:
+        if found is None or (stage := self._credits.mark_written(*owner)) is None:
             return
-        (req, writer), (stage, signal) = found, taken
+        req, writer = found
         req.progress_at = now
         if message.num_pages == 0:
-            self._credits.release(*owner, now, written=signal is None)
+            self._credits.release(*owner, now)
             return
         piece = Piece(tuple(message.layers), message.start, message.num_pages)
         plan, pages, num_tokens = writer.plan, req.pages, req.num_tokens
@@ -62,9 +58,10 @@ class Stages:
             plan, pages, num_tokens = plan.state, np.array([req.state_slot or 0], dtype=np.int64), 1
         try:
             layout = check_piece(plan, piece, limit_tokens=num_tokens, checksum=message.checked)
-            fifo = _fifo_of(message, stage, layout, most=self._group_map.me.channels)
+            if layout.nbytes > stage.nbytes:
+                raise ProtocolError(f"a piece of {layout.nbytes} bytes into a stage of {stage.nbytes}")
         except ProtocolError as error:
-            self._credits.release(*owner, now, written=signal is None)
+            self._credits.release(*owner, now)
             text = f"request {req.request!r}: {self._group_map.name(src)} wrote {error}"
             self._endings.fail(req, ProtocolError(text))
             return
@@ -81,25 +78,15 @@ class Stages:
             num_tokens=num_tokens,
             checked=message.checked,
             state=message.state,
-            signal=signal,
-            fifo=fifo,
-            written=signal is None,
         )
         req.scattering.add(job)
         self._endings.actions.append(job)
-
-    def _take(self, owner: tuple[int, int, int], *, fifo: bool) -> tuple[Stage, Signal | None] | None:
-        """The stage of (writer, generation, serial), and its signal if it is a FIFO; None if not granted as such."""
-        if fifo:
-            return self._credits.mark_fifo(*owner)
-        stage = self._credits.mark_written(*owner)
-        return None if stage is None else (stage, None)
 
     def scattered(self, job: Scatter, error: KVError | None, now: float) -> None:
         """``job`` has ended and writes no more: the bytes are in the pages, or it failed, or it was stopped."""
         req = self._requests.by_generation[job.generation]
         req.scattering.discard(job)
-        self._credits.release(job.src, job.generation, job.serial, now, written=job.written)
+        self._credits.release(job.src, job.generation, job.serial, now)
         if req.error is not None:
             self._endings.end_if_quiescent(req)
             return
@@ -113,25 +100,3 @@ class Stages:
         self._endings.counts.moved(job.src, "staged", job.layout.payload)
         req.progress_at = now
         self._endings.complete_if_covered(req, now)
-
-
-def _fifo_of(message: Staged, stage: Stage, layout: PieceLayout, *, most: int) -> ChunkFifo | None:
-    """The FIFO that the piece passes through, or None if the stage holds it whole.
-
-    most: FIFO channels that this rank serves, each by one block of a kernel. Raises ``ProtocolError`` for a piece that
-    is larger than its stage, and for a FIFO that does not fit.
-    """
-    if not message.chunk:
-        if layout.nbytes > stage.nbytes:
-            raise ProtocolError(f"a piece of {layout.nbytes} bytes into a stage of {stage.nbytes}")
-        return None
-    fifo = ChunkFifo(message.chunk, message.channels)
-    if message.checked:
-        raise ProtocolError(f"{fifo} with checksums")
-    if fifo.chunk % CHUNK_UNIT or not 1 <= fifo.channels <= most or fifo.nbytes > stage.nbytes:
-        raise ProtocolError(f"{fifo} through a stage of {stage.nbytes} bytes, where at most {most} channels are served")
-    if fifo.chunk > MAX_FIFO_BYTES or any(each.layer_nbytes > MAX_FIFO_BYTES for each in layout.sections):
-        raise ProtocolError(f"{fifo} for layers of more than {MAX_FIFO_BYTES} bytes")
-    if sum(len(each.layers) * fifo.chunks(each.layer_nbytes) for each in layout.sections) >= SIGNAL_STEP:
-        raise ProtocolError(f"{fifo} for {layout.nbytes} bytes, more than a signal can count")
-    return fifo

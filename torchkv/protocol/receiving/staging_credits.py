@@ -3,21 +3,14 @@
 A writer asks for a stage, is granted one, puts packed bytes into it, and says `Staged`; this rank unpacks the stage
 into its pages and releases it. One stage:
 
-    StageAsk --> pending --its turn, and space--> GRANTED --Staged--> WRITTEN ---------------unpacked--> free
-                    |                              |   |                                         ^
-             deadline: StageDenied                 |   +--Staged, chunks follow--> FIFO --all read---+
-                                                   |                           |
-                                            request failed          given up before all were read
-                                                   |                           |
-                                                   +------> QUARANTINED <------+
-                                                                 |
-                                                                 +--its writer is quiescent--> free
+    StageAsk --> pending --its turn, and space--> GRANTED --Staged--> WRITTEN --unpacked--> free
+                    |                                |
+             deadline: StageDenied            request failed
+                                                     |
+                                                     +--> QUARANTINED --its writer is quiescent--> free
 
 * GRANTED: the writer may put into the stage. WRITTEN: it has, and this rank reads it.
-* FIFO: the writer announced the stage before its GPU writes it. This rank's GPU reads it chunk by chunk meanwhile, as
-  the words of its signal rise, which lie behind the ring. A signal belongs to its stage until that is free, so a late
-  word is never taken for that of another stage.
-* QUARANTINED: the stage is not read any more, but its writer may still put into it. It is free when the writer is
+* QUARANTINED: the stage is not read, but its writer may still put into it. It is free when the writer is
   *quiescent*: nothing that it wrote under this generation can land any more.
 
 Invariant: bytes of the ring are granted to one writer at a time, and to the next one only when nothing of the last can
@@ -42,7 +35,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError
-from torchkv.layout.stage_format import ALIGNMENT, SIGNAL_STEP, Signal
+from torchkv.layout.stage_format import ALIGNMENT
 from torchkv.protocol.messages import (
     MAX_ASKS,
     STANDING,
@@ -81,17 +74,15 @@ class Owner(NamedTuple):
 class _StageState(Enum):
     GRANTED = "granted"
     WRITTEN = "written"
-    FIFO = "fifo"
     QUARANTINED = "quarantined"
 
 
 @dataclass(eq=False, slots=True)
 class _GrantedStage:
-    """A stage that is not free. nbytes: how many of its bytes were granted. signal: None if none was left for it."""
+    """A stage that is not free. nbytes: how many of its bytes were granted."""
 
     stage: Stage
     nbytes: int
-    signal: Signal | None
     state: _StageState = _StageState.GRANTED
 
 
@@ -128,8 +119,7 @@ class StagingCredits:
     """Grants stages of this rank's ring. Not thread-safe: the caller holds a lock, and sends what is in ``outbox``.
 
     timeout: seconds that an ask may wait after it came or, if that is later, after the last grant to its queue.
-    signals: how many signals are behind the ring, with words that are all 0. device: type of the memory. writers: how
-    many ranks may want standing stages.
+    device: type of the memory. writers: how many ranks may want standing stages.
     """
 
     def __init__(
@@ -137,15 +127,12 @@ class StagingCredits:
         ring: StagingRing,
         *,
         timeout: float,
-        signals: int = 0,
         device: str = "cpu",
         writers: Callable[[], int] = lambda: 1,
     ) -> None:
         self.ring = ring
         self._device = device
         self._num_writers = writers
-        self._free_words = deque(range(signals))  # signals of no stage
-        self._last_value = 0  # of the latest signal; each signal has a higher one
         self.outbox: list[tuple[int, Message]] = []  # (rank, message), in order
         self._timeout = timeout
         self._queues: dict[int, dict[int, _WriterQueue]] = {}  # by generation, then by writer; no inner dict is empty
@@ -190,17 +177,6 @@ class StagingCredits:
             return None
         entry.state = _StageState.WRITTEN
         return entry.stage
-
-    def mark_fifo(self, src: int, generation: int, serial: int) -> tuple[Stage, Signal] | None:
-        """The writer uses this stage as a FIFO: returns it with its signal, and the caller reads it until `release`.
-
-        None, with nothing changed, unless the stage is granted to this writer, not yet written, and has a signal.
-        """
-        entry = self._unwritten_stage(src, generation, serial)
-        if entry is None or entry.signal is None:
-            return None
-        entry.state = _StageState.FIFO
-        return entry.stage, entry.signal
 
     def withdraw(self, src: int, message: Withdraw) -> None:
         """The writer withdraws its promise to use the ring only: confirms that. Only for a live request.
@@ -249,23 +225,15 @@ class StagingCredits:
         """Whether a writer has a standing stage."""
         return src in self._standing
 
-    def release(self, src: int, generation: int, serial: int, now: float, *, written: bool = True) -> None:
-        """The stage has been read, or was given back unused, and is free. Nothing for one that is free or quarantined.
-
-        written: False if the writer may still write to it, because it is a FIFO of which not all chunks have come. Then
-        the stage is quarantined, unless its writer is quiescent.
-        """
+    def release(self, src: int, generation: int, serial: int, now: float) -> None:
+        """The stage has been read, or was given back unused, and is free. Nothing for a free or a quarantined one."""
         self._now = now
         queue = self._queue_of(src, generation)
         entry = None if queue is None else queue.stages.get(serial)
         if queue is None or entry is None or entry.state is _StageState.QUARANTINED:
             return
-        if not written and not queue.quiescent:
-            entry.state = _StageState.QUARANTINED
-            self.ring.quarantine(entry.stage)
-        else:
-            self._free(queue, serial)
-            self._drop_if_done(queue)
+        self._free(queue, serial)
+        self._drop_if_done(queue)
         self._serve()
 
     def revoke(self, generation: int) -> None:
@@ -353,10 +321,7 @@ class StagingCredits:
         return entry if entry is not None and entry.state is _StageState.GRANTED else None
 
     def _free(self, queue: _WriterQueue, serial: int) -> None:
-        entry = queue.stages.pop(serial)
-        self.ring.release(entry.stage)
-        if entry.signal is not None:
-            self._free_words.append(entry.signal.word)
+        self.ring.release(queue.stages.pop(serial).stage)
 
     def _drop_if_done(self, queue: _WriterQueue) -> None:
         if not queue.quiescent or queue.stages:
@@ -386,22 +351,16 @@ class StagingCredits:
             if stage is None:
                 return
             queue.pending.popleft()
-            queue.stages[ask.serial] = _GrantedStage(stage, nbytes, self._take_signal())
+            queue.stages[ask.serial] = _GrantedStage(stage, nbytes)
             queue.granted_at = self._now
             del self._round_robin[queue]
             if queue.pending:
                 self._round_robin[queue] = None
             self._tell_grant(queue, ask.serial)
 
-    def _take_signal(self) -> Signal | None:
-        if not self._free_words:
-            return None
-        self._last_value += SIGNAL_STEP
-        return Signal(self._free_words.popleft(), self._last_value)
-
     def _tell_grant(self, queue: _WriterQueue, serial: int) -> None:
         entry = queue.stages[serial]
-        grant = StageGrant(queue.owner.generation, serial, entry.stage.offset, entry.nbytes, *(entry.signal or ()))
+        grant = StageGrant(queue.owner.generation, serial, entry.stage.offset, entry.nbytes)
         self.outbox.append((queue.owner.src, grant))
 
     def _repeat_grant(self, queue: _WriterQueue, serial: int) -> None:

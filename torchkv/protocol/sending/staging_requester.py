@@ -23,21 +23,19 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchkv.errors import ProtocolError, RingExhausted
-from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import MAX_ASKS, STANDING, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 
 __all__ = ["Span", "StagingRequester"]
 
 
 class Span(NamedTuple):
-    """Bytes [offset, offset + nbytes) of the receiver's ring. signal: if set, the stage may be a FIFO."""
+    """Bytes [offset, offset + nbytes) of the receiver's ring."""
 
     offset: int
     nbytes: int
-    signal: Signal | None = None
 
     def __str__(self) -> str:
-        return f"{self[:2]} (offset, bytes)"
+        return f"{tuple(self)} (offset, bytes)"
 
 
 class _RingOnly(Enum):
@@ -114,20 +112,16 @@ class StagingRequester:
         num_pages: int,
         checked: bool,
         state: bool = False,
-        fifo: ChunkFifo | None = None,
     ) -> None:
         """Tells the receiver that the granted stage is written and flushed: from now on the stage is the receiver's.
 
         layers, start, num_pages: what the stage holds; pages are this rank's, counted after the prefix. With 0 pages
-        the stage is given back unused. checked: it holds their checksums too. state: it holds state. fifo: if set, the
-        stage is not written yet; this rank's GPU passes the piece through it like this.
+        the stage is given back unused. checked: it holds their checksums too. state: it holds state.
         """
         queue = self._queues[dst, generation]
         ask = queue.asks.pop(serial)
         assert ask.span is not None, f"stage {serial} of rank {dst} generation {generation} is not granted"
-        assert fifo is None or ask.span.signal is not None, f"stage {serial} of rank {dst} has no signal"
-        how = (checked, state, *(fifo or ()))
-        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, *how)))
+        self.outbox.append((dst, Staged(generation, serial, list(layers), start, num_pages, checked, state)))
         queue.unwritten -= 1
         self._send_asks(dst, generation, queue)
 
@@ -157,12 +151,11 @@ class StagingRequester:
 
     # ---------------------------------------------------------------- messages of receivers
 
-    def on_grant(self, src: int, message: StageGrant, ring_nbytes: int, signals: int = 0) -> None:
-        """The receiver has granted a stage.
+    def on_grant(self, src: int, message: StageGrant, ring_nbytes: int) -> None:
+        """The receiver has granted a stage. ring_nbytes: of its ring, as its peer metadata says.
 
-        ring_nbytes, signals: bytes of its ring, and signal words behind it, as its peer metadata says. Raises
-        ``ProtocolError`` for bytes outside the ring, for another size than was asked for, for a signal that the ring
-        does not have, and for an answer that contradicts an earlier one.
+        Raises ``ProtocolError`` for bytes outside the ring, for another size than was asked for, and for an answer that
+        contradicts an earlier one.
         """
         if message.generation == STANDING:
             if not 0 < message.nbytes <= ring_nbytes - message.offset:
@@ -172,18 +165,15 @@ class StagingRequester:
         ask = self._sent_ask(src, message.generation, message.serial)
         if ask is None:
             return
-        signal = Signal(message.word, message.value) if message.value else None
-        span = Span(message.offset, message.nbytes, signal)
+        span = Span(message.offset, message.nbytes)
         where = f"rank {src}, generation {message.generation}: stage {message.serial} granted at {span}"
         if ask.denied is not None or ask.span not in (None, span):
-            before = "denied" if ask.span is None else f"granted at {ask.span} with {ask.span.signal}"
-            raise ProtocolError(f"{where} with {signal}, but {before} before")
+            before = "denied" if ask.span is None else f"granted at {ask.span}"
+            raise ProtocolError(f"{where}, but {before} before")
         if span.offset + span.nbytes > ring_nbytes:
             raise ProtocolError(f"{where}, outside the ring of {ring_nbytes} bytes")
         if not ask.least <= span.nbytes <= ask.nbytes:
             raise ProtocolError(f"{where}, but {ask.least} to {ask.nbytes} bytes were asked for")
-        if signal is not None and signal.word >= signals:
-            raise ProtocolError(f"{where} with {signal}, but its ring has {signals} signal words")
         ask.span = span
 
     def on_denied(self, src: int, message: StageDenied, ring_nbytes: int) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.protocol import CHANNELS, RING, TIMEOUT, Acts, group_map, pages, post, receiver
+from tests.helpers.protocol import RING, TIMEOUT, Acts, group_map, pages, post, receiver
 from tests.helpers.references.page_transfer import gqa
 from torchkv.errors import ChecksumMismatch, ProtocolError, RingExhausted, TransferCancelled, TransferTimeout
 from torchkv.layout.layer_groups import PAGES
-from torchkv.layout.stage_format import CHUNK_UNIT, SIGNAL_STEP, SLOTS, ChunkFifo, Signal
 from torchkv.protocol.actions import Scatter
 from torchkv.protocol.messages import (
     Abort,
@@ -26,7 +25,6 @@ from torchkv.protocol.messages import (
     Withdrawn,
     pack_pages,
 )
-from torchkv.protocol.receiving import stages
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.staging_requester import Span
@@ -71,10 +69,9 @@ def staged(
     start: int = 0,
     num_pages: int = 2,
     now: float = 1.0,
-    fifo: ChunkFifo | None = None,
 ) -> list[Scatter]:
     """Announces a stage; the unpacking jobs that follow."""
-    machine.stages.on_staged(src, Staged(1, serial, layers, start, num_pages, False, False, *(fifo or ())), now)
+    machine.stages.on_staged(src, Staged(1, serial, layers, start, num_pages, False), now)
     jobs = [action for action in machine.actions if isinstance(action, Scatter)]
     machine.actions[:] = [action for action in machine.actions if not isinstance(action, Scatter)]
     return jobs
@@ -390,124 +387,3 @@ def test_a_grant_names_the_pages_it_was_posted_for() -> None:
     (job,) = staged(machine, start=1, num_pages=1)
     assert pack_pages(job.pages) == pack_pages(pages(4, 7)) == pack_pages(req.pages)
     assert (job.piece.start, job.piece.num_pages, job.layout.payload) == (1, 1, job.plan.nbytes(job.plan.src_page_size))
-
-
-# ---------------------------------------------------------------------- FIFOs
-
-
-FIFO = ChunkFifo(16, 2)
-
-
-@pytest.fixture
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "CHUNK_UNIT", 16)
-
-
-@pytest.mark.usefixtures("_small_chunks")
-def test_a_fifo_is_one_job_that_waits_for_its_chunks() -> None:
-    machine = receiver(signals=1)
-    req = post(machine, 4, 7)
-    ask(machine)
-    (job,) = staged(machine, fifo=FIFO)
-    assert (job.signal, job.fifo) == (Signal(0, SIGNAL_STEP), FIFO)
-    assert not job.written
-    assert staged(machine, fifo=FIFO) == staged(machine) == []
-    machine.on_seal(0, Seal(1, 2, b""), 2.0)
-    assert not is_free(machine, req)
-    job.written = True
-    machine.stages.scattered(job, None, 3.0)
-    assert is_free(machine, req)
-    assert in_use(machine) == (0, 0)
-
-
-@pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize("came", [False, True])
-def test_pages_wait_for_a_job_that_waits_and_its_stage_for_the_writer(came: bool) -> None:
-    machine = receiver(signals=1)
-    req = post(machine, 4, 7)
-    ask(machine)
-    (job,) = staged(machine, fifo=FIFO)
-    fail(machine, req)
-    assert job.stopped, "the unpacker must not wait for chunks that may never come"
-    assert not is_free(machine, req)
-    job.written = came
-    machine.stages.scattered(job, None, 3.0)
-    assert is_free(machine, req)
-    assert in_use(machine) == ((0, 0) if came else (16384, 16384))
-    machine.on_quiesced(0, Quiesced(1), 5.0)
-    assert in_use(machine) == (0, 0)
-
-
-@pytest.mark.usefixtures("_small_chunks")
-def test_what_is_wrong_with_a_fifo_fails_the_request_before_it_is_written_and_keeps_the_stage() -> None:
-    machine = receiver(signals=1)
-    req = post(machine, 4, 7)
-    ask(machine)
-    assert staged(machine, fifo=FIFO, layers=[5]) == []
-    assert isinstance(req.error, ProtocolError)
-    assert in_use(machine) == (16384, 16384)
-    machine.on_quiesced(0, Quiesced(1), 5.0)
-    assert in_use(machine) == (0, 0)
-
-
-def test_a_stage_without_a_signal_cannot_be_a_fifo() -> None:
-    machine = receiver()
-    post(machine, 4, 7)
-    ask(machine)
-    assert staged(machine, fifo=FIFO) == []
-    assert len(staged(machine)) == 1
-
-
-def streamed(machine: Receiver, chunk: int, channels: int, *, checked: bool = False) -> Scatter | None:
-    message = Staged(1, 0, LAYERS, 0, 2, checked, chunk=chunk, channels=channels)
-    machine.stages.on_staged(0, message, 1.0)
-    jobs = [action for action in machine.actions if isinstance(action, Scatter)]
-    return jobs[0] if jobs else None
-
-
-@pytest.mark.usefixtures("_small_chunks")
-def test_a_piece_that_is_streamed_need_not_fit_into_its_stage() -> None:
-    machine = receiver(signals=1)
-    post(machine, 4, 7)
-    ask(machine, nbytes=128)
-    job = streamed(machine, 16, 2)
-    assert job is not None
-    assert job.layout.nbytes > job.stage.nbytes
-    assert job.fifo == ChunkFifo(16, 2)
-    assert not job.written
-
-
-@pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize(("channels", "served"), [(CHANNELS, True), (CHANNELS + 1, False)])
-def test_a_peer_gets_no_more_channels_than_this_rank_has_said(channels: int, served: bool) -> None:
-    machine = receiver(signals=1)
-    req = post(machine, 4, 7)
-    ask(machine, nbytes=16 * SLOTS * (CHANNELS + 1))
-    assert (streamed(machine, 16, channels) is not None) is served
-    assert (req.error is None) is served
-    assert served or "at most 32 channels" in str(req.error)
-
-
-@pytest.mark.parametrize(
-    ("chunk", "channels", "how", "words"),
-    [
-        (CHUNK_UNIT - 16, 1, {}, "through a stage of"),
-        (CHUNK_UNIT, 0, {}, "through a stage of"),
-        (CHUNK_UNIT, CHANNELS + 1, {}, "through a stage of"),
-        (CHUNK_UNIT, 3, {}, "through a stage of"),
-        (1 << 60, 1, {}, "through a stage of"),
-        (CHUNK_UNIT, 2, {"checked": True}, "with checksums"),
-        (CHUNK_UNIT, 2, {}, "layers of more"),
-    ],
-)
-def test_a_stream_that_does_not_fit_its_stage_fails_the_request(
-    chunk: int, channels: int, how: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = receiver(signals=1, ring=1 << 20)
-    req = post(machine, 4, 7)
-    if words == "layers of more":
-        monkeypatch.setattr(stages, "MAX_FIFO_BYTES", 100)
-    ask(machine, nbytes=2 * SLOTS * CHUNK_UNIT)
-    assert streamed(machine, chunk, channels, **how) is None
-    assert isinstance(req.error, ProtocolError)
-    assert words in str(req.error)

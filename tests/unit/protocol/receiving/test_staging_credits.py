@@ -8,7 +8,6 @@ import pytest
 
 from torchkv.control.session import Session
 from torchkv.errors import ProtocolError
-from torchkv.layout.stage_format import SIGNAL_STEP, Signal
 from torchkv.protocol.messages import (
     MAX_ASKS,
     MAX_TEXT,
@@ -29,9 +28,9 @@ A, B, C = 1, 2, 3
 class Kit:
     """A `StagingCredits` over a ring of ``capacity`` bytes, with helpers that ask for stages and read its answers."""
 
-    def __init__(self, capacity: int = 100, alignment: int = 1, signals: int = 0) -> None:
+    def __init__(self, capacity: int = 100, alignment: int = 1) -> None:
         self.ring = StagingRing(capacity, alignment=alignment)
-        self.credits = StagingCredits(self.ring, timeout=TIMEOUT, signals=signals)
+        self.credits = StagingCredits(self.ring, timeout=TIMEOUT)
         self.serials: dict[tuple[int, int], int] = {}
 
     def ask(
@@ -528,68 +527,3 @@ def test_an_ask_sent_before_the_receiver_listens_is_served_once_it_does() -> Non
             assert isinstance(message, StageAsk)
             kit.credits.ask(A, message, now)
     assert kit.granted() == [(A, 10)]
-
-
-# -- stages that are FIFOs --------------------------------------------------------------------------------------------
-
-
-def signals(kit: Kit) -> list[Signal]:
-    return [Signal(message.word, message.value) for _, message in kit.said() if isinstance(message, StageGrant)]
-
-
-def test_each_stage_has_a_signal_of_its_own_as_long_as_there_are_words() -> None:
-    kit = Kit(signals=2)
-    for src in (A, B, C):
-        kit.ask(src, 10)
-    first, second, none = signals(kit)
-    assert {first.word, second.word} == {0, 1}
-    assert 0 < first.value < second.value
-    assert none == Signal(0, 0)
-    assert kit.credits.mark_fifo(C, 1, 0) is None, "it has no signal"
-    kit.end(C)
-    assert kit.credits.mark_fifo(A, 1, 0) == (kit.ring.stages[0], first)
-    assert kit.credits.mark_fifo(A, 1, 0) is None, "announced twice"
-    assert kit.credits.mark_written(A, 1, 0) is None
-    kit.credits.release(A, 1, 0, 1.0)
-    kit.ask(A, 10)
-    (again,) = signals(kit)
-    assert again.word == first.word
-    assert again.value > second.value, "an old word must not be taken for a new one"
-    assert all(signal.value % SIGNAL_STEP == 0 for signal in (first, second, again))
-
-
-def test_a_fifo_that_is_given_up_stays_until_its_writer_is_quiescent() -> None:
-    kit = Kit(signals=1)
-    kit.ask(A, 60)
-    kit.said()
-    assert kit.credits.mark_fifo(A, 1, 0) is not None
-    kit.credits.revoke(1)
-    assert kit.ring.quarantined == 0, "its reader has not given it up yet"
-    kit.credits.release(A, 1, 0, 1.0, written=False)
-    assert kit.ring.quarantined == 60
-    kit.ask(B, 30, generation=2)
-    assert signals(kit) == [Signal(0, 0)], "its words may still rise"
-    kit.credits.mark_quiescent(A, 1, 2.0)
-    assert kit.ring.quarantined == 0
-    kit.ask(C, 30, generation=3)
-    assert [signal.word for signal in signals(kit)] == [0]
-
-
-def test_a_fifo_outlives_the_quiescence_of_its_writer_until_it_is_released() -> None:
-    kit = Kit(signals=1)
-    kit.ask(A, 60)
-    kit.credits.mark_fifo(A, 1, 0)
-    kit.credits.mark_quiescent(A, 1, 1.0)
-    assert kit.ring.in_use == 60, "it is being read"
-    kit.credits.release(A, 1, 0, 2.0, written=False)
-    kit.assert_empty()
-
-
-def test_a_fifo_of_which_all_came_is_free_though_its_request_has_failed() -> None:
-    kit = Kit(signals=1)
-    kit.ask(A, 60)
-    kit.credits.mark_fifo(A, 1, 0)
-    kit.credits.revoke(1)
-    kit.credits.release(A, 1, 0, 1.0, written=True)
-    assert kit.ring.stages == ()
-    assert list(kit.credits._free_words) == [0]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.helpers.simulation.staging_credits import ALIGNMENT, TIMEOUT, Exchange
 from torchkv.errors import ProtocolError, RingExhausted
-from torchkv.layout.stage_format import ChunkFifo, Signal
 from torchkv.protocol.messages import MAX_ASKS, Message, StageAsk, Staged, StageDenied, StageGrant, Withdraw
 from torchkv.protocol.sending.staging_requester import Span, StagingRequester
 
@@ -132,25 +131,6 @@ def test_a_grant_that_does_not_answer_the_ask_is_refused(offset: int, nbytes: in
     assert requester.granted(DST, GENERATION, serial) is None
     grant(requester, serial, RING - 512, 512)
     assert requester.granted(DST, GENERATION, serial) == Span(RING - 512, 512)
-
-
-def test_a_stage_is_a_fifo_only_with_a_signal_of_the_receiver() -> None:
-    requester = StagingRequester()
-    plain, fifo = ask(requester), ask(requester)
-    grant(requester, plain)
-    with pytest.raises(ProtocolError, match="2 signal words"):
-        requester.on_grant(DST, StageGrant(GENERATION, fifo, 512, 512, 2, 6), RING, 2)
-    assert requester.granted(DST, GENERATION, fifo) is None
-    requester.on_grant(DST, StageGrant(GENERATION, fifo, 512, 512, 1, 6), RING, 2)
-    assert requester.granted(DST, GENERATION, fifo) == Span(512, 512, Signal(1, 6))
-    with pytest.raises(ProtocolError, match="granted at"):
-        requester.on_grant(DST, StageGrant(GENERATION, fifo, 512, 512, 1, 8), RING, 2)
-    taken(requester)
-    written = {"layers": (0,), "start": 0, "num_pages": 2, "checked": False, "fifo": ChunkFifo(1 << 20, 3)}
-    requester.staged(DST, GENERATION, fifo, **written)
-    assert taken(requester) == [Staged(GENERATION, fifo, [0], 0, 2, False, chunk=1 << 20, channels=3)]
-    with pytest.raises(AssertionError, match="no signal"):
-        requester.staged(DST, GENERATION, plain, **written)
 
 
 def test_a_second_grant_may_only_repeat_the_first() -> None:
