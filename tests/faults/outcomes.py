@@ -96,11 +96,12 @@ OUTCOMES = (
     Outcome(
         "a writer hangs (SIGSTOP)",
         "`PeerLost` after five heartbeats",
-        "quarantined until it wakes up and answers; free at once if Python staged it, to the ring only",
+        "quarantined until it wakes up and answers; free at once if all of it was staged",
         "go on",
         (
             "tests/faults/test_pause.py::test_a_silent_peer_is_lost_and_found_again",
             "tests/faults/test_staged_pause.py::test_pages_of_a_stopped_staged_writer_are_free_at_once",
+            "tests/faults/test_staged_pause.py::test_pages_of_a_stopped_writer_whose_loop_stages_are_free_at_once",
         ),
     ),
     Outcome(
