@@ -67,7 +67,13 @@ class StandingStages:
 
     def serves(self, rank: int, plan: PairPlan) -> bool:
         """Whether ``rank``, which the loop can reach, has a stage here that serves a plan, or is granted one now."""
-        return self.grants and fits(plan, self._credits.standing_nbytes(rank)) and self._grant(rank)
+        nbytes = self._credits.standing_nbytes(rank, mapped=self._is_mapped(rank))
+        return self.grants and fits(plan, nbytes) and self._grant(rank)
+
+    def _is_mapped(self, rank: int) -> bool:
+        """Whether ``rank`` is expected to have mapped this rank's ring, as this one has its."""
+        connection = self._connection(rank)
+        return connection is not None and connection.staging_view is not None and self._core.peers.reaches(rank)
 
     @property
     def grants(self) -> bool:
@@ -76,18 +82,16 @@ class StandingStages:
 
     def offer(self, rank: int) -> None:
         """``rank`` stages by Python: its loop may do that from now on, if it can be reached."""
-        connection = self._connection(rank)
-        if connection is None or self._credits.stands(rank):
+        if self._connection(rank) is None or self._credits.stands(rank):
             return
         lane = self._core.peers.lane(rank)
-        is_mapped = connection.staging_view is not None and self._core.peers.reaches(rank)
-        if is_mapped or (lane is not None and lane.is_driven):
+        if self._is_mapped(rank) or (lane is not None and lane.is_driven):
             self._grant(rank)
 
     def _grant(self, rank: int) -> bool:
         receiving = self._staging.receiving
         known = self._credits.stands(rank)
-        stage = None if receiving is None else self._credits.stand(rank)
+        stage = None if receiving is None else self._credits.stand(rank, mapped=self._is_mapped(rank))
         if receiving is not None and stage is not None and not known:
             self._core.peers.let_stage(rank, receiving.span(stage).ptr, stage.nbytes)
         return stage is not None

@@ -51,10 +51,10 @@ from torchkv.protocol.receiving.stage_allocator import Stage, StagingRing
 __all__ = ["MAX_STAGES", "Owner", "StagingCredits"]
 
 MAX_STAGES = 64  # stages of one queue that are not free yet
-# Bytes of a standing stage at most, by device type. All of them together take half of the ring at most, and each this
-# part of it: a link between GPUs wants long pieces.
-STANDING_NBYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
-STANDING_SHARE = {"cpu": 8, "cuda": 2}
+# Of a standing stage, by device type: bytes at most, and a part of the ring at most. A link between GPUs that have
+# mapped each other's memory wants long pieces; else the writer keeps as many bytes of its send ring for each receiver.
+STANDING_LIMITS = {"cpu": (4 << 20, 8), "cuda": (16 << 20, 8)}
+MAPPED_LIMITS = {"cpu": (4 << 20, 8), "cuda": (128 << 20, 2)}
 NAMED_OWNERS = 4  # how many owners of stages the text of a denial names
 ADVICE = "raise Options.staging_recv (TORCHKV_STAGING_RECV) on the receiver"
 
@@ -195,13 +195,13 @@ class StagingCredits:
         """
         self._queue(src, generation, ring_only=True)
 
-    def stand(self, src: int) -> Stage | None:
+    def stand(self, src: int, *, mapped: bool) -> Stage | None:
         """The standing stage of a writer (`torchkv.core.loop.staging`), granted and told if there is none yet.
 
-        None where too few bytes are left.
+        mapped: whether it has mapped the ring. None where too few bytes are left.
         """
         if src not in self._standing:
-            nbytes = self.standing_nbytes(src)
+            nbytes = self.standing_nbytes(src, mapped=mapped)
             stage = self.ring.allocate_for_long(nbytes, Owner(src, STANDING)) if nbytes else None
             if stage is None:
                 return None
@@ -209,12 +209,13 @@ class StagingCredits:
             self.outbox.append((src, StageGrant(STANDING, 0, stage.offset, stage.nbytes)))
         return self._standing[src]
 
-    def standing_nbytes(self, src: int) -> int:
-        """Bytes of the standing stage of a writer, granted or not."""
+    def standing_nbytes(self, src: int, *, mapped: bool) -> int:
+        """Bytes of the standing stage of a writer, granted or not. mapped: see `stand`."""
         if src in self._standing:
             return self._standing[src].nbytes
-        share = max(STANDING_SHARE[self._device], 2 * self._num_writers())
-        return min(STANDING_NBYTES[self._device], self.ring.capacity // share) // ALIGNMENT * ALIGNMENT
+        most, share = (MAPPED_LIMITS if mapped else STANDING_LIMITS)[self._device]
+        share = max(share, 2 * self._num_writers())
+        return min(most, self.ring.capacity // share) // ALIGNMENT * ALIGNMENT
 
     @property
     def standing(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from torchkv.control.session import Session
 from torchkv.errors import ProtocolError
+from torchkv.options import Options
 from torchkv.protocol.messages import (
     MAX_ASKS,
     MAX_TEXT,
@@ -508,6 +509,18 @@ def test_the_promise_of_a_loop_holds_until_it_is_withdrawn() -> None:
     kit.credits.ask(A, StageAsk(4, 0, 10, 10, True), 0.0)
     kit.credits.withdraw(A, Withdraw(4))
     assert not kit.credits.is_ring_only(A, 4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_standing_stage_is_no_larger_than_its_writer_can_keep_beside_it(device: str) -> None:
+    """It takes as many bytes of its send ring, of which half may be given away, if it has not mapped the stage."""
+    options, writers = Options(), 1
+    credits = StagingCredits(StagingRing(options.staging_recv), timeout=TIMEOUT, device=device, writers=lambda: writers)
+    assert credits.standing_nbytes(A, mapped=False) <= options.staging_send // 8
+    assert credits.standing_nbytes(A, mapped=True) == (4 << 20 if device == "cpu" else 128 << 20)
+    writers = 7
+    for mapped in (False, True):
+        assert 7 * credits.standing_nbytes(A, mapped=mapped) <= options.staging_recv // 2
 
 
 # -- over the wire ----------------------------------------------------------------------------------------------------
