@@ -6,17 +6,14 @@ and then. Broken loops run as plain Python in processes of their own.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 import pytest
 
 from tests.helpers.simulation.broken_loops import GPUS_STAGED_BREAKS
-from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
-from torchkv.engine.resident.flows import Flows
+from tests.helpers.simulation.loop_runs import DIRECT, clean_run, note_staged, plain
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest
-from torchkv.protocol.sending.request import SenderRequest
 
 BATCH = 20
 
@@ -38,27 +35,13 @@ def test_a_bad_network_alone_fails_nothing(first: int) -> None:
 
 def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are packed and unpacked to their end, and are taken back at either side while kernels are under way."""
-    seen: Counter[str] = Counter()
-    received, landed, take_back = Flows._leave, Receiver.landed, Flows.take_back_send
-
-    def leave(self: Flows, req: ReceiverRequest, *, whole: bool = False) -> int:
-        nbytes = received(self, req, whole=whole)
-        if req.loop_path == "staged" and nbytes:
-            seen["received" if whole else "taken back with bytes"] += 1
-        return nbytes
+    seen, landed = note_staged(monkeypatch), Receiver.landed
 
     def on_landed(self: Receiver, req: ReceiverRequest) -> None:
         seen["landed"] += 1
         landed(self, req)
 
-    def taking_back(self: Flows, req: SenderRequest) -> bool | None:
-        sealed = take_back(self, req)
-        seen["landing"] += req.landing is not None
-        return sealed
-
-    monkeypatch.setattr(Flows, "_leave", leave)
     monkeypatch.setattr(Receiver, "landed", on_landed)
-    monkeypatch.setattr(Flows, "take_back_send", taking_back)
     for seed in range(60):
         scenario = clean(seed)
         seen["launched"] += sum(gpu.log.count("launch") for gpu in scenario.cluster.gpus.values())

@@ -6,18 +6,14 @@ which must be caught: `tests.helpers.simulation.broken_loops`.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 import pytest
 
 from tests.helpers.simulation.broken_loops import STAGED_BREAKS
-from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
+from tests.helpers.simulation.loop_runs import DIRECT, clean_run, note_staged, plain
 from torchkv.core.loop.codes import STAGED, WRITTEN
-from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.notices import Notices
-from torchkv.protocol.receiving.request import ReceiverRequest
-from torchkv.protocol.sending.request import SenderRequest
 
 SEEDS = range(120)
 BATCH = 20
@@ -46,15 +42,7 @@ def test_a_bad_network_alone_fails_nothing(first: int) -> None:
 
 def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are staged to their end, and are taken back at either side amid pieces; else nothing is shown."""
-    seen: Counter[str] = Counter()
-    received, written = Flows._leave, Notices._on_written
-    take_back = Flows.take_back_send
-
-    def leave(self: Flows, req: ReceiverRequest, *, whole: bool = False) -> int:
-        nbytes = received(self, req, whole=whole)
-        if req.loop_path == "staged" and nbytes:
-            seen["received" if whole else "taken back with bytes"] += 1
-        return nbytes
+    seen, written = note_staged(monkeypatch), Notices._on_written
 
     def on_written(self: Notices, source: int, words: list[int], now: float) -> None:
         kind = words[0] & 0xFF
@@ -62,15 +50,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
         seen["of a failed request"] += kind == STAGED
         written(self, source, words, now)
 
-    def taking_back(self: Flows, req: SenderRequest) -> bool | None:
-        sealed = take_back(self, req)
-        if req.landing is not None:
-            seen["landing"] += 1
-        return sealed
-
-    monkeypatch.setattr(Flows, "_leave", leave)
     monkeypatch.setattr(Notices, "_on_written", on_written)
-    monkeypatch.setattr(Flows, "take_back_send", taking_back)
     for seed in range(60):
         clean(seed)
     assert min(seen[what] for what in ("received", "taken back with bytes", "unpacked for Python", "landing")) > 5, seen

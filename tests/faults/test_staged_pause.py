@@ -170,20 +170,25 @@ def receive_and_fail(how: str) -> None:
     assert torch.equal(page_bytes(kv._verbs.cache, PAGES), expected)
 
 
+def stop_and_go(ranks: Ranks) -> None:
+    """The writer is stopped where it asks for that, and goes on once others have had the pages."""
+    assert ranks.hear(WRITER) == "stop me"
+    ranks.signal(WRITER, signal.SIGSTOP)
+    ranks.tell(RECEIVER)
+    ranks.start(fill_from_other, ranks=[OTHER])
+    assert ranks.hear(RECEIVER) == "the writer may go on"
+    ranks.signal(WRITER, signal.SIGCONT)
+    ranks.tell(WRITER)
+    ranks.tell(RECEIVER)
+    ranks.join([WRITER, RECEIVER, OTHER])
+
+
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 def test_pages_of_a_stopped_staged_writer_are_free_at_once(how: str, lane: str, three: Ranks) -> None:
     three.start(receive_and_fail, how, ranks=[RECEIVER])
     assert three.hear(RECEIVER) == "the writer may stop"
     three.start(write_late, lane, ranks=[WRITER])
-    assert three.hear(WRITER) == "stop me"
-    three.signal(WRITER, signal.SIGSTOP)
-    three.tell(RECEIVER)
-    three.start(fill_from_other, ranks=[OTHER])
-    assert three.hear(RECEIVER) == "the writer may go on"
-    three.signal(WRITER, signal.SIGCONT)
-    three.tell(WRITER)
-    three.tell(RECEIVER)
-    three.join([WRITER, RECEIVER, OTHER])
+    stop_and_go(three)
 
 
 def receive_and_lose() -> None:
@@ -269,12 +274,4 @@ def test_pages_of_a_stopped_writer_whose_loop_stages_are_free_at_once(how: str, 
     loops.start(fail_beside_a_loop, how, ranks=[RECEIVER])
     assert loops.hear(RECEIVER) == "the writer may stop"
     loops.start(stage_by_loop, ranks=[WRITER])
-    assert loops.hear(WRITER) == "stop me"
-    loops.signal(WRITER, signal.SIGSTOP)
-    loops.tell(RECEIVER)
-    loops.start(fill_from_other, ranks=[OTHER])
-    assert loops.hear(RECEIVER) == "the writer may go on"
-    loops.signal(WRITER, signal.SIGCONT)
-    loops.tell(WRITER)
-    loops.tell(RECEIVER)
-    loops.join([WRITER, RECEIVER, OTHER])
+    stop_and_go(loops)

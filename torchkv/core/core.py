@@ -102,10 +102,19 @@ class Core:
         keep: Any = None,
     ) -> Way:
         """The way of sends to ``rank``: see `Way`. It ends with the peer."""
-        sizes = {"src_page": src_page, "dst_page": dst_page}
-        slot = self._slots[rank]
-        how: dict[str, Any] = {**sizes, "max_page": max_page, "network": network, "staged": staged, "keep": keep}
-        return Way(rank, slot, geometry, kernels, packs, **how)
+        return Way(
+            rank,
+            self._slots[rank],
+            geometry,
+            kernels,
+            packs,
+            src_page=src_page,
+            dst_page=dst_page,
+            max_page=max_page,
+            network=network,
+            staged=staged,
+            keep=keep,
+        )
 
     def retire(self, way: Way) -> None:
         """No send takes this way any more, and what it leads to may go: once kernels that were launched have ended."""

@@ -37,7 +37,7 @@ class LoopDevice:
 
     functions: addresses of the driver's functions, see `torchkv.core.loop.codes.QUERY` and the next. stream: on which
     everything is enqueued. word: int64 ``[1]`` in pinned memory, zero. ids, ids_device: int64 ``[NUM_IDS]``, pinned and
-    on the GPU: those of sends, ``[MAX_GPU_SENDS, IDS]``, then those of `unpacking`. errors: address of two words in
+    on the GPU: those of sends, ``[MAX_GPU_SENDS, IDS]``, then those of `unpacking`. errors: address of a word in
     pinned memory for the kernels' errors. activate: prepares the loop's thread. keep: what must stay alive. patience:
     seconds, see `close`.
     """

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.simulation.scenario import Scenario
+import pytest
 
-__all__ = ["DIRECT", "clean_run", "loop_scenario", "plain"]
+from tests.helpers.simulation.scenario import Scenario
+from torchkv.engine.resident.flows import Flows
+from torchkv.protocol.receiving.request import ReceiverRequest
+from torchkv.protocol.sending.request import SenderRequest
+
+__all__ = ["DIRECT", "clean_run", "loop_scenario", "note_staged", "plain"]
 
 DIRECT = ("layer", "slice", "pages")  # the verbs that the loop can do
 ROOT = Path(__file__).parents[3]
@@ -54,6 +60,27 @@ def clean_run(seed: int, **given: Any) -> Scenario:
     problems = scenario.run()
     assert not problems, f"seed {seed}: {problems}"
     return scenario
+
+
+def note_staged(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts receives of which pieces have come, by how they left the loop, and sends whose pieces still land then."""
+    seen: Counter[str] = Counter()
+    received, take_back = Flows._leave, Flows.take_back_send
+
+    def leave(self: Flows, req: ReceiverRequest, *, whole: bool = False) -> int:
+        nbytes = received(self, req, whole=whole)
+        if req.loop_path == "staged" and nbytes:
+            seen["received" if whole else "taken back with bytes"] += 1
+        return nbytes
+
+    def taking_back(self: Flows, req: SenderRequest) -> bool | None:
+        sealed = take_back(self, req)
+        seen["landing"] += req.landing is not None
+        return sealed
+
+    patch.setattr(Flows, "_leave", leave)
+    patch.setattr(Flows, "take_back_send", taking_back)
+    return seen
 
 
 def plain(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ from tests.helpers.apart import LAYERS, PAGES, TAGS, kinds
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent
 from tests.helpers.staged_apart import CANARY, StagedApart
 from torchkv.bench.scale.loops import TOKENS
+from torchkv.core.events import Notice
 from torchkv.core.loop.codes import (
     BROKEN,
     CREDIT,
@@ -311,13 +312,22 @@ def held() -> StagedApart:
     return apart
 
 
-def test_a_seal_waits_until_all_pieces_are_unpacked() -> None:
+def unpacking_of(*, aux: bytes | None = b"") -> tuple[StagedApart, int, list[Notice], list[Notice]]:
+    """Pages 7 and 3 are staged to the pages 0 and 1, where the kernels have not run: the receive, and what was told.
+
+    aux: of the seal; None: there is none.
+    """
     apart = held()
     flow = apart.accept([0, 1])
     send = apart.stage(flow, [0, 1])
     apart.start(send, [7, 3])
-    apart.writer.finish_send(send, 2, b"aux")
-    told, heard = apart.run()
+    if aux is not None:
+        apart.writer.finish_send(send, 2, aux)
+    return apart, flow, *apart.run()
+
+
+def test_a_seal_waits_until_all_pieces_are_unpacked() -> None:
+    apart, flow, told, heard = unpacking_of(aux=b"aux")
     assert kinds(told) == [OP_DONE]  # it is in the stage, but the request has not ended
     assert heard == []
     assert apart.reader.receives.arrived(flow) == 0
@@ -333,12 +343,7 @@ def test_a_seal_waits_until_all_pieces_are_unpacked() -> None:
 
 def test_nothing_is_unpacked_behind_a_seal_that_waits() -> None:
     """The request may end with it, and its pages be another's."""
-    apart = held()
-    flow = apart.accept([0, 1])
-    send = apart.stage(flow, [0, 1])
-    apart.start(send, [7, 3])
-    apart.writer.finish_send(send, 2, b"")
-    apart.run()
+    apart, flow, _, _ = unpacking_of()
     position = int(apart.reader.world["peers"][0]["reached"])
     apart.message(apart.record(**(RIGHT | {"flows": flow, "spare": position if position + 256 <= 1024 else 1024})))
     _, heard = apart.run()
@@ -351,10 +356,7 @@ def test_nothing_is_unpacked_behind_a_seal_that_waits() -> None:
 @pytest.mark.parametrize("python", [False, True])
 def test_a_request_that_fails_is_told_when_its_kernels_have_ended(python: bool) -> None:
     """python: it had taken the request back before."""
-    apart = held()
-    flow = apart.accept([0, 1])
-    apart.start(apart.stage(flow, [0, 1]), [7, 3])
-    apart.run()
+    apart, flow, _, _ = unpacking_of(aux=None)
     with apart.reader.runner.standing_still():
         apart.reader.receives.close(flow)
     if python:
@@ -370,12 +372,7 @@ def test_a_request_that_fails_is_told_when_its_kernels_have_ended(python: bool) 
 
 
 def test_a_request_that_python_serves_is_told_in_the_order_of_its_records() -> None:
-    apart = held()
-    flow = apart.accept([0, 1])
-    send = apart.stage(flow, [0, 1])
-    apart.start(send, [7, 3])
-    apart.writer.finish_send(send, 2, b"")
-    apart.run()
+    apart, flow, _, _ = unpacking_of()
     with apart.reader.runner.standing_still():
         apart.reader.receives.close(flow)
     assert apart.run()[1] == []

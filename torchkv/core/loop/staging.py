@@ -222,9 +222,11 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
         launched = _launch(world, send, op, (first, last), start, count, to)
         if launched == 0:
             return NO_ROOM
-    payload = 0
-    for number in range(at, until):
-        payload += _nbytes(send, op, number, start, count, 1)
+    payload = nbytes
+    if send["packs"] != 0:  # which leaves gaps
+        payload = 0
+        for number in range(at, until):
+            payload += _nbytes(send, op, number, start, count, 1)
     piece = piece_at(peer, peer["piece_tail"])
     page = send["src_page"]
     store(piece + OP, index)

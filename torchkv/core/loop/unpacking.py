@@ -94,8 +94,11 @@ def _writer(world: World, source: int, grain: int) -> int:
     nbytes = payload = 0
     for position in range(first, last):
         geometry, to_page = writer["geometry"], receive["page_size"]
-        nbytes += staged_nbytes(geometry, position, granted, page, to_page, start, count, grain)
         payload += staged_nbytes(geometry, position, granted, page, to_page, start, count, 1)
+        if grain > 1:
+            nbytes += staged_nbytes(geometry, position, granted, page, to_page, start, count, grain)
+    if grain == 1:
+        nbytes = payload
     if nbytes != record["nbytes"]:
         return -1
     record["nbytes"] = payload

@@ -22,6 +22,7 @@ import numpy as np
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
+from torchkv.core.receives import ReceiveState
 from torchkv.engine.resident.bound_grants import as_bits
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.notices import Notices, OnLoop, path_of
@@ -384,10 +385,10 @@ class Flows:
 
         whole: everything has arrived, so its coverage matters no more.
         """
-        nbytes = self._add(req, coverage=not whole)
+        state = self._add(req, coverage=not whole)
         assert req.flow is not None
         if not whole:
-            for rank, known in zip(req.writers, self.core.receives.state(req.flow).writers, strict=True):
+            for rank, known in zip(req.writers, state.writers, strict=True):
                 if known.ring_only:
                     self._receiver.promised(rank, req)
             self.journal.hand_over_receive(req)
@@ -395,10 +396,10 @@ class Flows:
         del self._receives[req.flow]
         self.core.receives.close(req.flow)
         req.flow = None
-        return nbytes
+        return state.nbytes
 
-    def _add(self, req: ReceiverRequest, *, coverage: bool = True) -> int:
-        """Adds to the request's writers what has arrived; the bytes of all that."""
+    def _add(self, req: ReceiverRequest, *, coverage: bool = True) -> ReceiveState:
+        """Adds to the request's writers what has arrived. Returns all that the loop knows."""
         assert req.flow is not None
         state = self.core.receives.state(req.flow, coverage=coverage)
         if state.staged:
@@ -410,7 +411,7 @@ class Flows:
             writer.aux = known.aux
             if known.sealed is not None:
                 writer.sealed, writer.quiescent = known.sealed, True
-        return state.nbytes
+        return state
 
     # ------------------------------------------------------------------ rounds
 
