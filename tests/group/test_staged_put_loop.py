@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.lane_transfer import random_fill
+from tests.helpers.ranks.served import served_by_python
 from tests.helpers.ranks.small_cache import meet, page_bytes, random_cache
 from torchkv import KVProcessGroup, TransferCancelled
-from torchkv.engine.scheduler import TransferScheduler
 from torchkv.engine.work import KVWork
 
 WRITER, READER = 0, 1
@@ -29,21 +29,6 @@ LANES: dict[str, dict[str, Any]] = {"memory": {}, "tcp": {"env": {"UCX_TLS": "tc
 @pytest.fixture(params=LANES)
 def two(request: pytest.FixtureRequest, shared_ranks: Callable[..., Ranks]) -> Ranks:
     return shared_ranks(f"staged-{request.param}", 2, **LANES[request.param])
-
-
-@contextmanager
-def noted() -> Iterator[list[str]]:
-    """The verbs that Python serves."""
-    served: list[str] = []
-    start = TransferScheduler.start
-
-    def noting(self: TransferScheduler, op: Any, grant: Any) -> None:
-        served.append(op.request)
-        start(self, op, grant)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransferScheduler, "start", noting)
-        yield served
 
 
 def write(kv: KVProcessGroup, request: str, dice: np.random.Generator, mixed: str) -> list[KVWork]:
@@ -85,14 +70,14 @@ def one_request(kv: KVProcessGroup, request: str, mixed: str) -> None:
 
 def staged_requests(mixed: str) -> None:
     """Python serves the first ones; then loops do, but for what follows a promise that all is staged."""
-    with noted() as served, kv_group(staging_recv=64 << 10, staging_send=64 << 10) as kv:
+    with served_by_python() as served, kv_group(staging_recv=64 << 10, staging_send=64 << 10) as kv:
         kv.register(random_cache(num_layers=LAYERS))
         on_loop = 0
         for number in range(60):
             request = f"request {number}"
             meet(kv)
             one_request(kv, request, mixed)
-            python = [request in served]
+            python = [any(op.request == request for op in served)]
             dist.broadcast_object_list(python, WRITER)
             on_loop = 0 if python[0] and mixed != "staged" else on_loop + 1
             if on_loop == 8:
@@ -108,7 +93,7 @@ def test_every_byte(mixed: str, two: Ranks) -> None:
 
 def cancelled() -> None:
     """Amid pieces: nothing lands afterwards, and the next request finds the stage as usable."""
-    with noted(), kv_group(staging_recv=16 << 10, staging_send=16 << 10) as kv:
+    with kv_group(staging_recv=16 << 10, staging_send=16 << 10) as kv:
         kv.register(random_cache(num_layers=LAYERS))
         cache = kv._verbs.cache
         assert cache is not None

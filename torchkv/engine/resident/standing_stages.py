@@ -82,7 +82,7 @@ class StandingStages:
 
     def offer(self, rank: int) -> None:
         """``rank`` stages by Python: its loop may do that from now on, if it can be reached."""
-        if self._connection(rank) is None or self._credits.stands(rank):
+        if not self.grants or self._connection(rank) is None or self._credits.stands(rank):
             return
         lane = self._core.peers.lane(rank)
         if self._is_mapped(rank) or (lane is not None and lane.is_driven):
@@ -90,9 +90,10 @@ class StandingStages:
 
     def _grant(self, rank: int) -> bool:
         receiving = self._staging.receiving
+        assert receiving is not None
         known = self._credits.stands(rank)
-        stage = None if receiving is None else self._credits.stand(rank, mapped=self._is_mapped(rank))
-        if receiving is not None and stage is not None and not known:
+        stage = self._credits.stand(rank, mapped=self._is_mapped(rank))
+        if stage is not None and not known:
             self._core.peers.let_stage(rank, receiving.span(stage).ptr, stage.nbytes)
         return stage is not None
 
