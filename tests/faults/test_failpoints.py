@@ -20,6 +20,7 @@ from tests.helpers.harness import Ranks, kv_world
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
 from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.member import Member, await_forgotten, leave
+from tests.helpers.ranks.served import keep_loops_from_staging
 from tests.helpers.ranks.small_cache import check_transfer, page_bytes, random_cache
 from torchkv import KVError, PeerLost
 from torchkv.engine.engine import Engine
@@ -31,7 +32,7 @@ SURVIVOR, VICTIM, BYSTANDER = range(3)
 PATIENCE = 30  # seconds; the deadlines of the group are ten times that
 SENT, GRANTED = [2, 9, 4, 7], [1, 2, 3, 8]
 DEADLINES = {"TORCHKV_TIMEOUT": "300", "TORCHKV_GRANT_TIMEOUT": "300", "TORCHKV_HEARTBEAT": "60"}
-PATHS = {"mid gather": "staged", "mid scatter": "staged"}
+STAGED = {"mid gather", "mid scatter"}  # by Python
 COMPLETE = {"after the seal, before the verdict"}  # then the reader has everything, and succeeds
 
 
@@ -94,19 +95,23 @@ def usable() -> None:
     check_transfer(kv_world(), BYSTANDER, SURVIVOR)
 
 
-def killed_at(point: str, *, path: str | None = None) -> Ranks:
-    """Ranks of which one will end there. Those that write by puts have no memory of each other mapped."""
-    env = {**DEADLINES, failpoints.VARIABLE: f"{point}@{VICTIM}"}
+def killed_at(point: str, *, apart: bool = False, **env: str) -> Ranks:
+    """Ranks of which one will end there."""
+    return Ranks(3, env={**DEADLINES, failpoints.VARIABLE: f"{point}@{VICTIM}", **env}, apart=apart)
+
+
+def apart_and_killed_at(point: str) -> Ranks:
+    """The same, registered, without memory of each other mapped: Python puts or stages what they write."""
     # Without UCX_TLS a host without GPUs writes without UCX.
-    return Ranks(
-        3, env=env if path is None else {**env, "TORCHKV_PATH": path, "UCX_TLS": "all"}, apart=path is not None
-    )
+    ranks = killed_at(point, apart=True, TORCHKV_PATH="staged" if point in STAGED else "slices", UCX_TLS="all")
+    ranks.run(keep_loops_from_staging)
+    ranks.run(register)
+    return ranks
 
 
 @pytest.mark.parametrize("point", failpoints.OF_WRITERS)
 def test_a_writer_is_killed_at(point: str) -> None:
-    ranks = killed_at(point, path=PATHS.get(point, "slices"))
-    ranks.run(register)
+    ranks = apart_and_killed_at(point)
     ranks.start(write, ranks=[VICTIM])
     ranks.start(receive_from_the_victim, point in COMPLETE, ranks=[SURVIVOR])
     ranks.expect_exit(VICTIM, -signal.SIGKILL)
@@ -117,8 +122,7 @@ def test_a_writer_is_killed_at(point: str) -> None:
 
 @pytest.mark.parametrize("point", failpoints.OF_READERS)
 def test_a_reader_is_killed_at(point: str) -> None:
-    ranks = killed_at(point, path=PATHS.get(point, "slices"))
-    ranks.run(register)
+    ranks = apart_and_killed_at(point)
     ranks.start(read, ranks=[VICTIM])
     ranks.start(send_to_the_victim, ranks=[SURVIVOR])
     ranks.expect_exit(VICTIM, -signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.lane_transfer import adopted_cache, random_fill
+from tests.helpers.ranks.served import staged_by_python
 from tests.helpers.ranks.small_cache import meet, page_bytes, random_cache, small_layout
 from torchkv import ChecksumMismatch, KVProcessGroup, RingExhausted
-from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.protocol.actions import Scatter
 from torchkv.staging.host_packer import HostPacker
 from torchkv.staging.transfer import StagedTransfer
@@ -46,11 +46,6 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     setattr(owner, name, value)
     yield
     setattr(owner, name, before)
-
-
-def python_stages() -> AbstractContextManager[None]:
-    """Resident loops get no stages inside."""
-    return patched(StandingStages, "_grant", lambda self, rank: False)
 
 
 class Held:
@@ -190,7 +185,7 @@ def overwrite_source(dst: list[int], gathered: bool) -> None:
 
     What was gathered is not put yet or, where the ring is mapped, not told of.
     """
-    with python_stages(), kv_group(staging_send=64 << 10) as kv:
+    with staged_by_python(), kv_group(staging_send=64 << 10) as kv:
         cache = random_cache()
         kv.register(cache)
         source = page_bytes(cache, PAGES)
@@ -359,7 +354,7 @@ def test_only_a_ring_that_is_not_mapped_needs_memory_to_send_from(lane: str, thr
 
 def flip(checksum: bool, choice: int) -> tuple[str, str, int] | None:
     """One byte changes in the ring, between its arrival and scatter. What was hit, and what came of it."""
-    with python_stages(), kv_group(path="staged", checksum=checksum) as kv:
+    with staged_by_python(), kv_group(path="staged", checksum=checksum) as kv:
         cache = random_cache()
         kv.register(cache)
         if kv.rank() == 2:

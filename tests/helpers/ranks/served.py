@@ -7,10 +7,25 @@ from contextlib import contextmanager
 
 import pytest
 
+from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.protocol.actions import BoundGrant, SendOp
 
-__all__ = ["served_by_python"]
+__all__ = ["keep_loops_from_staging", "served_by_python", "staged_by_python"]
+
+
+def keep_loops_from_staging() -> None:
+    """From now on this process grants no standing stage, so that Python stages what is written to it."""
+    StandingStages._grant = lambda self, rank: False
+
+
+@contextmanager
+def staged_by_python() -> Iterator[None]:
+    """What is written to this process inside is staged by Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandingStages, "_grant", StandingStages._grant)  # undone at the end
+        keep_loops_from_staging()
+        yield
 
 
 @contextmanager

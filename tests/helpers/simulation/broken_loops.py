@@ -100,7 +100,7 @@ def _copies_on_when_taken_back() -> None:
 
 
 def _forgets_what_has_arrived() -> None:
-    swap(Flows, _add=lambda self, req, coverage=True: 0)
+    swap(Flows, _add=lambda self, req, coverage=True: self.core.receives.state(req.flow, coverage=coverage))
 
 
 def _loses_what_finds_no_room() -> None:
