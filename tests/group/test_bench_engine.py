@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ def test_slices_are_two_of_eight_heads() -> None:
     assert run_engine(setup).wrong == 0
 
 
+def test_pages_that_are_converted() -> None:
+    setup = Setup(case=EngineCase(2, True, converts=True), device="cpu", polled=False, requests=3)
+    assert setup.case.nbytes == EngineCase(1, False).nbytes
+    assert setup.case.name == "2.1 MB to fp8, 32 x send_layer"
+    assert run_engine(setup).wrong == 0
+
+
 def corrupting_write(setup: Setup, seed: int) -> Any:
     """Rank 0, whose first round has one wrong byte."""
     right = Pages.fill
@@ -43,15 +51,16 @@ def corrupting_write(setup: Setup, seed: int) -> Any:
         right(pages, number)
         if number == seed:
             tensor = pages._tensors()[-1]
-            tensor.view(-1)[5] += 1
+            tensor.view(-1)[5] ^= 0x4000  # much, which no conversion rounds away
 
     Pages.fill = fill  # in a process of its own
     return engine._write(setup, seed)
 
 
-def test_one_wrong_element_is_noticed() -> None:
-    _, wrong = run_two(corrupting_write, engine._read, small(False, polled=False), 11)
-    assert wrong == 2
+@pytest.mark.parametrize(("case", "nbytes"), [(EngineCase(1, False), 2), (EngineCase(1, False, converts=True), 1)])
+def test_one_wrong_element_is_noticed(case: EngineCase, nbytes: int) -> None:
+    _, wrong = run_two(corrupting_write, engine._read, replace(small(False, polled=False), case=case), 11)
+    assert wrong == nbytes
 
 
 class Fake(Pending):
@@ -148,7 +157,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert engine_table.run(["--only", "33.6 MB", "--no-nixl"]) == 1
     assert engine_table.run(["--only", "33.6 MB", "--no-nixl", "--report-only"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("33.6 MB")]
-    assert len(rows) == 2 * 2 * 3, "two runs, polled and waited, three cases"
+    assert len(rows) == 2 * 2 * 5, "two runs, polled and waited, five cases"
     assert all("missed" in row for row in rows)
     assert sys.modules["torchkv.bench.engine_table"] is engine_table
 

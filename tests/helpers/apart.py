@@ -22,6 +22,7 @@ from torchkv.core.peers import NetworkLane
 from torchkv.core.receives import Pieces
 from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
+from torchkv.transfer.loop_geometry import COPIED
 
 __all__ = ["LAYERS", "PAGES", "TAGS", "Apart", "kinds"]
 
@@ -56,7 +57,7 @@ class Apart:
         words = [LAYERS, *range(LAYERS + 1)]
         for layer in range(LAYERS):
             words += [self.src[layer].data_ptr(), self.dst[layer].data_ptr(), PAGE, PAGE, 0, 0, PAGE // TOKENS]
-            words += [PAGE // TOKENS, 1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1]
+            words += [PAGE // TOKENS, 1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1, *COPIED]
         self.geometry = np.array(words, dtype=np.int64)
 
     def read(self) -> None:

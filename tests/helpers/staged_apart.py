@@ -21,6 +21,7 @@ from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns, Stripe
 from torchkv.staging.cuda_pack import AlikeJobs
 from torchkv.staging.pack_table import PackTable
+from torchkv.transfer.loop_geometry import COPIED
 
 __all__ = ["CANARY", "HALF", "StagedApart"]
 
@@ -68,7 +69,7 @@ class StagedApart(Apart):
         token = PAGE // TOKENS
         for layer in range(LAYERS):
             words += [self.src[layer].data_ptr(), self.dst[layer].data_ptr(), PAGE, PAGE // 2, HALF, 0, token, HALF]
-            words += [1, 0, 0, TOKENS, token, HALF, HALF, TOKENS, 1, 1, 0, -1, 1, 0, 0]
+            words += [1, 0, 0, TOKENS, token, HALF, HALF, TOKENS, 1, 1, 0, -1, 1, 0, 0, *COPIED]
         self.geometry = np.array(words, dtype=np.int64)
         self.tables = [self._table(sending) for sending in (True, False)] if gpu else []
 

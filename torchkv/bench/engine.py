@@ -24,6 +24,7 @@ from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
 from torchkv.group.process_group import KVProcessGroup, current_group
+from torchkv.layout.conversion import convert
 from torchkv.layout.layout import KVLayout
 
 __all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "Written", "run_engine"]
@@ -33,6 +34,7 @@ HEADS, SLICE = 8, 2  # kv heads of a page, and those that a reader of slices hol
 PAGE_NBYTES = 16 * HEADS * 128 * 2  # of one component: 16 tokens, all kv heads, bf16
 MEMORY = 5 << 29  # bytes of pages on each side, at most
 WARM = 4  # requests before the first that counts
+ONES = 0x3FFF3FFF3FFF3FFF
 ROUNDS = 4  # at least; the first one warms up
 DEADLINE = 60.0
 GATE_SECONDS = 300e-6  # on top of the loop's own steps and the copy
@@ -47,16 +49,19 @@ class EngineCase:
     """Requests of ``pages`` pages in each of 32 layers, by one ``send_pages`` or by 32 ``send_layer``.
 
     slices: the reader holds two of eight kv heads, in runs of 512 bytes: four times as many pages for as many bytes.
+    converts: the reader's pages are fp8, the writer's bf16.
     """
 
     pages: int
     by_layer: bool
     slices: bool = False
+    converts: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are sent."""
-        return self.stored * SLICE // HEADS if self.slices else self.stored
+        """Bytes of the reader's pages."""
+        stored = self.stored // 2 if self.converts else self.stored
+        return stored * SLICE // HEADS if self.slices else stored
 
     @property
     def stored(self) -> int:
@@ -66,13 +71,15 @@ class EngineCase:
     @property
     def name(self) -> str:
         verb = f"{LAYERS} x send_layer" if self.by_layer else "send_pages"
-        return f"{self.nbytes / 1e6:.1f} MB{' slices' if self.slices else ''}, {verb}"
+        kind = " slices" if self.slices else " to fp8" if self.converts else ""
+        return f"{self.nbytes / 1e6:.1f} MB{kind}, {verb}"
 
 
 CASES = (
     *(EngineCase(pages, by_layer) for pages in (1, 16, 64) for by_layer in (False, True)),
     EngineCase(256, False),
     *(EngineCase(pages, False, slices=True) for pages in (64, 256)),
+    *(EngineCase(32, by_layer, converts=True) for by_layer in (False, True)),
 )
 
 
@@ -145,12 +152,14 @@ class Pages:
     """The pages of one side: slot s of the benchmark has ids ``ids[s]``, shuffled."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
+        self._converted = setup.case.converts
         layout = KVLayout.gqa(
             num_layers=LAYERS,
             num_kv_heads=HEADS,
             head_dim=128,
             page_size=16,
-            dtype=torch.bfloat16,
+            dtype=torch.float8_e4m3fn if self._converted and rank else torch.bfloat16,
+            accept=(torch.bfloat16,) if self._converted and rank else (),
             tp_size=HEADS // SLICE if setup.case.slices and rank else 1,
         )
         if setup.device == "cuda":
@@ -162,33 +171,39 @@ class Pages:
     def fill(self, seed: int) -> None:
         """Random bytes for this seed, in the order of slots; whichever pages those are."""
         for number, tensor in enumerate(self._tensors()):
-            tensor[self._order()] = self._expected(seed, number, tensor)
+            tensor[self._order()] = self._source(seed, number, tensor)
         self._synchronize()
 
     def poison(self) -> None:
         for tensor in self._tensors():
-            tensor.fill_(-21589)  # 0xABAB
+            tensor.view(torch.uint8).fill_(0xAB)
         self._synchronize()
 
     def wrong(self, seed: int) -> int:
         """Bytes that are not those of `fill` with this seed on the other side."""
         total = 0
         for number, tensor in enumerate(self._tensors()):
-            total += 2 * int((tensor[self._order()] != self._expected(seed, number, tensor)).sum())
+            expected = self._source(seed, number, tensor)
+            if self._converted:
+                expected = convert(expected.view(torch.bfloat16), torch.float8_e4m3fn).view(torch.uint8)
+            total += tensor.itemsize * int((tensor[self._order()] != expected).sum())
         return total
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [t.view(torch.int16) for name in ("k", "v") for t in self.cache[name] if t is not None]
+        """The pages as integers of their elements' size."""
+        tensors = [t for name in ("k", "v") for t in self.cache[name] if t is not None]
+        return [t.view(torch.int16 if t.itemsize == 2 else torch.uint8) for t in tensors]
 
     def _order(self) -> torch.Tensor:
         return torch.from_numpy(self.ids.reshape(-1))
 
-    @staticmethod
-    def _expected(seed: int, number: int, like: torch.Tensor) -> torch.Tensor:
+    def _source(self, seed: int, number: int, like: torch.Tensor) -> torch.Tensor:
         """What the pages of ``like`` hold of all kv heads: the writer's pages, or the reader's slices of them."""
         pages, tokens, heads, dim = like.shape
         generator = np.random.default_rng((seed, number))
         words = generator.integers(0, 1 << 63, pages * tokens * HEADS * dim // 4, dtype=np.int64)
+        if self._converted:
+            words &= ONES  # numbers below 2
         return torch.from_numpy(words.view(np.int16)).view(pages, tokens, HEADS, dim)[:, :, :heads].to(like.device)
 
     def _synchronize(self) -> None:

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     say(f"# torchkv bench engine: {machine(args.device)}; 32 layers, steps of 200 us, every byte checked")
     say("# floor_us: the loop's own steps, as long as while both loops run and nothing is sent, or the copy")
     say("# lost_us: by which the steps of a request took longer")
-    say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads, without NIXL")
+    say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads; to fp8: from bf16")
     if args.apart:
         say("# both processes are of this host, but use TCP on loopback as if on two; the copy is memcpy all the same")
     if nixl is None:
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         if not setup.fits:
             say(f"{setup.case.name:27} flight {setup.flight}: left out, its pages take more than 2.5 GiB")
             continue
-        compared = nixl is not None and not args.no_nixl and not setup.case.slices
+        compared = nixl is not None and not args.no_nixl and not (setup.case.slices or setup.case.converts)
         rival = _run_nixl(setup) if compared else None
         result = run_engine(setup)
         for one in filter(None, (rival, result)):

@@ -34,7 +34,7 @@ from torchkv.host.jit import at_register
 __all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
-_NBYTES, _RUNS, _POSTED = (_OP.index(name) for name in ("nbytes", "runs", "posted"))
+_NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
 _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (_SEND.index(name) for name in ("moved", "gated", "network", "promise"))
 _PEER_FLOW, _GENERATION, _GRANTED, _DST_PAGE = (
     _SEND.index(name) for name in ("peer_flow", "generation", "granted", "dst_page")
@@ -261,6 +261,10 @@ class Core:
         data = np.frombuffer(aux, dtype=np.uint8)
         self._kept_sends[flow].append(data)
         posting.finish_send(self._address, flow, num_pages, data.ctypes.data if aux else 0, len(aux), verb)
+
+    def spared(self, indices: list[int]) -> int:
+        """Bytes of these ops' pages at the receiver less those that were staged for them."""
+        return sum([self._ops[index, _SPARED] for index in indices])
 
     def op_results(self, indices: list[int]) -> tuple[list[int], int]:
         """The bytes of each of these ops, which have ended, and their contiguous runs in all. Frees the indices."""

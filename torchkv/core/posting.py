@@ -216,7 +216,8 @@ def start_op(
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
-    op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["pieces"] = op["piece"] = op["operation"] = 0
+    op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
+    op["pieces"] = op["piece"] = op["spared"] = 0
     send = world["sends"][flow]
     op["verb"], op["staged"] = verb, 1 if staged != 0 or send["staged"] != 0 else 0
     if staged == 2 and send["promise"] == 0:

@@ -24,7 +24,7 @@ from torchkv.host.atomics import fence
 from torchkv.host.copy_loops import StridedRuns, checked_offsets
 from torchkv.host.jit import at_register, compiled
 
-__all__ = ["KINDS", "convert_pairs", "warm_up"]
+__all__ = ["KINDS", "convert_at", "convert_pairs", "warm_up"]
 
 # (dtype of the source, dtype of the destination) -> the argument ``kind`` of `convert_pairs`.
 KINDS = {
@@ -153,22 +153,33 @@ def _convert(kind: int, src: int, dst: int, count: int, scale: Any) -> None:
 
 
 @compiled
-def _pairs(
+def convert_at(
     kind: int,
-    sizes: tuple[int, int],
+    src_size: int,
+    dst_size: int,
     src_ptr: int,
     dst_ptr: int,
     src_off: Int64Array,
     dst_off: Int64Array,
     first: int,
     last: int,
-    rows: StridedRuns,
+    n0: int,
+    s0: int,
+    d0: int,
+    n1: int,
+    s1: int,
+    d1: int,
+    run: int,
     head_elements: int,
-    scales: Float32Array,
+    scales_ptr: int,
+    heads: int,
 ) -> None:
-    """`convert_pairs` without its checks. sizes: bytes of an element of the source and of the destination."""
-    n0, s0, d0, n1, s1, d1, run = rows
-    src_size, dst_size = sizes
+    """`convert_pairs` without its checks, for compiled callers.
+
+    kind: of `KINDS`. src_size, dst_size: bytes of an element of the source and of the destination. scales_ptr: address
+    of the float32 scales of the ``heads``.
+    """
+    scales = numba.carray(_pointer(scales_ptr), heads, _F32)
     elements = run // dst_size
     for i in range(first, last):
         for a in range(n0):
@@ -180,7 +191,7 @@ def _pairs(
                 while done < elements:
                     head, inside = divmod(packed + done, head_elements)
                     count = min(elements - done, head_elements - inside)
-                    scale = scales[head % len(scales)]
+                    scale = scales[head % heads]
                     _convert(kind, src + done * src_size, dst + done * dst_size, count, scale)
                     done += count
     fence()
@@ -209,11 +220,23 @@ def convert_pairs(
     if min(rows[0], rows[3], rows[6]) < 0 or head_elements < 1 or not len(scales) or scales.dtype != np.float32:
         raise ProtocolError(f"rows {rows}, {head_elements} elements of a head, scales {scales.shape} {scales.dtype}")
     src_off, dst_off = checked_offsets(first, last, src_off, dst_off)
-    scales = scales if scales.flags.writeable and scales.flags.c_contiguous else scales.copy()
+    scales = np.ascontiguousarray(scales)
     sizes = dtypes[0].itemsize, dtypes[1].itemsize
-    plain: StridedRuns = tuple(rows)  # type: ignore[assignment]  # of a named tuple numba would compile it once more
     with np.errstate(all="ignore"):  # without the compiler, numpy warns where machine words wrap
-        _pairs(KINDS[dtypes], sizes, src_ptr, dst_ptr, src_off, dst_off, first, last, plain, head_elements, scales)
+        convert_at(
+            KINDS[dtypes],
+            *sizes,
+            src_ptr,
+            dst_ptr,
+            src_off,
+            dst_off,
+            first,
+            last,
+            *rows,
+            head_elements,
+            scales.ctypes.data,
+            len(scales),
+        )
 
 
 @at_register

@@ -64,13 +64,20 @@ class Released(NamedTuple):
 class Places:
     """Pages of a rank, or slots: what must be in them while they are free.
 
-    leases: the generation of each now, 0 if it is free.
+    leases: the generation of each now, 0 if it is free. below: what no byte of a pattern reaches.
     """
 
     def __init__(
-        self, operation: str, memory: Views, leases: Callable[[], Int64Array], generator: np.random.Generator
+        self,
+        operation: str,
+        memory: Views,
+        leases: Callable[[], Int64Array],
+        generator: np.random.Generator,
+        *,
+        below: int = 256,
     ) -> None:
         self.memory = memory
+        self._below = below
         self._what = operation
         self._current = leases
         self._generator = generator
@@ -94,7 +101,8 @@ class Places:
 
     def refill(self, places: Sequence[int]) -> None:
         for array in self.memory.values():
-            array[list(places)] = self._generator.integers(0, 256, (len(places), array.shape[1]), dtype=np.uint8)
+            shape = len(places), array.shape[1]
+            array[list(places)] = self._generator.integers(0, self._below, shape, dtype=np.uint8)
 
     def reuse(self, places: Sequence[int]) -> None:
         self.refill(places)
@@ -113,13 +121,19 @@ class Places:
 
 
 class Shadow:
-    """One rank's pages and slots: whose they are, and what must be in them while they are free."""
+    """One rank's pages and slots: whose they are, and what must be in them while they are free.
 
-    def __init__(self, rank: Rank, generator: np.random.Generator) -> None:
+    numbers: whether pages are to hold numbers of any floating dtype, none of them NaN, whose bits may change when it is
+    converted.
+    """
+
+    def __init__(self, rank: Rank, generator: np.random.Generator, *, numbers: bool = False) -> None:
         self.rank = rank
         self.problems: list[str] = []
         leases = rank.engine.receiver.leases
-        self._pages = Places("page", page_bytes(rank), lambda: leases.marks(PAGES), generator)
+        self._pages = Places(
+            "page", page_bytes(rank), lambda: leases.marks(PAGES), generator, below=0x7C if numbers else 256
+        )
         self._slots = Places("slot", slot_bytes(rank), lambda: leases.marks(SLOTS), generator)
 
     def free(self) -> list[int]:
@@ -156,7 +170,7 @@ class Shadow:
         src_pages: Mapping[int, Sequence[int]],
     ) -> None:
         """``pages`` hold exactly what the reference says, and beyond the coverage what they held before."""
-        want = reference(sources, src_pages, before, pages)
+        want = reference(sources, src_pages, before, pages, self.rank.cache.scales._values)
         for key, array in self._pages.memory.items():
             wrong = int((array[list(pages)] != want.tensors[key][list(pages), :-GAP]).sum())
             if wrong:

@@ -58,6 +58,8 @@ from torchkv.transfer.peer_connection import PeerConnection
 __all__ = [
     "BREAKS",
     "CALLS_BREAKS",
+    "CONVERTS_BREAKS",
+    "CONVERTS_STAGED_BREAKS",
     "GPUS_APART_BREAKS",
     "GPUS_STAGED_BREAKS",
     "GPU_BREAKS",
@@ -113,6 +115,20 @@ def _forgets_commands_when_taken_back() -> None:
         world["command_head"] = world["command_tail"]
 
     swap(loop, settle=settle)
+
+
+def _copies_what_it_is_to_convert() -> None:
+    swap(sending, converts=lambda seg: False)
+
+
+def _scales_all_heads_alike() -> None:
+    real = vars(stripes)["convert_at"]
+    swap(stripes, convert_at=lambda *arguments: real(*arguments[:-1], 1))
+
+
+def _takes_no_piece_for_a_narrower_one() -> None:
+    """The receiver reads a piece as if it held the elements of its pages."""
+    swap(unpacking, sizes=lambda seg: (1, 1, 1), converts=lambda seg: False)
 
 
 def _copies_the_window_wrongly() -> None:
@@ -632,6 +648,18 @@ SINGLE_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
+CONVERTS_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "copies what it is to convert": (_copies_what_it_is_to_convert, True),
+    "scales all heads alike": (_scales_all_heads_alike, True),
+}
+
+
+CONVERTS_STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "scales all heads alike": (_scales_all_heads_alike, True),
+    "takes no piece for a narrower one": (_takes_no_piece_for_a_narrower_one, True),
+}
+
+
 KINDS = {
     "": BREAKS,
     "gpu": GPU_BREAKS,
@@ -641,6 +669,8 @@ KINDS = {
     "calls": CALLS_BREAKS,
     "staged": STAGED_BREAKS,
     "single": SINGLE_BREAKS,
+    "converts": CONVERTS_BREAKS,
+    "converts staged": CONVERTS_STAGED_BREAKS,
 }
 RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "": {},
@@ -651,6 +681,8 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "calls": {"network": True, "system_calls": True},
     "staged": {"network": True, "staged": True},
     "single": {"single": True},
+    "converts": {"converts": True},
+    "converts staged": {"converts": True, "network": True, "staged": True},
 }
 
 

@@ -66,6 +66,11 @@ def _other_lanes(seed: int, **lanes: bool) -> Scenario:
     return Scenario(seed, brief=True, verbs=verbs, loop=True, states=() if seed % 4 else None, **lanes)
 
 
+def _converting(seed: int) -> Scenario:
+    lanes = {} if seed % 2 else {"network": True, "staged": True}
+    return Scenario(seed, brief=True, verbs=DIRECT, loop=True, states=(), converts=True, **lanes)
+
+
 def _anybody(seed: int) -> Scenario:
     return Scenario(seed, brief=True, verbs=DIRECT, loop=seed % 3 > 0, states=() if seed % 4 else None, anybody=0.8)
 
@@ -116,6 +121,12 @@ CAMPAIGNS = {
             200,
             partial(_other_lanes, gpu=True, network=True, staged=True),
         ),
+        Campaign(
+            "converting",
+            "the resident loop between pages of unlike dtypes, mapped or staged through a network",
+            200,
+            _converting,
+        ),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
         Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
@@ -123,7 +134,8 @@ CAMPAIGNS = {
     )
 }
 
-LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart", "gpus-staged"})  # those of the resident loop
+# Those of the resident loop.
+LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart", "gpus-staged", "converting"})
 
 
 @cache

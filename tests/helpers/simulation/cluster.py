@@ -194,10 +194,33 @@ def random_faults(dice: random.Random, *, slowest: float) -> Faults:
     )
 
 
-def random_places(dice: random.Random, states: Sequence[State] = (), *, single: bool = False) -> list[Place]:
+def _scaled(dice: random.Random) -> Callable[[KVLayout, int, int], KVCache]:
+    """Makes caches with random scales for each layer and head."""
+
+    def make(layout: KVLayout, pages: int, slots: int) -> KVCache:
+        sizes = {
+            c.name: (len(layout.component_layers(c.name)), len(layout.component_heads(c.name)))
+            for c in layout.components
+        }
+        scales = {
+            name: [[dice.uniform(0.1, 3) for _ in range(heads)] for _ in range(layers)]
+            for name, (layers, heads) in sizes.items()
+        }
+        return KVCache.empty(layout, pages, "cpu", slots, scales=scales)
+
+    return make
+
+
+def random_places(
+    dice: random.Random,
+    states: Sequence[State] = (),
+    *,
+    single: bool = False,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+) -> list[Place]:
     """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes.
 
-    single: of one rank each.
+    single: of one rank each. dtypes: of the two; pages are converted between them. None: of both alike.
     """
     kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
     sizes = {"p": 1, "d": 1} if single else {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
@@ -209,8 +232,9 @@ def random_places(dice: random.Random, states: Sequence[State] = (), *, single: 
     places = []
     for name in ("p", "d"):
         for r in range(sizes[name]):
-            common = {"num_layers": num_layers, "page_size": pages[name], "dtype": torch.int16, "order": order[name]}
-            common |= {"windows": windows, "states": states}
+            ours, theirs = (torch.int16, None) if dtypes is None else dtypes if name == "p" else dtypes[::-1]
+            common = {"num_layers": num_layers, "page_size": pages[name], "dtype": ours, "order": order[name]}
+            common |= {"windows": windows, "states": states, "accept": () if theirs is None else (theirs,)}
             if kind == "mla":
                 layout = KVLayout.mla(latent_dim=3, rope_dim=1, tp_rank=r, tp_size=sizes[name], **common)
             else:
@@ -224,7 +248,9 @@ def random_places(dice: random.Random, states: Sequence[State] = (), *, single: 
                     layers=range(r, num_layers, sizes[name]) if split else None,
                     **common,
                 )
-            places.append(Place(name, layout, 64, 16 if states else 0))
+            place = Place(name, layout, 64, 16 if states else 0)
+            scaled = dtypes is not None and torch.float8_e4m3fn in dtypes
+            places.append(dataclasses.replace(place, make=_scaled(dice)) if scaled else place)
     return places
 
 

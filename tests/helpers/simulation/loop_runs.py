@@ -32,6 +32,7 @@ def loop_scenario(
     system_calls: bool = False,
     staged: bool = False,
     single: bool = False,
+    converts: bool = False,
 ) -> Scenario:
     """A run in which loops serve what they can; see `Scenario`. In most there is no state.
 
@@ -50,6 +51,7 @@ def loop_scenario(
         states=states,
         anybody=0.0 if single else 0.3,
         single=single,
+        converts=converts,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
@@ -31,6 +32,11 @@ END_SECONDS = 60.0  # virtual seconds after that, in which every request must co
 RINGS = (768, 1024, 1536, 4096)
 SMALL_RINGS = (256, 512, *RINGS, *RINGS)
 STAGED_RINGS = (1 << 12, 1 << 13, 1 << 14)  # of which an eighth stands for each writer
+DTYPES = [  # of two instances
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float8_e4m3fn, torch.float16),
+    (torch.float16, torch.bfloat16),
+]
 VERBS = (("staged",), ("staged", "slice"), ("layer", "slice", "pages", "staged"))  # the verbs that one flow uses
 
 
@@ -54,6 +60,7 @@ class Scenario:
         brief: bool = False,
         anybody: float = 0.3,
         single: bool = False,
+        converts: bool = False,
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
         flow; empty: by chance. views: whether ranks have each other's memory mapped. loop: whether resident loops serve
@@ -61,7 +68,7 @@ class Scenario:
         `Cluster`. staged: whether loops stage what they put, since all runs are short. states: of all layouts; None: by
         chance. brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not
         know the receiver, and how many not the prefix. single: instances are of one rank, and hold no prefixes;
-        there are more requests, and fewer faults.
+        there are more requests, and fewer faults. converts: whether instances have unlike dtypes.
         """
         self.seed = seed
         self.verbs = verbs
@@ -93,7 +100,9 @@ class Scenario:
         limits["heartbeat"] = self._time(0.2)
         options = Options(transport="loopback", path=path, checksum=checksum, **limits, **staging)
         state_dice = random.Random(f"state {seed}")
-        places = random_places(dice, random_states(state_dice) if states is None else states, single=single)
+        dtypes = random.Random(f"dtypes {seed}").choice(DTYPES) if converts else None
+        states = random_states(state_dice) if states is None else states
+        places = random_places(dice, states, single=single, dtypes=dtypes)
         lag = dice.random() < 0.7
         self.cluster = Cluster(
             places,
@@ -110,7 +119,7 @@ class Scenario:
             apart=network and random.Random(f"apart {seed}").random() < 0.7,
         )
         self.world = self.cluster.world
-        self.shadows = {rank.rank: Shadow(rank, self.numbers) for rank in self.cluster.ranks}
+        self.shadows = {rank.rank: Shadow(rank, self.numbers, numbers=converts) for rank in self.cluster.ranks}
         self.rings = {rank.rank: RingShadow(rank.engine, self.numbers) for rank in self.cluster.ranks}
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}

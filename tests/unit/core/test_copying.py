@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.converting import same
+from torchkv import KVLayout, convert
 from torchkv.bench.scale.loops import PAGE, Pair
 from torchkv.core.core import Core
-from torchkv.core.loop import copying
+from torchkv.core.loop import copying, stripes
 from torchkv.core.loop.codes import OP_DONE, RECEIVED, SENT
 from torchkv.core.loop.limits import MAX_COPIERS
 from torchkv.core.loop.state.copying import Copier, Job
+from torchkv.host.convert_loops import KINDS
+from torchkv.layout.conversion import Scales
+from torchkv.layout.pair_plan import compile_plan
+from torchkv.transfer.loop_geometry import geometry
 
 
 def memory(*, pairs: int, nbytes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -80,6 +87,42 @@ def test_spans_in_chunks(lengths: list[int], chunk: int, copiers: int, seed: int
     assert (copied == expected(source, src, dst, np.array(lengths))).all()
 
 
+@given(
+    pages=st.integers(1, 20),
+    heads=st.sampled_from([1, 3]),
+    chunk=st.integers(1, 600),
+    copiers=st.sampled_from([0, 1, 3]),
+    dtypes=st.sampled_from(sorted(KINDS, key=str)),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_conversions_in_chunks(
+    pages: int, heads: int, chunk: int, copiers: int, dtypes: tuple[torch.dtype, torch.dtype], seed: int
+) -> None:
+    """Pages of one tensor, with a scale for each head, to other ids of another one."""
+    core, dice = Core(0, copiers=copiers, chunk=chunk), np.random.default_rng(seed)
+    shape: dict[str, Any] = {"num_layers": 1, "num_kv_heads": heads, "head_dim": 2, "page_size": 2}
+    src, dst = (
+        KVLayout.gqa(**shape, dtype=dtype, accept=accept)
+        for dtype, accept in zip(dtypes, ((), dtypes[:1]), strict=True)
+    )
+    scales = dice.uniform(0.5, 2, (1, heads)).astype(np.float32)
+    source = torch.from_numpy(dice.uniform(-3, 3, (pages, 2, heads, 2))).to(dtypes[0])
+    target = torch.zeros((pages, 2, heads, 2), dtype=dtypes[1])
+    plan = compile_plan(0, {0: src}, dst)
+    words = geometry(
+        plan,
+        lambda *_: (source.data_ptr(), source[0].nbytes, 0),
+        lambda *_: (target.data_ptr(), target[0].nbytes, 0),
+        Scales(dst, {"k": scales, "v": scales}),
+    )
+    seg, _ = stripes.segments(words.ctypes.data, 0)
+    ids = dice.permutation(pages)
+    place(core, np.arange(pages) * source[0].nbytes, ids * target[0].nbytes)
+    copying.convert_pairs(core.world, seg, pages, *plan.segments[0].rows)
+    assert same(target[ids], convert(source, dtypes[1], torch.from_numpy(scales[0])[:, None]))
+
+
 @pytest.mark.parametrize("taken", range(6))
 def test_each_chunk_is_claimed_once(taken: int) -> None:
     """A copier takes some chunks, the loop the rest, and then none is left, before the next job and in it."""
@@ -88,7 +131,7 @@ def test_each_chunk_is_claimed_once(taken: int) -> None:
     place(core, src, dst)
     for _ in range(3):
         copied[:] = 0xDD
-        runs = (1, 0, 0, 1, 0, 0, 64)
+        runs = (1, 0, 0, 1, 0, 0, 64, 0)
         copying.begin_job(core.world, source.ctypes.data, copied.ctypes.data, 5, 64, *runs)
         before = copier(core)["copied"]
         for _ in range(taken):
@@ -105,7 +148,7 @@ def test_the_loop_waits_for_a_chunk_that_a_copier_has_claimed() -> None:
     core = Core(0, copiers=1, chunk=64)
     source, copied, src, dst = memory(pairs=4, nbytes=64)
     place(core, src, dst)
-    copying.begin_job(core.world, source.ctypes.data, copied.ctypes.data, 4, 64, 1, 0, 0, 1, 0, 0, 64)
+    copying.begin_job(core.world, source.ctypes.data, copied.ctypes.data, 4, 64, 1, 0, 0, 1, 0, 0, 64, 0)
     job(core)["claim"] += 1  # a copier has claimed the first chunk, and is slow
     loop = threading.Thread(target=copying.end_job, args=(core.world,))
     loop.start()

@@ -17,6 +17,7 @@ from torchkv.core.loop.state.peers import Record
 from torchkv.core.runner import TURN
 from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
+from torchkv.transfer.loop_geometry import COPIED
 
 __all__ = ["PAGE", "TOKENS", "Pair", "flat_geometry"]
 
@@ -29,7 +30,7 @@ def flat_geometry(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> Int64
     words = [len(src), *range(len(src) + 1)]
     for ours, theirs in zip(src, dst, strict=True):
         words += [ours.ctypes.data, theirs.ctypes.data, PAGE, PAGE, 0, 0, PAGE // TOKENS, PAGE // TOKENS]
-        words += [1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1]
+        words += [1, 0, 0, 1, 0, 0, PAGE, TOKENS, 1, 1, 0, -1, 1, 1, 1, *COPIED]
     return np.array(words, dtype=np.int64)
 
 

@@ -23,12 +23,23 @@ from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.limits import MAX_OPS
 from torchkv.core.loop.state.copying import Job
 from torchkv.core.loop.state.world import COPIER_NBYTES, World, copier_word_at, job_word_at, word_at
+from torchkv.core.loop.stripes import convert_rows
 from torchkv.host.atomics import exchange_if, fence, load, store
 from torchkv.host.copy_loops import pairs_at, spans_at
 from torchkv.host.futex import call_yield, futex_wait, futex_wake
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["begin_job", "claim_chunk", "copy_pairs", "copy_spans", "end_job", "queue_op", "run_copier", "wake_copiers"]
+__all__ = [
+    "begin_job",
+    "claim_chunk",
+    "convert_pairs",
+    "copy_pairs",
+    "copy_spans",
+    "end_job",
+    "queue_op",
+    "run_copier",
+    "wake_copiers",
+]
 
 _SPIN = 30_000  # nanoseconds after a chunk
 _ATTENTIVE = 1_000_000  # the same while an op goes on: the loop soon comes with its next slice
@@ -53,7 +64,21 @@ def copy_pairs(
     if world["copiers"] == 0 or count * nbytes < 2 * world["chunk"]:
         pairs_at(src, dst, world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
         return
-    begin_job(world, src, dst, count, nbytes, n0, s0, d0, n1, s1, d1, run)
+    begin_job(world, src, dst, count, nbytes, n0, s0, d0, n1, s1, d1, run, 0)
+    end_job(world)
+
+
+@compiled
+def convert_pairs(
+    world: World, seg: int, count: int, n0: int, s0: int, d0: int, n1: int, s1: int, d1: int, run: int
+) -> None:
+    """As `copy_pairs`, of a segment that converts; the offsets are from its two addresses."""
+    nbytes = n0 * n1 * run
+    src, dst = load(seg), load(seg + 8)
+    if world["copiers"] == 0 or count * nbytes < 2 * world["chunk"]:
+        convert_rows(seg, src, dst, world["src"], world["dst"], 0, count, n0, s0, d0, n1, s1, d1, run)
+        return
+    begin_job(world, src, dst, count, nbytes, n0, s0, d0, n1, s1, d1, run, seg)
     end_job(world)
 
 
@@ -63,7 +88,7 @@ def copy_spans(world: World, src: int, dst: int, count: int, nbytes: int) -> Non
     if world["copiers"] == 0 or nbytes < 2 * world["chunk"]:
         spans_at(src, dst, world["src"], world["dst"], world["length"], 0, count)
         return
-    begin_job(world, src, dst, count, max(1, nbytes // count), 0, 0, 0, 0, 0, 0, 0)
+    begin_job(world, src, dst, count, max(1, nbytes // count), 0, 0, 0, 0, 0, 0, 0, 0)
     end_job(world)
 
 
@@ -81,14 +106,15 @@ def begin_job(
     s1: int,
     d1: int,
     run: int,
+    seg: int,
 ) -> None:
-    """From now on chunks can be claimed. nbytes: of a pair. n0: 0 where pairs have lengths of their own."""
+    """From now on chunks can be claimed. nbytes: of a pair. The rest: see `Job`."""
     job: Job = world["job"][0]
     address = world["address"]
     number = (load(address + _CLAIM) >> 16) + 1
     store(address + _CLAIM, number << 16 | _NONE_LEFT)
     fence()
-    job["src"], job["dst"], job["count"] = src, dst, count
+    job["src"], job["dst"], job["seg"], job["count"] = src, dst, seg, count
     job["n0"], job["s0"], job["d0"] = n0, s0, d0
     job["n1"], job["s1"], job["d1"], job["run"] = n1, s1, d1, run
     job["pairs"] = max(1, world["chunk"] // nbytes)
@@ -129,10 +155,13 @@ def _copy_chunk(world: World, chunk: int) -> None:
     first = chunk * job["pairs"]
     last = min(first + job["pairs"], job["count"])
     n0, s0, d0, n1, s1, d1, run = job["n0"], job["s0"], job["d0"], job["n1"], job["s1"], job["d1"], job["run"]
-    if n0 == 0:
-        spans_at(job["src"], job["dst"], world["src"], world["dst"], world["length"], first, last)
+    src, dst = job["src"], job["dst"]
+    if job["seg"] != 0:
+        convert_rows(job["seg"], src, dst, world["src"], world["dst"], first, last, n0, s0, d0, n1, s1, d1, run)
+    elif n0 == 0:
+        spans_at(src, dst, world["src"], world["dst"], world["length"], first, last)
     else:
-        pairs_at(job["src"], job["dst"], world["src"], world["dst"], first, last, n0, s0, d0, n1, s1, d1, run)
+        pairs_at(src, dst, world["src"], world["dst"], first, last, n0, s0, d0, n1, s1, d1, run)
 
 
 @compiled

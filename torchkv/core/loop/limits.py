@@ -31,5 +31,5 @@ RECORD_NBYTES = 64
 MESSAGE_NBYTES = 2048  # of the network at most: a record and what lies behind it. Transports carry as much in one piece
 
 # A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.transfer.loop_geometry`.
-SEGMENT_FIELDS = 23
+SEGMENT_FIELDS = 29
 LAUNCH_FIELDS = 19  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`

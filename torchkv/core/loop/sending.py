@@ -20,7 +20,7 @@ from torchkv.core.loop.codes import (
     VERDICT_PHASE,
     WRITTEN,
 )
-from torchkv.core.loop.copying import copy_pairs, copy_spans
+from torchkv.core.loop.copying import convert_pairs, copy_pairs, copy_spans
 from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.launching import is_open, landed, report_broken
 from torchkv.core.loop.limits import AUX_PART, MAX_FLOWS, SCRATCH, SEGMENT_FIELDS
@@ -30,7 +30,7 @@ from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, put_pieces, wr
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import AUX_AT, World
-from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
+from torchkv.core.loop.stripes import converts, owed_pairs, place_pairs, segments
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.copy_loops import SHORT_RUN
 from torchkv.host.jit import compiled
@@ -189,6 +189,9 @@ def _copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
         place_pairs(world["dst"], seg, 1, send["ids"], 0, dst_page, begin + op["ordinal"], count)
         if send["network"] != 0:
             op["runs"] += put_pairs(world, peer, seg, count)
+        elif converts(seg):
+            convert_pairs(world, seg, count, n0, s0, d0, n1, s1, d1, run)
+            op["runs"] += count * n0 * n1
         elif n0 * n1 == 1 and run < SHORT_RUN:
             spans = _merge(world, count, run)
             copy_spans(world, load(seg), load(seg + 8), spans, count * nbytes)

@@ -29,7 +29,7 @@ from torchkv.core.loop.network import NO_ROOM, put, put_room
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
-from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
+from torchkv.core.loop.stripes import convert_rows, converts, owed_pairs, place_pairs, segments, sizes
 from torchkv.host.atomics import load, store
 from torchkv.host.copy_loops import pairs_at
 from torchkv.host.jit import compiled
@@ -77,29 +77,30 @@ def piece_at(peer: Peer, number: int) -> int:
 @compiled
 def staged_nbytes(
     geometry: int, position: int, granted: int, src_page: int, dst_page: int, start: int, n: int, grain: int
-) -> int:
-    """Bytes that the sender's pages [start, start + n) of the layer at a position take in a piece at most.
+) -> tuple[int, int]:
+    """Bytes that the sender's pages [start, start + n) of the layer at a position take in a piece, and at the receiver.
 
-    grain: of which the bytes of each segment are a multiple there. With 1 they are those of the pages, and exact.
+    grain: of which the bytes of each segment are a multiple in the piece.
     """
-    nbytes = 0
+    staged = nbytes = 0
     seg, end = segments(geometry, position)
     while seg < end:
         begin, stop = owed_pairs(granted, src_page, dst_page, start, n, seg + 120)
+        _, there, in_stage = sizes(seg)
         of_segment = (stop - begin) * load(seg + 64) * load(seg + 88) * load(seg + 112)
-        nbytes += (of_segment + grain - 1) // grain * grain
+        staged += (of_segment // there * in_stage + grain - 1) // grain * grain
+        nbytes += of_segment
         seg += 8 * SEGMENT_FIELDS
-    return nbytes
+    return staged, nbytes
 
 
 @compiled
-def _nbytes(send: Send, op: Op, at: int, start: int, count: int, grain: int) -> int:
+def _nbytes(send: Send, op: Op, at: int, start: int, count: int) -> tuple[int, int]:
     """`staged_nbytes` of the op's layer number ``at``."""
-    position = load(op["positions"] + 8 * at)
-    nbytes: int = staged_nbytes(
+    position, grain = load(op["positions"] + 8 * at), GRAIN if send["packs"] != 0 else 1
+    return staged_nbytes(
         send["geometry"], position, send["granted"], send["src_page"], send["dst_page"], start, count, grain
     )
-    return nbytes
 
 
 @compiled
@@ -108,43 +109,44 @@ def _most(send: Send, op: Op, stage_nbytes: int) -> int:
     if send["packs"] == 0:
         return stage_nbytes // SHARE
     if op["piece"] == 0:
-        layer = _nbytes(send, op, op["at"], op["start"], op["count"], GRAIN)
+        layer, _ = _nbytes(send, op, op["at"], op["start"], op["count"])
         op["piece"] = max(_LEAST, layer * (op["num_positions"] - op["at"]) // SHARE)
     return min(op["piece"], stage_nbytes // 3)
 
 
 @compiled
-def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int]:
-    """The op's next piece: its layers are those before number ``until``; its pages; and its bytes, at most ``most``.
+def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int, int]:
+    """The op's next piece: its layers are those before number ``until``; its pages; its bytes, at most ``most``; and
+    how many these are at the receiver.
 
     Whole layers that are consecutive in the plan, or else pages of the next one: at least one.
     """
-    at, until, nbytes = op["at"], op["at"], 0
-    grain = GRAIN if send["packs"] != 0 else 1
+    at, until, staged, nbytes = op["at"], op["at"], 0, 0
     if op["ordinal"] == 0:
         while until < op["num_positions"]:
             follows = until == at or load(op["positions"] + 8 * until) == load(op["positions"] + 8 * until - 8) + 1
-            more = _nbytes(send, op, until, op["start"], op["count"], grain)
-            if not follows or nbytes + more > most:
+            more, of_pages = _nbytes(send, op, until, op["start"], op["count"])
+            if not follows or staged + more > most:
                 break
-            nbytes += more
+            staged += more
+            nbytes += of_pages
             until += 1
     if until > at:
-        return until, op["start"], op["count"], nbytes
+        return until, op["start"], op["count"], staged, nbytes
     start, count = op["start"] + op["ordinal"], op["count"] - op["ordinal"]
-    nbytes = _nbytes(send, op, at, start, count, grain)
-    while nbytes > most and count > 1:
-        count = max(1, min(count - 1, count * most // nbytes))
-        nbytes = _nbytes(send, op, at, start, count, grain)
-    return at + 1, start, count, nbytes
+    staged, nbytes = _nbytes(send, op, at, start, count)
+    while staged > most and count > 1:
+        count = max(1, min(count - 1, count * most // staged))
+        staged, nbytes = _nbytes(send, op, at, start, count)
+    return at + 1, start, count, staged, nbytes
 
 
 @compiled
 def _room(peer: Peer, nbytes: int) -> int:
-    """The position at which a piece of so many bytes may lie; -1 if there is none now."""
+    """The position at which a piece of so many bytes may lie, a multiple of `GRAIN`; -1 if there is none now."""
     if peer["piece_tail"] - peer["piece_head"] >= PIECES:
         return -1
-    size, position = peer["stage_nbytes"], peer["packed"]
+    size, position = peer["stage_nbytes"], (peer["packed"] + GRAIN - 1) // GRAIN * GRAIN
     if position % size + nbytes > size:
         position += size - position % size
     return position if position + nbytes - peer["freed"] <= size else -1
@@ -167,14 +169,20 @@ def _gather(world: World, send: Send, op: Op, position: int, start: int, count: 
     seg, end = segments(send["geometry"], position)
     while seg < end:
         begin, stop = owed_pairs(send["granted"], send["src_page"], send["dst_page"], start, count, seg + 120)
-        n0, s0, n1, s1, run = merged(load(seg + 64), load(seg + 72), load(seg + 88), load(seg + 96), load(seg + 112))
+        here, there, in_stage = sizes(seg)
+        run = load(seg + 112) // there * here
+        n0, s0, n1, s1, run = merged(load(seg + 64), load(seg + 72), load(seg + 88), load(seg + 96), run)
+        run = run // here * in_stage
         nbytes = n0 * n1 * run
         while begin < stop:
             pairs = min(SCRATCH, stop - begin)
             place_pairs(src, seg, 0, op["ids"], op["start"], send["src_page"], begin, pairs)
             for i in range(pairs):
                 dst[i] = i * nbytes
-            pairs_at(load(seg), to, src, dst, 0, pairs, n0, s0, n1 * run, n1, s1, run, run)
+            if converts(seg) and in_stage == there:
+                convert_rows(seg, load(seg), to, src, dst, 0, pairs, n0, s0, n1 * run, n1, s1, run, run)
+            else:
+                pairs_at(load(seg), to, src, dst, 0, pairs, n0, s0, n1 * run, n1, s1, run, run)
             begin += pairs
             to += pairs * nbytes
         seg += 8 * SEGMENT_FIELDS
@@ -205,12 +213,12 @@ def _launch(world: World, send: Send, op: Op, layers: tuple[int, int], start: in
 
 @compiled
 def pack(world: World, send: Send, op: Op, index: int) -> int:
-    """Packs the next piece of an op, whose index this is, and puts what is packed. Its bytes, or `NO_ROOM`."""
+    """Packs the next piece of an op, whose index this is, and puts what is packed. Its bytes there, or `NO_ROOM`."""
     peer = world["peers"][send["peer"]]
     if peer["stage"] == 0 or peer["failed"] != 0:
         return NO_ROOM
     at = op["at"]
-    until, start, count, nbytes = _cut(send, op, _most(send, op, peer["stage_nbytes"]))
+    until, start, count, nbytes, payload = _cut(send, op, _most(send, op, peer["stage_nbytes"]))
     position = _room(peer, nbytes)
     if position < 0:
         return NO_ROOM
@@ -222,11 +230,6 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
         launched = _launch(world, send, op, (first, last), start, count, to)
         if launched == 0:
             return NO_ROOM
-    payload = nbytes
-    if send["packs"] != 0:  # which leaves gaps
-        payload = 0
-        for number in range(at, until):
-            payload += _nbytes(send, op, number, start, count, 1)
     piece = piece_at(peer, peer["piece_tail"])
     page = send["src_page"]
     store(piece + OP, index)
@@ -243,6 +246,8 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
     op["pieces"] += 1
     op["runs"] += 1
     op["nbytes"] += payload
+    if send["packs"] == 0:  # else there are gaps, and nothing is converted
+        op["spared"] += payload - nbytes
     send["moved"] += payload
     if start + count < op["start"] + op["count"]:
         op["ordinal"] += count

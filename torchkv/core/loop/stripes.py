@@ -5,9 +5,12 @@ from __future__ import annotations
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.limits import SEGMENT_FIELDS
 from torchkv.host.atomics import load
+from torchkv.host.convert_loops import convert_at
 from torchkv.host.jit import compiled
 
-__all__ = ["owed_pairs", "place_pairs", "segments"]
+__all__ = ["convert_rows", "converts", "owed_pairs", "place_pairs", "segments", "sizes"]
+
+_CONVERSION, _SRC_SIZE, _DST_SIZE, _HEAD_ELEMENTS, _HEADS, _SCALES = (8 * field for field in range(23, 29))
 
 
 @compiled
@@ -68,3 +71,43 @@ def segments(geometry: int, position: int) -> tuple[int, int]:
     at = geometry + 8 * (2 + load(geometry))
     size = 8 * SEGMENT_FIELDS
     return at + load(geometry + 8 * (1 + position)) * size, at + load(geometry + 8 * (2 + position)) * size
+
+
+@compiled
+def sizes(seg: int) -> tuple[int, int, int]:
+    """Bytes of an element of a segment here, there, and in a stage: of the narrower one. All 1 if it does not convert.
+
+    Those of its rows are bytes there.
+    """
+    src, dst = load(seg + _SRC_SIZE), load(seg + _DST_SIZE)
+    return src, dst, min(src, dst)
+
+
+@compiled
+def converts(seg: int) -> bool:
+    """Whether the elements of a segment are converted."""
+    return bool(load(seg + _CONVERSION) >= 0)
+
+
+@compiled
+def convert_rows(
+    seg: int,
+    src_ptr: int,
+    dst_ptr: int,
+    src: Int64Array,
+    dst: Int64Array,
+    first: int,
+    last: int,
+    n0: int,
+    s0: int,
+    d0: int,
+    n1: int,
+    s1: int,
+    d1: int,
+    run: int,
+) -> None:
+    """Converts the pairs [first, last) of a segment: see `torchkv.host.convert_loops.convert_pairs`."""
+    kind, src_size, dst_size = load(seg + _CONVERSION), load(seg + _SRC_SIZE), load(seg + _DST_SIZE)
+    each, scales, heads = load(seg + _HEAD_ELEMENTS), seg + load(seg + _SCALES), load(seg + _HEADS)
+    rows = n0, s0, d0, n1, s1, d1, run
+    convert_at(kind, src_size, dst_size, src_ptr, dst_ptr, src, dst, first, last, *rows, each, scales, heads)

@@ -25,7 +25,7 @@ from torchkv.core.loop.staging import merged, staged_nbytes
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.requests import Receive, Unpacking, Writer
 from torchkv.core.loop.state.world import World
-from torchkv.core.loop.stripes import owed_pairs, place_pairs, segments
+from torchkv.core.loop.stripes import convert_rows, converts, owed_pairs, place_pairs, segments, sizes
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.copy_loops import pairs_at
 from torchkv.host.jit import compiled
@@ -93,12 +93,10 @@ def _writer(world: World, source: int, grain: int) -> int:
     granted, start, count = receive["num_tokens"], record["lo"] // page, (record["hi"] - record["lo"]) // page
     nbytes = payload = 0
     for position in range(first, last):
-        geometry, to_page = writer["geometry"], receive["page_size"]
-        payload += staged_nbytes(geometry, position, granted, page, to_page, start, count, 1)
-        if grain > 1:
-            nbytes += staged_nbytes(geometry, position, granted, page, to_page, start, count, grain)
-    if grain == 1:
-        nbytes = payload
+        to_page = receive["page_size"]
+        of_layer = staged_nbytes(writer["geometry"], position, granted, page, to_page, start, count, grain)
+        nbytes += of_layer[0]
+        payload += of_layer[1]
     if nbytes != record["nbytes"]:
         return -1
     record["nbytes"] = payload
@@ -132,13 +130,18 @@ def _scatter(world: World, receive: Receive, writer: Writer, position: int, star
     while seg < end:
         begin, stop = owed_pairs(granted, src_page, dst_page, start, count, seg + 120)
         n0, d0, n1, d1, run = merged(load(seg + 64), load(seg + 80), load(seg + 88), load(seg + 104), load(seg + 112))
-        nbytes = n0 * n1 * run
+        _, there, in_stage = sizes(seg)
+        packed = run // there * in_stage
+        nbytes = n0 * n1 * packed
         while begin < stop:
             pairs = min(SCRATCH, stop - begin)
             place_pairs(dst, seg, 1, receive["ids"], 0, dst_page, begin, pairs)
             for i in range(pairs):
                 src[i] = i * nbytes
-            pairs_at(at, load(seg + 8), src, dst, 0, pairs, n0, n1 * run, d0, n1, run, d1, run)
+            if converts(seg) and in_stage < there:
+                convert_rows(seg, at, load(seg + 8), src, dst, 0, pairs, n0, n1 * packed, d0, n1, packed, d1, run)
+            else:
+                pairs_at(at, load(seg + 8), src, dst, 0, pairs, n0, n1 * packed, d0, n1, packed, d1, run)
             begin += pairs
             at += pairs * nbytes
         seg += 8 * SEGMENT_FIELDS

@@ -247,11 +247,12 @@ class Notices:
             notices.popleft()
             indices.append(notice.index)
             ops.append(running.pop(notice.index)[1])
+        spared = self.core.spared(indices) if path == "staged" else 0
         nbytes, spans = self.core.op_results(indices)
         connection = self._connections[req.dst]
         mapped = connection.direct or (path == "staged" and connection.staging_view is not None)
         lane = "view" if mapped else connection.lane
-        connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes))
+        connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes) - spared)
         self._sender.copied(req, ops, nbytes, path, now)
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:

@@ -11,11 +11,10 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
-from torchkv.core.loop.limits import SEGMENT_FIELDS
 from torchkv.core.receives import Pieces
 from torchkv.engine.resident.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
-from torchkv.transfer.loop_geometry import geometry
+from torchkv.transfer.loop_geometry import geometry, has_keys
 from torchkv.transfer.loop_kernels import Kernels, Launches
 from torchkv.transfer.path_cost import ASSUMED, BETWEEN_GPUS, is_cheaper_packed, puts_keep_up
 from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection
@@ -91,9 +90,8 @@ class Route:
             at = int(native.remote_at[placement.storage]) + placement.offset
             return at, placement.page_stride, int(native.remote_keys[placement.storage])
 
-        words = geometry(plan, ours, theirs)
-        # Whether all pages can be put: their keys are known.
-        self.has_keys = bool(words[len(plan.layers) + 2 :].reshape(-1, SEGMENT_FIELDS)[:, -2:].all())
+        words = geometry(plan, ours, theirs, connection.scales)
+        self.has_keys = has_keys(words)  # then all pages can be put
         self.way = core.way(
             connection.rank,
             geometry=words,
@@ -188,7 +186,7 @@ class Routes:
         if route is not None and self.is_current(rank, route):
             return None if self._core.broken else route
         connection = self.serving(rank)
-        if connection is None or not _can_copy(plan) or self._core.broken:
+        if connection is None or not self._can_copy(plan) or self._core.broken:
             return None
         if not connection.direct:
             return self._of_puts(rank, plan, connection)
@@ -207,6 +205,11 @@ class Routes:
             num_pages=self._num_pages(rank),
         )
         return self._learn(rank, route)
+
+    def _can_copy(self, plan: PairPlan) -> bool:
+        """Whether all that the loop would do for a plan is to copy pages, or, in host memory, to convert them."""
+        has_state = plan.state is not None and bool(plan.state.segments)
+        return bool(plan.segments) and not has_state and (self._kernels is None or not plan.converts)
 
     def is_current(self, rank: int, route: Route) -> bool:
         """Whether a route still leads to the peer, and need not become one that can stage."""
@@ -269,7 +272,11 @@ class Routes:
     def path(self, rank: int, plan: PairPlan) -> str:
         """How bytes of a plan go to or from ``rank`` unless they are staged: one of ``torchkv.options.PATHS``."""
         connection = self._connections.get(rank)
-        return "direct" if connection is None else connection.path(forced=None, page_for_page=plan.page_for_page)
+        if connection is None:
+            return "direct"
+        if plan.converts and not connection.direct:
+            return "staged"
+        return connection.path(forced=None, page_for_page=plan.page_for_page)
 
     def gate(self, event: object | None) -> Gate | None:
         if self._kernels is not None:
@@ -282,7 +289,7 @@ class Routes:
         Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
         reasons. If it has not after all, the request is taken back with its first message.
         """
-        if not all(self.serving(rank) for rank in plans) or not all(map(_can_copy, plans.values())):
+        if not all(self.serving(rank) for rank in plans) or not all(map(self._can_copy, plans.values())):
             return False
         return all(self._is_taken(rank, plan) for rank, plan in plans.items())
 
@@ -321,7 +328,7 @@ class Routes:
             launches = None if self._kernels is None else self._kernels.packs(plan, sending=False)
             if self._kernels is not None and launches is None:
                 return None
-            words = geometry(plan, lambda component, layer: (0, 0, 0), ours)
+            words = geometry(plan, lambda component, layer: (0, 0, 0), ours, self._local.scales)
             pieces = Pieces(words, None if launches is None else launches.words)
             self._unpacked[id(plan)] = plan, pieces, launches
         return self._unpacked[id(plan)][1]
@@ -335,12 +342,6 @@ def _costs(connection: PeerConnection, lane: NetworkLane | None, assumed: Costs)
 
 
 def _is_coarse(plan: PairPlan) -> bool:
-    """Whether the loop can put a plan: its runs are not short. Both ends decide alike."""
+    """Whether the loop can put a plan: bytes as they are, in runs that are not short. Both ends decide alike."""
     rows = [segment.rows for segment in plan.segments]
-    return all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
-
-
-def _can_copy(plan: PairPlan) -> bool:
-    """Whether all that the loop would do for a plan is to copy bytes of pages."""
-    has_state = plan.state is not None and bool(plan.state.segments)
-    return bool(plan.segments) and not has_state and not plan.converts
+    return not plan.converts and all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)

@@ -163,5 +163,10 @@ class StandingStages:
 
 
 def fits(plan: PairPlan, nbytes: int) -> bool:
-    """Whether a stage of so many bytes serves a plan: every page of a layer is a piece, if need be."""
-    return plan.staged_page_nbytes <= nbytes // SHARE
+    """Whether a stage of so many bytes serves a plan: every page of a layer is a piece, if need be.
+
+    Elements that are converted lie at multiples of their size there, because all that lies before them ends at one.
+    """
+    aligned = max((each.conversion.wire.itemsize for each in plan.segments if each.conversion is not None), default=1)
+    even = all(segment.stage_nbytes % aligned == 0 for segment in plan.segments)
+    return even and plan.staged_page_nbytes <= nbytes // SHARE

@@ -17,7 +17,8 @@ class Job(TypedDict):
     on which copiers sleep. before: chunks that copiers had copied before it.
 
     pairs: of a chunk; count: in all. src, dst: addresses that their offsets count from. n0 to run: the runs of a pair,
-    see `torchkv.host.copy_loops.copy_pairs`; n0 is 0 where pairs have lengths of their own.
+    see `torchkv.host.copy_loops.copy_pairs`; n0 is 0 where pairs have lengths of their own. seg: the segment that
+    converts them, or 0.
     """
 
     claim: int
@@ -28,6 +29,7 @@ class Job(TypedDict):
     count: int
     src: int
     dst: int
+    seg: int
     n0: int
     s0: int
     d0: int

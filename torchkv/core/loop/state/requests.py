@@ -109,7 +109,8 @@ class Op(TypedDict):
     positions before ``until`` have; 0 if none are awaited.
 
     staged: 1 if the pages are packed into a standing stage. Then ordinal: pages of the layer at ``at`` that are packed
-    already. pieces: that are packed, and not told. piece: bytes of one, about, once that is known.
+    already. pieces: that are packed, and not told. piece: bytes of one, about, once that is known. spared: bytes that
+    did not cross, because the stage holds a narrower dtype than the receiver's pages.
 
     On a GPU: gate: a CUevent that must have happened before the pages are read, or 0; gate_stream: the stream that it
     was recorded on, or -1 if that is not known; gate_number: grows with the events of a stream. posted: what the
@@ -142,6 +143,7 @@ class Op(TypedDict):
     staged: int
     pieces: int
     piece: int
+    spared: int
 
 
 class Writer(TypedDict):
