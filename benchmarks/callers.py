@@ -1,7 +1,8 @@
 """What the verbs of a request cost the threads that call them: one after the other, and in a serving engine's loop.
 
 In the loop the thread computes in Python for 200 us between two calls, so that every call finds the caches cold. The
-receiver has granted before the first verb, and nobody waits: both sides ask until their work is complete.
+receiver has granted before the first verb, and nobody waits: both sides ask until their work is complete. Calls name
+the peer's rank, or, as engines do, an instance and nobody: then the receiver also holds a prefix.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
 from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
+from torchkv.group.arguments import Origin
 from torchkv.group.process_group import KVProcessGroup, current_group
 from torchkv.layout.layout import KVLayout
 
@@ -120,9 +122,27 @@ class _Caller:
         self.times.setdefault("request", []).append(self._spent)
 
 
-def _ways() -> dict[str, Callable[[], object] | None]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """gap: see `_Caller`. src, dst, origin: arguments of the verbs. held: pages that the receiver holds."""
+
+    gap: Callable[[], object] | None
+    src: int | str = 0
+    dst: int | None = 1
+    origin: Origin = "prefix"
+    held: int = 0
+
+
+def _ways() -> dict[str, _Way]:
     size, _ = steps_alone()
-    return {"in a row": None, f"every {STEP_SECONDS * 1e6:.0f} us": partial(compute, size)}
+    now_and_then, compute_a_step = f"every {STEP_SECONDS * 1e6:.0f} us", partial(compute, size)
+    return {
+        "in a row": _Way(gap=None),
+        now_and_then: _Way(gap=compute_a_step),
+        f"{now_and_then}, to anybody, behind a prefix": _Way(
+            gap=compute_a_step, src="rank 0", dst=None, origin="prompt", held=PAGES // 4
+        ),
+    }
 
 
 def _rest(gap: Callable[[], object] | None) -> None:
@@ -159,23 +179,24 @@ def _write(device: str) -> dict[str, Times]:
     kv, cache = _cache(device)
     _fill(cache)
     found = {}
-    for way, gap in _ways().items():
-        caller, whole = _Caller(gap), _Caller(gap)
+    for name, way in _ways().items():
+        caller, whole, dst = _Caller(way.gap), _Caller(way.gap), way.dst
         for turn in range(ROUNDS):
-            pages = _order(turn)
+            request, pages = f"{name} {turn}", _order(turn)
+            send = partial(kv.send_layer, request, origin=way.origin)
             dist.barrier(kv)
-            _rest(gap)
+            _rest(way.gap)
             caller.begin()
-            caller("first send_layer", lambda: kv.send_layer(f"{way} {turn}", 0, pages, 1))  # noqa: B023 - called now
+            caller("first send_layer", partial(send, 0, pages, dst))
             for layer in range(1, LAYERS):
-                caller("send_layer", partial(kv.send_layer, f"{way} {turn}", layer, pages, 1))
-            caller.end(caller("finish", partial(kv.finish, f"{way} {turn}", 1)))
+                caller("send_layer", partial(send, layer, pages, dst))
+            caller.end(caller("finish", partial(kv.finish, request, dst)))
             dist.barrier(kv)
-            _rest(gap)
+            _rest(way.gap)
             whole.begin()
-            whole("send_pages", partial(kv.send_pages, f"{way} {turn} whole", pages, 1))
-            whole.end(kv.finish(f"{way} {turn} whole", 1))
-        found[way] = {**whole.times, **caller.times}
+            whole("send_pages", partial(kv.send_pages, f"{request} whole", pages, dst, origin=way.origin))
+            whole.end(kv.finish(f"{request} whole", dst))
+        found[name] = {**whole.times, **caller.times}
     return found
 
 
@@ -184,18 +205,19 @@ def _read(device: str) -> dict[str, tuple[Times, int]]:
     source = KVCache.empty(cache.layout, PAGES, device=cache.device)
     _fill(source)
     found = {}
-    for way, gap in _ways().items():
-        caller, wrong = _Caller(gap), 0
+    for name, way in _ways().items():
+        caller, wrong, held = _Caller(way.gap), 0, way.held
         for turn in range(ROUNDS):
-            for request in (f"{way} {turn}", f"{way} {turn} whole"):
+            for request in (f"{name} {turn}", f"{name} {turn} whole"):
                 for storage in cache.storages:
                     storage.fill_(0xDD)
-                pages = _order(turn + ROUNDS)
+                pages = _order(turn + ROUNDS)[held:]
+                recv = partial(kv.recv_pages, request, pages, way.src, prefix_tokens=held * cache.layout.page_size)
                 caller.begin()
-                work = caller("recv_pages", partial(kv.recv_pages, request, pages, 0))
+                work = caller("recv_pages", recv)
                 caller.apart(partial(dist.barrier, kv))
                 caller.end(work)
-                sent, received = (torch.from_numpy(ids).to(cache.device) for ids in (_order(turn), pages))
+                sent, received = (torch.from_numpy(ids).to(cache.device) for ids in (_order(turn)[held:], pages))
                 wrong += count_wrong(source, cache, sent, received)
-        found[way] = caller.times, wrong
+        found[name] = caller.times, wrong
     return found

@@ -36,8 +36,8 @@ __all__ = ["Core"]
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
 _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (_SEND.index(name) for name in ("moved", "gated", "network", "promise"))
-_PEER_FLOW, _GENERATION, _GRANTED, _DST_PAGE = (
-    _SEND.index(name) for name in ("peer_flow", "generation", "granted", "dst_page")
+_PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE = (
+    _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page")
 )
 _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
     word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
@@ -167,17 +167,20 @@ class Core:
         writers: int,
         serial: int,
         begun: int,
+        prefixed: bool,
     ) -> tuple[int, int] | None:
         """`wait_for_grant` and `start_more` in one, if the grant is there and no event has told of it: see `bound`.
 
-        The flow and the index of the op. None, and nothing is done, if it is not, or anything speaks against it.
+        prefixed: whether the grant may be behind a prefix. The flow and the index of the op. None, and nothing is done,
+        if there is no such grant, or anything speaks against it.
         """
         if not self.has_room:
             return None
         flow, index = self._free_sends[-1], self._free_ops[-1]
         network = self._network(way)
         send = flow, way.address, network, serial, begun, *hashes, writers
-        if not posting.meet(self._address, *send, index, positions, pages, copied, start, *gate, verb, num_pages):
+        last = num_pages, prefixed
+        if not posting.meet(self._address, *send, index, positions, pages, copied, start, *gate, verb, *last):
             return None
         self._free_sends.pop()
         self._free_ops.pop()
@@ -202,11 +205,11 @@ class Core:
         """Whether `open_send` and `start_op` would find a flow and an index."""
         return bool(self._free_sends and self._free_ops)
 
-    def bound(self, flow: int) -> tuple[int, int, Int64Array]:
-        """The receiver's flow, the generation and the pages of the grant that the loop has bound a send to."""
+    def bound(self, flow: int) -> tuple[int, int, int, Int64Array]:
+        """The receiver's flow, the generation, the prefix and the pages of the grant that a send is bound to."""
         sends = self._sends
         pages = self.runner.granted_ids[flow, : sends[flow, _GRANTED] // sends[flow, _DST_PAGE]].copy()
-        return sends[flow, _PEER_FLOW], sends[flow, _GENERATION], pages
+        return sends[flow, _PEER_FLOW], sends[flow, _GENERATION], sends[flow, _PREFIX], pages
 
     def start_op(
         self,
@@ -361,12 +364,15 @@ def warm_up() -> None:
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
-    core.meet(way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0, hashes=(0, 0), writers=0, serial=0, begun=0)
+    verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
+    core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
     core.wait_for_grant(way, hashes=(0, 0), writers=1)
     core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
     core.receives.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
     source = Source(slot=0, layers=1, page_size=1, writer_page=1, writers=0, network=False)
-    core.receives.post(source, generation=0, num_tokens=1, name=b"", hashes=(0, 0), pages=none, serial=0)
+    core.receives.post(
+        source, generation=0, num_tokens=1, prefix_tokens=0, name=b"", hashes=(0, 0), pages=none, serial=0
+    )
     index = core.rounds.open([(0, 1, 1, False)])
     assert index is not None
     core.finish_send(1, -1, b"")

@@ -155,6 +155,7 @@ def meet(
     gate_number: int,
     verb: int,
     num_pages: int,
+    prefixed: int,
 ) -> bool:
     """As `wait_for_grant`, then `start_more`, of a send whose grant is there: see `grants.meet`.
 
@@ -167,7 +168,7 @@ def meet(
     _begin(send, way, network, serial, begun)
     send["hash0"], send["hash1"], send["writers"] = hash0, hash1, writers
     send["reach"] = start + len(ids) - 1
-    if not grants.meet(world, flow):
+    if not grants.meet(world, flow, prefixed):
         return False
     world["network"] += network & 1
     send["state"] = OPEN
@@ -342,6 +343,7 @@ def post_receive(
     hash0: int,
     hash1: int,
     writers: int,
+    prefix: int,
     name_nbytes: int,
     ids: Int64Array,
     serial: int,
@@ -355,7 +357,7 @@ def post_receive(
     unpacks = 1 if geometry != 0 else 0
     open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, ids.ctypes.data, unpacks)
     add_writer(address, flow, rank, layers, writer_page, geometry, kernels, 1)
-    post_grant(address, flow, body, hash0, hash1, writers, 0, name_nbytes, ids, serial)
+    post_grant(address, flow, body, hash0, hash1, writers, prefix, name_nbytes, ids, serial)
 
 
 @compiled_with_gil

@@ -179,12 +179,13 @@ class Receives:
         *,
         generation: int,
         num_tokens: int,
+        prefix_tokens: int,
         name: bytes,
         hashes: tuple[int, int],
         pages: Int64Array,
         serial: int,
     ) -> int:
-        """`reserve`, `open` and `grant` in one, of a receive without a prefix from one writer. The flow.
+        """`reserve`, `open` and `grant` in one, of a receive from one writer. The flow.
 
         This rank must be alone in its instance, and there must be room.
         """
@@ -210,6 +211,7 @@ class Receives:
             body,
             *hashes,
             source.writers,
+            prefix_tokens,
             len(name),
             pages,
             serial,

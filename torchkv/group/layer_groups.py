@@ -147,7 +147,15 @@ class GroupedVerbs(Verbs):
     # ------------------------------------------------------------------ sender
 
     def _send_plain(
-        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        from_prompt: bool,
     ) -> KVWork | None:
         return None
 

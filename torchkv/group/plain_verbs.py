@@ -1,9 +1,9 @@
 """The verbs as nearly all calls are, each in one piece: the critical path of a caller.
 
 A call is *plain* if its arguments have their plain types, and name one peer, and the resident loop serves the request,
-behind no prefix and without state; a sender's also needs that its grant is there. Everything else, and whatever is
-wrong, is left to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same
-outcome.
+without state; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if that has
+no other, or, at a sender, by the grant of a request to anybody. Everything else, and whatever is wrong, is left to
+`Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same outcome.
 
 A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
 compute between two calls. So nothing is asked twice here, and a function is called only for what it does.
@@ -28,12 +28,15 @@ from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Pages, Peers, StateSlot
 from torchkv.group.recorded_verbs import RecordedVerbs
 from torchkv.host.page_id_check import copy_ids
-from torchkv.protocol.actions import SendOp
+from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp
+from torchkv.protocol.messages import MAX_COUNT
+from torchkv.protocol.sending.grant_checks import behind
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
     from torchkv.engine.layer_wait import LayerWait
     from torchkv.protocol.receiving.request import ReceiverRequest
+    from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["PlainVerbs", "layer_wait"]
 
@@ -76,7 +79,9 @@ class PlainVerbs(RecordedVerbs):
 
     def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
         engine, layout = self.engine, self._layout
-        if type(request) is not str or type(src) is not int or type(prefix_tokens) is not int or prefix_tokens:
+        if type(request) is not str or type(prefix_tokens) is not int or not 0 <= prefix_tokens < MAX_COUNT:
+            return None
+        if (rank := src if type(src) is int else self._sole_rank(src)) is None:
             return None
         if layout is None or layout.stateful or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
             return None
@@ -89,7 +94,7 @@ class PlainVerbs(RecordedVerbs):
             if engine.closed or engine.lost:
                 return None
             engine.catch_up()
-            req = engine.receiver.post_plain(request, given, ids, src, work, self.clock())
+            req = engine.receiver.post_plain(request, given, ids, rank, prefix_tokens, work, self.clock())
             wake = engine.has_actions
         if wake:
             self._wake()
@@ -98,36 +103,91 @@ class PlainVerbs(RecordedVerbs):
         self._receives(work, req)
         return work
 
+    def _sole_rank(self, src: Peers) -> int | None:
+        """The rank of the instance that is named, if it has no other."""
+        ranks = self.engine.group_map.instances.get(src, ()) if isinstance(src, str) else ()
+        return ranks[0] if len(ranks) == 1 else None
+
+    def _sole_target(self, request: str, dst: Peers | None) -> int | None:
+        """The only rank that the instance which is named, or who has granted this request, is sent anything."""
+        ranks: tuple[int, ...] = ()
+        if dst is None:
+            ranks = self.engine.sender.requests.addressed.get(request, ())
+        elif isinstance(dst, str):
+            ranks = self.engine.group_map.known_targets(dst)
+        return ranks[0] if len(ranks) == 1 else None
+
     def _send_plain(
-        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        from_prompt: bool,
     ) -> KVWork | None:
         engine, flows = self.engine, self.engine.flows
         held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
-        if type(request) is not str or type(dst) is not int or type(start) is not int or start < 0:
+        if type(request) is not str or type(start) is not int or start < 0:
+            return None
+        rank = dst if type(dst) is int else self._sole_target(request, dst)
+        if rank is None and dst is not None:
             return None
         if flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
             return None
-        if verb == "send_layer" and (dst,) not in engine.whole_pages:
-            return None
-        req = engine.sender.requests.by_key.get((request, dst))
-        if req is None and flows.plain.has_served(dst):
+        req = None if rank is None else engine.sender.requests.by_key.get((request, rank))
+        if req is None and (rank is None or flows.plain.has_served(rank)):
             flows.core.rouse()  # to wake it takes as long as this verb
         if (copyable := arguments.copyable_pages(pages)) is None:
             return None
         given, ids = copyable
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        call = verb, request, held, ids, dst, start, event
+        if rank is None:
+            if (rank := self._find(request, given, ids, event)) is None:
+                return None
+            req = engine.sender.requests.by_key.get((request, rank))
+        if verb == "send_layer" and (rank,) not in engine.whole_pages:
+            return None
+        call = verb, request, held, ids, rank, start, event
         if req is None:
-            return self._begin(call, given)
-        op = self._op(*call)
+            return None if dst is None else self._begin(call, given, from_prompt)
         with engine.lock:
             if req.grant is None:
                 engine.catch_up()  # the loop may have bound it
+            grant = req.grant
+            if from_prompt and grant is not None and grant.prefix_tokens:
+                if (left := self._behind(grant, call, given)) is None:
+                    return None
+                call, given = left
+            if req.fresh and grant is not None:
+                return self._open(call, given, grant, req)
+            op = self._op(*call)
             if not flows.plain.start_more(req, op, given):
                 return None
             req.add_sent(op)
         return cast(KVWork, op.work)
+
+    def _find(self, request: str, given: Int64Array, ids: Int64Array, event: Any) -> int | None:
+        """The only rank that has granted a request to anybody, which begins now. None if that is not plain.
+
+        Nothing begins with pages, or an event, that `Verbs` would refuse.
+        """
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        if not copy_ids(given, ids, engine.group_map.me.num_pages) or flows.routes.gate(event) is None:
+            return None
+        with engine.lock:
+            if engine.closed or engine.lost:
+                return None
+            engine.catch_up()
+            ranks = engine.sender.receivers(request, self.clock())
+            wake = engine.has_actions
+        if wake:
+            self._wake()
+        return ranks[0] if len(ranks) == 1 and ranks[0] != ANYBODY else None
 
     def _op(
         self, verb: str, request: str, layers: tuple[int, ...], ids: Int64Array, dst: int, start: int, event: Any
@@ -137,22 +197,24 @@ class PlainVerbs(RecordedVerbs):
         op.verb = verb
         return op
 
-    def _begin(self, call: Call, given: Int64Array) -> KVWork | None:
+    def _begin(self, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
         """Begins a request whose grant has come with its first op. None, and nothing is done, if that is not plain.
 
-        given: the op's page ids as the caller gave them, which are checked as they are copied.
+        given: the op's page ids as the caller gave them, which are checked as they are copied. from_prompt: whether
+        they count from the prompt, so that the loop must not bind them behind a prefix.
         """
         _, request, _, _, dst, _, _ = call
         engine, flows = self.engine, self.engine.flows
         if flows is None or self.forced_path is not None:
             return None
-        if not flows.plain.has_served(dst) and not engine.group_map.is_target(dst):
+        if not flows.plain.has_served(dst) and engine.group_map.known_targets(dst) != (dst,):
             return None
         grants, now, began = engine.sender.grants, self.clock(), time.perf_counter()
+        work: KVWork | None
         with engine.lock:
             if engine.closed or engine.lost:
                 return None
-            if grants.awaits(request, dst) and (met := flows.plain.meet(call, given, now)) is not None:
+            if grants.awaits(request, dst) and (met := flows.plain.meet(call, given, now, from_prompt)) is not None:
                 # From here on the loop is at work; all that follows is for Python's own records.
                 grant, flow, index, route = met
                 op = self._op(*call)
@@ -160,35 +222,62 @@ class PlainVerbs(RecordedVerbs):
                 req = grants.begin(grant, now)
                 flows.plain.met(req, op, flow, index, route)
                 req.add_sent(op)
-                return cast(KVWork, op.work)
-            engine.catch_up()
-            wake = engine.has_actions
-            work = self._bind(call, given, now)
+                work = cast(KVWork, op.work)
+                wake = grant.prefix_tokens > 0 and engine.has_actions
+            else:
+                engine.catch_up()
+                work = self._bind(call, given, from_prompt)
+                wake = engine.has_actions
         if wake:
             self._wake()
         return work
 
-    def _bind(self, call: Call, given: Int64Array, now: float) -> KVWork | None:
+    def _bind(self, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
         """As `_begin`, of a grant that Python knows. Under the lock."""
-        _, request, _, ids, dst, _, _ = call
+        _, request, _, _, dst, _, _ = call
+        grant = self.engine.sender.grants.waiting(request, dst)
+        if grant is None:
+            return None
+        if from_prompt and grant.prefix_tokens:
+            if (left := self._behind(grant, call, given)) is None:
+                return None
+            call, given = left
+        return self._open(call, given, grant, None)
+
+    def _behind(self, grant: BoundGrant, call: Call, given: Int64Array) -> tuple[Call, Int64Array] | None:
+        """A call whose pages count from the prompt, without those that the receiver holds; None if one is no page."""
+        verb, request, layers, ids, dst, start, event = call
+        start, _, held = behind(grant, start, len(ids), from_prompt=True)
+        if not copy_ids(given[:held], ids[:held], self.engine.group_map.me.num_pages):
+            return None
+        return (verb, request, layers, ids[held:], dst, start, event), given[held:]
+
+    def _open(self, call: Call, given: Int64Array, grant: BoundGrant, req: SenderRequest | None) -> KVWork | None:
+        """The first op of a request: of ``req``, which is bound to this grant, or of one that begins now."""
+        _, _, _, ids, _, _, _ = call
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
-        grant = engine.sender.grants.waiting(request, dst)
-        if grant is None or not copy_ids(given, ids, engine.group_map.me.num_pages):
+        if req is not None and (req.error is not None or req.finish is not None or engine.closed or engine.lost):
+            return None
+        if grant.state_slot is not None or not copy_ids(given, ids, engine.group_map.me.num_pages):
             return None
         op = self._op(*call)
-        if (way := flows.plain.way(grant, op)) is None:
+        if op.source_pages.path is not None or (way := flows.plain.way(grant, op)) is None:
             return None
-        req = engine.sender.grants.begin(grant, now)
+        if req is None:
+            req = engine.sender.grants.begin(grant, self.clock())
+        req.fresh = False
         flows.plain.begin(req, op, way)
         req.add_sent(op)
         return cast(KVWork, op.work)
 
     def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
         engine, flows = self.engine, self.engine.flows
-        if type(request) is not str or type(dst) is not int or type(aux) is not bytes or state_slot is not None:
+        if type(request) is not str or type(aux) is not bytes or state_slot is not None:
             return None
-        req = engine.sender.requests.by_key.get((request, dst))
+        if (rank := dst if type(dst) is int else self._sole_target(request, dst)) is None:
+            return None
+        req = engine.sender.requests.by_key.get((request, rank))
         if flows is None or req is None or engine.lost or trace.isEnabledFor(logging.DEBUG):
             return None
         work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)

@@ -164,7 +164,15 @@ class RecordedVerbs(ABC):
 
     @abstractmethod
     def _send_plain(
-        self, verb: str, request: str, layers: Layers, pages: Pages, dst: Peers | None, start: int, event: Any
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        from_prompt: bool,
     ) -> KVWork | None:
         """Sends if the call is plain, see `torchkv.group.plain_verbs`; else None, and nothing is done."""
 
@@ -218,8 +226,10 @@ class RecordedVerbs(ABC):
         event: Any,
         origin: Origin,
     ) -> KVWork:
-        if origin == "prefix" and verb != "staged_put" and not (profiler._is_profiler_enabled or self._nvtx):
-            work = self._send_plain(verb, request, layers, pages, dst, start, event)
+        from_prompt = origin == "prompt"
+        plain = (from_prompt or origin == "prefix") and verb != "staged_put"
+        if plain and not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._send_plain(verb, request, layers, pages, dst, start, event, from_prompt)
             if work is not None:
                 return work  # which the loop records
         call = self._send_any

@@ -219,9 +219,9 @@ class GroupMap:
             targets[peers] = ranks  # type: ignore[index]  # a rank or an instance that exists: bounded
         return ranks
 
-    def is_target(self, dst: int) -> bool:
-        """Whether `targets` is known to find the rank ``dst``, and no other. Any thread."""
-        return self._targets.get(dst) == (dst,)
+    def known_targets(self, dst: int | str) -> tuple[int, ...]:
+        """What `targets` has found before; () if it was not asked, or has found none. Any thread."""
+        return self._targets.get(dst, ())
 
     def _refusal(self, ranks: tuple[int, ...]) -> str | None:
         """Why the first of ``ranks`` does not accept the dtype of this rank's pages, as a clause; None if all do."""

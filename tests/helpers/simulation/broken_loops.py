@@ -122,8 +122,8 @@ def _copies_what_it_is_to_convert() -> None:
 
 
 def _scales_all_heads_alike() -> None:
-    real = vars(stripes)["convert_at"]
-    swap(stripes, convert_at=lambda *arguments: real(*arguments[:-1], 1))
+    real = stripes.conversion
+    swap(copying, conversion=lambda seg: (*real(seg)[:-1], 1))
 
 
 def _takes_no_piece_for_a_narrower_one() -> None:
@@ -166,11 +166,11 @@ def _binds_the_grant_of_any_name() -> None:
 def _leaves_a_grant_that_it_has_met() -> None:
     real = grants.meet
 
-    def meet(world: Any, flow: int) -> bool:
+    def meet(world: Any, flow: int, prefixed: int) -> bool:
         pending = range(world["event_head"], world["event_tail"])
         events = [world["events"][number & (MAX_EVENTS - 1)] for number in pending]
         kinds = [int(event["kind"]) for event in events]
-        met = bool(real(world, flow))
+        met = bool(real(world, flow, prefixed))
         for event, kind in zip(events, kinds, strict=True):
             event["kind"] = kind
         return met

@@ -73,11 +73,11 @@ class Sending:
 
     @property
     def dst(self) -> int | str | None:
-        """A single receiver is named by its rank, as in verbs that are called in the plain way."""
+        """A single receiver is named by its rank, or by its instance: both are plain."""
         if self.anybody:
             return None
         ranks = self.rank.engine.group_map.instances.get(self.flow.target, ())
-        return ranks[0] if len(ranks) == 1 else self.flow.target
+        return ranks[0] if len(ranks) == 1 and len(self.pages) % 2 else self.flow.target
 
     @property
     def handed_on(self) -> bool:

@@ -36,7 +36,7 @@ def loop_scenario(
 ) -> Scenario:
     """A run in which loops serve what they can; see `Scenario`. In most there is no state.
 
-    single: each sender has one receiver, which it knows: its verbs are called in the plain way.
+    single: each sender has one receiver: its verbs are called in the plain way.
     """
     states = () if seed % 4 or single else None
     return Scenario(
@@ -49,7 +49,6 @@ def loop_scenario(
         system_calls=system_calls,
         staged=staged,
         states=states,
-        anybody=0.0 if single else 0.3,
         single=single,
         converts=converts,
     )

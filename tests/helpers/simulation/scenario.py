@@ -67,8 +67,8 @@ class Scenario:
         what they can, which takes views or ``network``. gpu: whether they have kernels copy. network, system_calls: see
         `Cluster`. staged: whether loops stage what they put, since all runs are short. states: of all layouts; None: by
         chance. brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not
-        know the receiver, and how many not the prefix. single: instances are of one rank, and hold no prefixes;
-        there are more requests, and fewer faults. converts: whether instances have unlike dtypes.
+        know the receiver, and how many not the prefix. single: instances are of one rank; there are more
+        requests, and fewer faults. converts: whether instances have unlike dtypes.
         """
         self.seed = seed
         self.verbs = verbs
@@ -124,7 +124,7 @@ class Scenario:
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
         self.state = StateFlows(self, state_dice)
-        self.prefixes = not single and (not network or seed % 2 == 0)  # loops bind no grant behind one
+        self.prefixes = seed % 2 == 0 or not (network or single)  # loops bind no grant behind one
         self.unknown = random.Random(f"unknown {seed}")  # what senders do not know: no other choice depends on it
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []

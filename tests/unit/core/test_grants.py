@@ -15,7 +15,7 @@ from torchkv.core.device import NO_GATE
 from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, NEWS, OP_DONE, RECEIVED, SENT, WAITING
 from torchkv.core.loop.grants import IDS_AT
-from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_PREFIX
 from torchkv.core.loop.state.peers import Grant
 from torchkv.protocol.messages import name_hashes
 
@@ -43,7 +43,7 @@ def test_a_request_that_waits(granted_first: bool, limits: dict[str, int]) -> No
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
     assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
-    peer_flow, generation, pages = pair.writer.bound(send)
+    peer_flow, generation, _, pages = pair.writer.bound(send)
     assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
@@ -91,12 +91,19 @@ def test_what_does_not_fit_is_left_to_python(wait: dict[str, object], granted: d
 
 
 def meet(
-    pair: Pair, pages: list[int], *, name: str = "name", writers: int = 1, max_page: int = 8, start: int = 0
+    pair: Pair,
+    pages: list[int],
+    *,
+    name: str = "name",
+    writers: int = 1,
+    max_page: int = 8,
+    start: int = 0,
+    prefixed: bool = False,
 ) -> Any:
     """A first verb that looks for its grant: the flow and the op, or None."""
     positions, given = np.arange(pair.layers, dtype=np.int64), np.array(pages, dtype=np.int64)
     how = (start, NO_GATE, 0)
-    grant = {"hashes": name_hashes(name), "writers": writers}
+    grant = {"hashes": name_hashes(name), "writers": writers, "prefixed": prefixed}
     num_pages = pair.src.shape[1]
     return pair.writer.meet(
         pair.way(max_page), positions, given, given.copy(), num_pages, *how, **grant, serial=0, begun=0
@@ -109,18 +116,19 @@ def hear(pair: Pair) -> None:
         pass
 
 
-def test_a_first_verb_meets_its_grant() -> None:
+@pytest.mark.parametrize("prefix", [0, 3 * TOKENS])
+def test_a_first_verb_meets_its_grant(prefix: int) -> None:
     """The loop has told of it, and of another one; Python need not know any more of the first."""
     pair = Pair()
     flow, other = pair.receive(3), pair.receive(2, generation=2)
     pair.grant(other, [0, 2], name="other")
-    pair.grant(flow, [6, 1, 4])
+    pair.grant(flow, [6, 1, 4], prefix_tokens=prefix)
     hear(pair)
-    met = meet(pair, [2, 7, 0])
+    met = meet(pair, [2, 7, 0], prefixed=True)
     assert met is not None
     send, op = met
-    peer_flow, generation, pages = pair.writer.bound(send)
-    assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
+    peer_flow, generation, behind, pages = pair.writer.bound(send)
+    assert (peer_flow, generation, behind, pages.tolist()) == (flow, 1, prefix, [6, 1, 4])
     pair.writer.finish_send(send, 3, b"aux")
     told, heard = pair.run()
     assert kinds(told) == [GRANTED, NEWS, OP_DONE, SENT]
@@ -140,13 +148,27 @@ def test_a_first_verb_meets_its_grant() -> None:
         ({"writers": 3}, {}),
         ({"max_page": 4}, {}),  # page 4 is none of the receiver's
         ({}, {"prefix_tokens": TOKENS}),
+        ({"prefixed": True}, {"prefix_tokens": -TOKENS}),
+        ({"prefixed": True}, {"prefix_tokens": MAX_PREFIX + 1}),
         ({}, {"pages": [1]}),  # fewer than are sent
         ({"start": 1}, {}),
         ({}, {"pages": [1, -1]}),
         ({}, {"again": True}),
         ({}, {"ended": True}),
     ],
-    ids=["name", "writers", "page", "prefix", "too few", "start", "negative", "two of a name", "ended"],
+    ids=[
+        "name",
+        "writers",
+        "page",
+        "prefix",
+        "negative prefix",
+        "huge prefix",
+        "too few",
+        "start",
+        "negative",
+        "two of a name",
+        "ended",
+    ],
 )
 def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dict[str, Any]) -> None:
     pair = Pair()

@@ -58,8 +58,8 @@ def test_a_request_that_waits(granted_first: bool, part: int) -> None:
     told, heard = apart.run()
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
-    peer_flow, generation, pages = apart.writer.bound(send)
-    assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
+    peer_flow, generation, prefix, pages = apart.writer.bound(send)
+    assert (peer_flow, generation, prefix, pages.tolist()) == (flow, 1, 0, [6, 1, 4])
     expected = torch.full_like(apart.dst, 0xAB)
     expected[:, [6, 1, 4]] = apart.src[:, [2, 7, 0]]
     assert torch.equal(apart.dst, expected)
@@ -72,7 +72,7 @@ def test_grants_of_many_pages(count: int) -> None:
     flow, send = apart.receive(count), apart.wait("x" * 1024)
     apart.grant(flow, ids, "x" * 1024)
     assert kinds(apart.run(40)[0]) == [BOUND]
-    assert apart.writer.bound(send)[2].tolist() == ids
+    assert apart.writer.bound(send)[3].tolist() == ids
 
 
 def test_a_grant_that_nobody_waits_for_is_left_to_python() -> None:
@@ -387,7 +387,8 @@ def first_verb(apart: Apart, pages: list[int], name: str = "name") -> tuple[int,
     """A verb that begins a request, and looks for its grant: the flow and the op, or None."""
     positions, given = np.arange(LAYERS, dtype=np.int64), np.array(pages, dtype=np.int64)
     how = (given, given.copy(), PAGES, 0, NO_GATE, 0)
-    return apart.writer.meet(apart.way(), positions, *how, hashes=name_hashes(name), writers=1, serial=0, begun=0)
+    grant = {"hashes": name_hashes(name), "writers": 1, "prefixed": True}
+    return apart.writer.meet(apart.way(), positions, *how, **grant, serial=0, begun=0)
 
 
 @pytest.mark.parametrize("part", [400, MESSAGE_NBYTES - RECORD_NBYTES])

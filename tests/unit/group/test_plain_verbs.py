@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -34,10 +34,10 @@ def new_cluster() -> Cluster:
     return made
 
 
-def granted(cluster: Cluster) -> Rank:
+def granted(cluster: Cluster, src: int | str = WRITER, prefix_tokens: int = 0) -> Rank:
     """The writer, once the grant of "r" has come."""
     writer = cluster[WRITER]
-    cluster[READER].recv_pages("r", GRANTED, WRITER)
+    cluster[READER].recv_pages("r", GRANTED, src, prefix_tokens=prefix_tokens)
     assert cluster.run(lambda: waits(writer), limit=1)
     return writer
 
@@ -73,13 +73,22 @@ def all_general(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainVerbs, "_recv_plain", lambda *_: None)
 
 
-def carried(cluster: Cluster, verbs: Callable[[Rank], None]) -> tuple[object, ...]:
+def carried(
+    cluster: Cluster,
+    verbs: Callable[[Rank], None],
+    *,
+    src: int | str = WRITER,
+    dst: int | str | None = READER,
+    prefix_tokens: int = 0,
+) -> tuple[object, ...]:
     """What a request leaves behind: the bytes, and what is counted."""
     for storage in cluster[READER].cache.storages:
         storage.fill_(0x5A)
-    writer = granted(cluster)
+    writer = granted(cluster, src, prefix_tokens)
+    if dst is None:
+        assert writer.granted("r", None) == prefix_tokens  # now it is known to whom
     verbs(writer)
-    finished = writer.finish("r", READER, aux=b"aux")
+    finished = writer.finish("r", dst, aux=b"aux")
     assert cluster.run(finished.is_completed, limit=5)
     assert finished.is_success()
     sender, receiver = writer.engine.sender, cluster[READER].engine.receiver
@@ -119,6 +128,36 @@ def test_it_leaves_behind_what_the_general_way_does(
     assert carried(new_cluster(), verbs) == plain
 
 
+@pytest.mark.parametrize(("src", "dst"), [("p", "d"), ("p", None), (WRITER, READER)])
+@pytest.mark.parametrize("prefix_tokens", [0, 4])
+@pytest.mark.parametrize("from_prompt", [False, True])
+def test_peers_prefixes_and_origins(
+    src: int | str,
+    dst: int | str | None,
+    prefix_tokens: int,
+    from_prompt: bool,
+    only_plain: Callable[[Rank], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever a single peer is called, and wherever its pages count from."""
+    held = [9, 8] if from_prompt and prefix_tokens else []
+    count: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
+
+    def verbs(writer: Rank) -> None:
+        for layer in range(3):
+            pages = [*held, *SENT] if layer < 2 else SENT
+            writer.send_pages("r", np.array(pages), dst, layers=layer, start=len(held) + 3 - len(pages), **count)
+
+    way: dict[str, Any] = {"src": src, "dst": dst, "prefix_tokens": prefix_tokens}
+    cluster = new_cluster()
+    cluster[WRITER].engine.group_map.targets("d", "")
+    for rank in (cluster[WRITER], cluster[READER]):
+        only_plain(rank)
+    plain = carried(cluster, verbs, **way)
+    all_general(monkeypatch)
+    assert carried(new_cluster(), verbs, **way) == plain
+
+
 def test_a_finish_that_must_look_at_each_page_goes_the_general_way() -> None:
     carried(new_cluster(), in_chunks)
 
@@ -154,6 +193,16 @@ def test_a_first_verb_that_is_refused_begins_nothing(
     assert not writer.engine.sender.requests.by_key
     all_general(monkeypatch)
     assert outcome(lambda: call(writer)) == said != "accepted"
+
+
+@pytest.mark.parametrize("pages", [[PAGES, 8, *SENT], [9, -1, *SENT], [9, 8, 5, 6, PAGES]])
+def test_a_page_that_the_receiver_holds_must_be_one_too(pages: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = granted(new_cluster(), prefix_tokens=4)
+    said = outcome(lambda: writer.send_pages("r", pages, READER, origin="prompt"))
+    assert not writer.engine.sender.requests.by_key
+    all_general(monkeypatch)
+    assert outcome(lambda: writer.send_pages("r", pages, READER, origin="prompt")) == said
+    assert said.startswith("PageOutOfRange")
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchkv.arrays import Int64Array
 from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.limits import MAX_OPS
 from torchkv.core.loop.state.copying import Job
 from torchkv.core.loop.state.world import COPIER_NBYTES, World, copier_word_at, job_word_at, word_at
-from torchkv.core.loop.stripes import convert_rows
+from torchkv.core.loop.stripes import conversion, sizes
 from torchkv.host.atomics import exchange_if, fence, load, store
+from torchkv.host.convert_loops import convert_at
 from torchkv.host.copy_loops import pairs_at, spans_at
 from torchkv.host.futex import call_yield, futex_wait, futex_wake
 from torchkv.host.jit import compiled, monotonic_ns
@@ -33,6 +35,7 @@ __all__ = [
     "begin_job",
     "claim_chunk",
     "convert_pairs",
+    "convert_rows",
     "copy_pairs",
     "copy_spans",
     "end_job",
@@ -80,6 +83,30 @@ def convert_pairs(
         return
     begin_job(world, src, dst, count, nbytes, n0, s0, d0, n1, s1, d1, run, seg)
     end_job(world)
+
+
+@compiled
+def convert_rows(
+    seg: int,
+    src_ptr: int,
+    dst_ptr: int,
+    src: Int64Array,
+    dst: Int64Array,
+    first: int,
+    last: int,
+    n0: int,
+    s0: int,
+    d0: int,
+    n1: int,
+    s1: int,
+    d1: int,
+    run: int,
+) -> None:
+    """Converts the pairs [first, last) of a segment: see `torchkv.host.convert_loops.convert_pairs`."""
+    kind, each, scales, heads = conversion(seg)
+    src_size, dst_size, _ = sizes(seg)
+    rows = n0, s0, d0, n1, s1, d1, run
+    convert_at(kind, src_size, dst_size, src_ptr, dst_ptr, src, dst, first, last, *rows, each, scales, heads)
 
 
 @compiled

@@ -27,7 +27,8 @@ A writer's loop looks for the send that waits for this receiver under this name,
 too. Everything else it leaves to Python: a grant that nobody waits for yet, one of other writers than expected, one
 that does not hold the pages that were sent, and one behind a prefix. For all receivers of one verb must hold the same
 prefix, and a loop sees one of them: so what it binds is behind none. A verb that begins its request looks first whether
-the loop has left the grant to Python, and Python has not taken it in yet: then the verb binds it in the same way.
+the loop has left the grant to Python, and Python has not taken it in yet: then the verb binds it in the same way,
+also behind a prefix if its pages count from there, since it has no other receiver.
 
 Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash are not known, nor how to find them.
 """
@@ -50,7 +51,7 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.copying import queue_op
 from torchkv.core.loop.events import emit, tell_driver
-from torchkv.core.loop.limits import BUCKETS, MAX_EVENTS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, RECORD_NBYTES
+from torchkv.core.loop.limits import BUCKETS, MAX_EVENTS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PREFIX, RECORD_NBYTES
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, seal_if_done, tell_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
@@ -275,7 +276,7 @@ def on_grant(world: World, source: int, where: int) -> None:
     body, mine = _body(world["peers"][source], world["record"]), -1
     if body != 0:
         mine = _waiting(world, source, load(body + _HASH0), load(body + _HASH1))
-        if mine >= 0 and _fits(world, mine, body, world["record"]["generation"]):
+        if mine >= 0 and _fits(world, mine, body, world["record"]["generation"], 0):
             _bind(world, mine, source)
             return
     emit(world, GRANTED, 0, source)
@@ -297,10 +298,11 @@ def _waiting(world: World, peer: int, hash0: int, hash1: int) -> int:
 
 
 @compiled
-def meet(world: World, flow: int) -> bool:
+def meet(world: World, flow: int, prefixed: int) -> bool:
     """Binds a send that a verb is about to open to a grant that the loop has left to Python, and Python has not taken.
 
-    False, and nothing is done, unless there is just one, which fits. For a caller, who alone takes events meanwhile.
+    prefixed: 1 if it may be behind a prefix. False, and nothing is done, unless there is just one, which fits. For a
+    caller, who alone takes events meanwhile.
     """
     send, events = world["sends"][flow], world["events"]
     peer, found, there = world["peers"][send["peer"]], -1, 0
@@ -319,7 +321,7 @@ def meet(world: World, flow: int) -> bool:
         return False
     event = events[found & (MAX_EVENTS - 1)]
     peer_flow, generation = event["record"]["flows"] & 0xFFFFFFFF, event["record"]["generation"]
-    if not _fits(world, flow, there, generation):
+    if not _fits(world, flow, there, generation, prefixed):
         return False
     event["kind"] = NEWS  # no more
     send["peer_flow"], send["generation"] = peer_flow, generation
@@ -339,16 +341,16 @@ def _body(peer: Peer, record: Record) -> int:
 
 
 @compiled
-def _fits(world: World, flow: int, body: int, generation: int) -> bool:
+def _fits(world: World, flow: int, body: int, generation: int, prefixed: int) -> bool:
     """Whether Python would bind the send to this grant without a word. Copies the page ids, which the peer can change.
 
-    What lies in the slot may be of a later grant, or be nonsense.
+    prefixed: 1 if it may be behind a prefix. What lies in the slot may be of a later grant, or be nonsense.
     """
     send = world["sends"][flow]
-    count = load(body + _NUM_PAGES)
+    count, prefix = load(body + _NUM_PAGES), load(body + _PREFIX)
     if load(body + _GENERATION) != generation or load(body + _WRITERS) != send["writers"]:
         return False
-    if count < 1 or count > MAX_GRANTED or load(body + _PREFIX) != 0:
+    if count < 1 or count > MAX_GRANTED or not 0 <= prefix <= prefixed * MAX_PREFIX:
         return False
     src_page, dst_page = send["src_page"], send["dst_page"]
     tokens = count * dst_page
@@ -364,7 +366,7 @@ def _fits(world: World, flow: int, body: int, generation: int) -> bool:
             return False
     if load(body + _GENERATION) != generation:
         return False
-    send["ids"], send["granted"] = ids, tokens
+    send["ids"], send["granted"], send["prefix"] = ids, tokens, prefix
     return True
 
 

@@ -15,6 +15,7 @@ AUX_PART = 32  # bytes of aux in one record
 MAX_AUX = 256  # longer ones go through Python
 MAX_GRANTED = 8192  # pages of a grant; larger ones go through Python, as do longer names
 MAX_NAME = 1024  # bytes
+MAX_PREFIX = 1 << 40  # tokens that a receiver holds already
 BUCKETS = 1024  # of the table of sends that wait for their grant; a power of two
 MAX_GPU_SENDS = 128  # as MAX_FLOWS, of sends whose pages lie on a GPU
 IDS = 2 * MAX_GRANTED  # page ids on the GPU that kernels of one send find there

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.codes import STAGED
+from torchkv.core.loop.copying import convert_rows
 from torchkv.core.loop.launching import launch_piece, place_ids, signal
 from torchkv.core.loop.limits import GRAIN, IDS, PIECES, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put, put_room
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
-from torchkv.core.loop.stripes import convert_rows, converts, owed_pairs, place_pairs, segments, sizes
+from torchkv.core.loop.stripes import converts, owed_pairs, place_pairs, segments, sizes
 from torchkv.host.atomics import load, store
 from torchkv.host.copy_loops import pairs_at
 from torchkv.host.jit import compiled

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.limits import SEGMENT_FIELDS
 from torchkv.host.atomics import load
-from torchkv.host.convert_loops import convert_at
 from torchkv.host.jit import compiled
 
-__all__ = ["convert_rows", "converts", "owed_pairs", "place_pairs", "segments", "sizes"]
+__all__ = ["conversion", "converts", "owed_pairs", "place_pairs", "segments", "sizes"]
 
 _CONVERSION, _SRC_SIZE, _DST_SIZE, _HEAD_ELEMENTS, _HEADS, _SCALES = (8 * field for field in range(23, 29))
 
@@ -90,24 +89,6 @@ def converts(seg: int) -> bool:
 
 
 @compiled
-def convert_rows(
-    seg: int,
-    src_ptr: int,
-    dst_ptr: int,
-    src: Int64Array,
-    dst: Int64Array,
-    first: int,
-    last: int,
-    n0: int,
-    s0: int,
-    d0: int,
-    n1: int,
-    s1: int,
-    d1: int,
-    run: int,
-) -> None:
-    """Converts the pairs [first, last) of a segment: see `torchkv.host.convert_loops.convert_pairs`."""
-    kind, src_size, dst_size = load(seg + _CONVERSION), load(seg + _SRC_SIZE), load(seg + _DST_SIZE)
-    each, scales, heads = load(seg + _HEAD_ELEMENTS), seg + load(seg + _SCALES), load(seg + _HEADS)
-    rows = n0, s0, d0, n1, s1, d1, run
-    convert_at(kind, src_size, dst_size, src_ptr, dst_ptr, src, dst, first, last, *rows, each, scales, heads)
+def conversion(seg: int) -> tuple[int, int, int, int]:
+    """Of a segment: which of `torchkv.host.convert_loops.KINDS`, elements of a head, address of the scales, heads."""
+    return load(seg + _CONVERSION), load(seg + _HEAD_ELEMENTS), seg + load(seg + _SCALES), load(seg + _HEADS)

@@ -16,6 +16,7 @@ its pages until they have landed, which an event tells (``stopped``).
 from __future__ import annotations
 
 from torchkv.core.loop.codes import CREDIT, LANDED, SEAL, STRAY, WRITTEN
+from torchkv.core.loop.copying import convert_rows
 from torchkv.core.loop.events import copy_record, emit, event_room
 from torchkv.core.loop.launching import launch_piece, report_broken, signal, upload
 from torchkv.core.loop.limits import GRAIN, MAX_FLOWS, MAX_GRANTED, SCRATCH, SEGMENT_FIELDS, UNPACK_IDS, UNPACKINGS
@@ -25,7 +26,7 @@ from torchkv.core.loop.staging import merged, staged_nbytes
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.requests import Receive, Unpacking, Writer
 from torchkv.core.loop.state.world import World
-from torchkv.core.loop.stripes import convert_rows, converts, owed_pairs, place_pairs, segments, sizes
+from torchkv.core.loop.stripes import converts, owed_pairs, place_pairs, segments, sizes
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.copy_loops import pairs_at
 from torchkv.host.jit import compiled

@@ -17,12 +17,12 @@ __all__ = ["as_bits", "as_ranks", "grant_bound_on"]
 
 def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan) -> BoundGrant:
     """The grant that a send is bound to which had begun without Python's knowing it. request, dst: of the send."""
-    peer_flow, generation, pages = core.bound(flow)
+    peer_flow, generation, prefix_tokens, pages = core.bound(flow)
     return BoundGrant(
         dst=dst,
         generation=generation,
         request=request,
-        prefix_tokens=0,
+        prefix_tokens=prefix_tokens,
         pages=pages,
         plan=plan,
         flow=peer_flow,

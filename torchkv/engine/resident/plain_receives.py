@@ -76,6 +76,7 @@ class PlainReceives:
             sole.source,
             generation=req.generation,
             num_tokens=req.num_tokens,
+            prefix_tokens=req.prefix_tokens,
             name=name,
             hashes=name_hashes(req.request),
             pages=req.pages,

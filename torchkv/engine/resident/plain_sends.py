@@ -65,11 +65,12 @@ class PlainSends:
         """Whether the loop has served a request to ``dst``: then it soon may have another one. Any thread."""
         return dst in self._served
 
-    def meet(self, call: Call, given: Int64Array, begun: float) -> Met | None:
+    def meet(self, call: Call, given: Int64Array, begun: float, from_prompt: bool) -> Met | None:
         """Begins a request with its first op, if its grant is there, and Python has not taken it in: for `met`.
 
-        given: the op's page ids as the caller gave them, which are checked as they are copied. begun: when. The caller
-        knows that nothing stands against such a request.
+        given: the op's page ids as the caller gave them, which are checked as they are copied. begun: when.
+        from_prompt: whether they count from the prompt, so that the grant must be behind no prefix. The caller knows
+        that nothing stands against such a request.
         """
         verb, request, layers, ids, dst, start, event = call
         likely = self._likely(request, dst)
@@ -93,6 +94,7 @@ class PlainSends:
             writers=writers,
             serial=self._journal.next_serial(),
             begun=int(begun * 1e9),
+            prefixed=not from_prompt,
         )
         if begun_on_loop is None:
             return None

@@ -162,9 +162,16 @@ class Receiver:
         return req
 
     def post_plain(
-        self, request: str, given: Int64Array, pages: Int64Array, src: int, work: Work, now: float
+        self,
+        request: str,
+        given: Int64Array,
+        pages: Int64Array,
+        src: int,
+        prefix_tokens: int,
+        work: Work,
+        now: float,
     ) -> ReceiverRequest | None:
-        """`post` of pages without a prefix, from one writer, by the resident loop: for a verb's critical path.
+        """`post` of pages from one writer, by the resident loop: for a verb's critical path.
 
         given: the page ids as the caller gave them, which are checked as they are copied to ``pages``. None, and
         nothing is done, if anything speaks against it or needs more thought.
@@ -180,6 +187,8 @@ class Receiver:
         except UnicodeEncodeError:
             return None
         plan = group_map.plan(src, ranks, me)
+        if prefix_tokens and prefix_tokens % plan.src_page_size:
+            return None
         sole = flows.sole_writer(src, plan, len(pages), name)
         if sole is None or not self.leases.try_take(given, pages, self._next_generation):
             return None
@@ -187,7 +196,7 @@ class Receiver:
             request=request,
             generation=self._next_generation,
             pages=pages,
-            prefix_tokens=0,
+            prefix_tokens=prefix_tokens,
             num_tokens=len(pages) * plan.dst_page_size,
             writers={src: Writer(plan)},
             work=work,

@@ -68,12 +68,12 @@ class Grants:
         return not unmet.refusing and unmet.grant((request, dst)) is None and self._may_begin(request, dst)
 
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
-        """The grant that a request would bind which began now, if it is of pages alone, and behind no prefix.
+        """The grant that a request would bind which began now, if it is of pages alone.
 
         None also if anything stands against that request: then `check_revocation` and `OpenSends.check_room` say what.
         """
         grant = self.unmet.grant((request, dst))
-        if grant is None or grant.prefix_tokens or grant.state_slot is not None:
+        if grant is None or grant.absent_tokens or grant.state_slot is not None:
             return None
         return grant if self._may_begin(request, dst) else None
 
@@ -88,6 +88,7 @@ class Grants:
         """Begins the request that binds a grant of `waiting`, or one of `awaits`. As `request`, for what is plain."""
         req = self._requests.begin(grant.request, grant.dst, now)
         self.unmet.take((grant.request, grant.dst))
+        self._leave_loop(req, grant, now)
         self._requests.bind(req, grant, now)
         self._endings.counts.grants.add(0.0)
         return req
@@ -260,11 +261,7 @@ class Grants:
 
     def _bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
         """Starts what waited for the grant, or fails the request if that does not fit the grant."""
-        if grant.prefix_tokens and self._handover.flows is not None:
-            # The loop binds behind no prefix. What it has bound is known after this, and is compared below.
-            for other in self._requests.like(req):
-                if other.grant is None:
-                    self._handover.take_back(other, now)
+        self._leave_loop(req, grant, now)
         self._requests.bind(req, grant, now)
         self._endings.counts.grants.add(now - req.begun_at)
         trace.debug("request %r to rank %d: bound to its grant, generation %d", req.request, req.dst, grant.generation)
@@ -279,6 +276,16 @@ class Grants:
             self._handover.start(req, op, grant, now)
         if req.finish is not None:
             self._handover.finish(req, now)
+
+    def _leave_loop(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
+        """Takes requests back that wait on the loop, if this grant to one of their name is behind a prefix.
+
+        For the loop binds behind none, and compares none. What it has bound is known after this.
+        """
+        if grant.prefix_tokens and self._handover.flows is not None:
+            for other in self._requests.like(req):
+                if other.grant is None:
+                    self._handover.take_back(other, now)
 
     def _refit(self, req: SenderRequest, waiting: deque[SendOp], grant: BoundGrant) -> KVError | None:
         """Counts what waited from the prefix of the grant. Why it does not fit the grant, or None if it does."""

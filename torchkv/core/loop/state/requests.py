@@ -29,7 +29,8 @@ class Way(TypedDict):
 class Send(TypedDict):
     """A sender request that waits for its grant, or is bound to it. ``peer`` is the receiver, ``peer_flow`` its flow.
 
-    geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. src_page, dst_page:
+    geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. prefix: tokens before
+    them that the receiver holds. src_page, dst_page:
     page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says, and
     num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1 once
     the seal is. started: 1 after its first op. moved: bytes so far.
@@ -60,6 +61,7 @@ class Send(TypedDict):
     geometry: int
     ids: int
     granted: int
+    prefix: int
     src_page: int
     dst_page: int
     running: int
