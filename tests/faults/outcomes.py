@@ -57,6 +57,7 @@ OUTCOMES = (
             "tests/faults/test_kill.py::test_a_writer_is_killed",
             "tests/group/test_join.py::test_a_killed_writer_is_lost_within_a_second_and_forgotten",
             "tests/faults/test_failpoints.py::test_a_writer_is_killed_at",
+            "tests/faults/test_staged_pause.py::test_pages_and_stage_of_a_killed_writer_whose_loop_stages",
         ),
     ),
     Outcome(

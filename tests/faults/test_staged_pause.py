@@ -205,15 +205,20 @@ def receive_and_lose() -> None:
     assert ring_is_empty(kv)
 
 
+def kill_and_go(ranks: Ranks) -> None:
+    """The writer is killed where it asks to be stopped."""
+    assert ranks.hear(WRITER) == "stop me"
+    ranks.kill(WRITER)
+    ranks.tell(RECEIVER)
+    ranks.start(fill_from_other, ranks=[OTHER])
+    ranks.join([RECEIVER, OTHER])
+
+
 def test_pages_and_stage_of_a_killed_staged_writer(lane: str, mortals: Ranks) -> None:
     mortals.start(receive_and_lose, ranks=[RECEIVER])
     assert mortals.hear(RECEIVER) == "the writer may stop"
     mortals.start(write_late, lane, ranks=[WRITER])
-    assert mortals.hear(WRITER) == "stop me"
-    mortals.kill(WRITER)
-    mortals.tell(RECEIVER)
-    mortals.start(fill_from_other, ranks=[OTHER])
-    mortals.join([RECEIVER, OTHER])
+    kill_and_go(mortals)
 
 
 # ---------------------------------------------------------------- writers whose resident loop stages
@@ -275,3 +280,19 @@ def test_pages_of_a_stopped_writer_whose_loop_stages_are_free_at_once(how: str, 
     assert loops.hear(RECEIVER) == "the writer may stop"
     loops.start(stage_by_loop, ranks=[WRITER])
     stop_and_go(loops)
+
+
+def lose_beside_a_loop() -> None:
+    """Its stage, which no request of it can keep, is given back, too."""
+    receive_and_lose()
+    engine = kv_world()._verbs.engine
+    with engine.callers.changed:
+        assert engine.callers.changed.wait_for(lambda: not engine.credits.stands(WRITER), PATIENCE)
+
+
+def test_pages_and_stage_of_a_killed_writer_whose_loop_stages(loops: Ranks) -> None:
+    loops.run(until_loops_stage)
+    loops.start(lose_beside_a_loop, ranks=[RECEIVER])
+    assert loops.hear(RECEIVER) == "the writer may stop"
+    loops.start(stage_by_loop, ranks=[WRITER])
+    kill_and_go(loops)
