@@ -64,6 +64,7 @@ class StandingStages:
         self._connection = connection
         self._lane = lane
         self._used: dict[int, _Used] = {}
+        self._said: set[tuple[int, str]] = set()  # ranks, and options that leave them no room
 
     def serves(self, rank: int, plan: PairPlan) -> bool:
         """Whether ``rank``, which the loop can reach, has a stage here that serves a plan, or is granted one now."""
@@ -93,7 +94,9 @@ class StandingStages:
         assert receiving is not None
         known = self._credits.stands(rank)
         stage = self._credits.stand(rank, mapped=self._is_mapped(rank))
-        if stage is not None and not known:
+        if stage is None:
+            self._say(rank, "requests of", "staging_recv")
+        elif not known:
             self._core.peers.let_stage(rank, receiving.span(stage).ptr, stage.nbytes)
         return stage is not None
 
@@ -143,6 +146,7 @@ class StandingStages:
             return
         own = sending.ring.allocate_for_long(span.nbytes, ("standing", rank))
         if own is None:
+            self._say(rank, "requests to", "staging_send")
             return  # later
         keys = native.local_keys
         key, there_key = int(keys[memory.region]) if memory.region < len(keys) else 0, int(native.remote_keys[target])
@@ -153,6 +157,13 @@ class StandingStages:
         self._used[rank] = _Used(own.nbytes, lane, own)
         there = int(native.remote_at[target]) + span.offset, there_key
         self._core.peers.use_stage(rank, (memory.span(own).ptr, key), there, own.nbytes)
+
+    def _say(self, rank: int, which: str, option: str) -> None:
+        """Says once that there is no room for a standing stage."""
+        if (rank, option) not in self._said:
+            self._said.add((rank, option))
+            text = "rank %d: %s rank %d that are to be staged go through Python: no room for a standing stage; raise %s"
+            log.info(text, self._core.rank, which, rank, f"Options.{option}")
 
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended, or it has left: nothing is under way to it. Driver."""
