@@ -24,7 +24,7 @@ from torchkv.core.way import Way
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.resident import routes
 from torchkv.engine.resident.notices import Notices
-from torchkv.protocol.receiving.receiver import Receiver
+from torchkv.protocol.receiving.posts import Posts
 
 WIDE = {"num_kv_heads": 8, "head_dim": 64}  # pages of 16 KiB
 TCP = {"UCX_TLS": "tcp"}
@@ -203,22 +203,22 @@ class Grants:
         self.told = self.bound = 0
 
     def __enter__(self) -> Grants:
-        self._real = Receiver._tell_grant, Notices._on_bound
+        self._real = Posts.tell_grant, Notices._on_bound
         tell, bind = self._real
 
-        def tell_grant(receiver: Receiver, req: Any, ranks: Any, **how: Any) -> None:
+        def tell_grant(posts: Posts, req: Any, ranks: Any, **how: Any) -> None:
             self.told += len(ranks := list(ranks))
-            tell(receiver, req, ranks, **how)
+            tell(posts, req, ranks, **how)
 
         def on_bound(notices: Notices, flow: int, now: float) -> None:
             self.bound += 1
             bind(notices, flow, now)
 
-        Receiver._tell_grant, Notices._on_bound = tell_grant, on_bound
+        Posts.tell_grant, Notices._on_bound = tell_grant, on_bound
         return self
 
     def __exit__(self, *_: object) -> None:
-        Receiver._tell_grant, Notices._on_bound = self._real
+        Posts.tell_grant, Notices._on_bound = self._real
 
 
 def exchange(kv: KVProcessGroup, cache: KVCache, name: str, pages: int, *, writer_first: bool, **how: Any) -> None:

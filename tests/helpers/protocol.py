@@ -152,6 +152,6 @@ def post(
     work: str = "rx",
     now: float = 0.0,
 ) -> ReceiverRequest:
-    return machine.post(
+    return machine.posts.post(
         request, pages(*ids), src, prefix_tokens=prefix, state_slot=slot, total=total, work=work, now=now
     )

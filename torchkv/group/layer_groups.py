@@ -1,7 +1,7 @@
 """The verbs of a rank whose layout has layer groups: one request is a request of the protocol for each group.
 
 These *parts* have names of their own (`part_name`), and each has its plan, grant, leases, coverage and seal. What they
-share is made here and in `Receiver.post_parts`: one work, which completes when all parts have, and fails if one does;
+share is made here and in `Posts.post_parts`: one work, which completes when all parts have, and fails if one does;
 checks of all parts before anything of any is sent; and the failure of one is the failure of all.
 
 Absent pages. A receiver's list may begin with -1: pages before every window, which it does not hold. Its part then is
@@ -104,7 +104,7 @@ class GroupedVerbs(Verbs):
                 self.check_open(operation)
                 engine.catch_up()
                 self.check_alive(engine.group_map.contributing(ranks, engine.group_map.rank), operation)
-                reqs = engine.receiver.post_parts(
+                reqs = engine.receiver.posts.post_parts(
                     request,
                     parts,
                     ranks,
@@ -119,7 +119,7 @@ class GroupedVerbs(Verbs):
         except KVError as error:
             with engine.lock:
                 for name in names.values():
-                    engine.receiver.refuse(name, error)
+                    engine.receiver.posts.refuse(name, error)
             self._wake()
             raise
         engine.send_now(frames)

@@ -94,7 +94,7 @@ class PlainVerbs(RecordedVerbs):
             if engine.closed or engine.lost:
                 return None
             engine.catch_up()
-            req = engine.receiver.post_plain(request, given, ids, rank, prefix_tokens, work, self.clock())
+            req = engine.receiver.posts.post_plain(request, given, ids, rank, prefix_tokens, work, self.clock())
             wake = engine.has_actions
         if wake:
             self._wake()

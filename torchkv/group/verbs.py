@@ -74,7 +74,7 @@ class Verbs(PlainVerbs):
             req, frames, wake = self._post(request, array, ranks, prefix_tokens, slot, total, work)
         except KVError as error:
             with engine.lock:
-                engine.receiver.refuse(request, error)
+                engine.receiver.posts.refuse(request, error)
             self._wake()
             raise
         if frames:
@@ -113,7 +113,7 @@ class Verbs(PlainVerbs):
             engine.catch_up()
             if engine.lost:
                 self.check_alive(engine.group_map.contributing(ranks, engine.group_map.rank), operation)
-            req = engine.receiver.post(
+            req = engine.receiver.posts.post(
                 request,
                 pages,
                 ranks,
@@ -312,7 +312,7 @@ class Verbs(PlainVerbs):
             engine.catch_up()
             self.check_alive(group_map.contributing(ranks, group_map.rank), operation)
             for name in names:
-                engine.receiver.decline(name, group_map.of(name).contributing(ranks, group_map.rank))
+                engine.receiver.posts.decline(name, group_map.of(name).contributing(ranks, group_map.rank))
         self._wake()
 
     def _cancel(self, request: str, decline: bool) -> KVWork:

@@ -172,7 +172,7 @@ class Grants:
     def _post(self) -> None:
         work = f"rx{self.posted}"
         page = np.array([self.posted % self.rules.pages], dtype=np.int64)
-        self.receiver.post(NAME, page, (0, 1), prefix_tokens=0, total=None, work=work, now=self.now)
+        self.receiver.posts.post(NAME, page, (0, 1), prefix_tokens=0, total=None, work=work, now=self.now)
         self.posted += 1
 
     def _cancel(self) -> None:

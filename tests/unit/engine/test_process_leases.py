@@ -66,7 +66,7 @@ class Group:
     def recv(self, *pages: int, request: str = "r", slot: int | None = None, src: int = WRITER) -> ReceiverRequest:
         ids = np.array(pages, dtype=np.int64)
         with self.lock, self.receiver.leases.guard:
-            return self.receiver.post(
+            return self.receiver.posts.post(
                 request, ids, (src,), prefix_tokens=0, state_slot=slot, total=None, work=request, now=0.0
             )
 
@@ -150,7 +150,7 @@ def test_pages_that_share_a_byte_are_refused_and_only_they() -> None:
                 assert f"page {page} shares bytes with page" in other.refusal(page)
             else:
                 other.receiver.cancel("free", other.recv(page, request="free").work)
-                other.receiver.on_quiesced(WRITER, Quiesced(other.receiver._next_generation - 1), 0.0)
+                other.receiver.on_quiesced(WRITER, Quiesced(other.receiver.posts._next_generation - 1), 0.0)
         assert other.quarantined == {}
         one.fail()
         assert other.quarantined == dict.fromkeys(met, ())
@@ -220,7 +220,7 @@ def test_a_group_that_joins_sees_what_is_being_leased() -> None:
         thread.start()
         thread.join(0.2)
         assert not joined
-        one.receiver.post("r", np.array([3]), (WRITER,), prefix_tokens=0, total=None, work="r", now=0.0)
+        one.receiver.posts.post("r", np.array([3]), (WRITER,), prefix_tokens=0, total=None, work="r", now=0.0)
     thread.join(10)
     assert "page 3 shares bytes" in joined[0].refusal(3)
 
@@ -339,7 +339,7 @@ def test_what_is_left_behind_keeps_no_works_and_no_frames() -> None:
 def recv_part(group: Group, layer_group: str, *ids: int) -> ReceiverRequest:
     pages, name = np.array(ids, dtype=np.int64), part_name("r", layer_group)
     with group.lock, group.receiver.leases.guard:
-        return group.receiver.post(
+        return group.receiver.posts.post(
             name, pages, (WRITER,), prefix_tokens=0, total=None, work=name, now=0.0, group=layer_group
         )
 

@@ -284,8 +284,8 @@ def test_a_receive_that_is_refused_leases_nothing(
     marks = reader.engine.receiver.leases.marks(0).copy()
     free = len(reader.engine.flows.core.receives._free)
     told: list[object] = []
-    real = reader.engine.receiver.refuse
-    monkeypatch.setattr(reader.engine.receiver, "refuse", lambda *what: (told.append(what[0]), real(*what)))
+    real = reader.engine.receiver.posts.refuse
+    monkeypatch.setattr(reader.engine.receiver.posts, "refuse", lambda *what: (told.append(what[0]), real(*what)))
     said = outcome(lambda: call(reader))
     assert (reader.engine.receiver.leases.marks(0) == marks).all()
     assert len(reader.engine.flows.core.receives._free) == free

@@ -52,7 +52,7 @@ def post(
     machine: Receiver, name: str = "r", absent: dict[str, int] | None = None, **lists: list[int]
 ) -> list[ReceiverRequest]:
     parts = {part_name(name, g): Wanted(pages(*lists.get(g, [])), None, g) for g in GROUPS}
-    return machine.post_parts(
+    return machine.posts.post_parts(
         "r", parts, (0,), prefix_tokens=0, absent_tokens=absent or {}, total=None, work="rx", now=0.0
     )
 
@@ -168,7 +168,7 @@ def test_a_writer_is_exempt_from_the_groups_that_it_shares_nothing_of() -> None:
     places = ("p", hybrid(layers=(0, 3))), ("p", hybrid(layers=(1, 2, 4, 5))), ("d", hybrid())
     machine = reading(APART, *places, rank=2)
     parts = {part_name("r", g): Wanted(pages(i), None, g) for i, g in zip(count(1), GROUPS, strict=False)}
-    machine.post_parts("r", parts, (0, 1), prefix_tokens=0, absent_tokens={}, total=None, work="rx", now=0.0)
+    machine.posts.post_parts("r", parts, (0, 1), prefix_tokens=0, absent_tokens={}, total=None, work="rx", now=0.0)
     acts = Acts(machine)
     assert {(rank, message.request) for rank, message in acts.tells(Exempt)} == {(0, FULL), (0, FAR), (1, NEAR)}
     assert {(rank, message.request) for rank, message in acts.tells(Grant)} == {(0, NEAR), (1, FULL), (1, FAR)}

@@ -65,7 +65,9 @@ def _serve(rank: SimulatedRank, peer: int, workload: Workload) -> None:
     """One request from ``peer`` to its end, without a network: what it would say goes into the machines."""
     machines, messenger, now = rank.machines, rank.messenger, 0.0
     pages = np.arange(workload.pages, dtype=np.int64)
-    req = machines.receiver.post(f"request {peer}", pages, (peer,), prefix_tokens=0, total=None, work=_Work(), now=now)
+    req = machines.receiver.posts.post(
+        f"request {peer}", pages, (peer,), prefix_tokens=0, total=None, work=_Work(), now=now
+    )
     _tell(rank)
     for layers in workload.layer_groups():
         nbytes = workload.nbytes // workload.verbs

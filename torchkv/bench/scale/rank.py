@@ -123,7 +123,7 @@ class SimulatedRank:
     def receive(self, request: str, pages: Int64Array, src: tuple[int, ...], work: Work) -> None:
         """`recv_pages`."""
         with self._verb():
-            self.machines.receiver.post(
+            self.machines.receiver.posts.post(
                 request, pages, src, prefix_tokens=0, total=None, work=work, now=self._clock.now
             )
 

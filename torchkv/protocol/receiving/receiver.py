@@ -10,7 +10,7 @@
                                   v
                     REVOKING: work failed, Revoke sent --nothing can land any more--> ended, leases end
 
-* **Grant.** `Receiver.post` leases the pages to a new *generation* of the request and grants them to its writers.
+* **Grant.** `Posts.post` leases the pages to a new *generation* of the request and grants them to its writers.
 * **Attest, seal.** Writers attest what is visible here, and seal when they have sent everything. Stages of the staging
   ring count as arrived when they have been unpacked. The request is complete when what arrived covers what was sealed.
 * **Verdict.** A request succeeds on all ranks of its instance or on none: a complete rank waits for the instance's
@@ -31,34 +31,27 @@ live request and changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Final
 
-from torchkv.arrays import Int64Array
-from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, error_kind, make_error
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, make_error
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.protocol.actions import Account, Settle, Tell, Work
 from torchkv.protocol.counts import SEVERAL
 from torchkv.protocol.flows import RequestFlows
 from torchkv.protocol.messages import (
-    MAX_TEXT,
     Abort,
     Alive,
     Attest,
-    Exempt,
-    Grant,
     InstanceVerdict,
-    Outcome,
-    Post,
     Quiesced,
-    Refused,
     Seal,
-    pack_pages,
 )
 from torchkv.protocol.receiving.endings import ReceiveEndings
-from torchkv.protocol.receiving.leases import Leases, Wanted
+from torchkv.protocol.receiving.leases import Leases
 from torchkv.protocol.receiving.open_receives import OpenReceives
+from torchkv.protocol.receiving.posts import Posts
 from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 from torchkv.protocol.receiving.stages import Stages
 from torchkv.protocol.receiving.staging_credits import StagingCredits
@@ -91,231 +84,15 @@ class Receiver:
         self._credits = credits
         self._timeout = timeout
         self._grant_timeout = grant_timeout
-        self._next_generation = 1
         self.requests = OpenReceives()
         self.leases = Leases(num_pages=group_map.me.num_pages, num_slots=group_map.me.num_slots, pools=pools)
         self._endings = ReceiveEndings(group_map, self.requests, self.leases, credits)
         self.actions: Final = self._endings.actions  # the parts append to the very same list
         self.counts = self._endings.counts
         self.stages = Stages(group_map, self.requests, self._endings, credits)
+        self.posts = Posts(group_map, self.requests, self.leases, self._endings)
 
     # ---------------------------------------------------------------- calls of this rank's user
-
-    def post(
-        self,
-        request: str,
-        pages: Int64Array,
-        src: tuple[int, ...],
-        *,
-        prefix_tokens: int,
-        state_slot: int | None = None,
-        total: float | None,
-        work: Work,
-        now: float,
-        group: str | None = None,
-        absent_tokens: int = 0,
-        parts: Sequence[ReceiverRequest] = (),
-    ) -> ReceiverRequest:
-        """Leases ``pages`` and grants them to the contributing writers among ``src``.
-
-        pages: page ids of this rank, in order of position after the prefix. total: one deadline for everything, in
-        seconds, or None. work: completed when the request succeeds or fails. group, absent_tokens, parts: see
-        `ReceiverRequest`. Raises ``ProtocolError`` if the name is in use or the prefix does not fit a writer's pages,
-        ``PageOutOfRange`` if a page or the slot cannot be leased; then nothing is leased or sent.
-        """
-        page_size = self._group_map.layout(self._group_map.rank).page_size
-        writers = self._checked_writers(request, src, prefix_tokens, absent_tokens)
-        self.leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._group_map.rank}", group=group)
-        req = ReceiverRequest(
-            request=request,
-            generation=self._next_generation,
-            pages=pages,
-            prefix_tokens=prefix_tokens,
-            num_tokens=len(pages) * page_size,
-            writers=writers,
-            work=work,
-            begun_at=now,
-            total=total,
-            state_slot=state_slot,
-            group=group,
-            absent_tokens=absent_tokens,
-            parts=parts,
-        )
-        flows = self.requests.flows
-        if flows is not None:
-            plans = {rank: writer.plan for rank, writer in writers.items()}
-            req.flow = req.reserved = flows.reserve(len(pages), plans)
-        if trace.isEnabledFor(logging.DEBUG):
-            trace.debug("request %r: granted to ranks %s, generation %d", request, tuple(writers), req.generation)
-        self._next_generation += 1
-        self.requests.add(req)
-        self.leases.take(req)
-        if flows is not None and req.flow is not None:
-            flows.open_receive(req, self._endings.told_leader)
-        granted = self._grant(req)
-        if len(self._group_map.siblings) > 1 and not (granted and flows is not None and flows.posts):
-            self._tell_post(req)
-        for rank in self._group_map.of(request).exempt(src):
-            self.actions.append(Tell(rank, Exempt(request)))
-        if not writers:  # of a layer group of which this rank holds nothing: it is complete, but others may not be
-            self._endings.complete_if_covered(req, now)
-        return req
-
-    def post_plain(
-        self,
-        request: str,
-        given: Int64Array,
-        pages: Int64Array,
-        src: int,
-        prefix_tokens: int,
-        work: Work,
-        now: float,
-    ) -> ReceiverRequest | None:
-        """`post` of pages from one writer, by the resident loop: for a verb's critical path.
-
-        given: the page ids as the caller gave them, which are checked as they are copied to ``pages``. None, and
-        nothing is done, if anything speaks against it or needs more thought.
-        """
-        group_map, requests, flows = self._group_map, self.requests, self.requests.flows
-        ranks, me = (src,), group_map.rank
-        if flows is None or requests.knows(request) or src not in group_map.info:
-            return None
-        if group_map.gap(ranks, me) is not None or group_map.contributing(ranks, me) != ranks:
-            return None
-        try:
-            name = request.encode()
-        except UnicodeEncodeError:
-            return None
-        plan = group_map.plan(src, ranks, me)
-        if prefix_tokens and prefix_tokens % plan.src_page_size:
-            return None
-        sole = flows.sole_writer(src, plan, len(pages), name)
-        if sole is None or not self.leases.try_take(given, pages, self._next_generation):
-            return None
-        req = ReceiverRequest(
-            request=request,
-            generation=self._next_generation,
-            pages=pages,
-            prefix_tokens=prefix_tokens,
-            num_tokens=len(pages) * plan.dst_page_size,
-            writers={src: Writer(plan)},
-            work=work,
-            begun_at=now,
-            total=None,
-        )
-        self._next_generation += 1
-        self.leases.hold(req)
-        requests.add(req)
-        flows.post(req, sole, name)
-        return req
-
-    def post_parts(
-        self,
-        request: str,
-        parts: Mapping[str, Wanted],
-        src: tuple[int, ...],
-        *,
-        prefix_tokens: int,
-        absent_tokens: Mapping[str, int],
-        total: float | None,
-        work: Work,
-        now: float,
-    ) -> list[ReceiverRequest]:
-        """As `post`, for a request of several layer groups: of each part, by its name, what it leases.
-
-        absent_tokens: by layer group. work: completed by all parts, one part of it by each. As soon as one fails, all
-        others do.
-        """
-        for name, (_, _, group) in parts.items():
-            absent = absent_tokens.get(group or "", 0)
-            self._checked_writers(name, src, prefix_tokens + absent, absent)
-        operation = f"recv_pages({request!r}) on rank {self._group_map.rank}"
-        self.leases.check_together(list(parts.values()), operation)
-        posted: list[ReceiverRequest] = []
-        for name, (pages, slot, group) in parts.items():
-            absent = absent_tokens.get(group or "", 0)
-            posted.append(
-                self.post(
-                    name,
-                    pages,
-                    src,
-                    prefix_tokens=prefix_tokens + absent,
-                    state_slot=slot,
-                    total=total,
-                    work=work,
-                    now=now,
-                    group=group,
-                    absent_tokens=absent,
-                    parts=posted,
-                )
-            )
-        if (failed := next((part for part in posted if part.error is not None), None)) is not None:
-            self._endings.fail_parts(failed)  # while the others were not posted yet
-        return posted
-
-    def _checked_writers(
-        self, request: str, src: tuple[int, ...], prefix_tokens: int, absent_tokens: int
-    ) -> dict[int, Writer]:
-        """The contributing writers among ``src``. Raises ``ProtocolError`` if `post` must not be called."""
-        if request in self.requests.live:
-            raise ProtocolError(
-                f"recv_pages({request!r}): this request is being received already on rank {self._group_map.rank}; "
-                f"wait for it or cancel({request!r}) first"
-            )
-        group_map = self._group_map.of(request)
-        names = group_map.contributing(src, group_map.rank)
-        writers: dict[int, Writer] = {}
-        for rank in names:
-            plan = group_map.plan(rank, names, group_map.rank)
-            if prefix_tokens % plan.src_page_size:
-                what = f"{absent_tokens} tokens of absent pages" if absent_tokens else f"prefix_tokens={prefix_tokens}"
-                raise ProtocolError(
-                    f"recv_pages({request!r}): {what} is not a multiple of the page size "
-                    f"{plan.src_page_size} of writer {group_map.name(rank)}; round it down to one"
-                )
-            writers[rank] = Writer(plan)
-        return writers
-
-    def _grant(self, req: ReceiverRequest) -> bool:
-        """Tells the writers of their grant. Grants of one name must come in their order: it decides which one is meant.
-
-        Those by messages are in order, and so are those by the loop. After an earlier request of this name has ended,
-        its writers know its grant; until then this one goes the way on which that is followed by its end. Returns
-        whether the loop tells.
-        """
-        alone = len(self.requests.named(req.request)) == 1 and not req.absent_tokens  # which no record tells
-        if req.flow is not None and alone and self._flows.grant(req):
-            return True
-        self._tell_grant(req, req.writers)
-        return False
-
-    def _tell_post(self, req: ReceiverRequest) -> None:
-        page_size = self._group_map.layout(self._group_map.rank).page_size
-        post = Post(req.request, req.generation, req.prefix_tokens, req.num_tokens, page_size, req.flow)
-        self._endings.tell_leader(post)
-
-    def _tell_grant(self, req: ReceiverRequest, ranks: Iterable[int], *, told_as: int | None = None) -> None:
-        pages, writers = pack_pages(req.pages), list(self._group_map.own_numbers(tuple(req.writers)))
-        slot, absent = req.state_slot, req.absent_tokens
-        message = Grant(req.request, req.generation, req.prefix_tokens, pages, writers, slot, req.flow, absent, told_as)
-        self.actions.extend(Tell(rank, message) for rank in ranks)
-
-    def decline(self, request: str, writers: Iterable[int]) -> None:
-        """Grants nothing to the next request of this name: tells its writers, and the other ranks of this instance.
-
-        Raises ``ProtocolError`` if it was granted.
-        """
-        if request in self.requests.live:
-            raise ProtocolError(f"refuse({request!r}): recv_pages was called for it; cancel it instead")
-        error = TransferCancelled(f"request {request!r} was refused by its receiver, {self._me}")
-        refused = Refused(request, error_kind(error), str(error)[:MAX_TEXT])
-        self.actions.extend(Tell(rank, refused) for rank in writers)
-        self.refuse(request, error)
-
-    def refuse(self, request: str, error: KVError) -> None:
-        """Tells the instance that ``recv_pages`` was refused on this rank, so that the other ranks fail now."""
-        if request not in self.requests.live:
-            self._endings.tell_leader(Outcome(request, 0, error_kind(error), str(error)[:MAX_TEXT]))
 
     def cancel(self, request: str, work: Work) -> list[Work]:
         """Fails the live request of this name.
@@ -401,9 +178,9 @@ class Receiver:
 
         untold: writers that do not know of their grant, or may not. unposted: whether the instance's leader does not.
         """
-        self._tell_grant(req, untold, told_as=req.reserved)
+        self.posts.tell_grant(req, untold, told_as=req.reserved)
         if unposted:
-            self._tell_post(req)
+            self.posts.tell_post(req)
         trace.debug("request %r: taken back from the resident loop, generation %d", req.request, req.generation)
         self.actions.append(Account(req.work, nbytes, req.loop_path if nbytes else "none"))
         self.counts.taken_back += 1

@@ -514,7 +514,7 @@ def test_a_cancel_looks_up_what_it_needs() -> None:
 
     machine = receiver()
     for name, page in (("r", 1), ("other", 2)):
-        machine.post(name, np.array([page]), (0,), prefix_tokens=0, total=None, work=name, now=0.0)
+        machine.posts.post(name, np.array([page]), (0,), prefix_tokens=0, total=None, work=name, now=0.0)
     machine.requests.by_generation = NoScan(machine.requests.by_generation)
     assert machine.cancel("r", "cancel") == ["cancel"]
     assert machine.cancel("unknown", "cancel") == []
