@@ -30,10 +30,9 @@ class Send(TypedDict):
     """A sender request that waits for its grant, or is bound to it. ``peer`` is the receiver, ``peer_flow`` its flow.
 
     geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. prefix: tokens before
-    them that the receiver holds. src_page, dst_page:
-    page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says, and
-    num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1 once
-    the seal is. started: 1 after its first op. moved: bytes so far.
+    them that the receiver holds. src_page, dst_page: page sizes in tokens. running: ops that have not ended. finish:
+    pages that the caller's ``finish`` says, and num_pages: the same once the loop knows; -1 before. aux, aux_nbytes:
+    address and length of its bytes. due: 1 once the seal is. started: 1 after its first op. moved: bytes so far.
 
     Of one that waits: hash0, hash1, writers: as the grant must have them. max_page: the receiver's pages are below
     this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
