@@ -43,23 +43,26 @@ class Loop:
         self._apart = apart
 
     def __enter__(self) -> Loop:
-        self._real = Registration._connect_loop, Core.open_send, Core.wait_for_grant, routes.MAX_STAGED_RUN
+        self._real = Registration._connect_loop, routes.MAX_STAGED_RUN
+        self._verbs = Core.open_send, Core.wait_for_grant, Core.meet
         routes.MAX_STAGED_RUN = 0
         if self._apart:
             Registration._connect_loop = lambda registration, metadata: None
-        for name in ("open_send", "wait_for_grant"):
+        for name in ("open_send", "wait_for_grant", "meet"):
             setattr(Core, name, self._noting(getattr(Core, name)))
         return self
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, way: Way, **given: Any) -> Any:
-            self.sends.append(way.network)
-            return real(core, way, **given)
+        def call(core: Core, way: Way, *given: Any, **more: Any) -> Any:
+            if (begun := real(core, way, *given, **more)) is not None:
+                self.sends.append(way.network)
+            return begun
 
         return call
 
     def __exit__(self, *_: object) -> None:
-        Registration._connect_loop, Core.open_send, Core.wait_for_grant, routes.MAX_STAGED_RUN = self._real
+        Registration._connect_loop, routes.MAX_STAGED_RUN = self._real
+        Core.open_send, Core.wait_for_grant, Core.meet = self._verbs
 
 
 def check_bytes(kv: KVProcessGroup, cache: KVCache, sent: list[int], received: list[int]) -> None:

@@ -58,14 +58,15 @@ def noted() -> Iterator[None]:
     Staged.sends = []
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, way: Way, **given: Any) -> Any:
-            Staged.sends.append(bool(way._record["staged"][0]))
-            return real(core, way, **given)
+        def call(core: Core, way: Way, *given: Any, **more: Any) -> Any:
+            if (begun := real(core, way, *given, **more)) is not None:
+                Staged.sends.append(bool(way._record["staged"][0]))
+            return begun
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("open_send", "wait_for_grant"):
+        for name in ("open_send", "wait_for_grant", "meet"):
             patch.setattr(Core, name, noting(getattr(Core, name)))
         yield
 
