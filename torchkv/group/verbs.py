@@ -185,6 +185,7 @@ class Verbs(PlainVerbs):
                 ranks = sender.receivers(request, now)
                 if whole and ranks != (ANYBODY,):
                     self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
+                    engine.whole_pages.update([ranks] if len(ranks) == 1 else [])
             for rank in ranks:  # before everything else: a request that has failed raises its own error again
                 sender.admit(request, rank, op.start, op.num_pages, from_prompt=op.from_prompt)
             if engine.lost:

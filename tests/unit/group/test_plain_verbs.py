@@ -158,6 +158,19 @@ def test_peers_prefixes_and_origins(
     assert carried(new_cluster(), verbs, **way) == plain
 
 
+def test_layers_to_anybody_are_plain_behind_the_first(only_plain: Callable[[Rank], None]) -> None:
+    """That one finds out that the pages match."""
+    cluster = new_cluster()
+    writer = granted(cluster)
+    writer.engine.whole_pages.clear()
+    for layer in range(3):
+        writer.send_layer("r", layer, SENT, None)
+        only_plain(writer)
+    finished = writer.finish("r", None)
+    assert cluster.run(finished.is_completed, limit=5)
+    assert finished.is_success()
+
+
 def test_a_finish_that_must_look_at_each_page_goes_the_general_way() -> None:
     carried(new_cluster(), in_chunks)
 
