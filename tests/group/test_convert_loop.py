@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, kv_group
-from tests.helpers.ranks.convert_cases import CONVERT_CASES, PARTLY
+from tests.helpers.ranks.convert_cases import CONVERT_CASES, PARTLY, staged
 from tests.helpers.ranks.lane_transfer import Case, Pool, check_reader, prepare, random_fill, tally, without_nan
 from tests.helpers.ranks.served import served_by_python
 from tests.helpers.ranks.small_cache import meet
@@ -98,13 +98,6 @@ def check(ranks: Ranks, case: Case, share: float, **options: Any) -> None:
     assert sum(carried for carried, _ in found) == share * sum(expected for _, expected in found) > 0
 
 
-def staged_share(case: Case) -> float:
-    """The narrower dtype crosses the link."""
-    (writer, *_), (reader, *_) = case.writers, case.readers
-    ours, theirs = (case.layouts[rank].components[0].dtype.itemsize for rank in (writer, reader))
-    return min(ours, theirs) / theirs
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_into_pages_that_are_mapped(case: Case, shared_ranks: Callable[..., Ranks]) -> None:
     check(shared_ranks("four", 4), case, 1)
@@ -112,9 +105,9 @@ def test_into_pages_that_are_mapped(case: Case, shared_ranks: Callable[..., Rank
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_staged_into_a_ring_that_is_mapped(case: Case, shared_ranks: Callable[..., Ranks]) -> None:
-    check(shared_ranks("four", 4), case, staged_share(case), path="staged")
+    check(shared_ranks("four", 4), case, staged(case).link_share, path="staged")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_staged_through_a_network(case: Case, shared_ranks: Callable[..., Ranks]) -> None:
-    check(shared_ranks("hosts", 4, **HOSTS), case, staged_share(case))
+    check(shared_ranks("hosts", 4, **HOSTS), case, staged(case).link_share)

@@ -37,6 +37,7 @@ __all__ = [
     "direct",
     "pairs",
     "pool",
+    "random_scales",
     "retyped",
     "staged",
     "stage_memory",

@@ -146,17 +146,7 @@ class GroupedVerbs(Verbs):
 
     # ------------------------------------------------------------------ sender
 
-    def _send_plain(
-        self,
-        verb: str,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        start: int,
-        event: Any,
-        from_prompt: bool,
-    ) -> KVWork | None:
+    def _send_plain(self, *_call: Any, **_more: Any) -> None:
         return None
 
     def _send_any(

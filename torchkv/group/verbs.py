@@ -158,8 +158,6 @@ class Verbs(PlainVerbs):
         whole = verb == "send_layer"
         if whole and ranks not in engine.whole_pages:
             self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
-            if len(ranks) == 1:
-                engine.whole_pages.add(ranks)
         forced = "staged" if verb == "staged_put" else self.forced_path
         if forced is not None:
             self._check_forced_path(ranks, operation, forced)
@@ -185,7 +183,6 @@ class Verbs(PlainVerbs):
                 ranks = sender.receivers(request, now)
                 if whole and ranks != (ANYBODY,):
                     self._check_page_for_page(ranks, operation, "use send_slice or send_pages")
-                    engine.whole_pages.update([ranks] if len(ranks) == 1 else [])
             for rank in ranks:  # before everything else: a request that has failed raises its own error again
                 sender.admit(request, rank, op.start, op.num_pages, from_prompt=op.from_prompt)
             if engine.lost:
@@ -386,7 +383,8 @@ class Verbs(PlainVerbs):
             raise PageOutOfRange(f"{operation}: state_slot={slot} is outside this cache's [0, {self.cache.num_slots})")
         return slot
 
-    def _check_page_for_page(self, ranks: Sequence[int], operation: str, advice: str) -> None:
+    def _check_page_for_page(self, ranks: tuple[int, ...], operation: str, advice: str) -> None:
+        """Raises ``LayoutMismatch`` unless pages match. Of a single rank that is remembered, for plain verbs."""
         group_map = self.engine.group_map
         for rank in ranks:
             if not group_map.page_for_page(rank):
@@ -394,6 +392,8 @@ class Verbs(PlainVerbs):
                     f"{operation}: {advice}: the pages of this rank and of {group_map.name(rank)} differ in heads, "
                     f"page size or order, so whole pages cannot be sent"
                 )
+        if len(ranks) == 1:
+            self.engine.whole_pages.add(ranks)
 
     def _check_forced_path(self, ranks: tuple[int, ...], operation: str, forced: str, *, state: bool = False) -> None:
         if forced == "runs":

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torchkv_loopback import Faults, LoopbackTransport, World
 
+from tests.helpers.converting import random_scales
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeKernels, LoopGpu
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport, SystemCalls
 from tests.helpers.simulation.staging_rings import lagging
@@ -195,17 +197,11 @@ def random_faults(dice: random.Random, *, slowest: float) -> Faults:
 
 
 def _scaled(dice: random.Random) -> Callable[[KVLayout, int, int], KVCache]:
-    """Makes caches with random scales for each layer and head."""
+    """Makes caches with random scales for each layer and head, where a conversion has any."""
+    numbers = np.random.default_rng(dice.getrandbits(32))
 
     def make(layout: KVLayout, pages: int, slots: int) -> KVCache:
-        sizes = {
-            c.name: (len(layout.component_layers(c.name)), len(layout.component_heads(c.name)))
-            for c in layout.components
-        }
-        scales = {
-            name: [[dice.uniform(0.1, 3) for _ in range(heads)] for _ in range(layers)]
-            for name, (layers, heads) in sizes.items()
-        }
+        scales = {name: rows.tolist() for name, rows in random_scales(layout, numbers).items()}
         return KVCache.empty(layout, pages, "cpu", slots, scales=scales)
 
     return make
@@ -249,8 +245,7 @@ def random_places(
                     **common,
                 )
             place = Place(name, layout, 64, 16 if states else 0)
-            scaled = dtypes is not None and torch.float8_e4m3fn in dtypes
-            places.append(dataclasses.replace(place, make=_scaled(dice)) if scaled else place)
+            places.append(place if dtypes is None else dataclasses.replace(place, make=_scaled(dice)))
     return places
 
 
